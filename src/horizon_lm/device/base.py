@@ -1,0 +1,129 @@
+"""What the engine asks of a device."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from horizon_lm.device.moves import Move
+from horizon_lm.errors import DoesNotFitError
+from horizon_lm.schedule.ops import Op
+from horizon_lm.units import format_bytes
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """One operation of one pass, on its way through a device.
+
+    Attributes:
+        waits: tasks that must be finished first, as the schedule declares.
+        moves: what to do, unless it computes; None until the engine knows (the rows of a batch, say).
+        done: finished, or known never to run.
+        event: for the device's own use.
+    """
+
+    op: Op
+    waits: list["Task"]
+    moves: Sequence[Move] | None = None
+    done: bool = False
+    event: Any = None
+
+
+@dataclass
+class Counters:
+    """Bytes allocated on the device and moved over the link, by kind."""
+
+    allocated: Counter[str] = field(default_factory=Counter)
+    allocated_peak: int = 0
+    moved: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def allocated_total(self) -> int:
+        return sum(self.allocated.values())
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        self.allocated[kind] += num_bytes
+        self.allocated_peak = max(self.allocated_peak, self.allocated_total)
+
+
+class Device(Protocol):
+    """Streams, memory and randomness of one accelerator.
+
+    Computation happens on the caller's current stream between `begin` and `end` of its task; every other task is given
+    to `issue` in schedule order. A device may run issued tasks at any time that their waits allow.
+    """
+
+    name: str
+    torch_device: torch.device
+    counters: Counters
+
+    def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+        """A counted 1-D buffer. DoesNotFitError when the capacity is exceeded."""
+        ...
+
+    def free(self, buffer: torch.Tensor, kind: str) -> None:
+        """Give a buffer back. Everything that uses it must be finished."""
+        ...
+
+    def poison(self, buffer: torch.Tensor) -> None:
+        """Told that the contents are dead; a device for tests makes sure that nobody reads them."""
+        ...
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Host bytes that copies can reach at full speed (uint8, 1-D, exact size)."""
+        ...
+
+    def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Make existing host memory reachable at full speed, in place."""
+        ...
+
+    def announce(self, tasks: Sequence[Task]) -> None:
+        """A pass begins with these tasks, in this order."""
+        ...
+
+    def issue(self, task: Task) -> None:
+        """Run a task that does not compute, once its waits are over."""
+        ...
+
+    def begin(self, task: Task) -> None:
+        """Make the compute stream wait for what ``task`` waits for."""
+        ...
+
+    def end(self, task: Task) -> None:
+        """The computation of ``task`` has been enqueued."""
+        ...
+
+    def wait(self, tasks: Sequence[Task]) -> None:
+        """Block the host until these tasks are finished."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until everything is finished."""
+        ...
+
+    def cancel(self, tasks: Sequence[Task]) -> None:
+        """Drop tasks that have not started; wait for those that have."""
+        ...
+
+    def rng_state(self) -> Any:
+        """Random state of the host and of the device."""
+        ...
+
+    def set_rng_state(self, state: Any) -> None: ...
+
+    def seeded_rng_state(self, seed: int) -> Any:
+        """The state that ``torch.manual_seed(seed)`` would give, without touching the current one."""
+        ...
+
+
+def check_capacity(capacity: int | None, counters: Counters, num_bytes: int, kind: str, name: str) -> None:
+    """Refuse an allocation that exceeds the device's capacity."""
+    if capacity is not None and counters.allocated_total + num_bytes > capacity:
+        held = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
+        raise DoesNotFitError(
+            f"{name}: {format_bytes(num_bytes)} for {kind} do not fit into the device capacity of "
+            f"{format_bytes(capacity)}; held: {held or 'nothing'}. Raise device_memory, or lower "
+            "device_micro_batch_size or per_device_train_batch_size."
+        )

@@ -1,0 +1,125 @@
+"""A deterministic device for tests that tries to break the schedule.
+
+It computes eagerly when the engine reaches a computation. Every other task of a pass is known from the moment the pass
+begins, and a seeded adversary may run *any* of them whose declared waits and stream predecessor are done, wherever it
+stands in the list, before and after each computation; copies run in pieces, so that they straddle computations. Only
+what a computation declares to wait for is certain to have happened. Dead and not yet written memory holds NaN.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from horizon_lm.device.base import Task
+from horizon_lm.device.cpu import CpuDevice, copy_tensor
+from horizon_lm.device.moves import Move
+from horizon_lm.schedule.ops import ScheduleError, Stream
+
+
+@dataclass(slots=True)
+class _Started:
+    """A task in its stream's queue, with the pieces that are still to run."""
+
+    task: Task
+    pieces: deque[Move] | None = None
+
+
+class SimulatedDevice(CpuDevice):
+    """See the module's description.
+
+    Args:
+        seed: of the adversary. The same seed gives the same interleaving.
+        capacity: bytes that buffers may take together; None for no limit.
+        pieces: into how many pieces a copy is cut.
+        eagerness: chance that the adversary runs one more piece when it may.
+    """
+
+    name = "simulated"
+
+    def __init__(self, seed: int = 0, capacity: int | None = None, pieces: int = 3, eagerness: float = 0.8) -> None:
+        super().__init__(capacity)
+        self._random = random.Random(seed)
+        self._queues: dict[Stream, deque[_Started]] = {s: deque() for s in Stream if s != Stream.COMPUTE}
+        self._pieces = pieces
+        self._eagerness = eagerness
+
+    def poison(self, buffer: torch.Tensor) -> None:
+        buffer.view(torch.uint8).fill_(0xFF)  # NaN in every floating-point format
+
+    def announce(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            if task.op.stream != Stream.COMPUTE:
+                self._queues[task.op.stream].append(_Started(task))
+        self._interfere()
+
+    def issue(self, task: Task) -> None:
+        self._interfere()
+
+    def begin(self, task: Task) -> None:
+        self._interfere()
+        for other in task.waits:
+            self._force(other, for_task=task)
+        self._interfere()
+
+    def end(self, task: Task) -> None:
+        task.done = True
+        self._interfere()
+
+    def wait(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            self._force(task, for_task=task)
+
+    def synchronize(self) -> None:
+        for queue in self._queues.values():
+            while queue:
+                self._force(queue[-1].task, for_task=queue[-1].task)
+
+    def cancel(self, tasks: Sequence[Task]) -> None:
+        dropped = set(map(id, tasks))
+        for stream, queue in self._queues.items():
+            self._queues[stream] = deque(entry for entry in queue if id(entry.task) not in dropped)
+        for task in tasks:
+            task.done = True
+
+    def _interfere(self) -> None:
+        """Run a random choice of pieces that may run now."""
+        while self._random.random() < self._eagerness:
+            able = [queue for queue in self._queues.values() if queue and self._may_run(queue[0].task)]
+            if not able:
+                return
+            self._run_piece(self._random.choice(able))
+
+    @staticmethod
+    def _may_run(task: Task) -> bool:
+        return task.moves is not None and all(other.done for other in task.waits)
+
+    def _run_piece(self, queue: deque[_Started]) -> None:
+        entry = queue[0]
+        task = entry.task
+        if entry.pieces is None:
+            assert task.moves is not None
+            entry.pieces = deque(piece for move in task.moves for piece in move.split(self._pieces))
+            self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += sum(move.host_bytes for move in task.moves)
+        if entry.pieces:
+            entry.pieces.popleft().run(copy_tensor)
+        if not entry.pieces:
+            task.done = True
+            queue.popleft()
+
+    def _force(self, task: Task, for_task: Task) -> None:
+        """Run ``task`` to its end, and of the others only what it declares to wait for."""
+        if task.done:
+            return
+        queue = self._queues.get(task.op.stream)
+        if queue is None or all(entry.task is not task for entry in queue):
+            raise ScheduleError(f"{for_task.op} waits for {task.op}, which has not been reached")
+        while not task.done:
+            first = queue[0].task
+            for other in first.waits:
+                self._force(other, for_task=first)
+            if first.moves is None:
+                raise ScheduleError(f"{for_task.op} waits for {first.op}, whose contents are not known yet")
+            self._run_piece(queue)

@@ -1,0 +1,1 @@
+"""Runs a schedule under autograd and the Hugging Face forward."""

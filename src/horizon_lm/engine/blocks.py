@@ -1,0 +1,327 @@
+"""Decoder blocks: forward without a graph, and a backward that recomputes one micro-batch at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.device.moves import Copy
+from horizon_lm.engine.engine import Engine
+from horizon_lm.engine.handle import ForwardHandle
+from horizon_lm.engine.replay import Surroundings, no_autocast_cache, replaying
+from horizon_lm.engine.rows import BlockCall, Path, RowOutputs, compare_rows, flatten, slice_rows
+from horizon_lm.errors import RecomputeMismatchError
+from horizon_lm.model import capture
+from horizon_lm.model.template import BoundBlock, SharedBuffers, Template, structure_key
+from horizon_lm.schedule.ops import Kind, block
+
+RowProbe = Callable[[int], list[torch.Size]]  # block index -> shapes of its tensor inputs with one more row
+
+
+class ProbeDoneError(Exception):
+    """Ends the outer forward of a probe at the block whose inputs were wanted."""
+
+
+class Blocks:
+    """Streams the decoder blocks of a model. ``probe_rows`` is set by the model that owns them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        templates: dict[Any, Template] = {}
+        buffers = SharedBuffers(engine.device.torch_device)
+        self._bound: list[BoundBlock] = []
+        prefix = engine.parts.block_prefix
+        for index, module in enumerate(engine.parts.blocks):
+            key = structure_key(module)
+            if key not in templates:
+                templates[key] = Template(module)
+            self._bound.append(BoundBlock(f"{prefix}.{index}", module, templates[key], buffers))
+        self._row_dims: dict[tuple[Any, Path], int | None] = {}
+        self._output_of: dict[int, RowOutputs] = {}
+        self.signature: Any = None  # of the running forward's arguments, for which row dimensions are remembered
+        self.probe_rows: RowProbe | None = None
+        self.probing: tuple[int, list[torch.Size]] | None = None
+
+    def forward(self, index: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for ``module.forward``."""
+        call = BlockCall(args, kwargs)
+        if self.probing is not None:
+            return self._probe(index, call)
+        keys = capture.requested_keys()
+        handle = self.engine.handle
+        if handle is not None and index in handle.keeps:
+            node = _Node(self, index, call, keys, handle)
+            tensors = _BlockFunction.apply(node, self.engine.anchor, *call.tensors)
+            output = node.outputs.rebuild(tensors)
+        else:
+            outputs, _ = self.compute_forward(index, call, keys)
+            output = outputs.rebuild(outputs.tensors)
+            outputs.release()
+        output, captured = output
+        capture.publish(captured)
+        return output
+
+    def compute_forward(
+        self, index: int, call: BlockCall, keys: tuple[str, ...], stash: ForwardHandle | None = None
+    ) -> tuple[RowOutputs, list[Any]]:
+        """Run all micro-batches through a block. Returns outputs and the random state each micro-batch started from."""
+        engine, bound = self.engine, self._bound[index]
+        dims = self._dims(index, call)
+        outputs, states = RowOutputs(engine.num_rows), []
+        offload = stash is not None and engine.options.boundaries == "host"
+        if offload:
+            self._plan_offload(index, call, stash)
+        with engine.cursor.compute(Kind.FORWARD, block(index)), torch.no_grad(), no_autocast_cache():
+            if offload:
+                hidden = call.tensors[call.hidden]
+                self._ring(index, hidden).copy_(hidden.contiguous().view(-1).view(torch.uint8))
+            bound.template.set_training(bound.training_flags())
+            weights = engine.weight_buffer(block(index))
+            bound.template.bind(bound, self._params(index, weights))
+            assert engine.randomness is not None
+            for number, (start, stop) in enumerate(engine.micro_batches()):
+                with engine.randomness.drawing(number) as state, capture.capture(keys) as captured:
+                    part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, dims, strict=True)]
+                    args, kwargs = call.rebuild(part)
+                    output = bound.template.module.forward(*args, **kwargs)
+                states.append(state)
+                outputs.add(start, stop, (output, captured))
+            bound.template.refuse_written_buffers(bound)
+            engine.device.poison(weights)
+        engine.counts["block_forward_rows"] += engine.num_rows
+        self._output_of[index] = outputs
+        return outputs, states
+
+    def _plan_offload(self, index: int, call: BlockCall, handle: ForwardHandle | None) -> None:
+        """Tell the device where this and all later boundaries go: they have one size."""
+        assert handle is not None
+        engine, hidden = self.engine, call.tensors[call.hidden]
+        num_bytes = hidden.numel() * hidden.element_size()
+        for later in sorted(handle.keeps):
+            if later >= index and later not in handle.boundaries:
+                host = engine.boundaries.take(handle, later, num_bytes)
+                ring = engine.ring.get(num_bytes, torch.uint8, later % 2)
+                handle.offloads[later] = engine.cursor.bind(Kind.OFFLOAD, block(later), [Copy(host, ring, num_bytes)])
+
+    def _ring(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        return self.engine.ring.get(hidden.numel() * hidden.element_size(), torch.uint8, index % 2)
+
+    def _params(self, index: int, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A block's parameters in a device buffer, by their names inside the block."""
+        layout = self.engine.store.units[block(index)].layout
+        prefix = f"{self._bound[index].name}."
+        return {name.removeprefix(prefix): layout.view(buffer, name) for name in layout}
+
+    # Rows
+
+    def _dims(self, index: int, call: BlockCall) -> list[int | None]:
+        """The row dimension of each tensor input; found by a probe when there are several micro-batches."""
+        if len(self.engine.micro_batches()) == 1:
+            return [None] * len(call.tensors)
+        keys = [(self.signature, path) for path in call.paths]
+        if any(key not in self._row_dims for key in keys):
+            assert self.probe_rows is not None
+            shapes = [t.shape for t in call.tensors]
+            dims = compare_rows(call.paths, shapes, self.probe_rows(index), self.engine.num_rows)
+            self._row_dims.update({(self.signature, path): dim for path, dim in dims.items()})
+        return [self._row_dims[key] for key in keys]
+
+    def _probe(self, index: int, call: BlockCall) -> Any:
+        assert self.probing is not None
+        wanted, shapes = self.probing
+        if index == wanted:
+            shapes.extend(t.shape for t in call.tensors)
+            raise ProbeDoneError
+        # The block's real output of this forward, with one more row of anything.
+        outputs = self._output_of[index]
+        return outputs.rebuild(outputs.imitate(self.engine.num_rows + 1))[0]
+
+
+class _Node:
+    """What one block of one forward keeps for its backward, besides its boundary."""
+
+    def __init__(
+        self, blocks: Blocks, index: int, call: BlockCall, keys: tuple[str, ...], handle: ForwardHandle
+    ) -> None:
+        self.blocks, self.index, self.call, self.keys, self.handle = blocks, index, call, keys, handle
+        self.surroundings = Surroundings(blocks.engine.device.torch_device.type)
+        self.flags = blocks._bound[index].training_flags()
+        self.micro_batches = blocks.engine.micro_batches()
+        self.num_rows = blocks.engine.num_rows
+        self.outputs: RowOutputs
+        self.dims: list[int | None]
+        self.states: list[Any]
+        self.hidden_shape: torch.Size
+        self.hidden_dtype: torch.dtype
+        self.expected: list[torch.Tensor] | None = None  # outputs, with check_recompute
+
+    @property
+    def offloaded(self) -> bool:
+        return self.index in self.handle.boundaries
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        blocks = self.blocks
+        self.outputs, self.states = blocks.compute_forward(self.index, self.call, self.keys, stash=self.handle)
+        self.dims = blocks._dims(self.index, self.call)
+        tensors = tuple(self.outputs.tensors)
+        if blocks.engine.options.check_recompute:
+            self.expected = [t.clone() for t in tensors]
+        return tensors
+
+    def backward(
+        self, inputs: list[torch.Tensor | None], needs_grad: list[bool], grads: tuple[torch.Tensor | None, ...]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the inputs; those of the parameters go into the outgoing slot."""
+        engine, unit = self.blocks.engine, block(self.index)
+        with engine.cursor.compute(Kind.BACKWARD, unit):
+            if self.offloaded:
+                inputs[self.call.hidden] = self._fetched()
+            input_grads: list[torch.Tensor | None] = [None] * len(inputs)
+            sink = GradSink(engine, self.index)
+            for number, (start, stop) in enumerate(self.micro_batches):
+                self._recompute(number, start, stop, inputs, needs_grad, grads, input_grads, sink)
+            sink.close()
+            engine.device.poison(engine.weight_buffer(unit))
+        if engine.trainable(unit):
+            if engine.accumulates:
+                with engine.cursor.compute(Kind.STAGE, unit):
+                    engine.outgoing_grads(self.index).copy_(engine.accumulator[0])
+            engine.landed(unit)
+        engine.counts["block_forward_rows"] += self.num_rows
+        return input_grads
+
+    def _fetched(self) -> torch.Tensor:
+        host = self.handle.boundaries[self.index]
+        ring = self.blocks.engine.ring.get(host.numel(), torch.uint8, self.index % 2)
+        return ring.view(self.hidden_dtype).view(self.hidden_shape)
+
+    def _recompute(self, number: int, start: int, stop: int, inputs: Any, needs_grad: Any, grads: Any, input_grads: Any, sink: "GradSink") -> None:  # fmt: skip
+        engine = self.blocks.engine
+        leaves = [
+            slice_rows(t, d, start, stop).detach().requires_grad_(need)
+            for t, d, need in zip(inputs, self.dims, needs_grad, strict=True)
+        ]
+        with replaying(engine.device, self.states[number]):
+            tensors = self.surroundings.run(lambda: self._forward_with_graph(leaves, sink))
+        self._check(tensors, start, stop)
+
+        per_row = [t.shape[0] // (stop - start) if t.ndim else 0 for t in tensors]
+        pairs = [
+            (t, slice_rows(g, 0 if len(self.micro_batches) > 1 else None, start * n, stop * n))
+            for t, g, n in zip(tensors, grads, per_row, strict=True)
+            if g is not None and t.requires_grad
+        ]
+        with torch.enable_grad():
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+        for i, (leaf, dim) in enumerate(zip(leaves, self.dims, strict=True)):
+            if leaf.grad is None:
+                continue
+            if len(self.micro_batches) == 1:
+                input_grads[i] = leaf.grad
+            else:
+                if input_grads[i] is None:
+                    input_grads[i] = torch.zeros_like(inputs[i])
+                slice_rows(input_grads[i], dim, start, stop).add_(leaf.grad)
+
+    def _forward_with_graph(self, leaves: list[torch.Tensor], sink: "GradSink") -> list[torch.Tensor]:
+        bound = self.blocks._bound[self.index]
+        with torch.enable_grad(), no_autocast_cache(), capture.capture(self.keys) as captured:
+            bound.template.set_training(self.flags)
+            bound.template.bind(bound, sink.params(self.blocks._params))
+            args, kwargs = self.call.rebuild(leaves)
+            output = bound.template.module.forward(*args, **kwargs)
+        return [leaf for leaf in flatten((output, captured))[0] if isinstance(leaf, torch.Tensor)]
+
+    def _check(self, tensors: list[torch.Tensor], start: int, stop: int) -> None:
+        if self.expected is None:
+            return
+        rows = self.num_rows
+        for tensor, whole in zip(tensors, self.expected, strict=True):
+            n = whole.shape[0] // rows if whole.ndim else 0
+            before = whole[start * n : stop * n] if len(self.micro_batches) > 1 else whole
+            if not torch.equal(tensor, before):
+                difference = (tensor.float() - before.float()).abs().max().item()
+                raise RecomputeMismatchError(
+                    f"{self.blocks._bound[self.index].name}, rows {start} to {stop - 1}: the recomputed output differs "
+                    f"from the forward's by up to {difference:.3g}"
+                )
+
+
+class GradSink:
+    """Takes each parameter's gradient as autograd finishes it, so that only one of them exists besides the slot."""
+
+    def __init__(self, engine: Engine, index: int) -> None:
+        self._index = index
+        slabs = engine.store.units[block(index)]
+        self._trainable = set(engine.trainable(block(index)))
+        self._layout = slabs.grad_layout
+        self._weights = engine.weight_buffer(block(index))
+        if self._trainable:
+            self._slot = engine.accumulator[0] if engine.accumulates else engine.outgoing_grads(index)
+            engine.device.poison(self._slot)
+        self._written: set[str] = set()
+        self._prefix = f"{engine.parts.block_prefix}.{index}."
+
+    def params(self, names: Any) -> dict[str, torch.Tensor]:
+        """Fresh leaves over the streamed weights, by their names inside the block."""
+        leaves = {}
+        for name, view in names(self._index, self._weights).items():
+            leaf = view.detach()
+            if self._prefix + name in self._trainable:
+                leaf.requires_grad_()
+                leaf.register_post_accumulate_grad_hook(self._hook(self._prefix + name))
+            leaves[name] = leaf
+        return leaves
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        target = self._layout.view(self._slot, name)
+
+        def take(leaf: torch.Tensor) -> None:
+            with torch.no_grad():
+                if name in self._written:
+                    target.add_(leaf.grad)
+                else:
+                    target.copy_(leaf.grad)
+            self._written.add(name)
+            leaf.grad = None
+
+        return take
+
+    def close(self) -> None:
+        """Zeros where no gradient came: unused parameters, and the padding between tensors."""
+        if not self._trainable:
+            return
+        for name in self._layout:
+            if name not in self._written:
+                self._layout.view(self._slot, name).zero_()
+        for gap in self._layout.gaps(self._slot):
+            gap.zero_()
+
+
+class _BlockFunction(torch.autograd.Function):
+    """One opaque node per block: the only autograd graph over the model."""
+
+    @staticmethod
+    def forward(ctx: Any, node: _Node, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.node = node
+        ctx.set_materialize_grads(False)
+        outputs = node.forward()
+        hidden = tensors[node.call.hidden]
+        node.hidden_shape, node.hidden_dtype = hidden.shape, hidden.dtype
+        node.call.drop_tensors()
+        kept = [None if node.offloaded and i == node.call.hidden else t for i, t in enumerate(tensors)]
+        ctx.save_for_backward(*kept)
+        ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
+        node.outputs.release()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        node: _Node = ctx.node
+        with node.blocks.engine.backward_of(node.handle):
+            inputs = list(ctx.saved_tensors)
+            input_grads = node.backward(inputs, list(ctx.needs_input_grad[2:]), grads)
+        return None, None, *input_grads
+

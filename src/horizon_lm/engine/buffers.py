@@ -1,0 +1,45 @@
+"""Device buffers of the engine: slots of fixed size, and buffers that grow with the batch."""
+
+from collections.abc import Callable
+
+import torch
+
+from horizon_lm.device.base import Device
+
+
+class Slots:
+    """A few equal buffers, allocated together on first use."""
+
+    def __init__(self, device: Device, kind: str, count: int, numel: int, dtype: torch.dtype) -> None:
+        self._device, self._kind, self._count, self._numel, self._dtype = device, kind, count, numel, dtype
+        self._buffers: list[torch.Tensor] = []
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        while not self._buffers:
+            self._buffers = [
+                self._device.allocate(self._numel, self._dtype, self._kind) for _ in range(self._count)
+            ]  # fmt: skip
+        return self._buffers[index]
+
+    def release(self) -> None:
+        for buffer in self._buffers:
+            self._device.free(buffer, self._kind)
+        self._buffers = []
+
+
+class Growing:
+    """Buffers that are replaced by larger ones when a batch needs more. ``drain`` is called before that."""
+
+    def __init__(self, device: Device, kind: str, drain: Callable[[], None], count: int = 1) -> None:
+        self._device, self._kind, self._drain, self._count = device, kind, drain, count
+        self._slots: Slots | None = None
+        self._size: tuple[int, torch.dtype] = (0, torch.float32)
+
+    def get(self, numel: int, dtype: torch.dtype, index: int = 0) -> torch.Tensor:
+        """The first ``numel`` elements of buffer ``index``."""
+        if self._slots is None or numel > self._size[0] or dtype != self._size[1]:
+            if self._slots is not None:
+                self._drain()
+                self._slots.release()
+            self._slots, self._size = Slots(self._device, self._kind, self._count, numel, dtype), (numel, dtype)
+        return self._slots[index][:numel]

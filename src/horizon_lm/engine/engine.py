@@ -1,0 +1,373 @@
+"""The executor: passes over the units, and what each of their operations moves."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from horizon_lm.device.base import Device, Task
+from horizon_lm.device.moves import Add, Copy, Move
+from horizon_lm.engine.buffers import Growing, Slots
+from horizon_lm.engine.cursor import Cursor
+from horizon_lm.engine.handle import BoundaryPool, ForwardHandle
+from horizon_lm.engine.parameters import landing_grad
+from horizon_lm.engine.replay import MicroBatchRandomness
+from horizon_lm.errors import StreamingError, TornModelError
+from horizon_lm.model.parts import ModelParts, ParamRef
+from horizon_lm.schedule import build
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, block
+from horizon_lm.store.layout import SlabLayout
+from horizon_lm.store.store import Store, UnitSlabs
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a model is streamed. None of these changes the result beyond the order of summation.
+
+    Attributes:
+        compute_dtype: of weights on the device and of hidden states.
+        device_micro_batch_size: rows on the device at once inside a block; None for the whole batch.
+        head: ``whole`` (Hugging Face's own loss over all logits) or ``chunked`` (logits never exist as a whole).
+        head_chunk_tokens: tokens whose logits exist at once in mode ``chunked``; None for about 64 MiB of logits.
+        boundaries: ``device`` or ``host``.
+        check_recompute: compare every recomputed output with the forward's (slow; for tests).
+    """
+
+    compute_dtype: torch.dtype
+    device_micro_batch_size: int | None = None
+    head: str = "chunked"
+    head_chunk_tokens: int | None = None
+    boundaries: str = "device"
+    check_recompute: bool = False
+
+
+class Engine:
+    """Streams a model's units through a device.
+
+    The block, table, head and outer modules of this package ask it for buffers and report computations; it builds the
+    schedule of each pass and knows what every copy of it moves.
+    """
+
+    def __init__(self, parts: ModelParts, store: Store, device: Device, options: Options) -> None:
+        self.parts, self.store, self.device, self.options = parts, store, device, options
+        self.refs: dict[str, ParamRef] = {ref.name: ref for refs in parts.units.values() for ref in refs}
+        self.cursor = Cursor(device)
+        self.boundaries = BoundaryPool(device)
+        self.anchor = torch.zeros((), device=device.torch_device, requires_grad=True)
+        self.counts: Counter[str] = Counter()  # rows through blocks, by kind of computation
+
+        self.handle: ForwardHandle | None = None  # of the running forward, if it records
+        self.randomness: MicroBatchRandomness | None = None
+        self.num_rows = 0
+        self._head_buffer_user: weakref.ref[ForwardHandle] | None = None
+        self._backward_of: ForwardHandle | None = None
+        self._landed: set[str] = set()
+        self._grad_tasks: list[Task] = []
+        self._updated = True  # since the last forward
+        self._shape: tuple[Any, ...] = ()
+        self.grads_invalid = False
+        self._torn: str | None = None
+
+        dtype, grad_dtype = options.compute_dtype, store.precision.grad_dtype
+        largest = max(store.units[block(u)].layout.numel for u in range(parts.num_blocks))
+        self.accumulates = options.device_micro_batch_size is not None and grad_dtype != torch.float32
+        self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
+        self.grad_slots = Slots(device, "grad_slots", 1 if self.accumulates else 2, largest, grad_dtype)
+        self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
+        head = self.slabs(HEAD).layout.numel
+        self.head_weights = Slots(device, "head_weights", 1, head, dtype)
+        self.head_grads = Slots(
+            device, "head_grads", 1, head, torch.float32 if options.head == "chunked" else dtype
+        )  # fmt: skip
+        outer = store.units[OUTER].layout.numel
+        self.outer_weights = Slots(device, "outer_weights", 1, outer, dtype)
+        self.outer_grads = Slots(device, "outer_grads", 1, outer, grad_dtype)
+        self.table_rows = Growing(device, "table_rows", self.drain)
+        self.table_row_grads = Growing(device, "table_row_grads", self.drain)
+        self.ring = Growing(device, "boundary_ring", self.drain, count=2)
+
+    # Units and parameters
+
+    def slabs(self, unit: str) -> UnitSlabs:
+        """The host slabs that hold a unit (a tied head's are the table's)."""
+        return self.store.units[EMBED if unit == HEAD and self.parts.tied else unit]
+
+    def trainable(self, unit: str) -> list[str]:
+        """Full names of a unit's parameters that take part in training now."""
+        return [name for name in self.slabs(unit).layout if self.refs[name].param.requires_grad]
+
+    def allocate_grads(self) -> None:
+        """Make room for gradients of what is trainable now, unless that was done before."""
+        trainable = [name for name, ref in self.refs.items() if ref.param.requires_grad]
+        if not self.store.has_grads:
+            self.store.allocate_grads(trainable)
+            self.device.register_host([slabs.grads for slabs in self.store.units.values()])
+        late = [name for name in trainable if name not in self.slabs_of(name).grad_layout]
+        if late:
+            raise StreamingError(
+                f"{late[0]} was frozen when training began, so there is no room for its gradient; set requires_grad "
+                "before the first training step"
+            )
+
+    def slabs_of(self, name: str) -> UnitSlabs:
+        """The host slabs of the unit that a parameter belongs to."""
+        return self.store.units[self.store.unit_of[name]]
+
+    # Forward
+
+    @contextmanager
+    def forward_pass(self, *, recording: bool, rows: int, embed: bool, inputs_need_grad: bool, head_grads: bool) -> Iterator[None]:  # fmt: skip
+        """A forward runs inside. ``recording``: for a later backward."""
+        self.check_alive()
+        if self.cursor.active:  # a backward that died in foreign code, or a nested call
+            self.fault()
+        keeps = self._kept_blocks(inputs_need_grad) if recording else frozenset()
+        if recording:
+            self.allocate_grads()
+            self.handle = ForwardHandle(self.store.version, keeps)
+            self.handle.head_grads = head_grads
+        self._drain_if_reshaped(keeps)
+        schedule = build.forward(
+            self._layout(),
+            keeps=keeps,
+            embed=embed,
+            after_update=self._updated,
+            head_grads=head_grads and bool(self.trainable(HEAD)),
+        )
+        self.num_rows = rows
+        self.randomness = MicroBatchRandomness(self.device, len(self.micro_batches()))
+        self.cursor.start(schedule, self._moves)
+        try:
+            yield
+            self.cursor.finish()
+            self._updated = False
+        except BaseException:
+            self.fault()
+            raise
+        finally:
+            self.handle = None
+
+    def micro_batches(self) -> list[tuple[int, int]]:
+        """Row ranges of the device micro-batches of the running forward."""
+        size = self.options.device_micro_batch_size or self.num_rows
+        return [(start, min(start + size, self.num_rows)) for start in range(0, self.num_rows, size)]
+
+    def _kept_blocks(self, inputs_need_grad: bool) -> frozenset[int]:
+        """Blocks that a gradient passes through: from the first trainable unit on."""
+        norm = {id(p) for p in self.parts.final_norm.parameters()} if self.parts.final_norm else set()
+        before_blocks = any(
+            self.refs[name].param.requires_grad and id(self.refs[name].param) not in norm
+            for unit in (EMBED, OUTER)
+            for name in self.store.units[unit].layout
+        )
+        if before_blocks or inputs_need_grad:
+            return frozenset(range(self.parts.num_blocks))
+        first = next((u for u in range(self.parts.num_blocks) if self.trainable(block(u))), self.parts.num_blocks)
+        return frozenset(range(first, self.parts.num_blocks))
+
+    def _layout(self) -> build.Layout:
+        return build.Layout(
+            num_blocks=self.parts.num_blocks,
+            tied=self.parts.tied,
+            host_boundaries=self.options.boundaries == "host",
+            accumulate=self.accumulates,
+        )
+
+    def _drain_if_reshaped(self, keeps: frozenset[int]) -> None:
+        """Waits across passes assume passes of one shape; what is trainable rarely changes, so that may cost."""
+        shape = (keeps, tuple(name for name, ref in self.refs.items() if ref.param.requires_grad)) if keeps else None
+        if shape is not None and shape != self._shape:
+            self.drain()
+            self._shape = shape
+
+    @property
+    def head_buffer_free(self) -> bool:
+        """Whether the head's gradient buffer can take gradients made in a forward."""
+        user = self._head_buffer_user() if self._head_buffer_user is not None else None
+        return user is None or user.consumed
+
+    def take_head_buffer(self, handle: ForwardHandle) -> None:
+        """The buffer holds this forward's gradients, until its backward or until it is abandoned."""
+        self._head_buffer_user = weakref.ref(handle)
+
+    # Backward
+
+    @contextmanager
+    def backward_of(self, handle: ForwardHandle) -> Iterator[None]:
+        """A node of a backward runs inside; the first one of a forward begins its pass."""
+        self.check_alive()
+        if torch.is_grad_enabled():
+            raise StreamingError("create_graph=True is not supported: a streamed model has no second derivatives")
+        try:
+            if self._backward_of is not handle:
+                handle.check_usable(self.store.version)
+                self._finish_backward()
+                self._start_backward(handle)
+            yield
+        except BaseException:
+            self.fault()
+            raise
+
+    def _start_backward(self, handle: ForwardHandle) -> None:
+        if self.cursor.active:
+            raise StreamingError("backward was called inside a forward of the same model")
+        self._clear_fault_if_empty()
+        trainable = [
+            unit for unit in (EMBED, *map(block, range(self.parts.num_blocks)), HEAD, OUTER) if self.trainable(unit)
+        ]  # fmt: skip
+        self._backward_of, self._landed = handle, set()
+        schedule = build.backward(
+            self._layout(), blocks=handle.keeps, trainable=trainable, head_grads=handle.head_grads
+        )
+        self.cursor.start(schedule, self._moves)
+        Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        """Publish the gradients that are landing; called by autograd when its graph is done."""
+        handle, self._backward_of = self._backward_of, None
+        if handle is None:
+            return
+        self._grad_tasks = self.cursor.landing_tasks()
+        self.cursor.finish()
+        handle.consumed = True
+        for unit in self._landed:
+            for name in self.trainable(unit):
+                param = self.refs[name].param
+                if landing_grad(param) is None:
+                    param.grad = self.store.grad(name)
+
+    def landed(self, unit: str) -> None:
+        """The gradients of a unit are complete on the device and on their way."""
+        self._landed.add(unit)
+
+    def has_landed(self, unit: str) -> bool:
+        return unit in self._landed
+
+    # What operations move
+
+    def _moves(self, op: Op) -> Sequence[Move] | None:
+        if op.kind == Kind.STREAM_IN and op.unit != EMBED:
+            return self._weight_moves(op)
+        if op.kind == Kind.STREAM_OUT and op.unit != EMBED:
+            return self.landing_moves(op.unit, self._grad_source(op))
+        if op.kind == Kind.FETCH:
+            assert self._backward_of is not None
+            host = self._backward_of.boundaries[_block_index(op.unit)]
+            ring = self.ring.get(host.numel(), torch.uint8, _block_index(op.unit) % 2)
+            return [Copy(ring, host, host.numel())]
+        return None
+
+    def _weight_moves(self, op: Op) -> list[Move]:
+        slab = self.slabs(op.unit).weights
+        return [Copy(self.weight_buffer(op.unit)[: slab.numel()], slab, slab.numel() * slab.element_size())]
+
+    def weight_buffer(self, unit: str) -> torch.Tensor:
+        """The device buffer that a unit's weights are streamed into."""
+        if unit == HEAD:
+            return self.head_weights[0]
+        return self.outer_weights[0] if unit == OUTER else self.weight_slots[_block_index(unit) % 2]
+
+    def _grad_source(self, op: Op) -> torch.Tensor:
+        if op.unit == HEAD:
+            return self.head_grads[0]
+        return self.outer_grads[0] if op.unit == OUTER else self.outgoing_grads(_block_index(op.unit))
+
+    def outgoing_grads(self, index: int) -> torch.Tensor:
+        """The slot from which a block's gradients leave the device."""
+        return self.grad_slots[0 if self.accumulates else index % 2]
+
+    def landing_moves(self, unit: str, source: torch.Tensor) -> list[Move]:
+        """Copies onto empty gradients, additions onto gradients that are there. Emptiness is ``p.grad is None``."""
+        slabs = self.slabs(unit)
+        item = slabs.grads.element_size()
+        empty = {name: self.is_empty(name) for name in slabs.grad_layout}
+        if len(set(empty.values())) == 1:
+            kind = Copy if next(iter(empty.values())) else Add
+            return [kind(slabs.grads, source[: slabs.grads.numel()], slabs.grads.numel() * item)]
+        views = [(name, slabs.grad_layout.view(slabs.grads, name).view(-1)) for name in slabs.grad_layout]
+        return [
+            (Copy if empty[name] else Add)(
+                view, slabs.grad_layout.view(source, name).view(-1), view.numel() * item
+            )
+            for name, view in views
+        ]  # fmt: skip
+
+    def is_empty(self, name: str) -> bool:
+        """Whether a parameter has no gradient yet, so that the next one overwrites."""
+        grad = landing_grad(self.refs[name].param)
+        if grad is not None and grad.data_ptr() != self.store.grad(name).data_ptr():
+            raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
+        return grad is None
+
+    # Updates, faults and waiting
+
+    def run_update(self, schedule: Pass, moves: dict[str, Sequence[Move]]) -> None:
+        """Issue an update pass. A fault before an operation leaves the rest pending; the next use goes on with them."""
+        self.check_alive()
+        self.store.version += 1
+        self._updated = True
+        self.cursor.start(schedule, lambda op: moves[op.unit])
+        self.cursor.finish()
+
+    def weights_changed(self) -> None:
+        """The host's weights were written other than by an update."""
+        self.store.version += 1
+        self._updated = True
+
+    def tear(self, error: BaseException) -> None:
+        """An update failed inside a kernel: some weights are new, some old."""
+        self._torn = f"{type(error).__name__}: {error}"
+
+    def check_alive(self) -> None:
+        """Finish pending updates. TornModelError if one failed half-way."""
+        if self._torn is not None:
+            raise TornModelError(
+                f"an optimizer update failed inside a kernel ({self._torn}), so some weights are new and some old. "
+                "Load the model or a checkpoint again."
+            )
+        if self.cursor.schedule is not None and self.cursor.schedule.name == "update":
+            self.cursor.finish()
+
+    def fault(self) -> None:
+        """Give up the running pass: free all slots and boundaries, and invalidate the step's gradients."""
+        self.cursor.abandon()
+        self.device.synchronize()
+        self.grads_invalid = self.grads_invalid or self.store.has_grads
+        if self._backward_of is not None:
+            self._backward_of.consumed = True
+        self._backward_of, self.handle, self._head_buffer_user = None, None, None
+
+    def clear_grads(self) -> None:
+        """All gradients are empty again, and a fault is forgiven. No memory is written."""
+        self.wait_for_grads()
+        for ref in self.refs.values():
+            ref.param.grad = None
+        self.grads_invalid = False
+
+    def _clear_fault_if_empty(self) -> None:
+        if self.grads_invalid and all(landing_grad(ref.param) is None for ref in self.refs.values()):
+            self.grads_invalid = False
+
+    def wait_for_grads(self) -> None:
+        """Block until the gradients of finished backward passes are in host memory."""
+        if self._grad_tasks and self._backward_of is None:
+            tasks, self._grad_tasks = self._grad_tasks, []
+            self.device.wait(tasks)
+
+    def drain(self) -> None:
+        """Block until nothing is on its way."""
+        self.device.synchronize()
+
+
+def _block_index(unit: str) -> int:
+    return int(unit.removeprefix("block"))
+
+
+def views(layout: SlabLayout, buffer: torch.Tensor, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+    """Named tensors in a device buffer."""
+    return {name: layout.view(buffer, name) for name in (names if names is not None else layout)}

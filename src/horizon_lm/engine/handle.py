@@ -1,0 +1,68 @@
+"""What a forward leaves behind for its backward."""
+
+import weakref
+from collections import defaultdict
+
+import torch
+
+from horizon_lm.device.base import Device, Task
+from horizon_lm.errors import StreamingError
+
+
+class ForwardHandle:
+    """One recorded forward. Autograd's nodes hold it; when the last one is gone, what it holds is free again.
+
+    Attributes:
+        version: of the weights it was computed with.
+        keeps: blocks with a boundary.
+        boundaries: host copies of boundaries, by block.
+        head_grads: the head's gradients were made in this forward and are in the head's buffer.
+    """
+
+    def __init__(self, version: int, keeps: frozenset[int]) -> None:
+        self.version = version
+        self.keeps = keeps
+        self.boundaries: dict[int, torch.Tensor] = {}
+        self.offloads: dict[int, Task] = {}
+        self.head_grads = False
+        self.consumed = False
+
+    def check_usable(self, version: int) -> None:
+        """StreamingError if a backward through this forward would be wrong."""
+        if self.consumed:
+            raise StreamingError(
+                "backward was called a second time on the same forward. A streamed model frees what it kept, so "
+                "retain_graph has no effect: call the model again, or add the losses and call backward once."
+            )
+        if self.version != version:
+            raise StreamingError(
+                "the weights were updated between this forward and its backward, so its gradients would mix two sets of "
+                "weights. Call backward before optimizer.step()."
+            )
+
+
+class BoundaryPool:
+    """Host memory for boundaries, reused by size. What an abandoned forward was still copying is waited for first."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: dict[int, list[tuple[torch.Tensor, Task | None]]] = defaultdict(list)
+        self.num_bytes = 0
+
+    def take(self, handle: ForwardHandle, block: int, num_bytes: int) -> torch.Tensor:
+        """A uint8 buffer that returns to the pool when ``handle`` is gone."""
+        if self._free[num_bytes]:
+            buffer, task = self._free[num_bytes].pop()
+            if task is not None:
+                self._device.wait([task])
+        else:
+            buffer = self._device.host_buffer(num_bytes)
+            self.num_bytes += num_bytes
+        if not handle.boundaries:
+            weakref.finalize(handle, self._give_back, handle.boundaries, handle.offloads)
+        handle.boundaries[block] = buffer
+        return buffer
+
+    def _give_back(self, boundaries: dict[int, torch.Tensor], offloads: dict[int, Task]) -> None:
+        for block, buffer in boundaries.items():
+            self._free[buffer.numel()].append((buffer, offloads.get(block)))

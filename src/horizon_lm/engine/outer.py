@@ -1,0 +1,85 @@
+"""Outer parameters: everything that is neither table, block nor head. Small, and on the device during a pass."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.engine import Engine
+from horizon_lm.engine.handle import ForwardHandle
+from horizon_lm.schedule.ops import OUTER, Kind
+
+
+class Outer:
+    """Puts device tensors in the place of outer parameters while the model's own forward runs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._layout = engine.store.units[OUTER].layout
+        parts = engine.parts
+        streamed = {id(m) for b in parts.blocks for m in b.modules()}
+        for module in parts.model.modules():
+            if id(module) not in streamed:
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(engine.device.torch_device)
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """Outer parameters on the device, by full name; differentiable where they are trained."""
+        engine = self.engine
+        if engine.handle is None or not engine.trainable(OUTER):
+            with engine.cursor.compute(Kind.FORWARD, OUTER):
+                return self._views()
+        trainable = engine.trainable(OUTER)
+        tensors = _OuterFunction.apply(self, engine.handle, trainable, engine.anchor)
+        return self._views() | dict(zip(trainable, tensors, strict=True))
+
+    @contextmanager
+    def in_place(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, the model's modules find these tensors as their parameters."""
+        places = [place for name in tensors for place in self.engine.refs[name].places]
+        before = [module._parameters[attribute] for module, attribute in places]
+        for name, tensor in tensors.items():
+            for module, attribute in self.engine.refs[name].places:
+                module._parameters[attribute] = tensor  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for (module, attribute), param in zip(places, before, strict=True):
+                module._parameters[attribute] = param
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        buffer = self.engine.outer_weights[0]
+        return {name: self._layout.view(buffer, name).detach() for name in self._layout}
+
+    def forward(self, trainable: list[str]) -> tuple[torch.Tensor, ...]:
+        with self.engine.cursor.compute(Kind.FORWARD, OUTER):
+            views = self._views()
+            return tuple(views[name] for name in trainable)
+
+    def backward(self, trainable: list[str], grads: tuple[torch.Tensor | None, ...]) -> None:
+        engine = self.engine
+        layout, buffer = engine.store.units[OUTER].grad_layout, engine.outer_grads[0]
+        by_name = dict(zip(trainable, grads, strict=True))
+        with engine.cursor.compute(Kind.BACKWARD, OUTER):
+            buffer.zero_()
+            for name in layout:
+                if by_name.get(name) is not None:
+                    layout.view(buffer, name).copy_(by_name[name])
+        engine.landed(OUTER)
+
+
+class _OuterFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, outer: Outer, handle: ForwardHandle, trainable: list[str], anchor: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.outer, ctx.handle, ctx.trainable = outer, handle, trainable
+        ctx.set_materialize_grads(False)
+        return outer.forward(trainable)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        with ctx.outer.engine.backward_of(ctx.handle):
+            ctx.outer.backward(ctx.trainable, grads)
+        return None, None, None, None

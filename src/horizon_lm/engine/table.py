@@ -1,0 +1,107 @@
+"""The embedding table: rows are gathered on the host, and only they travel."""
+
+from typing import Any
+
+import torch
+
+from horizon_lm.device.moves import GatherRows, ScatterRows
+from horizon_lm.engine.engine import Engine
+from horizon_lm.engine.handle import ForwardHandle
+from horizon_lm.model.skeleton import meta_copy
+from horizon_lm.schedule.ops import EMBED, HEAD, Kind
+
+
+class Table:
+    """Streams the input embedding of a model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        embed = engine.parts.embed
+        self.padding_idx: int | None = getattr(embed, "padding_idx", None)
+        self._module = meta_copy(embed)
+        for name, buffer in self._module._buffers.items():
+            self._module._buffers[name] = None if buffer is None else buffer.to(engine.device.torch_device)
+        (self._name,) = engine.store.units[EMBED].layout
+        self.probe_rows: int | None = None  # answer a probe with zeros for so many rows
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Stands in for the embedding module's forward. ids (B, T) -> hidden states (B, T, H)."""
+        engine = self.engine
+        table = self._table(engine.store.units[EMBED].weights)
+        if self.probe_rows is not None:
+            return torch.zeros(
+                (*ids.shape, table.shape[1]), dtype=engine.options.compute_dtype, device=engine.device.torch_device
+            )
+        rows, positions = torch.unique(ids.to("cpu"), return_inverse=True)
+        buffer = engine.table_rows.get(rows.numel() * table.shape[1], engine.options.compute_dtype)
+        received = buffer.view(rows.numel(), table.shape[1])
+        engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
+        use = _Use(self, rows, positions.to(engine.device.torch_device), engine.handle)
+        if engine.handle is not None and engine.trainable(EMBED):
+            return _TableFunction.apply(use, received, engine.anchor)
+        return use.forward(received)
+
+    def _table(self, slab: torch.Tensor) -> torch.Tensor:
+        return self.engine.store.units[EMBED].layout.view(slab, self._name)
+
+    def grad_table(self) -> torch.Tensor:
+        """The table's gradient in host memory."""
+        return self.engine.store.grad(self._name)
+
+    def look_up(self, weight: torch.Tensor, use: "_Use") -> torch.Tensor:
+        """Run the model's own embedding module over gathered rows."""
+        self._module._parameters["weight"] = weight  # type: ignore[assignment]
+        if self.padding_idx is not None:
+            self._module.padding_idx = use.padding_position  # type: ignore[assignment]
+        return self._module.forward(use.positions)
+
+
+class _Use:
+    """One lookup: which rows, and where each token's row is among them."""
+
+    def __init__(
+        self, table: Table, rows: torch.Tensor, positions: torch.Tensor, handle: ForwardHandle | None
+    ) -> None:
+        self.table, self.rows, self.positions, self.handle = table, rows, positions, handle
+        found = (rows == table.padding_idx).nonzero() if table.padding_idx is not None else rows.new_empty(0)
+        self.padding_position = int(found[0]) if len(found) else None
+
+    def forward(self, received: torch.Tensor) -> torch.Tensor:
+        engine = self.table.engine
+        with engine.cursor.compute(Kind.FORWARD, EMBED), torch.no_grad():
+            hidden = self.table.look_up(received, self)
+            engine.device.poison(received)
+        return hidden
+
+    def backward(self, grad: torch.Tensor) -> None:
+        """Sum the gradients of each row on the device, and send only these rows to the host."""
+        table, engine = self.table, self.table.engine
+        target = table.grad_table()
+        shape = (self.rows.numel(), target.shape[1])
+        with engine.cursor.compute(Kind.BACKWARD, EMBED):
+            # A lookup's gradient does not depend on the table's values, so one zero stands for all of them.
+            weight = torch.zeros((), dtype=engine.options.compute_dtype, device=grad.device)
+            weight = weight.expand(shape).requires_grad_()
+            with torch.enable_grad():
+                (row_grads,) = torch.autograd.grad(table.look_up(weight, self), weight, grad)
+            outgoing = engine.table_row_grads.get(shape[0] * shape[1], target.dtype).view(shape)
+            outgoing.copy_(row_grads)
+            # A tied head's gradient has landed on the same table earlier in this pass.
+            empty = engine.is_empty(table._name) and not (engine.parts.tied and engine.has_landed(HEAD))
+            engine.cursor.bind(Kind.STREAM_OUT, EMBED, [ScatterRows(target, outgoing, self.rows, clear=empty)])
+        engine.landed(EMBED)
+
+
+class _TableFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, use: _Use, received: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.use = use
+        return use.forward(received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        use: _Use = ctx.use
+        assert use.handle is not None
+        with use.table.engine.backward_of(use.handle):
+            use.backward(grad)
+        return None, None, None

@@ -1,0 +1,72 @@
+"""One family of errors. Each carries the process exit code that the command line returns for it."""
+
+EXIT_CODES = {
+    0: "finished",
+    2: "configuration: a setting, a path or a model that cannot be used",
+    3: "does not fit: host memory, device memory or disk",
+    4: "data: a row or a file that cannot be used",
+    5: "non-finite loss or gradient: the weights were left as they were",
+    75: "interrupted: what was written before is intact, run again to go on",
+}
+
+
+class HorizonError(Exception):
+    """Base of every error that Horizon-LM raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(HorizonError, ValueError):
+    """A setting that is unknown, out of range, or contradicts another one."""
+
+    exit_code = 2
+
+
+class ModelNotSupportedError(HorizonError, ValueError):
+    """A model that cannot be streamed exactly; the message names the module and the reason."""
+
+    exit_code = 2
+
+
+class DoesNotFitError(HorizonError, MemoryError):
+    """More bytes are needed than there are; the message has both numbers and a remedy."""
+
+    exit_code = 3
+
+
+class DataError(HorizonError, ValueError):
+    """A file or a row that cannot be trained on; the message has the place."""
+
+    exit_code = 4
+
+
+class NonFiniteError(HorizonError, ArithmeticError):
+    """A loss or gradient that is NaN or infinite. No weight was changed by the step that raised it."""
+
+    exit_code = 5
+
+
+class InterruptedRunError(HorizonError):
+    """The user or the system asked the run to stop."""
+
+    exit_code = 75
+
+
+class StreamingError(HorizonError, RuntimeError):
+    """The streamed model was used in a way that would give wrong numbers (for example a second backward)."""
+
+
+class ScheduleMismatchError(StreamingError):
+    """Autograd or the model's forward reached an operation other than the one the schedule expects next."""
+
+    def __init__(self, expected: str, got: str) -> None:
+        super().__init__(f"the schedule expects {expected} next, but {got} was reached")
+        self.expected, self.got = expected, got
+
+
+class RecomputeMismatchError(StreamingError):
+    """A block's recomputed output differs from its forward output (only with check_recompute=True)."""
+
+
+class TornModelError(StreamingError):
+    """An update failed inside a kernel: some weights are new, some old, and the model must be loaded again."""

@@ -1,0 +1,1 @@
+"""Hugging Face models: opening them, finding their units, templates. The one place that knows their habits."""

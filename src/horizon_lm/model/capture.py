@@ -1,0 +1,47 @@
+"""Transformers' output capturing (router logits, attentions) across a streamed block.
+
+Transformers records outputs of submodules through hooks that append to a collector in a context variable. A streamed
+block computes in a template, outside autograd, so what its submodules produce is collected there, passed through the
+block's autograd Function, and appended to the model's collector afterwards.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers.utils.output_capturing import _active_collector, maybe_install_capturing_hooks
+
+Captured = dict[str, list[torch.Tensor | None]]
+_OF_WHOLE_BLOCKS = "hidden_states"  # recorded by a hook on the block itself, which a streamed block keeps
+
+
+def install_hooks(model: nn.Module) -> None:
+    """Install transformers' hooks now, so that templates copied afterwards have them too."""
+    for module in model.modules():
+        if hasattr(type(module), "_can_record_outputs"):
+            maybe_install_capturing_hooks(module)
+
+
+def requested_keys() -> tuple[str, ...]:
+    """What the model's forward wants recorded of its blocks' insides."""
+    collector = _active_collector.get()
+    return tuple(k for k in collector or () if k != _OF_WHOLE_BLOCKS and not k.startswith("_"))
+
+
+@contextmanager
+def capture(keys: tuple[str, ...]) -> Iterator[Captured]:
+    """Record these outputs of whatever runs inside."""
+    collected: Captured = {key: [] for key in keys}
+    token = _active_collector.set(collected)
+    try:
+        yield collected
+    finally:
+        _active_collector.reset(token)
+
+
+def publish(captured: Captured) -> None:
+    """Append to the collector of the model's forward."""
+    collector = _active_collector.get()
+    for key, tensors in captured.items():
+        collector[key].extend(tensors)

@@ -1,0 +1,46 @@
+"""Modules without memory: parameters on the meta device, buffers real."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """While active, every parameter that a module registers becomes a meta tensor. Buffers are computed for real.
+
+    ``torch.device("meta")`` would take the buffers (rotary frequencies, scales) with it.
+    """
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(module, name, param)
+        if param is not None and param.device.type != "meta":
+            module._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def build_skeleton(config: Any, **options: Any) -> nn.Module:
+    """The causal language model that a Hugging Face config describes, without weights, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, **options)
+    model.tie_weights()
+    return model.eval()
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """A deep copy whose parameters are meta tensors; weights are never duplicated, not even for a moment."""
+    import copy
+
+    memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, memo)

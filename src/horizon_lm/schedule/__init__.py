@@ -1,0 +1,1 @@
+"""The step as data: what is done, on which stream, after what."""

@@ -1,0 +1,199 @@
+"""Proof that a schedule is correct for a sequence of passes, and that none of its waits is superfluous.
+
+A sequence is unrolled into one list of operations. Vector clocks over the streams give what each operation is ordered
+after; every pair of accesses to one buffer, of which at least one writes, must be ordered. Contents are followed in
+program order: a computation must find its own unit in the slot it reads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from horizon_lm.schedule.ops import After, Buf, Buffer, Earlier, LastUse, Op, Pass, Stream, Wait
+
+# Buffers with as many instances as the device holds, whatever the number of blocks.
+SLOTS = {Buf.WEIGHTS: 2, Buf.GRADS: 2, Buf.RING: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong at operation ``op`` of pass number ``pass_index`` of a sequence."""
+
+    pass_index: int
+    op: Op
+    text: str
+
+    def __str__(self) -> str:
+        return f"pass {self.pass_index}, {self.op}: {self.text}"
+
+
+@dataclass(slots=True)
+class _Node:
+    """One operation of the unrolled sequence. ``clock``: per stream, the last operation that is finished before it."""
+
+    pass_index: int
+    op: Op
+    clock: dict[Stream, int]
+
+
+class _Unrolled:
+    """Operations of a sequence in program order, with the accesses needed to resolve waits and find conflicts."""
+
+    def __init__(self) -> None:
+        self.nodes: list[_Node] = []
+        self.problems: list[Problem] = []
+        self._last_on_stream: dict[Stream, int] = {}
+        self._writer: dict[Buffer, int] = {}
+        self._readers: dict[Buffer, dict[Stream, int]] = {}
+        self._content: dict[Buffer, str] = {}
+        self._last_use: dict[Wait, int] = {}
+
+    def add_pass(self, pass_index: int, schedule: Pass) -> None:
+        first = len(self.nodes)
+        earlier = dict(self._last_use)
+        for position, op in enumerate(schedule.ops):
+            waits = []
+            for wait in op.waits:
+                if isinstance(wait, After) and wait.index >= position:
+                    self._report(pass_index, op, f"waits for {wait}, which is issued after it")
+                elif isinstance(wait, After):
+                    waits.append(first + wait.index)
+                else:
+                    waits.extend([earlier[wait]] if wait in earlier else [])
+            self._add(pass_index, op, waits)
+            for use in uses(op):
+                self._last_use[use] = first + position
+
+    def _add(self, pass_index: int, op: Op, waits: list[int]) -> None:
+        index = len(self.nodes)
+        clock: dict[Stream, int] = {}
+        for before in [*waits, *([self._last_on_stream[op.stream]] if op.stream in self._last_on_stream else [])]:
+            for stream, known in self.nodes[before].clock.items():
+                clock[stream] = max(known, clock.get(stream, -1))
+        self.nodes.append(_Node(pass_index, op, clock))
+
+        for buffer in op.reads:
+            self._require_order(index, buffer, self._writer.get(buffer))
+            self._check_content(pass_index, op, buffer)
+        for buffer in op.writes:
+            self._require_order(index, buffer, self._writer.get(buffer))
+            for reader in self._readers.get(buffer, {}).values():
+                self._require_order(index, buffer, reader)
+
+        for buffer in op.reads:
+            self._readers.setdefault(buffer, {})[op.stream] = index
+        for buffer in op.writes:
+            self._writer[buffer], self._readers[buffer] = index, {}
+            self._content[buffer] = op.unit
+        clock[op.stream] = index
+        self._last_on_stream[op.stream] = index
+
+    def _require_order(self, index: int, buffer: Buffer, other: int | None) -> None:
+        if other is None or other == index:
+            return
+        node, before = self.nodes[index], self.nodes[other]
+        if before.op.stream != node.op.stream and node.clock.get(before.op.stream, -1) < other:
+            self._report(
+                node.pass_index, node.op, f"races with {before.op} of pass {before.pass_index} for {buffer}"
+            )  # fmt: skip
+
+    def _check_content(self, pass_index: int, op: Op, buffer: Buffer) -> None:
+        if buffer.kind in SLOTS and self._content.get(buffer) != op.unit:
+            self._report(pass_index, op, f"finds {self._content.get(buffer, 'nothing')} in {buffer}")
+
+    def _report(self, pass_index: int, op: Op, text: str) -> None:
+        self.problems.append(Problem(pass_index, op, text))
+
+
+def uses(op: Op) -> list[LastUse | Earlier]:
+    """The waits of later passes that this operation satisfies, until another one takes its place."""
+    buffers = op.reads + op.writes
+    kinds = {b.kind for b in buffers}
+    return [Earlier(op.stream), *(LastUse(b, op.stream) for b in buffers), *(LastUse(k, op.stream) for k in kinds)]
+
+
+def check(sequence: Sequence[Pass]) -> list[Problem]:
+    """Everything wrong with the passes when they run one after the other; empty when they are correct.
+
+    Boundaries of different forwards never meet: a backward takes those of the last forward that is not yet consumed.
+    """
+    unrolled = _Unrolled()
+    pending: list[int] = []  # forwards whose backward is still to come
+    for index, schedule in enumerate(sequence):
+        if schedule.name == "forward" and schedule.keeps:
+            pending.append(index)
+            scope = index
+        else:
+            scope = pending.pop() if schedule.name == "backward" and pending else index
+        unrolled.add_pass(index, _scope_boundaries(schedule, scope))
+        _check_bounded(unrolled, index, schedule)
+    return unrolled.problems
+
+
+def _scope_boundaries(schedule: Pass, scope: int) -> Pass:
+    def rename(buffers: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+        return tuple(
+            Buffer(b.kind, f"{b.index}@{scope}") if b.kind == Buf.HOST_BOUNDARY else b for b in buffers
+        )  # fmt: skip
+
+    return replace(
+        schedule, ops=tuple(replace(op, reads=rename(op.reads), writes=rename(op.writes)) for op in schedule.ops)
+    )
+
+
+def _check_bounded(unrolled: _Unrolled, pass_index: int, schedule: Pass) -> None:
+    for kind, most in SLOTS.items():
+        used = {b for op in schedule.ops for b in op.reads + op.writes if b.kind == kind}
+        if len(used) > most:
+            unrolled._report(pass_index, schedule.ops[-1], f"{len(used)} buffers of kind {kind}, at most {most}")
+
+
+def without_wait(schedule: Pass, op_index: int, wait: Wait) -> Pass:
+    """The pass with one wait removed, for negative controls."""
+    ops = list(schedule.ops)
+    ops[op_index] = replace(ops[op_index], waits=tuple(w for w in ops[op_index].waits if w != wait))
+    return replace(schedule, ops=tuple(ops))
+
+
+def each_wait(schedule: Pass) -> Iterator[tuple[int, Wait]]:
+    """Every wait of a pass with the position of its operation."""
+    for index, op in enumerate(schedule.ops):
+        for wait in op.waits:
+            yield index, wait
+
+
+def sequences(f: Pass, f_eval: Pass, f_reload: Pass, b: Pass, u: Pass) -> dict[str, list[Pass]]:
+    """Legal sequences of passes that between them meet every hazard.
+
+    Args:
+        f: training forward with no update since the last forward.
+        f_eval: evaluation forward, likewise.
+        f_reload: training forward right after an update.
+        b: backward of `f` and `f_reload`.
+        u: update.
+    """
+    step = [f_reload, b, u]
+    return {
+        "steps": step * 3,
+        "accumulation": [f_reload, b, f, b, f, b, u] * 2,
+        "two forwards": [f_reload, f, b, b, u] * 2,
+        "evaluation between": [f_reload, f_eval, b, f_eval, u] * 2,
+        "evaluation before update": [f_reload, b, f_eval, f_eval, u] * 2,
+        "abandoned forward": [f_reload, f, b, f, u, *step],
+        "abandoned first": [f_reload, f, f, b, u, *step],
+        "forward, update, evaluation": [f_reload, b, u, f_reload, f_eval, f_eval],
+    }
+
+
+def superfluous_waits(passes: Sequence[Pass], build: Callable[..., dict[str, list[Pass]]]) -> list[tuple[Pass, Op, Wait]]:
+    """Waits of the given passes whose removal goes unnoticed in every legal sequence.
+
+    ``build`` makes the sequences from the passes (see `sequences`).
+    """
+    found = []
+    for which, schedule in enumerate(passes):
+        for op_index, wait in each_wait(schedule):
+            changed = list(passes)
+            changed[which] = without_wait(schedule, op_index, wait)
+            if not any(check(s) for s in build(*changed).values()):
+                found.append((schedule, schedule.ops[op_index], wait))
+    return found

@@ -1,0 +1,133 @@
+"""The words of a schedule: operations, the buffers they touch, and what each waits for.
+
+A pass (forward, backward, update) is a list of operations. Each runs on one *stream*; a stream runs its operations in
+list order, different streams run at the same time. A wait is the only thing that orders operations of two streams, so
+the waits of a schedule decide whether it is correct. Nothing here knows torch: a schedule is plain data that can be
+checked, simulated and drawn.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from horizon_lm.errors import HorizonError
+
+
+class Stream(StrEnum):
+    COPY_IN = "copy_in"
+    COMPUTE = "compute"
+    COPY_OUT = "copy_out"
+    HOST = "host"  # the optimizer's workers
+
+
+class Kind(StrEnum):
+    STREAM_IN = "stream_in"  # host weights -> device buffer
+    FORWARD = "forward"
+    OFFLOAD = "offload"  # boundary: device ring -> host
+    FETCH = "fetch"  # boundary: host -> device ring
+    BACKWARD = "backward"  # recompute and differentiate
+    STAGE = "stage"  # fp32 accumulator -> staging slot, in the dtype of the gradient store
+    STREAM_OUT = "stream_out"  # device gradients -> host
+    UPDATE = "update"  # optimizer, on the host
+
+
+class Buf(StrEnum):
+    """Kinds of memory whose hazards the waits must cover. Device: capital letter. Host: ``host_``."""
+
+    WEIGHTS = "W"  # two slots for blocks
+    GRADS = "G"  # two slots for blocks, or with several micro-batches ACCUMULATOR and STAGING
+    ACCUMULATOR = "A"
+    STAGING = "S"
+    HEAD = "H"
+    HEAD_GRADS = "HG"
+    TABLE_ROWS = "E"
+    TABLE_ROW_GRADS = "EG"
+    OUTER = "O"
+    OUTER_GRADS = "OG"
+    RING = "R"  # two slots for boundaries on their way to or from the host
+    HOST_WEIGHTS = "host_w"  # by unit
+    HOST_GRADS = "host_g"  # by unit
+    HOST_BOUNDARY = "host_b"  # by block and forward
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    kind: Buf
+    index: int | str = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{self.index}]"
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """Wait for the operation at this position of the same pass."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"#{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class LastUse:
+    """Wait for the last access that earlier passes made to this buffer (or to any buffer of this kind) on ``stream``."""
+
+    buffer: Buffer | Buf
+    stream: Stream
+
+    def __str__(self) -> str:
+        return f"last use of {self.buffer} on {self.stream}"
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """Wait for everything that earlier passes put on ``stream``."""
+
+    stream: Stream
+
+    def __str__(self) -> str:
+        return f"all earlier {self.stream}"
+
+
+Wait = After | LastUse | Earlier
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    kind: Kind
+    unit: str
+    stream: Stream
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+    waits: tuple[Wait, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One walk over the units. ``keeps`` names the blocks whose boundary a forward leaves for its backward."""
+
+    name: str
+    ops: tuple[Op, ...]
+    keeps: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}:"]
+        for i, op in enumerate(self.ops):
+            waits = ", ".join(map(str, op.waits)) or "nothing"
+            lines.append(f"  #{i:<3} {op.stream:8} {op!s:20} waits for {waits}")
+        return "\n".join(lines)
+
+
+class ScheduleError(HorizonError, AssertionError):
+    """A schedule that would race, deadlock or read the wrong unit: a mistake of ours, never of a user."""
+
+
+def block(index: int) -> str:
+    """Unit name of the decoder block at ``index``."""
+    return f"block{index}"
+
+
+EMBED, HEAD, OUTER = "embed", "head", "outer"

@@ -1,0 +1,1 @@
+"""The host's copy of the model: the authoritative one."""

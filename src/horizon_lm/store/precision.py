@@ -1,0 +1,69 @@
+"""How a parameter is kept in host memory, and how a master weight is split into halves."""
+
+from dataclasses import dataclass
+
+import torch
+
+from horizon_lm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A storage mode.
+
+    Attributes:
+        weight_dtype: what is streamed and what `model.parameters()` shows.
+        grad_dtype: dtype of the gradient store.
+        low_half: a second slab holds the 16 bits that make the weight an exact fp32 master.
+    """
+
+    name: str
+    weight_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    low_half: bool
+
+    @property
+    def weight_bytes(self) -> int:
+        """Host bytes per parameter for weights, low half included."""
+        return self.weight_dtype.itemsize + (2 if self.low_half else 0)
+
+
+PRECISIONS = {
+    mode.name: mode
+    for mode in (
+        Precision("float32", torch.float32, torch.float32, low_half=False),
+        Precision("bf16", torch.bfloat16, torch.bfloat16, low_half=False),
+        Precision("fp32_master", torch.bfloat16, torch.bfloat16, low_half=True),
+    )
+}
+
+
+def get_precision(name: str) -> Precision:
+    """The mode of that name; ConfigError with the choices otherwise."""
+    if name not in PRECISIONS:
+        raise ConfigError(f"precision {name!r} is not known; choose one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
+    """Write fp32 ``master`` as a bf16 ``high`` half and 16 ``low`` bits (int16), all of one shape.
+
+    ``high`` is the nearest bf16 value; of two equally near ones the one away from zero, because that rounding is
+    undone by one signed addition: ``master_bits == (high_bits << 16) + low``.
+    """
+    bits = master.view(torch.int32)
+    high.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    low.copy_(bits)  # int32 -> int16 keeps the low 16 bits
+
+
+def join_master(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The fp32 master that `split_master` wrote, bit for bit."""
+    bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low)
+    return bits.view(torch.float32) if out is None else out.copy_(bits.view(torch.float32))
+
+
+def round_stochastically(values: torch.Tensor, out: torch.Tensor, generator: torch.Generator) -> None:
+    """Write fp32 ``values`` as bf16, up or down with the probability that makes the rounding unbiased."""
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, generator=generator)
+    bits = (values.view(torch.int32) + noise) >> 16
+    out.view(torch.int16).copy_(bits)

@@ -1,0 +1,105 @@
+"""All slabs of a model: weights (and low halves) always, gradients once something is trained."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from horizon_lm.store.arena import Arena, page_aligned
+from horizon_lm.store.layout import SlabLayout
+from horizon_lm.store.precision import Precision, join_master, round_stochastically, split_master
+
+
+class UnitSlabs:
+    """The slabs of one unit. ``grads`` and ``grad_layout`` cover the trainable tensors only."""
+
+    def __init__(self, layout: SlabLayout) -> None:
+        self.layout = layout
+        self.weights = torch.empty(0)
+        self.low: torch.Tensor | None = None
+        self.grad_layout = layout.restrict(())
+        self.grads = torch.empty(0)
+
+
+class Store:
+    """Slabs by unit, cut from one arena per kind.
+
+    Args:
+        shapes: for every unit the shapes of its tensors, by full parameter name. A tied tensor appears once.
+        precision: the storage mode.
+    """
+
+    def __init__(self, shapes: Mapping[str, Mapping[str, torch.Size]], precision: Precision) -> None:
+        self.precision = precision
+        self.units = {unit: UnitSlabs(SlabLayout(tensors)) for unit, tensors in shapes.items()}
+        self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
+        self.source_dtypes: dict[str, torch.dtype] = {}
+        self.version = 0  # of the weights: counted up by every update
+        self.has_grads = False
+
+        weights = self.new_arena([s.layout for s in self.units.values()], precision.weight_dtype)
+        low = self.new_arena([s.layout for s in self.units.values()], torch.int16) if precision.low_half else None
+        for slabs in self.units.values():
+            slabs.weights = weights.take(slabs.layout.numel, precision.weight_dtype)
+            slabs.low = low.take(slabs.layout.numel, torch.int16) if low is not None else None
+        self.num_bytes = {"weights": weights.num_bytes, "low_halves": low.num_bytes if low else 0}
+
+    @staticmethod
+    def new_arena(layouts: Iterable[SlabLayout], dtype: torch.dtype) -> Arena:
+        """An arena that holds exactly one slab for each layout."""
+        return Arena(sum(page_aligned(layout.numel * dtype.itemsize) for layout in layouts))
+
+    def allocate_grads(self, trainable: Iterable[str]) -> None:
+        """Make gradient slabs for these parameters (full names). Once only: slots and moments follow the layout."""
+        trainable = set(trainable)
+        for slabs in self.units.values():
+            slabs.grad_layout = slabs.layout.restrict(trainable)
+        dtype = self.precision.grad_dtype
+        arena = self.new_arena([s.grad_layout for s in self.units.values()], dtype)
+        for slabs in self.units.values():
+            slabs.grads = arena.take(slabs.grad_layout.numel, dtype)
+        self.num_bytes["grads"] = arena.num_bytes
+        self.has_grads = True
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The streamed form of a parameter: a view into its slab."""
+        slabs = self.units[self.unit_of[name]]
+        return slabs.layout.view(slabs.weights, name)
+
+    def grad(self, name: str) -> torch.Tensor:
+        """The gradient of a trainable parameter: a view into its slab."""
+        slabs = self.units[self.unit_of[name]]
+        return slabs.grad_layout.view(slabs.grads, name)
+
+    def write(self, name: str, source: torch.Tensor) -> None:
+        """Store a parameter's value, rounding only as the precision mode has to."""
+        slabs = self.units[self.unit_of[name]]
+        target = slabs.layout.view(slabs.weights, name)
+        if slabs.low is not None and source.dtype != target.dtype:
+            split_master(source.float().contiguous(), target, slabs.layout.view(slabs.low, name))
+            return
+        target.copy_(source)
+        if slabs.low is not None:
+            slabs.layout.view(slabs.low, name).zero_()
+
+    def master(self, name: str) -> torch.Tensor:
+        """A parameter in fp32, as exactly as it is kept. A new tensor, except in mode ``float32``."""
+        slabs = self.units[self.unit_of[name]]
+        weight = slabs.layout.view(slabs.weights, name)
+        return weight.float() if slabs.low is None else join_master(weight, slabs.layout.view(slabs.low, name))
+
+    def read_masters(self, unit: str, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of a unit's slab in fp32, for an update to change and `write_masters` to keep."""
+        slabs = self.units[unit]
+        weights = slabs.weights[start:stop]
+        return weights.float() if slabs.low is None else join_master(weights, slabs.low[start:stop])
+
+    def write_masters(self, unit: str, start: int, values: torch.Tensor, generator: torch.Generator) -> None:
+        """Keep updated fp32 ``values``; in mode ``bf16`` by stochastic rounding with ``generator``."""
+        slabs, stop = self.units[unit], start + values.numel()
+        weights = slabs.weights[start:stop]
+        if slabs.low is not None:
+            split_master(values, weights, slabs.low[start:stop])
+        elif weights.dtype == torch.bfloat16:
+            round_stochastically(values, weights, generator)
+        elif weights.data_ptr() != values.data_ptr():
+            weights.copy_(values)

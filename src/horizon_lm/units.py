@@ -1,0 +1,44 @@
+"""Parsing and printing of sizes and durations."""
+
+import re
+
+from horizon_lm.errors import ConfigError
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in a size such as ``"64MiB"``, ``"1.5 TB"`` or ``1024``.
+
+    Raises:
+        ConfigError: if the text is not a number with a known unit.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].lower() not in _FACTORS:
+        raise ConfigError(f"{text!r} is not a size; write for example 64MiB, 12GiB or 1.5TB")
+    return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size in the largest binary unit that keeps it above one, for example ``"1.25 GiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration such as ``"12 s"``, ``"3 min 20 s"`` or ``"2 h 05 min"``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
