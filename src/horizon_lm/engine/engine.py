@@ -133,7 +133,7 @@ class Engine:
             self.handle.head_grads = head_grads
         self._drain_if_reshaped(keeps)
         schedule = build.forward(
-            self._layout(),
+            self.layout,
             keeps=keeps,
             embed=embed,
             after_update=self._updated,
@@ -170,7 +170,9 @@ class Engine:
         first = next((u for u in range(self.parts.num_blocks) if self.trainable(block(u))), self.parts.num_blocks)
         return frozenset(range(first, self.parts.num_blocks))
 
-    def _layout(self) -> build.Layout:
+    @property
+    def layout(self) -> build.Layout:
+        """What shapes this model's schedules."""
         return build.Layout(
             num_blocks=self.parts.num_blocks,
             tied=self.parts.tied,
@@ -222,7 +224,7 @@ class Engine:
         ]  # fmt: skip
         self._backward_of, self._landed = handle, set()
         schedule = build.backward(
-            self._layout(), blocks=handle.keeps, trainable=trainable, head_grads=handle.head_grads
+            self.layout, blocks=handle.keeps, trainable=trainable, head_grads=handle.head_grads
         )
         self.cursor.start(schedule, self._moves)
         Variable._execution_engine.queue_callback(self._finish_backward)

@@ -1,17 +1,23 @@
 """Making a model streamed: one that is built already, one from a folder or hub id, one from a config."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
+from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.engine import Options
-from horizon_lm.engine.streamed import attach
-from horizon_lm.errors import ConfigError
-from horizon_lm.model import capture
-from horizon_lm.model.parts import ModelParts, ParamRef, find_parts
-from horizon_lm.store.precision import Precision, get_precision
+from horizon_lm.engine.streamed import StreamedModel, attach
+from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.model import capture, source
+from horizon_lm.model.parts import ModelParts, find_parts
+from horizon_lm.model.skeleton import build_skeleton
+from horizon_lm.store.load import Checkpoint, load_weights
+from horizon_lm.store.precision import get_precision
 from horizon_lm.store.store import Store
 
 
@@ -28,45 +34,175 @@ def stream(
     device_memory: int | None = None,
     check_recompute: bool = False,
 ) -> Any:
+    """Stream a Hugging Face causal language model that is in memory already.
+
+    Its parameters move into the store one by one, and each is freed where it was. The module stays the same object,
+    and so do its parameters.
+
+    Args:
+        model: a transformers causal language model with its weights.
+        device: ``cpu``, ``cuda`` (or ``cuda:1``), ``simulated``, or a `Device`.
+        precision: how weights are kept: ``fp32_master`` (bf16 and 16 low bits, an exact fp32 master), ``bf16``
+            (stochastically rounded updates) or ``float32``.
+        device_micro_batch_size: rows on the device at once inside a block; None for the whole batch.
+        head: ``chunked`` (loss only, logits never whole) or ``whole`` (Hugging Face's own head and loss, with logits).
+        boundaries: where a block's input waits for the backward: ``device`` or ``host``.
+        head_chunk_tokens: tokens whose logits exist at once with ``chunked``; None for about 64 MiB of logits.
+        compute_dtype: on the device; None for float32 on the CPU and the stored dtype elsewhere.
+        device_memory: bytes that buffers on the device may take; None for no limit of ours.
+        check_recompute: compare each recomputed output with the forward's (for tests; keeps all outputs).
+
+    Raises:
+        ConfigError: a setting that is not possible.
+        ModelNotSupportedError: a model that cannot be streamed exactly.
+    """
+    return _stream(
+        model,
+        Settings(
+            device, precision, device_micro_batch_size, head, boundaries, head_chunk_tokens, compute_dtype,
+            device_memory, check_recompute,
+        ),
+    )  # fmt: skip
+
+
+def from_pretrained(
+    model_name_or_path: str | Path,
+    device: str | Device = "cpu",
+    precision: str = "fp32_master",
+    device_micro_batch_size: int | None = None,
+    head: str = "chunked",
+    *,
+    boundaries: str = "device",
+    head_chunk_tokens: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+    device_memory: int | None = None,
+    check_recompute: bool = False,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> Any:
+    """Open a folder of safetensors or a hub id, streamed. Weights go straight into the store, tensor by tensor.
+
+    Args:
+        model_name_or_path: a Hugging Face folder or hub id.
+        gguf_file: a GGUF file in it to read instead; the whole model is in memory once while it is dequantized.
+        trust_remote_code: allow the model's own code.
+        attn_implementation: as in transformers.
+
+    The other arguments, and what they raise, are those of `stream`.
+    """
+    settings = Settings(
+        device, precision, device_micro_batch_size, head, boundaries, head_chunk_tokens, compute_dtype,
+        device_memory, check_recompute,
+    )  # fmt: skip
+    folder = source.local_folder(model_name_or_path)
+    if gguf_file is not None:
+        return _stream(source.load_gguf(folder, gguf_file), settings)
+    config = source.load_config(folder, trust_remote_code)
+    model = source.open_skeleton(
+        folder, config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+    )
+    parts, store = _empty(model, settings)
+    load_weights(parts, store, Checkpoint(folder))
+    return settings.attach(parts, store)
+
+
+def from_config(config: Any, device: str | Device = "cpu", precision: str = "fp32_master", **options: Any) -> Any:
+    """A model with random weights, drawn unit by unit by transformers' own initialisation; options as in `stream`."""
+    settings = Settings(device, precision, **options)
+    parts, store = _empty(build_skeleton(config), settings)
+    for refs in parts.units.values():
+        for module in {id(m): m for ref in refs for m, _ in ref.places}.values():
+            parts.model._init_weights(module)
+        for ref in refs:
+            store.source_dtypes[ref.name] = store.weight(ref.name).dtype
+            low = store.units[store.unit_of[ref.name]].low
+            if low is not None:
+                low.zero_()
+    return settings.attach(parts, store)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `stream`, checked when they are made."""
+
+    device: str | Device = "cpu"
+    precision: str = "fp32_master"
+    device_micro_batch_size: int | None = None
+    head: str = "chunked"
+    boundaries: str = "device"
+    head_chunk_tokens: int | None = None
+    compute_dtype: torch.dtype | None = None
+    device_memory: int | None = None
+    check_recompute: bool = False
+
+    def __post_init__(self) -> None:
+        get_precision(self.precision)
+        for name in ("device_micro_batch_size", "head_chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1, or unset")
+        for name, choices in (("head", ("chunked", "whole")), ("boundaries", ("device", "host"))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}")
+
+    def attach(self, parts: ModelParts, store: Store) -> Any:
+        """Put the model on its device."""
+        device = open_device(self.device, self.device_memory)
+        on_host = device.torch_device.type == "cpu"
+        dtype = self.compute_dtype or (torch.float32 if on_host else store.precision.weight_dtype)
+        options = Options(
+            dtype, self.device_micro_batch_size, self.head, self.head_chunk_tokens, self.boundaries,
+            self.check_recompute,
+        )  # fmt: skip
+        return attach(parts, store, device, options)
+
+
+def _stream(model: Any, settings: Settings) -> Any:
+    if isinstance(model, StreamedModel):
+        raise StreamingError("the model is streamed already")
     capture.install_hooks(model)
     parts = find_parts(model)
-    mode = get_precision(precision)
-    store = Store(_shapes(parts), mode)
+    store = Store(_shapes(parts), get_precision(settings.precision))
     for refs in parts.units.values():
         for ref in refs:
-            _move_in(ref, store)
-    target = open_device(device, device_memory)
-    options = _options(mode, target, device_micro_batch_size, head, boundaries, head_chunk_tokens, compute_dtype, check_recompute)
-    return attach(parts, store, target, options)
+            store.source_dtypes[ref.name] = ref.param.dtype
+            store.write(ref.name, ref.param.data)
+            ref.param.data = store.weight(ref.name)  # frees what it pointed to before
+    return settings.attach(parts, store)
 
 
 def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
     return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in parts.units.items()}
 
 
-def _move_in(ref: ParamRef, store: Store) -> None:
-    """Copy a parameter into its slab and re-point it, which frees what it pointed to before."""
-    store.source_dtypes[ref.name] = ref.param.dtype
-    store.write(ref.name, ref.param.data)
-    ref.param.data = store.weight(ref.name)
-
-
-def _options(mode: Precision, device: Device, micro: int | None, head: str, boundaries: str, chunk: int | None, dtype: torch.dtype | None, check: bool) -> Options:
-    if micro is not None and micro < 1:
-        raise ConfigError(f"device_micro_batch_size is {micro}; it must be at least 1, or unset for the whole batch")
-    if head not in ("whole", "chunked"):
-        raise ConfigError(f"head is {head!r}; choose 'whole' or 'chunked'")
-    if boundaries not in ("device", "host"):
-        raise ConfigError(f"boundaries is {boundaries!r}; choose 'device' or 'host'")
-    if dtype is None:
-        dtype = torch.float32 if device.torch_device.type == "cpu" else mode.weight_dtype
-    return Options(dtype, micro, head, chunk, boundaries, check)
+def _empty(model: Any, settings: Settings) -> tuple[ModelParts, Store]:
+    """A skeleton whose parameters are views into a new store."""
+    capture.install_hooks(model)
+    parts = find_parts(model)
+    store = Store(_shapes(parts), get_precision(settings.precision))
+    for refs in parts.units.values():
+        for ref in refs:
+            ref.param = nn.Parameter(store.weight(ref.name), ref.param.requires_grad)
+            for module, attribute in ref.places:
+                module._parameters[attribute] = ref.param
+    return parts, store
 
 
 def open_device(device: str | Device, capacity: int | None = None) -> Device:
-    """The device of that name; one that is already open is returned as it is."""
+    """The device of that name; one that is already open is returned as it is.
+
+    Raises:
+        ConfigError: no such device, or none of that kind here.
+    """
     if not isinstance(device, str):
         return device
     if device == "cpu":
         return CpuDevice(capacity)
-    raise ConfigError(f"device {device!r}")
+    if device == "simulated":
+        return SimulatedDevice(capacity=capacity)
+    if device.partition(":")[0] == "cuda":
+        from horizon_lm.device.cuda import CudaDevice
+
+        return CudaDevice(device, capacity)
+    raise ConfigError(f"device is {device!r}; choose 'cpu', 'cuda' or 'simulated'")

@@ -1,0 +1,71 @@
+"""Opening a model that is named by a folder or a hub id."""
+
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.model.skeleton import build_skeleton
+
+_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model")
+
+
+def local_folder(name: str | Path) -> Path:
+    """The folder of a model: itself, or a hub snapshot (downloaded if need be).
+
+    Raises:
+        ConfigError: neither a folder nor a hub id that can be reached.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
+        raise ConfigError(f"model_name_or_path: {name} is not a folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(_PATTERNS)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model_name_or_path: {name} is neither a folder here nor a model that could be fetched from the hub "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
+def load_config(folder: Path, trust_remote_code: bool) -> Any:
+    """The Hugging Face config of a folder; ConfigError if there is none, ModelNotSupportedError if not a causal LM."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder}: no usable config.json ({str(error).splitlines()[0]})") from error
+    auto_map = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
+        raise ModelNotSupportedError(
+            f"{folder}: {config.model_type!r} has no causal language model in transformers; Horizon-LM trains decoders"
+        )
+    return config
+
+
+def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
+    """The model of a folder without its weights, with its generation config."""
+    from transformers import GenerationConfig
+
+    model = build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def load_gguf(folder: Path, gguf_file: str) -> Any:
+    """A GGUF model as transformers opens it: dequantized, whole in memory. To be converted once, not trained from."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    if not (folder / gguf_file).is_file():
+        raise ConfigError(f"gguf_file: {folder / gguf_file} is missing")
+    return AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=gguf_file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )

@@ -1,0 +1,1 @@
+"""The optimizer's step, on the host."""
