@@ -24,6 +24,7 @@ class _Started:
     """A task in its stream's queue, with the pieces that are still to run."""
 
     task: Task
+    issued: bool = False
     pieces: deque[Move] | None = None
 
 
@@ -56,6 +57,9 @@ class SimulatedDevice(CpuDevice):
         self._interfere()
 
     def issue(self, task: Task) -> None:
+        for entry in self._queues[task.op.stream]:
+            if entry.task is task:
+                entry.issued = True
         self._interfere()
 
     def begin(self, task: Task) -> None:
@@ -73,9 +77,8 @@ class SimulatedDevice(CpuDevice):
             self._force(task, for_task=task)
 
     def synchronize(self) -> None:
-        for queue in self._queues.values():
-            while queue:
-                self._force(queue[-1].task, for_task=queue[-1].task)
+        issued = [entry.task for queue in self._queues.values() for entry in queue if entry.issued]
+        self.wait(issued)
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         dropped = set(map(id, tasks))

@@ -197,6 +197,13 @@ class Engine:
         """The buffer holds this forward's gradients, until its backward or until it is abandoned."""
         self._head_buffer_user = weakref.ref(handle)
 
+    def _evict_head_grads(self, handle: ForwardHandle) -> None:
+        """A backward needs the head's buffer. Gradients of another forward in it are lost, and made again in its own."""
+        user = self._head_buffer_user() if self._head_buffer_user is not None else None
+        if user is not None and user is not handle:
+            user.head_grads = False
+        self._head_buffer_user = None
+
     # Backward
 
     @contextmanager
@@ -223,6 +230,7 @@ class Engine:
             unit for unit in (EMBED, *map(block, range(self.parts.num_blocks)), HEAD, OUTER) if self.trainable(unit)
         ]  # fmt: skip
         self._backward_of, self._landed = handle, set()
+        self._evict_head_grads(handle)
         schedule = build.backward(
             self.layout, blocks=handle.keeps, trainable=trainable, head_grads=handle.head_grads
         )

@@ -181,6 +181,11 @@ class ChunkedLoss:
         self._chunk: _Chunk | None = None
 
     @property
+    def in_chunk(self) -> bool:
+        """Whether the model's forward is computing a chunk."""
+        return self._chunk is not None
+
+    @property
     def norm_names(self) -> list[str]:
         """Full names of the final norm's parameters."""
         norm = self._norm
@@ -314,9 +319,10 @@ class _LossRun:
         return loss
 
     def backward(self, grad: torch.Tensor, hidden: torch.Tensor, norm: list[torch.Tensor]) -> tuple[Any, ...]:
+        assert self.handle is not None
         head, engine = self.owner.head, self.engine
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            if self.made is None:
+            if not self.handle.head_grads:  # never made, or evicted from the buffer by another backward
                 _, self.made = self.surroundings.run(lambda: self._compute(hidden, norm, make_grads=True))
                 engine.device.poison(engine.head_weights[0])
             (hidden_grad, norm_grads), self.made = self.made, None
@@ -364,8 +370,7 @@ class _LossFunction(torch.autograd.Function):
     def forward(ctx: Any, run: _LossRun, anchor: torch.Tensor, hidden: torch.Tensor, *norm: torch.Tensor) -> torch.Tensor:  # fmt: skip
         ctx.run = run
         loss = run.forward(hidden, list(norm))
-        if run.made is None:
-            ctx.save_for_backward(hidden, *norm)
+        ctx.save_for_backward(hidden, *norm)
         return loss
 
     @staticmethod
@@ -373,7 +378,6 @@ class _LossFunction(torch.autograd.Function):
         run: _LossRun = ctx.run
         assert run.handle is not None
         with run.engine.backward_of(run.handle):
-            saved = ctx.saved_tensors if run.made is None else ()
-            hidden, *norm = saved or (None,)
+            hidden, *norm = ctx.saved_tensors
             hidden_grad, norm_grads = run.backward(grad, hidden, norm)
         return None, None, hidden_grad, *norm_grads

@@ -169,8 +169,7 @@ class Streaming:
             )
 
     def _head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._in_chunked_forward:
-            assert self.chunked is not None
+        if self.chunked is not None and (self._in_chunked_forward or self.chunked.in_chunk):
             return self.chunked.seen_by_head(hidden)
         return self.head.project(hidden)
 

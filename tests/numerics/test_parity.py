@@ -1,0 +1,254 @@
+"""Loss, logits and gradients equal plain Hugging Face autograd: bit for bit where nothing is summed in another order."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.engine.replay import micro_batch_seeds
+from tests.families import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build
+
+WHOLE = {"precision": "float32", "head": "whole", "check_recompute": True}
+
+
+def plain_step(model: Any, inputs: dict[str, torch.Tensor]) -> Any:
+    """Loss and gradients of plain Hugging Face autograd. Without a cache, whose copies change memory layouts."""
+    torch.manual_seed(7)
+    output = model(**inputs, use_cache=False)
+    output.loss.backward()
+    return output
+
+
+def streamed_step(model: Any, inputs: dict[str, torch.Tensor]) -> Any:
+    torch.manual_seed(7)
+    output = model(**inputs)
+    output.loss.backward()
+    return output
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_equal_gradients(got: Any, expected: Any) -> None:
+    ours, theirs = gradients(got), gradients(expected)
+    assert ours.keys() == theirs.keys()
+    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    assert not different, f"gradients differ: {different}"
+
+
+def assert_close_gradients(got: Any, expected: Any, tolerance: float = 1e-4) -> None:
+    for name, theirs in gradients(expected).items():
+        error = (gradients(got)[name] - theirs).norm()
+        # Some gradients are zero but for rounding (a key's bias does not change attention).
+        assert error < tolerance * theirs.norm() + 1e-6, f"{name}: error {error:.2e} of {theirs.norm():.2e}"
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bit_equal(family: str, padding: str, device: str) -> None:
+    reference = build(family)
+    model = horizon_lm.stream(copy.deepcopy(reference), device, boundaries="host" if padding == "left" else "device", **WHOLE)
+    inputs = batch(padding=padding)
+    expected, got = plain_step(reference, inputs), streamed_step(model, inputs)
+    assert torch.equal(got.loss, expected.loss)
+    assert torch.equal(got.logits, expected.logits)
+    assert_equal_gradients(model, reference)
+    if family in MOE_WITH_AUXILIARY_LOSS:
+        assert torch.equal(got.aux_loss, expected.aux_loss)
+        assert got.aux_loss > 0
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])  # of three rows: three and two micro-batches
+@pytest.mark.parametrize("head", ["whole", "chunked"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_and_chunks(family: str, head: str, micro_batch_size: int) -> None:
+    reference = _without_dropout(build(family))
+    model = horizon_lm.stream(
+        copy.deepcopy(reference),
+        precision="float32",
+        head=head,
+        head_chunk_tokens=9,  # of 26 trained tokens: three chunks
+        device_micro_batch_size=micro_batch_size,
+        check_recompute=True,
+    )
+    inputs = batch()
+    expected, got = plain_step(reference, inputs), streamed_step(model, inputs)
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-6, atol=1e-6)
+    assert_close_gradients(model, reference)
+
+
+def _without_dropout(model: Any) -> Any:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(module.__dict__.get(name), float):
+                setattr(module, name, 0.0)
+    for name in ("attention_dropout", "dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout"):
+        if hasattr(model.config, name):
+            setattr(model.config, name, 0.0)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("head", ["whole", "chunked"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "falcon"])
+def test_tied_and_untied(family: str, head: str, tied: bool) -> None:
+    reference = _without_dropout(build(family, tie_word_embeddings=tied))
+    model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head=head, check_recompute=True)
+    inputs = batch()
+    expected, got = plain_step(reference, inputs), streamed_step(model, inputs)
+    assert len(gradients(model)) == len(gradients(reference))
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-6, atol=1e-6)
+    if head == "whole":
+        assert_equal_gradients(model, reference)
+    else:
+        assert_close_gradients(model, reference)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_master_computes_like_float32_on_rounded_weights(family: str) -> None:
+    rounded = _without_dropout(build(family))
+    for param in rounded.parameters():
+        param.data = param.data.to(torch.bfloat16).float()
+    model = horizon_lm.stream(copy.deepcopy(rounded), precision="fp32_master", head="whole", check_recompute=True)
+    inputs = batch()
+    expected, got = plain_step(rounded, inputs), streamed_step(model, inputs)
+    assert torch.equal(got.logits, expected.logits)
+    for name, theirs in gradients(rounded).items():
+        if rounded.config.tie_word_embeddings and rounded.get_parameter(name) is rounded.get_input_embeddings().weight:
+            # Two contributions are rounded one by one.
+            assert (gradients(model)[name].float() - theirs).norm() < 0.01 * theirs.norm()
+        else:
+            assert torch.equal(gradients(model)[name], theirs.to(torch.bfloat16)), name
+
+
+def test_dropout_follows_the_micro_batch() -> None:
+    # No dropout on the embedding: it belongs to the model's own forward, which runs over the whole batch.
+    reference = build("gpt2", embd_pdrop=0.0, resid_pdrop=0.2, attn_pdrop=0.2)
+    model = horizon_lm.stream(copy.deepcopy(reference), device_micro_batch_size=1, **WHOLE)
+    inputs = batch()
+    torch.manual_seed(3)
+    seeds = micro_batch_seeds(3)
+    num_items = (inputs["labels"][:, 1:] != -100).sum()
+    total = torch.zeros(())
+    for row, seed in enumerate(seeds):
+        torch.manual_seed(seed)
+        part = {k: v[row : row + 1] for k, v in inputs.items()}
+        loss = reference(**part, use_cache=False, num_items_in_batch=num_items).loss
+        loss.backward()
+        total += loss.detach()
+    torch.manual_seed(3)
+    got = model(**inputs)
+    got.loss.backward()
+    torch.testing.assert_close(got.loss, total, rtol=1e-6, atol=1e-6)
+    assert_close_gradients(model, reference)
+    # Another draw gives another mask: the test would notice dropout that is not replayed or not random.
+    assert not torch.equal(model(**inputs).loss, got.loss)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+def test_autocast(family: str, inside: bool) -> None:
+    reference = build(family)
+    model = horizon_lm.stream(copy.deepcopy(reference), **WHOLE)
+    inputs = batch()
+    losses = []
+    for each in (reference, model):
+        torch.manual_seed(7)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(**inputs, use_cache=False).loss
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        losses.append(loss)
+    assert torch.equal(losses[0], losses[1])
+    assert_equal_gradients(model, reference)
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+@pytest.mark.parametrize("head", ["whole", "chunked"])
+def test_two_forwards_then_one_backward(device: str, head: str) -> None:
+    reference = build("llama")
+    model = horizon_lm.stream(copy.deepcopy(reference), device, precision="float32", head=head, boundaries="host")
+    first, second = batch(seed=1), batch(rows=2, length=7, seed=2)
+    for each in (reference, model):
+        (each(**first, use_cache=False).loss + 2 * each(**second, use_cache=False).loss).backward()
+    if head == "whole":
+        assert_close_gradients(model, reference, 1e-6)
+    else:
+        assert_close_gradients(model, reference)
+
+
+def test_accumulation_over_two_backwards() -> None:
+    reference = build("llama")
+    model = horizon_lm.stream(copy.deepcopy(reference), **WHOLE)
+    for seed in (1, 2):
+        plain_step(reference, batch(seed=seed))
+        streamed_step(model, batch(seed=seed))
+    assert_equal_gradients(model, reference)
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_evaluation_between_forward_and_backward(device: str) -> None:
+    reference = build("llama")
+    model = horizon_lm.stream(copy.deepcopy(reference), device, **WHOLE)
+    loss = model(**batch()).loss
+    with torch.no_grad():
+        evaluated = model(**batch(seed=5)).loss
+        assert torch.equal(evaluated, reference(**batch(seed=5)).loss)
+    model(**batch(seed=6))  # abandoned
+    loss.backward()
+    plain_step(reference, batch())
+    assert_equal_gradients(model, reference)
+
+
+@pytest.mark.parametrize("frozen", ["model.embed_tokens", "model.layers.0", "lm_head", "model.norm", "model.layers"])
+@pytest.mark.parametrize("head", ["whole", "chunked"])
+def test_frozen_parameters(frozen: str, head: str) -> None:
+    reference = build("llama")
+    for name, param in reference.named_parameters():
+        param.requires_grad_(not name.startswith(frozen))
+    model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head=head, check_recompute=True)
+    expected, got = plain_step(reference, batch()), streamed_step(model, batch())
+    assert torch.equal(got.loss, expected.loss)
+    assert_close_gradients(model, reference)
+    assert all(p.grad is None for n, p in model.named_parameters() if n.startswith(frozen))
+
+
+def test_hidden_states_and_embeddings_as_input() -> None:
+    reference = build("qwen3")
+    model = horizon_lm.stream(copy.deepcopy(reference), **WHOLE)
+    embeds = torch.randn(2, 6, 32, requires_grad=True)
+    same = embeds.detach().clone().requires_grad_()
+    expected = reference(inputs_embeds=embeds, labels=torch.ones(2, 6, dtype=torch.long), output_hidden_states=True)
+    got = model(inputs_embeds=same, labels=torch.ones(2, 6, dtype=torch.long), output_hidden_states=True)
+    assert all(torch.equal(a, b) for a, b in zip(got.hidden_states, expected.hidden_states, strict=True))
+    expected.loss.backward()
+    got.loss.backward()
+    assert torch.equal(same.grad, embeds.grad)
+    assert_equal_gradients(model, reference)
+
+
+def test_loss_on_a_middle_layer() -> None:
+    reference = build("llama")
+    model = horizon_lm.stream(copy.deepcopy(reference), **WHOLE)
+    for each in (reference, model):
+        each(**batch(), output_hidden_states=True, use_cache=False).hidden_states[2].square().mean().backward()
+    assert_equal_gradients(model, reference)
+
+
+def test_corrupted_slab_is_noticed() -> None:
+    reference = build("llama")
+    model = horizon_lm.stream(copy.deepcopy(reference), **WHOLE)
+    slab = model._horizon.engine.store.units["block1"].weights
+    slab.view(torch.int32)[100] ^= 1 << 20
+    expected, got = plain_step(reference, batch()), streamed_step(model, batch())
+    assert not torch.equal(got.logits, expected.logits)
+    with pytest.raises(AssertionError, match="gradients differ"):
+        assert_equal_gradients(model, reference)
