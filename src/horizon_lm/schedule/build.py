@@ -99,7 +99,7 @@ def forward(
     def settled(buffer: Buffer, stream: Stream) -> bool:
         if after_update:  # the update waited for every earlier copy, and the outer parameters wait for the update
             return stream in (Stream.COPY_IN, Stream.COPY_OUT)
-        return stream == Stream.HOST or _head_grads_left(buffer, layout, keeps)
+        return stream == Stream.HOST or (buffer.kind == Buf.HEAD_GRADS and _head_grads_left(layout, keeps))
 
     return Pass("forward", derive_waits(ops, settled), keeps)
 
@@ -172,20 +172,23 @@ def backward(
             # Blocks of an earlier forward computed before its head, which the head's weights waited for; those of an
             # earlier backward before its last copy out, which the first fetch waits for.
             return True
-        # Gradients made in the forward waited for the buffer there.
-        return buffer.kind == Buf.HEAD_GRADS and (head_grads or _head_grads_left(buffer, layout, trained))
+        left = _head_grads_left(layout, trained)
+        if head_grads and not left and not layout.host_boundaries:
+            return stream == Stream.COPY_OUT  # the forward's head waited for every earlier copy out, and none came since
+        # Gradients made in the forward waited for their buffer there.
+        return buffer.kind == Buf.HEAD_GRADS and (head_grads or left)
 
     return Pass("backward", derive_waits(ops, settled))
 
 
-def _head_grads_left(buffer: Buffer, layout: Layout, trained: Iterable[int]) -> bool:
+def _head_grads_left(layout: Layout, trained: Iterable[int]) -> bool:
     """Whether the head's gradients have left the device before the backward that made them ended.
 
     They are the first thing a backward streams out. A block that has to wait for a gradient slot thereby waits for
     them too, which happens as soon as there are more trained blocks than slots.
     """
     slots = 1 if layout.accumulate else 2
-    return buffer.kind == Buf.HEAD_GRADS and len(list(trained)) > slots
+    return len(list(trained)) > slots
 
 
 def update(layout: Layout, units: Iterable[str]) -> Pass:

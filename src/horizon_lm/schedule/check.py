@@ -5,8 +5,9 @@ after; every pair of accesses to one buffer, of which at least one writes, must 
 program order: a computation must find its own unit in the slot it reads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from horizon_lm.schedule.ops import After, Buf, Buffer, Earlier, LastUse, Op, Pass, Stream, Wait
 
@@ -114,7 +115,8 @@ def uses(op: Op) -> list[LastUse | Earlier]:
 def check(sequence: Sequence[Pass]) -> list[Problem]:
     """Everything wrong with the passes when they run one after the other; empty when they are correct.
 
-    Boundaries of different forwards never meet: a backward takes those of the last forward that is not yet consumed.
+    Boundaries of different forwards never meet. A backward takes those of the last pending forward, which orders more
+    tightly than taking an earlier one's.
     """
     unrolled = _Unrolled()
     pending: list[int] = []  # forwards whose backward is still to come
@@ -161,39 +163,52 @@ def each_wait(schedule: Pass) -> Iterator[tuple[int, Wait]]:
             yield index, wait
 
 
-def sequences(f: Pass, f_eval: Pass, f_reload: Pass, b: Pass, u: Pass) -> dict[str, list[Pass]]:
-    """Legal sequences of passes that between them meet every hazard.
+class Passes(NamedTuple):
+    """The passes of one model that legal sequences are made of.
 
-    Args:
-        f: training forward with no update since the last forward.
-        f_eval: evaluation forward, likewise.
-        f_reload: training forward right after an update.
-        b: backward of `f` and `f_reload`.
-        u: update.
+    Attributes:
+        first: training forward right after an update.
+        again: training forward with no update since the last forward.
+        second: the same, but it finds the head's gradient buffer taken by a forward that is still to be differentiated.
+        evaluation: forward that keeps nothing, with no update since the last forward.
+        backward: of `first` and `again`.
+        recomputing: backward that makes the head's gradients itself: of `second`, or of a forward that lost the buffer.
+        update: the optimizer's pass.
     """
-    step = [f_reload, b, u]
+
+    first: Pass
+    again: Pass
+    second: Pass
+    evaluation: Pass
+    backward: Pass
+    recomputing: Pass
+    update: Pass
+
+
+def sequences(passes: Passes) -> dict[str, list[Pass]]:
+    """Legal sequences of passes that between them meet every hazard."""
+    first, again, second, evaluation, backward, recomputing, update = passes
+    step = [first, backward, update]
     return {
         "steps": step * 3,
-        "accumulation": [f_reload, b, f, b, f, b, u] * 2,
-        "two forwards": [f_reload, f, b, b, u] * 2,
-        "evaluation between": [f_reload, f_eval, b, f_eval, u] * 2,
-        "evaluation before update": [f_reload, b, f_eval, f_eval, u] * 2,
-        "abandoned forward": [f_reload, f, b, f, u, *step],
-        "abandoned first": [f_reload, f, f, b, u, *step],
-        "forward, update, evaluation": [f_reload, b, u, f_reload, f_eval, f_eval],
+        "accumulation": [first, backward, again, backward, again, backward, update] * 2,
+        "two forwards, last one first": [first, second, recomputing, recomputing, update] * 2,
+        "two forwards, first one first": [first, second, backward, recomputing, update] * 2,
+        "evaluation between": [first, evaluation, backward, evaluation, update] * 2,
+        "evaluation before update": [first, backward, evaluation, evaluation, update] * 2,
+        "abandoned forward": [first, again, backward, again, update, *step],
+        "abandoned twice": [first, again, again, backward, update, *step],
+        "evaluation after update": [*step, first, evaluation, evaluation],
     }
 
 
-def superfluous_waits(passes: Sequence[Pass], build: Callable[..., dict[str, list[Pass]]]) -> list[tuple[Pass, Op, Wait]]:
-    """Waits of the given passes whose removal goes unnoticed in every legal sequence.
-
-    ``build`` makes the sequences from the passes (see `sequences`).
-    """
+def superfluous_waits(passes: Passes) -> list[tuple[str, Op, Wait]]:
+    """Waits whose removal goes unnoticed in every legal sequence, each with the name of its pass."""
     found = []
-    for which, schedule in enumerate(passes):
+    for name, schedule in passes._asdict().items():
         for op_index, wait in each_wait(schedule):
-            changed = list(passes)
-            changed[which] = without_wait(schedule, op_index, wait)
-            if not any(check(s) for s in build(*changed).values()):
-                found.append((schedule, schedule.ops[op_index], wait))
+            broken = without_wait(schedule, op_index, wait)
+            changed = Passes(*(broken if p == schedule else p for p in passes))
+            if not any(check(sequence) for sequence in sequences(changed).values()):
+                found.append((name, schedule.ops[op_index], wait))
     return found

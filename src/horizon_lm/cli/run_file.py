@@ -1,0 +1,180 @@
+"""From a run's YAML file and ``--key value`` overrides to a `RunConfig`, with every error in one report."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from horizon_lm.config import DatasetConfig, RunConfig
+from horizon_lm.errors import ConfigError
+
+# Settings of other trainers that have no place here, and what does their work.
+_ELSEWHERE = {
+    "train_file": "name the file in datasets",
+    "dataset_name": "name the file in datasets",
+    "validation_file": "name the file in eval_datasets",
+    "eval_dataset": "name the file in eval_datasets",
+    "model": "the model's name goes into model_name_or_path",
+    "max_seq_length": "TRL calls it max_length",
+    "warmup_ratio": "warmup_steps takes a share of all steps below 1",
+    "num_epochs": "transformers calls it num_train_epochs",
+    "micro_batch_size": "use per_device_train_batch_size",
+    "gradient_checkpointing": "every block is recomputed in any case; remove it",
+    "bf16": "use precision",
+    "fp16": "use precision",
+    "deepspeed": "weights stream from host memory without it; remove it",
+    "fsdp": "weights stream from host memory without it; remove it",
+    "optim": "the optimizer is AdamW; remove it",
+}
+
+
+def read_run_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's file, lay the overrides over it, and validate once.
+
+    Args:
+        path: a YAML 1.2 file; None for overrides only.
+        overrides: command-line tokens, ``--key value`` or ``--key=value``; values are read as YAML.
+
+    Raises:
+        ConfigError: all that is wrong, each with its place, value and remedy.
+    """
+    settings, places = _read_yaml(path) if path is not None else ({}, _Places("the command line", None, set()))
+    changed = parse_overrides(overrides)
+    places.overridden |= set(changed)
+    try:
+        return RunConfig.model_validate(settings | changed)
+    except ValidationError as error:
+        details = sorted(error.errors(include_url=False), key=lambda each: places.position(each["loc"]) or (0, 0))
+        problems = [_describe(each, places) for each in details]
+        heading = "" if len(problems) == 1 else f"{len(problems)} settings cannot be used:\n"
+        raise ConfigError(heading + "\n".join(problems)) from error
+
+
+def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The run file, and the overrides around it. ConfigError if there are two files."""
+    files, overrides = [], []
+    expects_value = False
+    for token in tokens:
+        if expects_value or token.startswith("--"):
+            expects_value = not expects_value and "=" not in token
+            overrides.append(token)
+        else:
+            files.append(token)
+    if len(files) > 1:
+        raise ConfigError(f"one run file is expected, but there are {len(files)}: {', '.join(files)}")
+    return (files[0] if files else None), overrides
+
+
+def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
+    """Settings from ``--key value`` and ``--key=value``. Dashes in a key may stand for underscores."""
+    settings: dict[str, Any] = {}
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        key, equals, text = token.removeprefix("--").partition("=")
+        if not token.startswith("--") or not key:
+            raise ConfigError(f"{token!r} is not an override; write --key value")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"{token} has no value; write {token} VALUE")
+            text = rest.pop(0)
+        key = key.replace("-", "_")
+        if key in settings:
+            raise ConfigError(f"--{key} is given twice; keep one")
+        settings[key] = _parse_value(key, text)
+    return settings
+
+
+def _parse_value(key: str, text: str) -> Any:
+    """A value as YAML would read it; as it is where text is asked for, so that paths need no quotes."""
+    field = RunConfig.model_fields.get(key)
+    if field is not None and field.annotation in (str, str | None) and text != "null":
+        return text
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise ConfigError(f"--{key}: {text!r} cannot be read; quote it as in YAML") from error
+
+
+class _Places:
+    """Where each setting was made."""
+
+    def __init__(self, file: str, marks: Any, overridden: set[str]) -> None:
+        self.file, self._marks, self.overridden = file, marks, overridden
+
+    def position(self, loc: tuple[int | str, ...]) -> tuple[int, int] | None:
+        """Line and column, from 1, of the deepest part of ``loc`` that the file has."""
+        node, found = self._marks, None
+        for key in loc:
+            if loc[0] in self.overridden or not isinstance(node, CommentedMap | CommentedSeq) or not _has(node, key):
+                break
+            found = node.lc.key(key) if isinstance(node, CommentedMap) else node.lc.item(key)
+            node = node[key]
+        return None if found is None else (found[0] + 1, found[1] + 1)
+
+    def of(self, loc: tuple[int | str, ...]) -> str:
+        """A setting with its place, for a message."""
+        name = str(loc[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:])
+        if loc[0] in self.overridden:
+            return f"--{name}"
+        position = self.position(loc)
+        return f"{self.file}: {name}" if position is None else f"{self.file}:{position[0]}:{position[1]}: {name}"
+
+
+def _has(node: CommentedMap | CommentedSeq, key: int | str) -> bool:
+    return key in node if isinstance(node, CommentedMap) else isinstance(key, int) and key < len(node)
+
+
+def _read_yaml(path: str) -> tuple[dict[str, Any], _Places]:
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; name the YAML file of a run") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start}); name the YAML file of a run") from error
+    try:
+        settings = YAML(typ="safe", pure=True).load(text)
+        marks = YAML(typ="rt", pure=True).load(text)  # the same once more, for lines and columns
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
+        raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from error
+    except YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if settings is None:
+        settings = {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: a run file has one setting a line, such as learning_rate: 1e-5")
+    not_text = [key for key in settings if not isinstance(key, str)]
+    if not_text:
+        raise ConfigError(f"{path}: {not_text[0]!r} is not the name of a setting")
+    return settings, _Places(path, marks, set())
+
+
+def _describe(details: Any, places: _Places) -> str:
+    """One error of pydantic as a line: place, setting, value, what to do."""
+    loc = details["loc"]
+    known = RunConfig.model_fields if len(loc) == 1 else DatasetConfig.model_fields
+    if details["type"] == "missing":
+        return f"{places.of(loc)} is missing. {known[str(loc[-1])].description}"
+    if details["type"] == "extra_forbidden":
+        return f"{places.of(loc)} is not a setting; {_suggest(str(loc[-1]), list(known))}"
+    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{places.of(loc)}: {_shorten(details['input'])}: {message}"
+
+
+def _suggest(key: str, known: list[str]) -> str:
+    if key in _ELSEWHERE:
+        return _ELSEWHERE[key]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else "see horizon-lm train --help for those there are"
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
