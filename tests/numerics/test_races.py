@@ -12,7 +12,7 @@ import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.schedule import build
 from horizon_lm.schedule.check import each_wait, without_wait
-from horizon_lm.schedule.ops import Pass, ScheduleError
+from horizon_lm.schedule.ops import OUTER, Buf, Buffer, Earlier, Kind, LastUse, Pass, ScheduleError, Stream, Wait, block
 from tests import families
 
 Result = tuple[list[float], list[torch.Tensor]]
@@ -25,23 +25,33 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 def losses_of(model: Any, num_steps: int) -> Iterator[float]:
-    """Accumulation, evaluation in between, an abandoned forward, two forwards before their backward, updates."""
+    """Every kind of pass after every other: abandoned forwards, evaluation in between, two forwards then backward."""
     optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
+
+    def forward(seed: int) -> torch.Tensor:
+        return model(**families.batch(seed=seed)).loss
+
     for step in range(num_steps):
-        loss = model(**families.batch(seed=step)).loss
+        loss = forward(step)
         yield loss.item()
-        model(**families.batch(seed=50))  # abandoned
-        loss.backward()
+        forward(50)
+        (3 * loss).backward()
         with torch.no_grad():
-            yield model(**families.batch(seed=99)).loss.item()
-        (model(**families.batch(seed=7)).loss + model(**families.batch(seed=8)).loss).backward()
+            yield forward(99).item()
+        loss = forward(7) + forward(8)
+        yield loss.item()
+        loss.backward()
+        forward(51)
+        loss = forward(9)
+        yield loss.item()
+        (2 * loss).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def train(device: Any, expected: Result | None = None, num_steps: int = 2, **settings: Any) -> Result:
     """Losses and final weights. Stops at the first loss that is not the expected one."""
-    model = horizon_lm.stream(families.build("llama", num_hidden_layers=4), device, **settings)
+    model = horizon_lm.stream(families.build("llama"), device, **settings)
     losses: list[float] = []
     for loss in losses_of(model, num_steps):
         losses.append(loss)
@@ -72,18 +82,16 @@ def undisturbed() -> Callable[..., Result]:
 @pytest.mark.parametrize("precision", ["float32", "fp32_master", "bf16"])
 @pytest.mark.parametrize("name", SETTINGS)
 @settings(max_examples=6, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32), eagerness=st.sampled_from([0.3, 0.8, 0.95]), pieces=st.integers(1, 5))
+@given(seed=st.integers(0, 2**32), eagerness=st.sampled_from([None, 0.3, 0.9]), pieces=st.integers(1, 5))
 def test_the_adversary_changes_nothing(
-    undisturbed: Callable[..., Result], name: str, precision: str, seed: int, eagerness: float, pieces: int
+    undisturbed: Callable[..., Result], name: str, precision: str, seed: int, eagerness: float | None, pieces: int
 ) -> None:
     options = SETTINGS[name] | {"precision": precision}
     device = SimulatedDevice(seed, eagerness=eagerness, pieces=pieces)
     assert same(train(device, **options), undisturbed(**options))
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "micro-batches" else pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS]
-)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_each_dropped_wait_changes_the_numbers(
     undisturbed: Callable[..., Result], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,12 +103,32 @@ def test_each_dropped_wait_changes_the_numbers(
     monkeypatch.undo()
 
     drops = [(p, op, wait) for p in sorted(seen, key=str) for op, wait in each_wait(p)]
-    missed = []
-    for schedule, op, wait in drops:
-        if not _noticed(monkeypatch, schedule, without_wait(schedule, op, wait), expected, options):
-            missed.append(f"{schedule.name} {schedule.ops[op]}: {wait}")
-    print(f"{name}: dropped waits noticed by the numbers: {len(drops) - len(missed)} of {len(drops)}")
-    assert missed == []
+    visible = [drop for drop in drops if not _invisible(*drop)]
+    missed = [
+        f"{schedule.name} {schedule.ops[op]}: {wait}"
+        for schedule, op, wait in visible
+        if not _noticed(monkeypatch, schedule, without_wait(schedule, op, wait), expected, options)
+    ]
+    print(
+        f"{name}: dropped waits noticed by the numbers: {len(visible) - len(missed)} of {len(visible)} "
+        f"({len(drops) - len(visible)} more are no data hazard on this device)"
+    )
+    assert missed == [], "\n".join(missed)
+
+
+def _invisible(schedule: Pass, op_index: int, wait: Wait) -> str | None:
+    """Why dropping a wait cannot change the numbers on the simulated device; None if it can."""
+    op = schedule.ops[op_index]
+    if isinstance(wait, (LastUse, Earlier)) and wait.stream == Stream.COMPUTE:
+        return "it computes eagerly, so computations of earlier passes are over"
+    if op.unit == OUTER and op.kind == Kind.FORWARD:
+        return "this computation only hands out views"
+    if op.kind == Kind.UPDATE:
+        return "the optimizer has read every gradient on the host, and every weight on its way was waited for"
+    makes_head_grads = any(Buffer(Buf.HEAD_GRADS) in o.writes for o in schedule.ops)
+    if schedule.name == "forward" and op.unit == block(0) and isinstance(wait, Earlier) and makes_head_grads:
+        return "the head's buffer is free, so what is still on its way out belongs to an abandoned forward"
+    return None
 
 
 def _observe_passes(monkeypatch: pytest.MonkeyPatch, seen: set[Pass]) -> None:
@@ -126,8 +154,8 @@ def _noticed(
 
         monkeypatch.setattr(build, function, replaced)
     try:
-        # As early as possible, as late as possible, then at random.
-        for seed, eagerness in [(0, 1.0), (0, 0.0), *((seed, 0.9) for seed in range(10))]:
+        # As early as possible, as late as possible, then a mixture.
+        for seed, eagerness in [(0, 1.0), (0, 0.0), *((seed, None) for seed in range(8))]:
             try:
                 if not same(train(SimulatedDevice(seed, eagerness=eagerness), expected, **options), expected):
                     return True

@@ -35,22 +35,26 @@ class SimulatedDevice(CpuDevice):
         seed: of the adversary. The same seed gives the same interleaving.
         capacity: bytes that buffers may take together; None for no limit.
         pieces: into how many pieces a copy is cut.
-        eagerness: chance that the adversary runs one more piece when it may.
+        eagerness: chance that the adversary runs one more piece when it may; None to draw a new one for each pass, from
+            as late as possible (0) to as early as possible (1).
     """
 
     name = "simulated"
 
-    def __init__(self, seed: int = 0, capacity: int | None = None, pieces: int = 3, eagerness: float = 0.8) -> None:
+    def __init__(self, seed: int = 0, capacity: int | None = None, pieces: int = 3, eagerness: float | None = None) -> None:
         super().__init__(capacity)
         self._random = random.Random(seed)
         self._queues: dict[Stream, deque[_Started]] = {s: deque() for s in Stream if s != Stream.COMPUTE}
         self._pieces = pieces
-        self._eagerness = eagerness
+        self._fixed_eagerness = eagerness
+        self._eagerness = eagerness or 0.0
 
     def poison(self, buffer: torch.Tensor) -> None:
         buffer.view(torch.uint8).fill_(0xFF)  # NaN in every floating-point format
 
     def announce(self, tasks: Sequence[Task]) -> None:
+        if self._fixed_eagerness is None:
+            self._eagerness = self._random.choice((0.0, 0.5, 0.9, 1.0))
         for task in tasks:
             if task.op.stream != Stream.COMPUTE:
                 self._queues[task.op.stream].append(_Started(task))

@@ -106,7 +106,7 @@ class Engine:
         trainable = [name for name, ref in self.refs.items() if ref.param.requires_grad]
         if not self.store.has_grads:
             self.store.allocate_grads(trainable)
-            self.device.register_host([slabs.grads for slabs in self.store.units.values()])
+            self.device.register_host([s.grads for s in self.store.units.values() if s.grads.numel()])
         late = [name for name in trainable if name not in self.slabs_of(name).grad_layout]
         if late:
             raise StreamingError(

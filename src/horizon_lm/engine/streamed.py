@@ -117,6 +117,7 @@ def attach(parts: ModelParts, store: Store, device: Device, options: Options) ->
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
     engine = Engine(parts, store, device, options)
+    device.register_host([slabs.weights for slabs in store.units.values() if slabs.weights.numel()])
     for name, ref in engine.refs.items():
         heads = any(module is parts.head for module, _ in ref.places)
         adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)

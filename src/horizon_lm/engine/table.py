@@ -78,17 +78,17 @@ class _Use:
         table, engine = self.table, self.table.engine
         target = table.grad_table()
         shape = (self.rows.numel(), target.shape[1])
+        outgoing = engine.table_row_grads.get(shape[0] * shape[1], target.dtype).view(shape)
+        # A tied head's gradient has landed on the same table earlier in this pass.
+        empty = engine.is_empty(table._name) and not (engine.parts.tied and engine.has_landed(HEAD))
+        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [ScatterRows(target, outgoing, self.rows, clear=empty)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
             # A lookup's gradient does not depend on the table's values, so one zero stands for all of them.
             weight = torch.zeros((), dtype=engine.options.compute_dtype, device=grad.device)
             weight = weight.expand(shape).requires_grad_()
             with torch.enable_grad():
                 (row_grads,) = torch.autograd.grad(table.look_up(weight, self), weight, grad)
-            outgoing = engine.table_row_grads.get(shape[0] * shape[1], target.dtype).view(shape)
             outgoing.copy_(row_grads)
-            # A tied head's gradient has landed on the same table earlier in this pass.
-            empty = engine.is_empty(table._name) and not (engine.parts.tied and engine.has_landed(HEAD))
-            engine.cursor.bind(Kind.STREAM_OUT, EMBED, [ScatterRows(target, outgoing, self.rows, clear=empty)])
         engine.landed(EMBED)
 
 
