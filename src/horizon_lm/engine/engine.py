@@ -348,8 +348,10 @@ class Engine:
         self.cursor.abandon()
         self.device.synchronize()
         self.grads_invalid = self.grads_invalid or self.store.has_grads
-        if self._backward_of is not None:
-            self._backward_of.consumed = True
+        for handle in (self._backward_of, self.handle):
+            if handle is not None:
+                handle.consumed = True
+                self.boundaries.release(handle)
         self._backward_of, self.handle, self._head_buffer_user = None, None, None
 
     def clear_grads(self) -> None:

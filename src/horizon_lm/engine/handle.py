@@ -63,6 +63,11 @@ class BoundaryPool:
         handle.boundaries[block] = buffer
         return buffer
 
+    def release(self, handle: ForwardHandle) -> None:
+        """Take back now what a forward holds: it failed, though a traceback may keep it alive."""
+        self._give_back(handle.boundaries, handle.offloads)
+
     def _give_back(self, boundaries: dict[int, torch.Tensor], offloads: dict[int, Task]) -> None:
-        for block, buffer in boundaries.items():
+        while boundaries:
+            block, buffer = boundaries.popitem()
             self._free[buffer.numel()].append((buffer, offloads.get(block)))

@@ -1,0 +1,222 @@
+"""A fault at any operation of any pass leaves nothing taken, and the next step is that of an undisturbed run."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.device.cpu import CpuDevice
+from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.errors import StreamingError, TornModelError
+from horizon_lm.schedule.ops import Kind
+from tests import families
+
+
+class InjectedError(Exception):
+    pass
+
+
+class Fuse:
+    """Blows once, at the n-th operation that a device is given."""
+
+    def __init__(self, error: type[BaseException] = InjectedError) -> None:
+        self.at: int | None = None
+        self.count = 0
+        self.blown_at: str | None = None
+        self.error = error
+
+    def arm(self, at: int) -> None:
+        self.at, self.count, self.blown_at = at, 0, None
+
+    def pass_by(self, what: str) -> None:
+        if self.at is not None and self.count == self.at:
+            self.at, self.blown_at = None, what
+            raise self.error(what)
+        self.count += 1
+
+
+def fused(base: type[CpuDevice], fuse: Fuse, **options: Any) -> CpuDevice:
+    """A device whose computations and copies pass by the fuse."""
+
+    class Fused(base):  # type: ignore[misc, valid-type]
+        def begin(self, task: Any) -> None:
+            fuse.pass_by(f"before {task.op}")
+            super().begin(task)
+
+        def end(self, task: Any) -> None:
+            fuse.pass_by(f"inside {task.op}")
+            super().end(task)
+
+        def issue(self, task: Any) -> None:
+            if base is CpuDevice:
+                fuse.pass_by(f"{task.op}")
+            super().issue(task)
+
+        def _run_piece(self, queue: Any) -> None:
+            fuse.pass_by(f"{queue[0].task.op}")
+            super()._run_piece(queue)
+
+    return Fused(**options)
+
+
+def make(device: Any) -> tuple[Any, Any]:
+    model = horizon_lm.stream(
+        families.build("llama"), device, precision="float32", boundaries="host", device_micro_batch_size=2
+    )
+    return model, horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
+
+
+def step(model: Any, optimizer: Any, seed: int) -> float:
+    loss = model(**families.batch(seed=seed)).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def weights(model: Any) -> list[torch.Tensor]:
+    horizon_lm.synchronize(model)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_idle(model: Any) -> None:
+    engine = model._horizon.engine
+    assert not engine.cursor.active
+    assert engine.handle is None
+    assert engine.head_buffer_free
+    taken = engine.boundaries.num_bytes - sum(
+        b.numel() for buffers in engine.boundaries._free.values() for b, _ in buffers
+    )  # fmt: skip
+    assert taken == 0, f"{taken} bytes of boundaries are still taken"
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[float, float, list[torch.Tensor]]:
+    model, optimizer = make("cpu")
+    return step(model, optimizer, 1), step(model, optimizer, 2), weights(model)
+
+
+def _operations_of_a_step(base: type[CpuDevice]) -> int:
+    fuse = Fuse()
+    model, optimizer = make(fused(base, fuse))
+    step(model, optimizer, 1)
+    fuse.arm(10**9)
+    step(model, optimizer, 2)
+    return fuse.count
+
+
+def _cases() -> Iterator[Any]:
+    for base in (CpuDevice, SimulatedDevice):
+        for error in (InjectedError, KeyboardInterrupt):
+            yield pytest.param(base, error, id=f"{base.name}-{error.__name__}")
+
+
+@pytest.mark.parametrize(("base", "error"), _cases())
+def test_a_fault_at_every_operation(
+    base: type[CpuDevice], error: type[BaseException], undisturbed: tuple[float, float, list[torch.Tensor]]
+) -> None:
+    blown = set()
+    for at in range(_operations_of_a_step(base)):
+        fuse = Fuse(error)
+        model, optimizer = make(fused(base, fuse))
+        assert step(model, optimizer, 1) == undisturbed[0]
+        fuse.arm(at)
+        with pytest.raises(error):
+            step(model, optimizer, 2)
+        assert fuse.blown_at is not None
+        blown.add(fuse.blown_at)
+        if not model._horizon.engine.grads_invalid:
+            optimizer.zero_grad()  # in the update, which goes on where it stopped
+        else:
+            assert_idle(model)
+            with pytest.raises(StreamingError, match="zero_grad"):
+                optimizer.step()
+            optimizer.zero_grad()
+            assert step(model, optimizer, 2) == undisturbed[1]
+        for got, expected in zip(weights(model), undisturbed[2], strict=True):
+            assert torch.equal(got, expected), fuse.blown_at
+    print(f"{base.name}: faults at {len(blown)} different places, all recovered")
+    assert {kind for kind in Kind if any(str(kind) in place for place in blown)} >= {
+        Kind.STREAM_IN, Kind.FORWARD, Kind.OFFLOAD, Kind.FETCH, Kind.BACKWARD, Kind.STREAM_OUT, Kind.UPDATE,
+    }  # fmt: skip
+
+
+def test_a_copy_that_fails_half_way(monkeypatch: pytest.MonkeyPatch, undisturbed: Any) -> None:
+    from horizon_lm.device import simulated
+
+    model, optimizer = make(SimulatedDevice(3))
+    step(model, optimizer, 1)
+    original, calls = simulated.copy_tensor, iter(range(100))
+
+    def failing(destination: torch.Tensor, source: torch.Tensor) -> None:
+        if next(calls) == 25:
+            raise InjectedError
+        original(destination, source)
+
+    monkeypatch.setattr(simulated, "copy_tensor", failing)
+    with pytest.raises(InjectedError):
+        step(model, optimizer, 2)
+    monkeypatch.undo()
+    assert_idle(model)
+    optimizer.zero_grad()
+    assert step(model, optimizer, 2) == undisturbed[1]
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), undisturbed[2], strict=True))
+
+
+def test_a_fault_inside_an_update_tears_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make("cpu")
+    step(model, optimizer, 1)
+    store = model._horizon.engine.store
+    original, calls = store.write_masters, iter(range(100))
+
+    def failing(*args: Any) -> None:
+        original(*args)
+        if next(calls) == 3:
+            raise InjectedError
+
+    monkeypatch.setattr(store, "write_masters", failing)
+    with pytest.raises(InjectedError):
+        step(model, optimizer, 2)
+    for use in (lambda: model(**families.batch()), optimizer.step, model.state_dict):
+        with pytest.raises(TornModelError):
+            use()
+
+
+def test_a_fault_in_foreign_code_between_blocks(undisturbed: Any) -> None:
+    model, optimizer = make("cpu")
+    step(model, optimizer, 1)
+
+    def hook(*_: Any) -> None:
+        raise InjectedError
+
+    handle = model.model.layers[1].register_forward_hook(hook)
+    with pytest.raises(InjectedError):
+        model(**families.batch(seed=2))
+    handle.remove()
+    assert_idle(model)
+    optimizer.zero_grad()
+    assert step(model, optimizer, 2) == undisturbed[1]
+
+
+def test_a_second_backward_is_refused() -> None:
+    model, _ = make("cpu")
+    loss = model(**families.batch()).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(StreamingError, match="second time"):
+        loss.backward()
+
+
+def test_a_backward_after_an_update_is_refused() -> None:
+    model, optimizer = make("cpu")
+    late = model(**families.batch(seed=3)).loss
+    step(model, optimizer, 1)
+    with pytest.raises((StreamingError, RuntimeError), match="updated between|inplace"):
+        late.backward()
+
+
+def test_double_backward_is_refused() -> None:
+    model, _ = make("cpu")
+    with pytest.raises(StreamingError, match="create_graph"):
+        model(**families.batch()).loss.backward(create_graph=True)
