@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.plan.capacity import ModelSizes
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
 
 _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")
@@ -46,6 +47,18 @@ class ModelParts:
     @property
     def num_blocks(self) -> int:
         return len(self.blocks)
+
+    def sizes(self) -> ModelSizes:
+        """Elements of the model's parameters, for the plan."""
+        numel = {unit: [ref.param.numel() for ref in refs] for unit, refs in self.units.items()}
+        vocabulary, hidden = self.units[EMBED][0].param.shape
+        return ModelSizes(
+            blocks=[numel[block(u)] for u in range(self.num_blocks)],
+            head=numel[EMBED] if self.tied else numel[HEAD],
+            outer=numel[OUTER],
+            vocabulary=vocabulary,
+            hidden=hidden,
+        )
 
 
 def find_parts(model: Any) -> ModelParts:

@@ -1,0 +1,83 @@
+"""Device bytes of the engine's buffers, from the sizes of a model's units.
+
+Nothing here is measured or shared with the engine that allocates: the same sums are made twice, and a test compares
+them to the byte.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 32  # elements to which each tensor in a slab is padded
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Elements of a model's parameters.
+
+    Attributes:
+        blocks: for each decoder block the elements of each of its tensors.
+        head: the same for the output projection (the embedding table, when tied).
+        outer: the same for everything that is neither block, head nor table.
+        vocabulary, hidden: rows and columns of the embedding table.
+    """
+
+    blocks: Sequence[Sequence[int]]
+    head: Sequence[int]
+    outer: Sequence[int]
+    vocabulary: int
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSettings:
+    """Settings that decide which buffers there are.
+
+    Attributes:
+        tokens: rows of a step times their longest length.
+        compute_bytes, grad_bytes: per element on the device, and in the gradient store.
+        micro_batches: a device micro-batch is set, so that gradients are accumulated in fp32.
+        chunked_head: the head runs in chunks, with an fp32 gradient buffer.
+        host_boundaries: boundaries pass through a ring on the device.
+    """
+
+    tokens: int
+    compute_bytes: int = 4
+    grad_bytes: int = 2
+    micro_batches: bool = False
+    chunked_head: bool = True
+    host_boundaries: bool = False
+
+
+def slab_elements(tensors: Sequence[int]) -> int:
+    """Elements of a slab that holds tensors of these sizes."""
+    return sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in tensors)
+
+
+def device_buffers(sizes: ModelSizes, settings: BufferSettings) -> Mapping[str, int]:
+    """Bytes of each kind of buffer that a training step allocates, in the worst case over the tokens of a batch."""
+    largest = max(slab_elements(block) for block in sizes.blocks)
+    head, outer = slab_elements(sizes.head), slab_elements(sizes.outer)
+    rows = min(settings.tokens, sizes.vocabulary) * sizes.hidden
+    compute, grad = settings.compute_bytes, settings.grad_bytes
+    accumulates = settings.micro_batches and grad < 4
+    buffers = {
+        "weight_slots": 2 * largest * compute,
+        "grad_slots": (1 if accumulates else 2) * largest * grad,
+        "grad_accumulator": largest * 4 if accumulates else 0,
+        "head_weights": head * compute,
+        "head_grads": head * (4 if settings.chunked_head else compute),
+        "outer_weights": outer * compute,
+        "outer_grads": outer * grad,
+        "table_rows": rows * compute,
+        "table_row_grads": rows * grad,
+        "boundary_ring": 2 * settings.tokens * sizes.hidden * compute if settings.host_boundaries else 0,
+    }
+    return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}
+
+
+def smallest_device_capacity(sizes: ModelSizes, settings: BufferSettings) -> int:
+    """The smallest device capacity with which a step of these settings runs, whatever its tokens are.
+
+    Activations of one block and of one chunk of logits come on top; the framework's allocator holds those.
+    """
+    return sum(device_buffers(sizes, settings).values())

@@ -1,0 +1,131 @@
+"""Traffic and memory, counted; activations by an instrument that shares no code with the device's counters."""
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import horizon_lm
+from tests import families
+
+
+class StorageMeter(TorchDispatchMode):
+    """Bytes of the storages that torch operations allocate. Host slabs are mappings that no operation allocates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current, self.peak = 0, 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        for tensor in _tensors(output):
+            self._see(tensor, given)
+        return output
+
+    def _see(self, tensor: torch.Tensor, given: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in given or storage._cdata in self._known or tensor.device.type == "meta":
+            return
+        self._known.add(storage._cdata)
+        self.current += storage.nbytes()
+        self.peak = max(self.peak, self.current)
+        weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.current -= num_bytes
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def test_the_meter_sees_what_it_should() -> None:
+    with StorageMeter() as meter:
+        a = torch.ones(1000)
+        b = a.view(10, 100)
+        c = b * 2
+        assert meter.current == 8000
+        del c
+        assert meter.current == 4000
+    assert meter.peak == 8000
+
+
+def _streamed(num_blocks: int, micro_batch_size: int | None, **options: Any) -> Any:
+    model = families.build("llama", num_hidden_layers=num_blocks, hidden_size=64, intermediate_size=128)
+    return horizon_lm.stream(model, device_micro_batch_size=micro_batch_size, boundaries="host", **options)
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 1], ids=["one micro-batch", "eight micro-batches"])
+@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
+def test_device_peak_does_not_depend_on_depth(precision: str, micro_batch_size: int) -> None:
+    peaks, counted = {}, {}
+    for num_blocks in (4, 64):
+        meter = StorageMeter()
+        model = _streamed(num_blocks, micro_batch_size, precision=precision)
+        with meter:
+            for _ in range(2):
+                model(**families.batch(rows=8, length=32)).loss.backward()
+        peaks[num_blocks], counted[num_blocks] = meter.peak, horizon_lm.stats(model)["device_bytes_peak"]
+    print(f"{precision}, {8 // micro_batch_size} micro-batches: {peaks}, buffers {counted}")
+    assert counted[4] == counted[64]
+    assert peaks[4] == peaks[64]
+
+
+def test_device_peak_grows_when_boundaries_stay_on_the_device() -> None:
+    peaks = []
+    for num_blocks in (4, 64):
+        model = families.build("llama", num_hidden_layers=num_blocks)
+        streamed = horizon_lm.stream(model, precision="float32")
+        with StorageMeter() as meter:
+            streamed(**families.batch(rows=8, length=32)).loss.backward()
+        peaks.append(meter.peak)
+    assert peaks[1] > peaks[0] + 50 * 8 * 32 * 32 * 4  # one more hidden state for each block
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 3, 1])
+@pytest.mark.parametrize("head", ["whole", "chunked"])
+def test_traffic(head: str, micro_batch_size: int | None) -> None:
+    rows, num_blocks = 6, 5
+    model = _streamed(num_blocks, micro_batch_size, precision="fp32_master", head=head)
+    model(**families.batch(rows=rows)).loss.backward()
+    stats, store = horizon_lm.stats(model), model._horizon.engine.store
+    slab = {unit: slabs.weights.numel() * 2 for unit, slabs in store.units.items()}
+
+    moved: Counter[str] = Counter(stats["moved_bytes"])
+    unique = families.batch(rows=rows)["input_ids"].unique().numel()
+    for u in range(num_blocks):
+        assert moved[f"stream_in:block{u}"] == 2 * slab[f"block{u}"]
+        assert moved[f"stream_out:block{u}"] == slab[f"block{u}"]
+    # At most twice: gradients of a chunked head are made in the forward, rows and outer parameters need no second look.
+    assert moved["stream_in:head"] == (2 if head == "whole" else 1) * slab["head"]
+    assert moved["stream_in:outer"] == slab["outer"]
+    assert moved["stream_in:embed"] == moved["stream_out:embed"] == unique * 64 * 2
+    assert moved["stream_out:head"] == slab["head"]
+    assert moved["stream_out:outer"] == slab["outer"]
+    assert stats["block_forward_rows"] == 2 * rows * num_blocks
+
+
+def test_host_bytes_per_parameter() -> None:
+    for precision, per_parameter in (("float32", 16), ("fp32_master", 14), ("bf16", 12)):
+        model = families.build("llama", hidden_size=128, intermediate_size=256, vocab_size=1024)
+        num_params = sum(p.numel() for p in model.parameters())
+        streamed = horizon_lm.stream(model, precision=precision)
+        horizon_lm.AdamW(streamed)
+        assert horizon_lm.stats(streamed)["host_bytes"] == pytest.approx(per_parameter * num_params, rel=0.05)
+
+
+def test_frozen_parameters_cost_their_weights_only() -> None:
+    model = families.build("llama", hidden_size=128, intermediate_size=256, vocab_size=1024)
+    for name, param in model.named_parameters():
+        param.requires_grad_("layers.2" in name)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    streamed = horizon_lm.stream(model, precision="bf16")
+    horizon_lm.AdamW(streamed)
+    assert horizon_lm.stats(streamed)["host_bytes"] == pytest.approx(2 * total + 10 * trainable, rel=0.05)

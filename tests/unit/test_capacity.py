@@ -1,0 +1,54 @@
+"""The computed device capacity is what the engine allocates, to the byte."""
+
+import itertools
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.errors import DoesNotFitError
+from horizon_lm.plan.capacity import BufferSettings, smallest_device_capacity
+from tests import families
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "head", "boundaries", "micro_batch_size"),
+    [
+        pytest.param(*case, id="-".join(map(str, case)))
+        for case in itertools.product(
+            ("llama", "gpt2", "mixtral", "falcon"), ("float32", "fp32_master"), ("chunked", "whole"),
+            ("device", "host"), (None, 2),
+        )
+    ],
+)  # fmt: skip
+def test_computed_equals_allocated(
+    family: str, precision: str, head: str, boundaries: str, micro_batch_size: int | None
+) -> None:
+    model = families.build(family)
+    settings = {"precision": precision, "head": head, "boundaries": boundaries}
+    inputs = families.batch(rows=2, length=8)
+    inputs["input_ids"] = torch.arange(16).view(2, 8) + 3  # all different: the worst case for the table
+    streamed = horizon_lm.stream(model, device_micro_batch_size=micro_batch_size, **settings)
+    streamed(**inputs).loss.backward()
+
+    needed = smallest_device_capacity(
+        streamed._horizon.engine.parts.sizes(),
+        BufferSettings(
+            tokens=16,
+            grad_bytes=4 if precision == "float32" else 2,
+            micro_batches=micro_batch_size is not None,
+            chunked_head=head == "chunked",
+            host_boundaries=boundaries == "host",
+        ),
+    )
+    assert horizon_lm.stats(streamed)["device_bytes_peak"] == needed
+
+    enforced = horizon_lm.stream(
+        families.build(family), device_memory=needed, device_micro_batch_size=micro_batch_size, **settings
+    )
+    enforced(**inputs).loss.backward()
+    too_small = horizon_lm.stream(
+        families.build(family), device_memory=needed - 1, device_micro_batch_size=micro_batch_size, **settings
+    )
+    with pytest.raises(DoesNotFitError, match="do not fit into the device capacity"):
+        too_small(**inputs).loss.backward()
