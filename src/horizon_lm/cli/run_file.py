@@ -32,6 +32,8 @@ _ELSEWHERE = {
     "optim": "the optimizer is AdamW; remove it",
 }
 
+_LENGTHS = {"num_train_epochs", "max_steps"}  # of which a run has one
+
 
 def read_run_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's file, lay the overrides over it, and validate once.
@@ -45,6 +47,8 @@ def read_run_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfi
     """
     settings, places = _read_yaml(path) if path is not None else ({}, _Places("the command line", None, set()))
     changed = parse_overrides(overrides)
+    if len(changed.keys() & _LENGTHS) == 1:  # the other one, in the file, gives way
+        settings = {key: value for key, value in settings.items() if key not in _LENGTHS}
     places.overridden |= set(changed)
     try:
         return RunConfig.model_validate(settings | changed)
@@ -53,6 +57,15 @@ def read_run_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfi
         problems = [_describe(each, places) for each in details]
         heading = "" if len(problems) == 1 else f"{len(problems)} settings cannot be used:\n"
         raise ConfigError(heading + "\n".join(problems)) from error
+
+
+def describe_settings() -> str:
+    """All settings of a run with their defaults, as lines."""
+    lines = []
+    for name, field in RunConfig.model_fields.items():
+        default = "required" if field.is_required() else "null" if field.default is None else str(field.default)
+        lines.append(f"{name} ({default}): {field.description}")
+    return "\n".join(lines)
 
 
 def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -172,7 +185,7 @@ def _suggest(key: str, known: list[str]) -> str:
     if key in _ELSEWHERE:
         return _ELSEWHERE[key]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else "see horizon-lm train --help for those there are"
+    return f"did you mean {close[0]}?" if close else "horizon-lm train --settings lists those there are"
 
 
 def _shorten(value: Any) -> str:

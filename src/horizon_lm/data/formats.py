@@ -7,6 +7,7 @@ Three shapes, told apart by the fields of a file's first row: ``messages`` (a li
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,7 @@ def _checked(messages: list[Message]) -> list[Message]:
     if "assistant" not in roles:
         raise _RowError("there is no message of the assistant, so nothing to learn")
     turns = roles[1:] if roles[0] == "system" else roles
-    for number, (before, role) in enumerate(zip(turns, turns[1:], strict=False), 1):
+    for number, (before, role) in enumerate(pairwise(turns), 1):
         if before == role:
             raise _RowError(f"turns {number} and {number + 1} are both the {role}'s; join them or remove one")
     return messages

@@ -1,0 +1,28 @@
+"""The ``horizon-lm`` command. One small file a command; torch and transformers are imported when a command runs."""
+
+import typer
+
+from horizon_lm.cli.generate import generate
+from horizon_lm.cli.train import train
+from horizon_lm.cli.version import version
+from horizon_lm.errors import EXIT_CODES
+
+_CODES = "  ".join(f"{code} {meaning.partition(':')[0]}," for code, meaning in EXIT_CODES.items()).rstrip(",")
+
+app = typer.Typer(
+    name="horizon-lm",
+    help="Train large language models from host RAM.",
+    epilog=f"Exit codes: {_CODES}.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# Settings of a run are not options of the command: they are in its file, and any of them can be overridden.
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(train)
+app.command()(generate)
+app.command()(version)
+
+
+def main() -> None:
+    """The entry point of the installed command."""
+    app()

@@ -1,0 +1,5 @@
+"""``python -m horizon_lm.cli``."""
+
+from horizon_lm.cli import main
+
+main()

@@ -1,0 +1,81 @@
+"""``horizon-lm generate``."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from horizon_lm.cli.exits import exits
+from horizon_lm.errors import ConfigError
+
+
+@exits
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or hub id.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to say to it; - reads standard input.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the draw with a temperature above 0.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device_memory: Annotated[str | None, typer.Option(help="What buffers may take, such as 300MiB.")] = None,
+    precision: Annotated[str, typer.Option(help="Of the weights in host memory: bf16, fp32_master, float32.")] = "bf16",
+    gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the folder to read instead.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model.")] = False,
+) -> None:
+    """Answer a prompt with a model that is streamed from host memory, so it need not fit on the device."""
+    import sys
+
+    from horizon_lm.units import parse_bytes
+
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens: {max_new_tokens}: must be at least 1")
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"--temperature: {temperature}: must be 0 or more")
+    memory = None if device_memory is None else parse_bytes(device_memory)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise ConfigError("PROMPT is empty")
+    streamed, tokenizer = _open(model, device, memory, precision, gguf_file, trust_remote_code)
+    _answer(streamed, tokenizer, text, max_new_tokens, temperature, seed)
+
+
+def _open(
+    name: str, device: str, device_memory: int | None, precision: str, gguf_file: str | None, trust_remote_code: bool
+) -> tuple[Any, Any]:
+    """The streamed model and its tokenizer."""
+    import horizon_lm
+    from horizon_lm.model.source import local_folder
+    from horizon_lm.train import choose_device, open_tokenizer
+
+    folder: Path = local_folder(name)
+    options = {"gguf_file": gguf_file, "trust_remote_code": trust_remote_code}
+    model = horizon_lm.from_pretrained(
+        folder, device=choose_device(device), precision=precision, device_memory=device_memory, **options
+    )
+    return model.eval(), open_tokenizer(folder, **options)
+
+
+def _answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> None:
+    """Print the answer token by token."""
+    import torch
+    from transformers import TextStreamer
+
+    if tokenizer.chat_template is not None:
+        messages = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    if not temperature:  # what the model's generation config sets for sampling would only raise a warning
+        sampling |= {"temperature": None, "top_p": None, "top_k": None}
+    torch.manual_seed(seed)
+    model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **sampling,
+    )

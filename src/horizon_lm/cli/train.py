@@ -1,0 +1,31 @@
+"""``horizon-lm train``."""
+
+from typing import Annotated
+
+import typer
+
+from horizon_lm.cli.exits import exits
+
+
+@exits
+def train(
+    run: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN.yaml [--key value]",
+            help="The run's settings, and any of them overridden: horizon-lm train run.yaml --learning_rate 1e-5",
+            show_default=False,
+        ),
+    ] = None,
+    settings: Annotated[bool, typer.Option("--settings", help="List all settings with their defaults.")] = False,
+) -> None:
+    """Fine-tune a model as a YAML file says, and export it to OUTPUT_DIR/model."""
+    from horizon_lm.cli.run_file import describe_settings, read_run_config, split_arguments
+
+    if settings:
+        print(describe_settings())
+        return
+    config = read_run_config(*split_arguments(run or []))
+    from horizon_lm.train import train as run_training
+
+    run_training(config)

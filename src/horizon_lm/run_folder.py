@@ -1,0 +1,72 @@
+"""The folder of a run: what is there before is kept until there is something to take its place."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.config import RunConfig, to_yaml
+from horizon_lm.errors import ConfigError, DoesNotFitError
+from horizon_lm.units import format_bytes
+
+
+class RunFolder:
+    """``output_dir`` with ``config.yaml``, ``metrics.jsonl`` and, when the run is finished, ``model/``.
+
+    Raises:
+        ConfigError: a finished run is there, or the folder cannot be written.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.path = Path(config.output_dir).expanduser()
+        self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
+        if self.model_dir.exists() and not config.overwrite_output_dir:
+            raise ConfigError(
+                f"output_dir: {self.path} holds a finished run; choose another folder, or set "
+                "overwrite_output_dir: true to replace its model once the new one is trained"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"output_dir: {self.path} cannot be made ({error.strerror})") from error
+        if not os.access(self.path, os.W_OK):
+            raise ConfigError(f"output_dir: {self.path} cannot be written to; choose another folder")
+
+    def begin(self, config: RunConfig, model: Any) -> None:
+        """Write the settings and move an earlier run's metrics aside. DoesNotFitError if the disk is too small."""
+        # At least: a model that was loaded in float32 is exported in float32.
+        needed = sum(param.numel() * param.element_size() for param in model.parameters())
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise DoesNotFitError(
+                f"output_dir: {self.path} has {format_bytes(free)} free, the trained model needs {format_bytes(needed)}; "
+                "make room or choose another folder"
+            )
+        (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        if self.metrics_file.exists():
+            number = 1
+            while (aside := self.path / f"metrics-{number}.jsonl").exists():
+                number += 1
+            self.metrics_file.rename(aside)
+
+    def export(self, model: Any, tokenizer: Any) -> None:
+        """Write the model's folder; it has its name when it is complete, and only then an old one goes."""
+        part, old = self.path / "model.part", self.path / "model.old"
+        for leftover in (part, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        if self.model_dir.exists():
+            self.model_dir.rename(old)
+        part.rename(self.model_dir)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def how_to_use(self) -> str:
+        """The last words of a run."""
+        return (
+            f"\nthe trained model is in {self.model_dir}; try it:\n"
+            f'  horizon-lm generate {self.model_dir} "..."\n'
+            "or in Python:\n"
+            "  from transformers import pipeline\n"
+            f'  print(pipeline("text-generation", "{self.model_dir}")([{{"role": "user", "content": "..."}}]))'
+        )
