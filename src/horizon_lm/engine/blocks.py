@@ -45,6 +45,7 @@ class Blocks:
 
     def forward(self, index: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stands in for ``module.forward``."""
+        self.engine.require_forward(block(index))
         call = BlockCall(args, kwargs)
         if self.probing is not None:
             return self._probe(index, call)

@@ -17,7 +17,7 @@ from horizon_lm.engine.cursor import Cursor
 from horizon_lm.engine.handle import BoundaryPool, ForwardHandle
 from horizon_lm.engine.parameters import landing_grad
 from horizon_lm.engine.replay import MicroBatchRandomness
-from horizon_lm.errors import StreamingError, TornModelError
+from horizon_lm.errors import ScheduleMismatchError, StreamingError, TornModelError
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, block
@@ -151,6 +151,11 @@ class Engine:
             raise
         finally:
             self.handle = None
+
+    def require_forward(self, unit: str) -> None:
+        """ScheduleMismatchError when a unit is called by itself, outside a forward of the model."""
+        if not self.cursor.active:
+            raise ScheduleMismatchError("a forward of the whole model", f"{Kind.FORWARD} {unit}")
 
     def micro_batches(self) -> list[tuple[int, int]]:
         """Row ranges of the device micro-batches of the running forward."""

@@ -59,6 +59,7 @@ class Head:
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of all hidden states, differentiable when the forward records."""
+        self.engine.require_forward(HEAD)
         handle = self.engine.handle
         if handle is not None and (hidden.requires_grad or self.engine.trainable(HEAD)):
             return _ProjectFunction.apply(_Projection(self, handle), hidden, self.engine.anchor)

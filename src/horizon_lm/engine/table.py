@@ -27,6 +27,7 @@ class Table:
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Stands in for the embedding module's forward. ids (B, T) -> hidden states (B, T, H)."""
         engine = self.engine
+        engine.require_forward(EMBED)
         table = self._table(engine.store.units[EMBED].weights)
         if self.probe_rows is not None:
             return torch.zeros(

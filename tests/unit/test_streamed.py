@@ -1,0 +1,230 @@
+"""What a streamed model does when it is used like any other: as defined, or refused by name."""
+
+import copy
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import horizon_lm
+from horizon_lm.errors import ConfigError, ModelNotSupportedError, ScheduleMismatchError, StreamingError
+from tests import families
+
+
+def streamed(**options: Any) -> Any:
+    return horizon_lm.stream(families.build("llama"), precision="float32", **options)
+
+
+def test_gradient_checkpointing_is_a_no_op_with_one_notice() -> None:
+    model = streamed()
+    with pytest.warns(UserWarning, match="recomputes every block"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(**families.batch()).loss.backward()
+    assert horizon_lm.stats(model)["block_forward_rows"] == 2 * 3 * 3
+
+
+@pytest.mark.parametrize("method", ["half", "bfloat16", "double", "float", "cuda", "resize_token_embeddings"])
+def test_moving_and_casting_are_refused(method: str) -> None:
+    with pytest.raises(StreamingError, match=method):
+        getattr(streamed(), method)()
+
+
+def test_to_is_refused_unless_it_changes_nothing() -> None:
+    model = streamed()
+    assert model.to("cpu") is model
+    for target in (torch.float16, "meta"):
+        with pytest.raises(StreamingError, match="cannot be moved or cast"):
+            model.to(target)
+
+
+def test_multiplying_by_the_heads_weight_is_refused() -> None:
+    model = streamed()
+    hidden = torch.randn(2, 32)
+    for product in (
+        lambda w: nn.functional.linear(hidden, w),
+        lambda w: torch.matmul(w, hidden.t()),
+        lambda w: w @ hidden.t(),
+    ):
+        with pytest.raises(StreamingError, match="head='whole'"):
+            product(model.lm_head.weight)
+    assert model.lm_head.weight.detach().sum().isfinite()
+    assert model.model.layers[0].mlp.up_proj.weight @ hidden.t() is not None
+
+
+def test_generation_uses_the_cache_and_equals_hugging_face() -> None:
+    reference = families.build("llama").eval()
+    model = horizon_lm.stream(copy.deepcopy(reference), precision="float32").eval()
+    ids = families.batch(rows=2)["input_ids"]
+    expected = reference.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_without_labels_both_heads_return_logits() -> None:
+    inputs = {k: v for k, v in families.batch().items() if k != "labels"}
+    expected = families.build("llama")(**inputs, use_cache=False).logits
+    for head in ("whole", "chunked"):
+        assert torch.equal(streamed(head=head)(**inputs).logits, expected)
+
+
+def test_a_cache_in_training_is_refused() -> None:
+    with pytest.raises(StreamingError, match="use_cache"):
+        streamed()(**families.batch(), use_cache=True)
+
+
+def test_tuples_on_request() -> None:
+    loss, *_ = streamed()(**families.batch(), return_dict=False)
+    assert loss.ndim == 0
+
+
+def test_num_items_in_batch_and_all_labels_masked() -> None:
+    reference, model = families.build("llama"), streamed()
+    inputs = families.batch()
+    for num_items in (7, torch.tensor(7)):
+        expected = reference(**inputs, num_items_in_batch=num_items).loss
+        torch.testing.assert_close(model(**inputs, num_items_in_batch=num_items).loss, expected)
+    nothing = inputs | {"labels": torch.full_like(inputs["labels"], -100)}
+    assert model(**nothing).loss.isnan() == reference(**nothing).loss.isnan()
+    loss = model(**nothing, num_items_in_batch=5).loss
+    loss.backward()
+    assert loss == 0
+    assert all((p.grad == 0).all() for p in model.parameters())
+
+
+def test_zero_grad_in_any_form() -> None:
+    model = streamed()
+    model(**families.batch()).loss.backward()
+    first = model.lm_head.weight.grad.clone()
+    for forget in (
+        model.zero_grad,
+        lambda: [setattr(p, "grad", None) for p in model.parameters()],
+        lambda: [p.grad.zero_() for p in model.parameters()],
+        horizon_lm.AdamW(model).zero_grad,
+    ):
+        forget()
+        model(**families.batch()).loss.backward()
+        torch.testing.assert_close(model.lm_head.weight.grad, first)
+
+
+def test_a_replaced_gradient_is_refused() -> None:
+    model = streamed()
+    model(**families.batch()).loss.backward()
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+    with pytest.raises(StreamingError, match="replaced"):
+        model(**families.batch()).loss.backward()
+
+
+def test_unfreezing_too_late_is_refused() -> None:
+    model = streamed()
+    model.lm_head.weight.requires_grad_(False)
+    model(**families.batch()).loss.backward()
+    model.lm_head.weight.requires_grad_()
+    with pytest.raises(StreamingError, match="frozen when training began"):
+        model(**families.batch())
+
+
+def test_calling_a_unit_alone_is_refused() -> None:
+    model, hidden = streamed(), torch.zeros(1, 2, 32)
+    for unit, call in (
+        ("block1", lambda: model.model.layers[1](hidden)),
+        ("embed", lambda: model.get_input_embeddings()(torch.ones(1, 2, dtype=torch.long))),
+        ("head", lambda: model.lm_head(hidden)),
+    ):
+        with pytest.raises(ScheduleMismatchError, match=f"whole model next, but forward {unit}"):
+            call()
+
+
+def test_a_dropped_model_frees_everything() -> None:
+    model = streamed()
+    model(**families.batch()).loss.backward()
+    slab = weakref.ref(model._horizon.engine.store.units["block0"].weights.untyped_storage())
+    engine = weakref.ref(model._horizon.engine)
+    del model
+    gc.collect()
+    assert engine() is None
+    assert slab() is None
+
+
+def test_models_that_share_state_between_layers_are_refused() -> None:
+    config = AutoConfig.for_model(
+        "gemma3n_text", hidden_size=32, intermediate_size=[48] * 4, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=97, vocab_size_per_layer_input=97, num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8, activation_sparsity_pattern=[0.0] * 4, laurel_rank=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    with pytest.raises(ModelNotSupportedError, match="shares keys and values|exchange state"):
+        horizon_lm.stream(AutoModelForCausalLM.from_config(config))
+
+
+def test_blocks_that_write_buffers_are_refused() -> None:
+    model = families.build("llama")
+    for layer in model.model.layers:
+        layer.register_buffer("calls", torch.zeros(()))
+    cls = type(model.model.layers[0])
+
+    class Counting(cls):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return super().forward(*args, **kwargs)
+
+    for layer in model.model.layers:
+        layer.__class__ = Counting
+    with pytest.raises(ModelNotSupportedError, match="writes the buffer 'calls'"):
+        horizon_lm.stream(model)(**families.batch())
+
+
+def test_other_ties_and_other_models_are_refused() -> None:
+    model = families.build("llama")
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ModelNotSupportedError, match="one parameter"):
+        horizon_lm.stream(model)
+    with pytest.raises(ModelNotSupportedError, match="not a causal language model"):
+        horizon_lm.stream(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp8"}, "fp32_master"),
+        ({"head": "half"}, "'chunked' or 'whole'"),
+        ({"boundaries": "disk"}, "'device' or 'host'"),
+        ({"device_micro_batch_size": 0}, "at least 1"),
+        ({"device": "tpu"}, "'cpu', 'cuda' or 'simulated'"),
+    ],
+)
+def test_bad_settings_name_the_choices(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        horizon_lm.stream(families.build("llama"), **options)
+
+
+def test_streaming_twice_is_refused() -> None:
+    model = streamed()
+    with pytest.raises(StreamingError, match="already"):
+        horizon_lm.stream(model)
+
+
+def test_row_dimensions_are_found_not_guessed() -> None:
+    """Batch size equal to sequence length and to the number of heads: no shape says which dimension is the batch."""
+    reference = families.build("llama")
+    model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", device_micro_batch_size=1)
+    inputs = families.batch(rows=4, length=4, padding="none")
+    positions = torch.arange(4).repeat(4, 1)
+    for extra in ({}, {"position_ids": positions}):
+        for each in (reference, model):
+            each.zero_grad()
+            each(**inputs, **extra, use_cache=False).loss.backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_no_warnings_in_an_ordinary_step() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = streamed()
+        optimizer = horizon_lm.AdamW(model)
+        model(**families.batch()).loss.backward()
+        optimizer.step()
