@@ -78,7 +78,7 @@ class Blocks:
                 hidden = call.tensors[call.hidden]
                 self._ring(index, hidden).copy_(hidden.contiguous().view(-1).view(torch.uint8))
             bound.template.set_training(bound.training_flags())
-            weights = engine.weight_buffer(block(index))
+            weights = engine.memory.weights_of(block(index))
             bound.template.bind(bound, self._params(index, weights))
             assert engine.randomness is not None
             for number, (start, stop) in enumerate(engine.micro_batches()):
@@ -102,11 +102,11 @@ class Blocks:
         for later in sorted(handle.keeps):
             if later >= index and later not in handle.boundaries:
                 host = engine.boundaries.take(handle, later, num_bytes)
-                ring = engine.ring.get(num_bytes, torch.uint8, later % 2)
+                ring = engine.memory.ring.get(num_bytes, torch.uint8, later % 2)
                 handle.offloads[later] = engine.cursor.bind(Kind.OFFLOAD, block(later), [Copy(host, ring, num_bytes)])
 
     def _ring(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        return self.engine.ring.get(hidden.numel() * hidden.element_size(), torch.uint8, index % 2)
+        return self.engine.memory.ring.get(hidden.numel() * hidden.element_size(), torch.uint8, index % 2)
 
     def _params(self, index: int, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """A block's parameters in a device buffer, by their names inside the block."""
@@ -183,18 +183,18 @@ class _Node:
             for number, (start, stop) in enumerate(self.micro_batches):
                 self._recompute(number, start, stop, inputs, needs_grad, grads, input_grads, sink)
             sink.close()
-            engine.device.poison(engine.weight_buffer(unit))
+            engine.device.poison(engine.memory.weights_of(unit))
         if engine.trainable(unit):
-            if engine.accumulates:
+            if engine.memory.accumulates:
                 with engine.cursor.compute(Kind.STAGE, unit):
-                    engine.outgoing_grads(self.index).copy_(engine.accumulator[0])
+                    engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
             engine.landed(unit)
         engine.counts["block_forward_rows"] += self.num_rows
         return input_grads
 
     def _fetched(self) -> torch.Tensor:
         host = self.handle.boundaries[self.index]
-        ring = self.blocks.engine.ring.get(host.numel(), torch.uint8, self.index % 2)
+        ring = self.blocks.engine.memory.ring.get(host.numel(), torch.uint8, self.index % 2)
         return ring.view(self.hidden_dtype).view(self.hidden_shape)
 
     def _recompute(self, number: int, start: int, stop: int, inputs: Any, needs_grad: Any, grads: Any, input_grads: Any, sink: "GradSink") -> None:  # fmt: skip
@@ -258,9 +258,9 @@ class GradSink:
         slabs = engine.store.units[block(index)]
         self._trainable = set(engine.trainable(block(index)))
         self._layout = slabs.grad_layout
-        self._weights = engine.weight_buffer(block(index))
+        self._weights = engine.memory.weights_of(block(index))
         if self._trainable:
-            self._slot = engine.accumulator[0] if engine.accumulates else engine.outgoing_grads(index)
+            self._slot = engine.memory.accumulator[0] if engine.memory.accumulates else engine.memory.outgoing_grads(index)
             engine.device.poison(self._slot)
         self._written: set[str] = set()
         self._prefix = f"{engine.parts.block_prefix}.{index}."

@@ -1,7 +1,5 @@
 """Device buffers of the engine: slots of fixed size, and buffers that grow with the batch."""
 
-from collections.abc import Callable
-
 import torch
 
 from horizon_lm.device.base import Device
@@ -28,10 +26,10 @@ class Slots:
 
 
 class Growing:
-    """Buffers that are replaced by larger ones when a batch needs more. ``drain`` is called before that."""
+    """Equal buffers that are replaced by larger ones when a batch needs more, once nothing uses them any more."""
 
-    def __init__(self, device: Device, kind: str, drain: Callable[[], None], count: int = 1) -> None:
-        self._device, self._kind, self._drain, self._count = device, kind, drain, count
+    def __init__(self, device: Device, kind: str, count: int = 1) -> None:
+        self._device, self._kind, self._count = device, kind, count
         self._slots: Slots | None = None
         self._size: tuple[int, torch.dtype] = (0, torch.float32)
 
@@ -39,7 +37,7 @@ class Growing:
         """The first ``numel`` elements of buffer ``index``."""
         if self._slots is None or numel > self._size[0] or dtype != self._size[1]:
             if self._slots is not None:
-                self._drain()
+                self._device.synchronize()
                 self._slots.release()
             self._slots, self._size = Slots(self._device, self._kind, self._count, numel, dtype), (numel, dtype)
         return self._slots[index][:numel]

@@ -2,9 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,38 +11,16 @@ from torch.autograd import Variable
 
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.moves import Add, Copy, Move
-from horizon_lm.engine.buffers import Growing, Slots
 from horizon_lm.engine.cursor import Cursor
 from horizon_lm.engine.handle import BoundaryPool, ForwardHandle
+from horizon_lm.engine.memory import DeviceMemory, Options, block_index
 from horizon_lm.engine.parameters import landing_grad
 from horizon_lm.engine.replay import MicroBatchRandomness
 from horizon_lm.errors import ScheduleMismatchError, StreamingError, TornModelError
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, block
-from horizon_lm.store.layout import SlabLayout
 from horizon_lm.store.store import Store, UnitSlabs
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a model is streamed. None of these changes the result beyond the order of summation.
-
-    Attributes:
-        compute_dtype: of weights on the device and of hidden states.
-        device_micro_batch_size: rows on the device at once inside a block; None for the whole batch.
-        head: ``whole`` (Hugging Face's own loss over all logits) or ``chunked`` (logits never exist as a whole).
-        head_chunk_tokens: tokens whose logits exist at once in mode ``chunked``; None for about 64 MiB of logits.
-        boundaries: ``device`` or ``host``.
-        check_recompute: compare every recomputed output with the forward's (slow; for tests).
-    """
-
-    compute_dtype: torch.dtype
-    device_micro_batch_size: int | None = None
-    head: str = "chunked"
-    head_chunk_tokens: int | None = None
-    boundaries: str = "device"
-    check_recompute: bool = False
 
 
 class Engine:
@@ -73,23 +50,7 @@ class Engine:
         self.grads_invalid = False
         self._torn: str | None = None
 
-        dtype, grad_dtype = options.compute_dtype, store.precision.grad_dtype
-        largest = max(store.units[block(u)].layout.numel for u in range(parts.num_blocks))
-        self.accumulates = options.device_micro_batch_size is not None and grad_dtype != torch.float32
-        self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
-        self.grad_slots = Slots(device, "grad_slots", 1 if self.accumulates else 2, largest, grad_dtype)
-        self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
-        head = self.slabs(HEAD).layout.numel
-        self.head_weights = Slots(device, "head_weights", 1, head, dtype)
-        self.head_grads = Slots(
-            device, "head_grads", 1, head, torch.float32 if options.head == "chunked" else dtype
-        )  # fmt: skip
-        outer = store.units[OUTER].layout.numel
-        self.outer_weights = Slots(device, "outer_weights", 1, outer, dtype)
-        self.outer_grads = Slots(device, "outer_grads", 1, outer, grad_dtype)
-        self.table_rows = Growing(device, "table_rows", self.drain)
-        self.table_row_grads = Growing(device, "table_row_grads", self.drain)
-        self.ring = Growing(device, "boundary_ring", self.drain, count=2)
+        self.memory = DeviceMemory(parts, store, device, options)
 
     # Units and parameters
 
@@ -121,7 +82,9 @@ class Engine:
     # Forward
 
     @contextmanager
-    def forward_pass(self, *, recording: bool, rows: int, embed: bool, inputs_need_grad: bool, head_grads: bool) -> Iterator[None]:  # fmt: skip
+    def forward_pass(
+        self, *, recording: bool, rows: int, embed: bool, inputs_need_grad: bool, head_grads: bool
+    ) -> Iterator[None]:
         """A forward runs inside. ``recording``: for a later backward."""
         self.check_alive()
         if self.cursor.active:  # a backward that died in foreign code, or a nested call
@@ -182,7 +145,7 @@ class Engine:
             num_blocks=self.parts.num_blocks,
             tied=self.parts.tied,
             host_boundaries=self.options.boundaries == "host",
-            accumulate=self.accumulates,
+            accumulate=self.memory.accumulates,
         )
 
     def _drain_if_reshaped(self, keeps: frozenset[int]) -> None:
@@ -263,38 +226,19 @@ class Engine:
     def has_landed(self, unit: str) -> bool:
         return unit in self._landed
 
-    # What operations move
-
     def _moves(self, op: Op) -> Sequence[Move] | None:
-        if op.kind == Kind.STREAM_IN and op.unit != EMBED:
-            return self._weight_moves(op)
+        """What an operation of the pass that begins moves; None if only the batch will tell."""
         if op.kind == Kind.STREAM_OUT and op.unit != EMBED:
-            return self.landing_moves(op.unit, self._grad_source(op))
+            return self.landing_moves(op.unit, self.memory.grads_of(op))
         if op.kind == Kind.FETCH:
             assert self._backward_of is not None
-            host = self._backward_of.boundaries[_block_index(op.unit)]
-            ring = self.ring.get(host.numel(), torch.uint8, _block_index(op.unit) % 2)
-            return [Copy(ring, host, host.numel())]
+            host = self._backward_of.boundaries[block_index(op.unit)]
+            return [Copy(self.memory.ring.get(host.numel(), torch.uint8, block_index(op.unit) % 2), host, host.numel())]
+        if op.kind == Kind.STREAM_IN and op.unit != EMBED:
+            slab = self.slabs(op.unit).weights
+            buffer = self.memory.weights_of(op.unit)[: slab.numel()]
+            return [Copy(buffer, slab, slab.numel() * slab.element_size())]
         return None
-
-    def _weight_moves(self, op: Op) -> list[Move]:
-        slab = self.slabs(op.unit).weights
-        return [Copy(self.weight_buffer(op.unit)[: slab.numel()], slab, slab.numel() * slab.element_size())]
-
-    def weight_buffer(self, unit: str) -> torch.Tensor:
-        """The device buffer that a unit's weights are streamed into."""
-        if unit == HEAD:
-            return self.head_weights[0]
-        return self.outer_weights[0] if unit == OUTER else self.weight_slots[_block_index(unit) % 2]
-
-    def _grad_source(self, op: Op) -> torch.Tensor:
-        if op.unit == HEAD:
-            return self.head_grads[0]
-        return self.outer_grads[0] if op.unit == OUTER else self.outgoing_grads(_block_index(op.unit))
-
-    def outgoing_grads(self, index: int) -> torch.Tensor:
-        """The slot from which a block's gradients leave the device."""
-        return self.grad_slots[0 if self.accumulates else index % 2]
 
     def landing_moves(self, unit: str, source: torch.Tensor) -> list[Move]:
         """Copies onto empty gradients, additions onto gradients that are there. Emptiness is ``p.grad is None``."""
@@ -321,7 +265,7 @@ class Engine:
 
     # Updates, faults and waiting
 
-    def run_update(self, schedule: Pass, moves: dict[str, Sequence[Move]]) -> None:
+    def run_update(self, schedule: Pass, moves: Mapping[str, Sequence[Move]]) -> None:
         """Issue an update pass. A fault before an operation leaves the rest pending; the next use goes on with them."""
         self.check_alive()
         self.store.version += 1
@@ -380,11 +324,3 @@ class Engine:
         """Block until nothing is on its way."""
         self.device.synchronize()
 
-
-def _block_index(unit: str) -> int:
-    return int(unit.removeprefix("block"))
-
-
-def views(layout: SlabLayout, buffer: torch.Tensor, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-    """Named tensors in a device buffer."""
-    return {name: layout.view(buffer, name) for name in (names if names is not None else layout)}

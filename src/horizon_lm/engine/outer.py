@@ -49,7 +49,7 @@ class Outer:
                 module._parameters[attribute] = param
 
     def _views(self) -> dict[str, torch.Tensor]:
-        buffer = self.engine.outer_weights[0]
+        buffer = self.engine.memory.outer_weights[0]
         return {name: self._layout.view(buffer, name).detach() for name in self._layout}
 
     def forward(self, trainable: list[str]) -> tuple[torch.Tensor, ...]:
@@ -59,7 +59,7 @@ class Outer:
 
     def backward(self, trainable: list[str], grads: tuple[torch.Tensor | None, ...]) -> None:
         engine = self.engine
-        layout, buffer = engine.store.units[OUTER].grad_layout, engine.outer_grads[0]
+        layout, buffer = engine.store.units[OUTER].grad_layout, engine.memory.outer_grads[0]
         by_name = dict(zip(trainable, grads, strict=True))
         with engine.cursor.compute(Kind.BACKWARD, OUTER):
             buffer.zero_()

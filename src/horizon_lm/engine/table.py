@@ -34,7 +34,7 @@ class Table:
                 (*ids.shape, table.shape[1]), dtype=engine.options.compute_dtype, device=engine.device.torch_device
             )
         rows, positions = torch.unique(ids.to("cpu"), return_inverse=True)
-        buffer = engine.table_rows.get(rows.numel() * table.shape[1], engine.options.compute_dtype)
+        buffer = engine.memory.table_rows.get(rows.numel() * table.shape[1], engine.options.compute_dtype)
         received = buffer.view(rows.numel(), table.shape[1])
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
         use = _Use(self, rows, positions.to(engine.device.torch_device), engine.handle)
@@ -79,7 +79,7 @@ class _Use:
         table, engine = self.table, self.table.engine
         target = table.grad_table()
         shape = (self.rows.numel(), target.shape[1])
-        outgoing = engine.table_row_grads.get(shape[0] * shape[1], target.dtype).view(shape)
+        outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], target.dtype).view(shape)
         # A tied head's gradient has landed on the same table earlier in this pass.
         empty = engine.is_empty(table._name) and not (engine.parts.tied and engine.has_landed(HEAD))
         engine.cursor.bind(Kind.STREAM_OUT, EMBED, [ScatterRows(target, outgoing, self.rows, clear=empty)])

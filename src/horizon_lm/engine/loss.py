@@ -1,0 +1,288 @@
+"""The loss in chunks of tokens (head mode ``chunked``), so that logits never exist as a whole.
+
+The model's own forward is called once per chunk, with a decoder that returns that chunk's hidden states: it is Hugging
+Face's code that scales and caps logits and computes the loss.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from horizon_lm.engine.handle import ForwardHandle
+from horizon_lm.engine.head import Head
+from horizon_lm.engine.replay import Surroundings, no_autocast_cache
+from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.schedule.ops import HEAD, Kind
+
+IGNORED = -100  # label of a token that is not trained, as in torch.nn.functional.cross_entropy
+_LOGIT_BYTES = 64 * 2**20
+_ROW_BLOCK = 4096  # rows of the head's gradient formed at once when it has another dtype than its buffer
+
+
+@dataclass(slots=True)
+class LossInputs:
+    """What the loss of a batch is made of, besides hidden states.
+
+    Attributes:
+        labels: (B, T), shifted: ``labels[b, t]`` is the target of hidden state ``[b, t]``.
+        num_items: by what the sum over tokens is divided.
+        options: further arguments of the model's loss function.
+    """
+
+    labels: torch.Tensor
+    num_items: torch.Tensor | int
+    options: dict[str, Any]
+
+
+class ChunkedLoss:
+    """The loss of a model over chunks of its trained tokens. ``call_model`` is the model's own forward."""
+
+    def __init__(self, head: Head, call_model: Callable[..., Any]) -> None:
+        self.head, self.engine, self.call_model = head, head.engine, call_model
+        parts = self.engine.parts
+        self._decoder, self.norm = parts.decoder, parts.final_norm
+        weight = next(iter(head._attributes))
+        if type(parts.head) is not nn.Linear or head._attributes[weight] != "weight":
+            raise ModelNotSupportedError(
+                f"the head is a {type(parts.head).__name__}, not a plain Linear; stream with head='whole'"
+            )
+        self.chunk_tokens = self.engine.options.head_chunk_tokens or max(64, _LOGIT_BYTES // (4 * head.vocabulary))
+        self.decoder_output: Any = None  # class of what the decoder returns, seen in the forward
+        self.hidden: torch.Tensor | None = None  # what the norm was given, seen in the forward
+        self._chunk: _Chunk | None = None
+
+    @property
+    def in_chunk(self) -> bool:
+        """Whether the model's forward is computing a chunk."""
+        return self._chunk is not None
+
+    @property
+    def norm_names(self) -> list[str]:
+        """Full names of the final norm's parameters."""
+        norm = self.norm
+        if norm is None:
+            return []
+        own = {id(p) for p in norm._parameters.values()}
+        return [
+            n for n, ref in self.engine.refs.items() if any(m is norm for m, _ in ref.places) or id(ref.param) in own
+        ]
+
+    def loss(self, inputs: LossInputs, norm_weights: list[torch.Tensor]) -> torch.Tensor:
+        """The loss of the hidden states that the forward saw; differentiable when the forward records."""
+        hidden, self.hidden = self.hidden, None
+        assert hidden is not None
+        handle = self.engine.handle
+        run = _LossRun(self, inputs, handle)
+        return _LossFunction.apply(run, self.engine.anchor, hidden, *norm_weights)
+
+    # What stands in for modules while the model's forward runs
+
+    def seen_by_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm is left to the chunks."""
+        self.hidden = hidden
+        return hidden
+
+    def seen_by_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Instead of logits: one row of zeros, for a loss without labels."""
+        if self._chunk is not None:
+            return self._chunk.project(hidden)
+        if self.norm is None:
+            self.hidden = hidden
+        elif self.hidden is None or hidden.shape != self.hidden.shape or hidden.data_ptr() != self.hidden.data_ptr():
+            raise ModelNotSupportedError(
+                f"{type(self._decoder).__name__} does more between its final norm and the head than the norm, so the "
+                "head cannot be computed in chunks; stream with head='whole'"
+            )
+        return hidden.new_zeros((1, 1, self.head.vocabulary))
+
+    @contextmanager
+    def computing(self, chunk: "_Chunk") -> Iterator[None]:
+        """Inside, the model's forward computes this chunk."""
+        before = self._decoder.__dict__.get("forward")
+        self._chunk = chunk
+        self._decoder.forward = lambda *args, **kwargs: self.decoder_output(  # type: ignore[method-assign]
+            last_hidden_state=chunk.normalise()
+        )
+        try:
+            yield
+        finally:
+            self._chunk = None
+            if before is None:
+                del self._decoder.forward
+            else:
+                self._decoder.forward = before  # type: ignore[method-assign]
+
+
+class _Chunk:
+    """Some trained tokens (1, n, H) on their way through norm and head; ``grads`` takes the head's gradients."""
+
+    def __init__(
+        self, owner: ChunkedLoss, hidden: torch.Tensor, norm: dict[str, torch.Tensor], grads: dict[str, torch.Tensor],
+        first: bool,
+    ) -> None:  # fmt: skip
+        self.owner, self.hidden, self.norm_weights = owner, hidden, norm
+        self.grads, self.first = grads, first
+
+    def normalise(self) -> torch.Tensor:
+        norm = self.owner.norm
+        if norm is None:
+            return self.hidden
+        before = dict(norm._parameters)
+        norm._parameters.update(self.norm_weights)  # type: ignore[arg-type]
+        try:
+            return type(norm).forward(norm, self.hidden)
+        finally:
+            norm._parameters.update(before)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights = self.owner.head.weights()
+        return _ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), self.grads, self.first)
+
+
+class _ChunkLinear(torch.autograd.Function):
+    """``F.linear`` whose weight gradient is added into a buffer instead of being returned, chunk after chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grads: dict[str, torch.Tensor],
+        first: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        device_type = x.device.type
+        if torch.is_autocast_enabled(device_type):
+            x = x.to(torch.get_autocast_dtype(device_type))
+        ctx.save_for_backward(x, weight)
+        ctx.grads, ctx.first = grads, first
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        flat, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        if "weight" in ctx.grads:
+            _add_product(ctx.grads["weight"], flat, inputs, ctx.first)
+        if "bias" in ctx.grads:
+            bias = ctx.grads["bias"]
+            bias.copy_(flat.sum(0) if ctx.first else bias + flat.sum(0))
+        return grad.matmul(weight.to(grad.dtype)), None, None, None, None
+
+
+def _add_product(total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, first: bool) -> None:
+    """``total (+)= grad^T inputs`` with grad (n, V) and inputs (n, H); without a second (V, H) tensor."""
+    if total.dtype == grad.dtype == inputs.dtype:
+        torch.addmm(total, grad.t(), inputs, beta=0 if first else 1, out=total)
+        return
+    for start in range(0, total.shape[0], _ROW_BLOCK):
+        rows = total[start : start + _ROW_BLOCK]
+        product = grad[:, start : start + _ROW_BLOCK].t().matmul(inputs)
+        rows.copy_(product) if first else rows.add_(product)
+
+
+Grads = tuple[torch.Tensor, list[torch.Tensor]]  # of hidden states, and of the norm's parameters
+
+
+class _LossRun:
+    """The chunked loss of one forward, and its gradients: made at once where the buffer is free, else recomputed."""
+
+    def __init__(self, owner: ChunkedLoss, inputs: LossInputs, handle: ForwardHandle | None) -> None:
+        self.owner, self.engine, self.inputs, self.handle = owner, owner.engine, inputs, handle
+        self.surroundings = Surroundings(self.engine.device.torch_device.type)
+        self.made: Grads | None = None
+
+    def forward(self, hidden: torch.Tensor, norm: list[torch.Tensor]) -> torch.Tensor:
+        handle = self.handle
+        with self.engine.cursor.compute(Kind.FORWARD, HEAD):
+            if handle is not None and handle.head_grads:
+                loss, self.made = self._loss_and_grads(hidden, norm)
+                self.engine.take_head_buffer(handle)
+            else:
+                loss = self._loss(hidden, norm)
+            self.engine.device.poison(self.engine.memory.head_weights[0])
+        return loss
+
+    def backward(self, grad: torch.Tensor, hidden: torch.Tensor, norm: list[torch.Tensor]) -> Grads:
+        assert self.handle is not None
+        head, engine = self.owner.head, self.engine
+        with engine.cursor.compute(Kind.BACKWARD, HEAD):
+            if self.made is None or not self.handle.head_grads:  # never made, or evicted by another backward
+                _, self.made = self.surroundings.run(lambda: self._loss_and_grads(hidden, norm))
+                engine.device.poison(engine.memory.head_weights[0])
+            (hidden_grad, norm_grads), self.made = self.made, None
+            head.zero_gaps()
+            if grad.device.type != "cpu" or grad != 1:  # reading it from an accelerator would cost a wait
+                for tensor in (hidden_grad, *norm_grads, *head.grads().values()):
+                    tensor.mul_(grad)
+        if head.grads():
+            engine.landed(HEAD)
+        return hidden_grad, norm_grads
+
+    def _loss(self, hidden: torch.Tensor, norm: list[torch.Tensor]) -> torch.Tensor:
+        flat, trained = self._tokens(hidden)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        with torch.no_grad(), no_autocast_cache():
+            for index in trained.split(self.owner.chunk_tokens):
+                total = total + self._chunk(flat[index], index, norm, grads=None, first=False)
+        return total if len(trained) else total / self.inputs.num_items
+
+    def _loss_and_grads(self, hidden: torch.Tensor, norm: list[torch.Tensor]) -> tuple[torch.Tensor, Grads]:
+        """Also the gradients for a loss gradient of one; those of the head go into its buffer."""
+        flat, trained = self._tokens(hidden)
+        grads = self.owner.head.grads()
+        if not len(trained):
+            for tensor in grads.values():
+                tensor.zero_()
+        hidden_grad = torch.zeros_like(flat)
+        leaves = [w.detach().requires_grad_() for w in norm]
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        with torch.enable_grad(), no_autocast_cache():
+            for number, index in enumerate(trained.split(self.owner.chunk_tokens)):
+                leaf = flat[index].requires_grad_()
+                loss = self._chunk(leaf, index, leaves, grads, first=number == 0)
+                torch.autograd.backward([loss])
+                hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
+                total = total + loss.detach()
+        if not len(trained):
+            total = total / self.inputs.num_items
+        norm_grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in leaves]
+        return total, (hidden_grad.view(hidden.shape), norm_grads)
+
+    def _tokens(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states (B*T, H), and the indices of the tokens that are trained."""
+        trained = (self.inputs.labels.reshape(-1) != IGNORED).nonzero().squeeze(1)
+        return hidden.detach().reshape(-1, hidden.shape[-1]), trained
+
+    def _chunk(
+        self, hidden: torch.Tensor, index: torch.Tensor, norm: list[torch.Tensor],
+        grads: dict[str, torch.Tensor] | None, first: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """The loss of the tokens at ``index``, whose hidden states (n, H) are given."""
+        owner = self.owner
+        names = [name.rpartition(".")[2] for name in owner.norm_names]
+        chunk = _Chunk(owner, hidden[None], dict(zip(names, norm, strict=True)), grads or {}, first)
+        target = self.inputs.labels.reshape(-1)[index][None]
+        with owner.computing(chunk):
+            return owner.call_model(labels=target, shift_labels=target, **self.inputs.options).loss
+
+
+class _LossFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, run: _LossRun, anchor: torch.Tensor, hidden: torch.Tensor, *norm: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.run = run
+        loss = run.forward(hidden, list(norm))
+        ctx.save_for_backward(hidden, *norm)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        run: _LossRun = ctx.run
+        assert run.handle is not None
+        with run.engine.backward_of(run.handle):
+            hidden, *norm = ctx.saved_tensors
+            hidden_grad, norm_grads = run.backward(grad, hidden, norm)
+        return None, None, hidden_grad, *norm_grads

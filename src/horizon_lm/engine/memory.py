@@ -1,0 +1,79 @@
+"""The engine's buffers on the device, all of them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from horizon_lm.device.base import Device
+from horizon_lm.engine.buffers import Growing, Slots
+from horizon_lm.model.parts import ModelParts
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Op, block
+from horizon_lm.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a model is streamed. None of these changes the result beyond the order of summation.
+
+    Attributes:
+        compute_dtype: of weights on the device and of hidden states.
+        device_micro_batch_size: rows on the device at once inside a block; None for the whole batch.
+        head: ``whole`` (Hugging Face's own loss over all logits) or ``chunked`` (logits never exist as a whole).
+        head_chunk_tokens: tokens whose logits exist at once in mode ``chunked``; None for about 64 MiB of logits.
+        boundaries: ``device`` or ``host``.
+        check_recompute: compare every recomputed output with the forward's (slow; for tests).
+    """
+
+    compute_dtype: torch.dtype
+    device_micro_batch_size: int | None = None
+    head: str = "chunked"
+    head_chunk_tokens: int | None = None
+    boundaries: str = "device"
+    check_recompute: bool = False
+
+
+class DeviceMemory:
+    """Slots of the largest block; buffers of the head and of the outer parameters; and what grows with the batch.
+
+    ``accumulates``: gradients of several micro-batches are summed in fp32 and staged in the dtype of the store. A store
+    in fp32 needs no accumulator: its slots are one.
+    """
+
+    def __init__(self, parts: ModelParts, store: Store, device: Device, options: Options) -> None:
+        dtype, grad_dtype = options.compute_dtype, store.precision.grad_dtype
+        largest = max(store.units[block(u)].layout.numel for u in range(parts.num_blocks))
+        head = store.units[EMBED if parts.tied else HEAD].layout.numel
+        outer = store.units[OUTER].layout.numel
+        self.accumulates = options.device_micro_batch_size is not None and grad_dtype != torch.float32
+        self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
+        self.grad_slots = Slots(device, "grad_slots", 1 if self.accumulates else 2, largest, grad_dtype)
+        self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
+        self.head_weights = Slots(device, "head_weights", 1, head, dtype)
+        head_grad_dtype = torch.float32 if options.head == "chunked" else dtype  # chunks are summed
+        self.head_grads = Slots(device, "head_grads", 1, head, head_grad_dtype)
+        self.outer_weights = Slots(device, "outer_weights", 1, outer, dtype)
+        self.outer_grads = Slots(device, "outer_grads", 1, outer, grad_dtype)
+        self.table_rows = Growing(device, "table_rows")
+        self.table_row_grads = Growing(device, "table_row_grads")
+        self.ring = Growing(device, "boundary_ring", count=2)
+
+    def weights_of(self, unit: str) -> torch.Tensor:
+        """The buffer that a unit's weights are streamed into."""
+        if unit == HEAD:
+            return self.head_weights[0]
+        return self.outer_weights[0] if unit == OUTER else self.weight_slots[block_index(unit) % 2]
+
+    def grads_of(self, op: Op) -> torch.Tensor:
+        """The buffer that a unit's gradients leave from."""
+        if op.unit == HEAD:
+            return self.head_grads[0]
+        return self.outer_grads[0] if op.unit == OUTER else self.outgoing_grads(block_index(op.unit))
+
+    def outgoing_grads(self, index: int) -> torch.Tensor:
+        """The slot from which a block's gradients leave."""
+        return self.grad_slots[0 if self.accumulates else index % 2]
+
+
+def block_index(unit: str) -> int:
+    """The index in the name of a block's unit."""
+    return int(unit.removeprefix("block"))

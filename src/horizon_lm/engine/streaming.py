@@ -1,0 +1,201 @@
+"""What runs in the place of the forwards of a streamed model and its modules."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.engine.blocks import Blocks, ProbeDoneError
+from horizon_lm.engine.engine import Engine
+from horizon_lm.engine.head import Head
+from horizon_lm.engine.loss import IGNORED, ChunkedLoss, LossInputs
+from horizon_lm.engine.outer import Outer
+from horizon_lm.engine.table import Table
+from horizon_lm.errors import ModelNotSupportedError, StreamingError
+from horizon_lm.model.parts import ModelParts
+
+
+class Streaming:
+    """A streamed model's connection to its engine: what runs in the place of its modules' forwards."""
+
+    def __init__(self, engine: Engine, model_class: type) -> None:
+        self.engine = engine
+        parts = engine.parts
+        self._model, self._class = parts.model, model_class
+        self._signature = inspect.signature(model_class.forward)
+        self.blocks, self.table, self.head, self.outer = Blocks(engine), Table(engine), Head(engine), Outer(engine)
+        self.blocks.probe_rows = self._probe_rows
+        self.chunked = ChunkedLoss(self.head, self._call_model) if engine.options.head == "chunked" else None
+        if self.chunked is not None:
+            self._require_standard_loss()
+        self._in_chunked_forward = False
+        self._call: dict[str, Any] = {}
+        self._replace_forwards(parts)
+
+    def _replace_forwards(self, parts: ModelParts) -> None:
+        for index, module in enumerate(parts.blocks):
+            module.forward = _bound(self.blocks.forward, index, module)  # type: ignore[method-assign]
+        parts.embed.forward = self.table.forward  # type: ignore[method-assign]
+        parts.head.forward = self._head_forward  # type: ignore[method-assign]
+        if self.chunked is None:
+            return
+        decoder, norm, chunked = parts.decoder, parts.final_norm, self.chunked
+
+        def decoder_forward(*args: Any, **kwargs: Any) -> Any:
+            output = type(decoder).forward(decoder, *args, **kwargs)
+            chunked.decoder_output = type(output)
+            return output
+
+        decoder.forward = decoder_forward  # type: ignore[method-assign]
+        if norm is not None:
+            norm.forward = lambda hidden: (  # type: ignore[method-assign]
+                chunked.seen_by_norm(hidden) if self._in_chunked_forward else type(norm).forward(norm, hidden)
+            )
+
+    def _head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.chunked is not None and (self._in_chunked_forward or self.chunked.in_chunk):
+            return self.chunked.seen_by_head(hidden)
+        return self.head.project(hidden)
+
+    def _require_standard_loss(self) -> None:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        takes_options = any(p.kind == p.VAR_KEYWORD for p in self._signature.parameters.values())
+        if self._model.loss_function is not ForCausalLMLoss or not takes_options:
+            raise ModelNotSupportedError(
+                f"{self._class.__name__} computes its loss in a way of its own, which cannot be cut into chunks; "
+                "stream with head='whole'"
+            )
+
+    def _call_model(self, **kwargs: Any) -> Any:
+        """The model's own forward."""
+        return self._class.forward(self._model, **kwargs)  # type: ignore[attr-defined]
+
+    # Forward
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward of the model through the engine. Arguments are those of the model's own forward."""
+        call = self._arguments(args, kwargs)
+        engine = self.engine
+        tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
+        if tokens is None:
+            raise ValueError("give input_ids or inputs_embeds")
+        inputs_need_grad = bool(call.get("inputs_embeds") is not None and call["inputs_embeds"].requires_grad)
+        trains = inputs_need_grad or any(ref.param.requires_grad for ref in engine.refs.values())
+        recording = torch.is_grad_enabled() and trains
+        if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
+            call["use_cache"] = False
+        if recording and call["use_cache"]:
+            raise StreamingError("use_cache=True is for generation; in training it would keep every block's keys")
+
+        chunk = self.chunked is not None and (call.get("labels") is not None or call.get("shift_labels") is not None)
+        self.blocks.signature = tuple(sorted((k, _rank(v)) for k, v in call.items()))
+        with engine.forward_pass(
+            recording=recording,
+            rows=tokens.shape[0],
+            embed=call.get("inputs_embeds") is None,
+            inputs_need_grad=inputs_need_grad,
+            head_grads=chunk and recording and engine.head_buffer_free,
+        ):
+            outer = self.outer.load()
+            with self.outer.in_place(outer):
+                output = self._chunked_forward(call, outer) if chunk else self._whole_forward(call)
+        return output
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = self._signature.bind(self._model, *args, **kwargs).arguments
+        bound.pop("self")
+        extra = {p.name for p in self._signature.parameters.values() if p.kind == p.VAR_KEYWORD}
+        call = {k: v for k, v in bound.items() if k not in extra}
+        for name in extra & set(bound):
+            call |= bound[name]
+        device = self.engine.device.torch_device
+        return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+
+    def _whole_forward(self, call: dict[str, Any]) -> Any:
+        """The model's own forward, run so that a probe can repeat it."""
+        self._call = call
+        try:
+            return self._call_model(**call)
+        finally:
+            self._call = {}
+
+    def _chunked_forward(self, call: dict[str, Any], outer: dict[str, torch.Tensor]) -> Any:
+        """Blocks once over the whole batch, then norm, head and loss over chunks of its trained tokens."""
+        chunked = self.chunked
+        assert chunked is not None
+        if not isinstance(call.get("logits_to_keep", 0), int) or call.get("logits_to_keep", 0):
+            raise StreamingError("logits_to_keep together with labels needs head='whole'")
+        labels, num_items = call.pop("labels", None), call.pop("num_items_in_batch", None)
+        shifted = call.pop("shift_labels", None)
+        if shifted is None:
+            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        if num_items is None:
+            num_items = (shifted != IGNORED).sum()
+        as_tuple = call.pop("return_dict", None) is False
+        options = {k: v for k, v in call.items() if k not in self._signature.parameters and k not in _DECODER_ONLY}
+        options["num_items_in_batch"] = num_items
+
+        nothing = shifted.new_full((1, 1), IGNORED)
+        self._in_chunked_forward = True
+        try:
+            # One token without a label: what is left of the loss is what the model adds to it (experts' balance).
+            output = self._whole_forward(
+                call | {"labels": nothing, "shift_labels": nothing, "num_items_in_batch": num_items}
+            )
+            without_aux = {name: False for name in _AUXILIARY if name in self._signature.parameters}
+            inputs = LossInputs(shifted, num_items, options | without_aux | {"use_cache": False})
+            loss = chunked.loss(inputs, [outer[name] for name in chunked.norm_names])
+        finally:
+            self._in_chunked_forward = False
+        fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
+        result = type(output)(loss=loss + output.loss, **fields)
+        return result.to_tuple() if as_tuple else result
+
+    # Finding the rows of block inputs
+
+    def _probe_rows(self, index: int) -> list[torch.Size]:
+        """Shapes of a block's inputs if the batch had one more row."""
+        rows = self.engine.num_rows
+        call = {k: _one_more_row(k, v, rows) for k, v in self._call.items()}
+        shapes: list[torch.Size] = []
+        state = self.engine.device.rng_state()
+        self.blocks.probing, self.table.probe_rows = (index, shapes), rows + 1
+        try:
+            with torch.no_grad():
+                self._call_model(**call)
+        except ProbeDoneError:
+            return shapes
+        finally:
+            self.blocks.probing, self.table.probe_rows = None, None
+            self.engine.device.set_rng_state(state)
+        raise AssertionError(f"block {index} was not reached by the probe")
+
+
+_AUXILIARY = ("output_router_logits",)
+_DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
+
+
+def _rank(value: Any) -> Any:
+    return value.ndim if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _one_more_row(name: str, value: Any, rows: int) -> Any:
+    """An argument of the model's forward with its first row once more."""
+    if not isinstance(value, torch.Tensor) or value.ndim < 2:
+        return value
+    # Hugging Face batches run over dimension 0, but for positions with several coordinates (M-RoPE).
+    dim = 1 if name == "position_ids" and value.ndim == 3 else 0
+    if value.shape[dim] != rows:
+        return value
+    return torch.cat([value, value.narrow(dim, 0, 1)], dim)
+
+
+def _bound(function: Callable[..., Any], index: int, module: nn.Module) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(index, module, *args, **kwargs)
+
+    return forward
+
