@@ -8,6 +8,7 @@ from torch import nn
 
 from horizon_lm.device.moves import Copy
 from horizon_lm.engine.engine import Engine
+from horizon_lm.engine.grads import GradSink
 from horizon_lm.engine.handle import ForwardHandle
 from horizon_lm.engine.replay import Surroundings, no_autocast_cache, replaying
 from horizon_lm.engine.rows import BlockCall, Path, RowOutputs, compare_rows, flatten, slice_rows
@@ -197,7 +198,11 @@ class _Node:
         ring = self.blocks.engine.memory.ring.get(host.numel(), torch.uint8, self.index % 2)
         return ring.view(self.hidden_dtype).view(self.hidden_shape)
 
-    def _recompute(self, number: int, start: int, stop: int, inputs: Any, needs_grad: Any, grads: Any, input_grads: Any, sink: "GradSink") -> None:  # fmt: skip
+    def _recompute(
+        self, number: int, start: int, stop: int, inputs: Any, needs_grad: Any, grads: Any, input_grads: Any,
+        sink: GradSink,
+    ) -> None:  # fmt: skip
+        """One micro-batch: forward with a graph, then its backward."""
         engine = self.blocks.engine
         leaves = [
             slice_rows(t, d, start, stop).detach().requires_grad_(need)
@@ -226,7 +231,7 @@ class _Node:
                     input_grads[i] = torch.zeros_like(inputs[i])
                 slice_rows(input_grads[i], dim, start, stop).add_(leaf.grad)
 
-    def _forward_with_graph(self, leaves: list[torch.Tensor], sink: "GradSink") -> list[torch.Tensor]:
+    def _forward_with_graph(self, leaves: list[torch.Tensor], sink: GradSink) -> list[torch.Tensor]:
         bound = self.blocks._bound[self.index]
         with torch.enable_grad(), no_autocast_cache(), capture.capture(self.keys) as captured:
             bound.template.set_training(self.flags)
@@ -248,57 +253,6 @@ class _Node:
                     f"{self.blocks._bound[self.index].name}, rows {start} to {stop - 1}: the recomputed output differs "
                     f"from the forward's by up to {difference:.3g}"
                 )
-
-
-class GradSink:
-    """Takes each parameter's gradient as autograd finishes it, so that only one of them exists besides the slot."""
-
-    def __init__(self, engine: Engine, index: int) -> None:
-        self._index = index
-        slabs = engine.store.units[block(index)]
-        self._trainable = set(engine.trainable(block(index)))
-        self._layout = slabs.grad_layout
-        self._weights = engine.memory.weights_of(block(index))
-        if self._trainable:
-            self._slot = engine.memory.accumulator[0] if engine.memory.accumulates else engine.memory.outgoing_grads(index)
-            engine.device.poison(self._slot)
-        self._written: set[str] = set()
-        self._prefix = f"{engine.parts.block_prefix}.{index}."
-
-    def params(self, names: Any) -> dict[str, torch.Tensor]:
-        """Fresh leaves over the streamed weights, by their names inside the block."""
-        leaves = {}
-        for name, view in names(self._index, self._weights).items():
-            leaf = view.detach()
-            if self._prefix + name in self._trainable:
-                leaf.requires_grad_()
-                leaf.register_post_accumulate_grad_hook(self._hook(self._prefix + name))
-            leaves[name] = leaf
-        return leaves
-
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        target = self._layout.view(self._slot, name)
-
-        def take(leaf: torch.Tensor) -> None:
-            with torch.no_grad():
-                if name in self._written:
-                    target.add_(leaf.grad)
-                else:
-                    target.copy_(leaf.grad)
-            self._written.add(name)
-            leaf.grad = None
-
-        return take
-
-    def close(self) -> None:
-        """Zeros where no gradient came: unused parameters, and the padding between tensors."""
-        if not self._trainable:
-            return
-        for name in self._layout:
-            if name not in self._written:
-                self._layout.view(self._slot, name).zero_()
-        for gap in self._layout.gaps(self._slot):
-            gap.zero_()
 
 
 class _BlockFunction(torch.autograd.Function):

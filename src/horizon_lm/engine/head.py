@@ -94,6 +94,7 @@ class _Projection:
 
     def _landing(self, attribute: str) -> Callable[[torch.Tensor], None]:
         def take(leaf: torch.Tensor) -> None:
+            assert leaf.grad is not None
             with torch.no_grad():
                 self.head.grads()[attribute].copy_(leaf.grad)
             leaf.grad = None

@@ -64,8 +64,9 @@ class Outer:
         with engine.cursor.compute(Kind.BACKWARD, OUTER):
             buffer.zero_()
             for name in layout:
-                if by_name.get(name) is not None:
-                    layout.view(buffer, name).copy_(by_name[name])
+                grad = by_name.get(name)
+                if grad is not None:
+                    layout.view(buffer, name).copy_(grad)
         engine.landed(OUTER)
 
 

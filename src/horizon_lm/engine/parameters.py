@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from horizon_lm.errors import StreamingError
 
-_GRAD = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_GRAD: Any = torch._C.TensorBase.__dict__["grad"]
 
 
 def landing_grad(param: nn.Parameter) -> torch.Tensor | None:

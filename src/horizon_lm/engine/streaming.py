@@ -20,7 +20,7 @@ from horizon_lm.model.parts import ModelParts
 class Streaming:
     """A streamed model's connection to its engine: what runs in the place of its modules' forwards."""
 
-    def __init__(self, engine: Engine, model_class: type) -> None:
+    def __init__(self, engine: Engine, model_class: Any) -> None:
         self.engine = engine
         parts = engine.parts
         self._model, self._class = parts.model, model_class

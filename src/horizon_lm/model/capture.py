@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector, maybe_install_capturing_hooks
 
 Captured = dict[str, list[torch.Tensor | None]]
@@ -19,7 +20,7 @@ _OF_WHOLE_BLOCKS = "hidden_states"  # recorded by a hook on the block itself, wh
 def install_hooks(model: nn.Module) -> None:
     """Install transformers' hooks now, so that templates copied afterwards have them too."""
     for module in model.modules():
-        if hasattr(type(module), "_can_record_outputs"):
+        if isinstance(module, PreTrainedModel):
             maybe_install_capturing_hooks(module)
 
 

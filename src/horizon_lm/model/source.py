@@ -53,7 +53,7 @@ def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
     """The model of a folder without its weights, with its generation config."""
     from transformers import GenerationConfig
 
-    model = build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
+    model: Any = build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model

@@ -4,7 +4,7 @@ The update is torch.optim.AdamW's, in fp32, whatever the weights and gradients a
 that fit into a cache, in the order in which the next forward needs the units.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,7 +176,11 @@ class AdamW(torch.optim.Optimizer):
     def _groups(self) -> dict[int, Hyperparameters]:
         return {
             id(param): Hyperparameters(
-                float(group["lr"]), *group["betas"], float(group["eps"]), float(group["weight_decay"])
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
             )
             for group in self.param_groups
             for param in group["params"]
@@ -209,7 +213,7 @@ class _Piece:
         self._hyper, self._step, self._clip = hyper, step, clip
         self._done = False
 
-    def split(self, parts: int) -> Sequence[Move]:
+    def split(self, parts: int) -> list[Move]:
         return [self]
 
     def run(self, copy: CopyFn) -> None:

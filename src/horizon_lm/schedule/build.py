@@ -146,17 +146,17 @@ def backward(
     for position, u in enumerate(order):
         if position + 1 < len(order):
             ops.extend(load(order[position + 1]))
-        reads = [Buffer(Buf.WEIGHTS, u % 2)] + ([Buffer(Buf.RING, u % 2)] if layout.host_boundaries else [])
+        inputs = [Buffer(Buf.WEIGHTS, u % 2), *([Buffer(Buf.RING, u % 2)] if layout.host_boundaries else [])]
         if block(u) not in trainable:
-            ops.append(_compute(Kind.BACKWARD, block(u), tuple(reads)))
+            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs)))
         elif layout.accumulate:
             accumulator, staging = Buffer(Buf.ACCUMULATOR), Buffer(Buf.STAGING)
-            ops.append(_compute(Kind.BACKWARD, block(u), tuple(reads), (accumulator,)))
+            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (accumulator,)))
             ops.append(_compute(Kind.STAGE, block(u), (accumulator,), (staging,)))
             ops.append(_stream_out(block(u), staging, layout))
         else:
             slot = Buffer(Buf.GRADS, u % 2)
-            ops.append(_compute(Kind.BACKWARD, block(u), tuple(reads), (slot,)))
+            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (slot,)))
             ops.append(_stream_out(block(u), slot, layout))
 
     for unit, grads in ((EMBED, Buffer(Buf.TABLE_ROW_GRADS)), (OUTER, Buffer(Buf.OUTER_GRADS))):

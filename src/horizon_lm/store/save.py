@@ -56,7 +56,7 @@ class _Exporter:
 
     def __init__(self, parts: ModelParts, store: Store, dtype: torch.dtype | None) -> None:
         self._model, self._store, self._dtype = parts.model, store, dtype
-        owned = {name for name in store.unit_of}
+        owned = set(store.unit_of)
         parameters = {id(ref.param) for refs in parts.units.values() for ref in refs}
         state = parts.model.state_dict(keep_vars=True)
         self._buffers = {n: t for n, t in state.items() if n not in owned and id(t) not in parameters}
