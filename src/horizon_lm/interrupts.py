@@ -27,7 +27,9 @@ class Interrupts:
             self._previous = [signal.signal(number, self._handle) for number in self._SIGNALS]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in zip(self._SIGNALS, self._previous, strict=False):
             signal.signal(number, handler)
 

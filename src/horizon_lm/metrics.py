@@ -72,7 +72,9 @@ class Metrics:
 def describe(line: dict[str, Any], num_steps: int) -> str:
     """A line of metrics for people."""
     if "eval_loss" in line:
-        return f"step {line['step']}/{num_steps}  held-out loss {line['eval_loss']:.4f} ({line['eval_tokens']:,} tokens)"
+        return (
+            f"step {line['step']}/{num_steps}  held-out loss {line['eval_loss']:.4f} ({line['eval_tokens']:,} tokens)"
+        )
     return (
         f"step {line['step']}/{num_steps}  epoch {line['epoch']:.2f}  loss {line['loss']:.4f}  "
         f"grad norm {line['grad_norm']:.2f}  lr {line['learning_rate']:.2e}  "
@@ -102,11 +104,15 @@ class Reporter:
 
             console = Console()
             # rich wraps at the window's width; lines that go to a file must stay whole
-            self._say = (lambda text: console.print(text, markup=False, highlight=False)) if console.is_terminal else _plain
+            self._say = (
+                (lambda text: console.print(text, markup=False, highlight=False)) if console.is_terminal else _plain
+            )
             self._bar = _progress_bar(console) if console.is_terminal else None
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop_bar()
         if self._file is not None:
             self._file.close()

@@ -51,7 +51,9 @@ def assert_close_gradients(got: Any, expected: Any, tolerance: float = 1e-4) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bit_equal(family: str, padding: str, device: str) -> None:
     reference = build(family)
-    model = horizon_lm.stream(copy.deepcopy(reference), device, boundaries="host" if padding == "left" else "device", **WHOLE)
+    model = horizon_lm.stream(
+        copy.deepcopy(reference), device, boundaries="host" if padding == "left" else "device", **WHOLE
+    )
     inputs = batch(padding=padding)
     expected, got = plain_step(reference, inputs), streamed_step(model, inputs)
     assert torch.equal(got.loss, expected.loss)

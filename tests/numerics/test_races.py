@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "whole head": {"head": "whole", "boundaries": "host"},
 }
 
+
 def losses_of(model: Any, num_steps: int) -> Iterator[float]:
     """Every kind of pass after every other: abandoned forwards, evaluation in between, two forwards then backward."""
     optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)

@@ -27,7 +27,9 @@ def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0) -> Pa
 
 
 LAYOUTS = [
-    pytest.param(build.Layout(n, tied, host, accumulate), head_grads, id=f"{n} {tied=} {host=} {accumulate=} {head_grads=}")
+    pytest.param(
+        build.Layout(n, tied, host, accumulate), head_grads, id=f"{n} {tied=} {host=} {accumulate=} {head_grads=}"
+    )
     for n, tied, host, accumulate, head_grads in itertools.product(NUM_BLOCKS, *[(False, True)] * 4)
 ]
 

@@ -156,7 +156,7 @@ def test_models_that_share_state_between_layers_are_refused() -> None:
         hidden_size_per_layer_input=8, activation_sparsity_pattern=[0.0] * 4, laurel_rank=4,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
-    with pytest.raises(ModelNotSupportedError, match="shares keys and values|exchange state"):
+    with pytest.raises(ModelNotSupportedError, match=r"shares keys and values|exchange state"):
         horizon_lm.stream(AutoModelForCausalLM.from_config(config))
 
 

@@ -149,7 +149,9 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], _Places]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}; name the YAML file of a run") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start}); name the YAML file of a run") from error
+        raise ConfigError(
+            f"{path}: not a text file in UTF-8 (byte {error.start}); name the YAML file of a run"
+        ) from error
     try:
         settings = YAML(typ="safe", pure=True).load(text)
         marks = YAML(typ="rt", pure=True).load(text)  # the same once more, for lines and columns

@@ -132,7 +132,9 @@ class ChatTokenizer:
 
     def _end_of_turn(self, text: str, ids: np.ndarray, offsets: np.ndarray, end: int) -> int | None:
         """Index of the special token that follows a span, at most spaces away."""
-        after = np.flatnonzero((offsets[:, 0] >= end) & (offsets[:, 1] > offsets[:, 0]) & np.isin(ids, self._special_ids))
+        after = np.flatnonzero(
+            (offsets[:, 0] >= end) & (offsets[:, 1] > offsets[:, 0]) & np.isin(ids, self._special_ids)
+        )
         if not len(after) or text[end : offsets[after[0], 0]].strip(" "):
             return None
         return int(after[0])

@@ -41,7 +41,9 @@ class SimulatedDevice(CpuDevice):
 
     name = "simulated"
 
-    def __init__(self, seed: int = 0, capacity: int | None = None, pieces: int = 3, eagerness: float | None = None) -> None:
+    def __init__(
+        self, seed: int = 0, capacity: int | None = None, pieces: int = 3, eagerness: float | None = None
+    ) -> None:
         super().__init__(capacity)
         self._random = random.Random(seed)
         self._queues: dict[Stream, deque[_Started]] = {s: deque() for s in Stream if s != Stream.COMPUTE}

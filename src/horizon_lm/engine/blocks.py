@@ -279,4 +279,3 @@ class _BlockFunction(torch.autograd.Function):
             inputs = list(ctx.saved_tensors)
             input_grads = node.backward(inputs, list(ctx.needs_input_grad[2:]), grads)
         return None, None, *input_grads
-

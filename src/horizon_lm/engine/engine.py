@@ -199,9 +199,7 @@ class Engine:
         ]  # fmt: skip
         self._backward_of, self._landed = handle, set()
         self._evict_head_grads(handle)
-        schedule = build.backward(
-            self.layout, blocks=handle.keeps, trainable=trainable, head_grads=handle.head_grads
-        )
+        schedule = build.backward(self.layout, blocks=handle.keeps, trainable=trainable, head_grads=handle.head_grads)
         self.cursor.start(schedule, self._moves)
         Variable._execution_engine.queue_callback(self._finish_backward)
 
@@ -323,4 +321,3 @@ class Engine:
     def drain(self) -> None:
         """Block until nothing is on its way."""
         self.device.synchronize()
-

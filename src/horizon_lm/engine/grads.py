@@ -18,7 +18,9 @@ class GradSink:
         self._layout = slabs.grad_layout
         self._weights = engine.memory.weights_of(block(index))
         if self._trainable:
-            self._slot = engine.memory.accumulator[0] if engine.memory.accumulates else engine.memory.outgoing_grads(index)
+            self._slot = (
+                engine.memory.accumulator[0] if engine.memory.accumulates else engine.memory.outgoing_grads(index)
+            )
             engine.device.poison(self._slot)
         self._written: set[str] = set()
         self._prefix = f"{engine.parts.block_prefix}.{index}."

@@ -11,6 +11,7 @@ from horizon_lm.engine.replay import no_autocast_cache
 from horizon_lm.model.skeleton import meta_copy
 from horizon_lm.schedule.ops import HEAD, Kind
 
+
 class Head:
     """Streams the output projection of a model."""
 

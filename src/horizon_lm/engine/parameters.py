@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.errors import StreamingError
 

@@ -49,7 +49,9 @@ class BlockCall:
         self.tensors = []
 
 
-def compare_rows(paths: list[Path], shapes: list[torch.Size], more: list[torch.Size], rows: int) -> dict[Path, int | None]:
+def compare_rows(
+    paths: list[Path], shapes: list[torch.Size], more: list[torch.Size], rows: int
+) -> dict[Path, int | None]:
     """For each path the dimension that went from ``rows`` to ``rows + 1``, or None if none did.
 
     Raises:

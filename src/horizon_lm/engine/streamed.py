@@ -37,7 +37,9 @@ class StreamedModel:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if assign:
-            raise StreamingError("load_state_dict(assign=True) would detach parameters from the store; use assign=False")
+            raise StreamingError(
+                "load_state_dict(assign=True) would detach parameters from the store; use assign=False"
+            )
         engine = self._horizon.engine
         engine.drain()
         result = super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]

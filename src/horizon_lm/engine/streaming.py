@@ -198,4 +198,3 @@ def _bound(function: Callable[..., Any], index: int, module: nn.Module) -> Calla
         return function(index, module, *args, **kwargs)
 
     return forward
-

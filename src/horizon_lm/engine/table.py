@@ -60,9 +60,7 @@ class Table:
 class _Use:
     """One lookup: which rows, and where each token's row is among them."""
 
-    def __init__(
-        self, table: Table, rows: torch.Tensor, positions: torch.Tensor, handle: ForwardHandle | None
-    ) -> None:
+    def __init__(self, table: Table, rows: torch.Tensor, positions: torch.Tensor, handle: ForwardHandle | None) -> None:
         self.table, self.rows, self.positions, self.handle = table, rows, positions, handle
         found = (rows == table.padding_idx).nonzero() if table.padding_idx is not None else rows.new_empty(0)
         self.padding_position = int(found[0]) if len(found) else None

@@ -247,5 +247,3 @@ class _Piece:
         """Different for every step and element, and independent of the order in which pieces run."""
         unit = list(self._owner._moments).index(self._unit)
         return hash((self._owner._seed, self._owner._step, unit, self._start)) & (2**63 - 1)
-
-

@@ -95,7 +95,6 @@ def forward(
         grads = (Buffer(Buf.HEAD_GRADS),) if head_grads else ()
         ops.append(_compute(Kind.FORWARD, HEAD, (Buffer(Buf.HEAD),), grads))
 
-
     def settled(buffer: Buffer, stream: Stream) -> bool:
         if after_update:  # the update waited for every earlier copy, and the outer parameters wait for the update
             return stream in (Stream.COPY_IN, Stream.COPY_OUT)
@@ -164,7 +163,6 @@ def backward(
             ops.append(_compute(Kind.BACKWARD, unit, (), (grads,)))
             ops.append(_stream_out(unit, grads, layout))
 
-
     def settled(buffer: Buffer, stream: Stream) -> bool:
         if stream == Stream.HOST:  # the forward waited for the update of every unit it used
             return True
@@ -174,7 +172,9 @@ def backward(
             return True
         left = _head_grads_left(layout, trained)
         if head_grads and not left and not layout.host_boundaries:
-            return stream == Stream.COPY_OUT  # the forward's head waited for every earlier copy out, and none came since
+            return (
+                stream == Stream.COPY_OUT
+            )  # the forward's head waited for every earlier copy out, and none came since
         # Gradients made in the forward waited for their buffer there.
         return buffer.kind == Buf.HEAD_GRADS and (head_grads or left)
 

@@ -55,5 +55,5 @@ class SlabLayout:
     def gaps(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """The padding between tensors, which must hold zeros wherever a whole slab is reduced."""
         ends = [entry.offset + entry.numel for entry in self.entries.values()]
-        starts = [entry.offset for entry in self.entries.values()][1:] + [self.numel]
+        starts = [*[entry.offset for entry in self.entries.values()][1:], self.numel]
         return [slab[end:start] for end, start in zip(ends, starts, strict=True) if end < start]

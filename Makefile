@@ -1,0 +1,26 @@
+# Everything from a fresh clone: `make demo` and `make test` install what they need and say what they download.
+# An active environment that has torch is used as it is; otherwise .venv is made. TORCH=torch==2.11.0 picks a version.
+
+SHELL := /bin/bash
+export TORCH
+
+.PHONY: help demo test lint wheel
+
+help:
+	@echo "make demo   fine-tune a real model under an enforced device capacity (FAST=1: a few steps)"
+	@echo "make test   lint, types, imports and the test suite"
+	@echo "make lint   lint, types and imports alone"
+	@echo "make wheel  build wheel and sdist, and try the wheel outside the checkout"
+
+demo:
+	@python=$$(scripts/bootstrap.sh gguf --demo) && $$python examples/demo.py $(if $(FAST),--fast)
+
+test: lint
+	@python=$$(scripts/bootstrap.sh dev) && $$python -m pytest
+
+lint:
+	@python=$$(scripts/bootstrap.sh dev) && set -x && $$python -m ruff check . && $$python -m ruff format --check . \
+	  && $$python -m mypy && $$python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+wheel:
+	@python=$$(scripts/bootstrap.sh dev) && scripts/try_wheel.sh $$python

