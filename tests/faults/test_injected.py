@@ -113,7 +113,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(base, error, id=f"{base.name}-{error.__name__}")
 
 
-@pytest.mark.parametrize(("base", "error"), _cases())
+@pytest.mark.parametrize(("base", "error"), list(_cases()))
 def test_a_fault_at_every_operation(
     base: type[CpuDevice], error: type[BaseException], undisturbed: tuple[float, float, list[torch.Tensor]]
 ) -> None:
