@@ -177,6 +177,36 @@ def test_blocks_that_write_buffers_are_refused() -> None:
         horizon_lm.stream(model)(**families.batch())
 
 
+def test_a_refused_model_is_left_as_it_was() -> None:
+    model = families.build("llama")
+    model.loss_function = lambda *args, **kwargs: None
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(ModelNotSupportedError, match="head='whole'"):
+        horizon_lm.stream(model, precision="bf16")
+    assert all(torch.equal(before[n], p) and p.dtype == torch.float32 for n, p in model.named_parameters())
+
+
+def test_quantized_weights_are_refused() -> None:
+    model = families.build("llama")
+    model.lm_head.weight = nn.Parameter(torch.zeros(97, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ModelNotSupportedError, match="quantized"):
+        horizon_lm.stream(model)
+
+
+def test_a_copy_is_refused() -> None:
+    with pytest.raises(StreamingError, match="cannot be copied"):
+        copy.deepcopy(streamed())
+
+
+def test_a_fault_in_an_evaluation_keeps_the_gradients() -> None:
+    model = streamed()
+    optimizer = horizon_lm.AdamW(model)
+    model(**families.batch()).loss.backward()
+    with torch.no_grad(), pytest.raises(IndexError):
+        model(input_ids=torch.tensor([[10**6]]))
+    optimizer.step()
+
+
 def test_other_ties_and_other_models_are_refused() -> None:
     model = families.build("llama")
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight

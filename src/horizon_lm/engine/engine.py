@@ -294,7 +294,8 @@ class Engine:
         """Give up the running pass: free all slots and boundaries, and invalidate the step's gradients."""
         self.cursor.abandon()
         self.device.synchronize()
-        self.grads_invalid = self.grads_invalid or self.store.has_grads
+        if self.handle is not None or self._backward_of is not None:  # an evaluation touches no gradient
+            self.grads_invalid = True
         for handle in (self._backward_of, self.handle):
             if handle is not None:
                 handle.consumed = True

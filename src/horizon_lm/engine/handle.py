@@ -59,7 +59,7 @@ class BoundaryPool:
             buffer = self._device.host_buffer(num_bytes)
             self.num_bytes += num_bytes
         if not handle.boundaries:
-            weakref.finalize(handle, self._give_back, handle.boundaries, handle.offloads)
+            weakref.finalize(handle, self._give_back, handle.boundaries, handle.offloads).atexit = False
         handle.boundaries[block] = buffer
         return buffer
 

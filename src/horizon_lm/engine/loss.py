@@ -4,6 +4,7 @@ The model's own forward is called once per chunk, with a decoder that returns th
 Face's code that scales and caps logits and computes the loss.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from horizon_lm.engine.handle import ForwardHandle
 from horizon_lm.engine.head import Head
 from horizon_lm.engine.replay import Surroundings, no_autocast_cache
 from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.schedule.ops import HEAD, Kind
 
 IGNORED = -100  # label of a token that is not trained, as in torch.nn.functional.cross_entropy
@@ -39,6 +41,20 @@ class LossInputs:
     options: dict[str, Any]
 
 
+def require_chunkable(parts: ModelParts) -> None:
+    """ModelNotSupportedError if a model's loss cannot be cut into chunks of tokens."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    name, remedy = type(parts.model).__name__, "stream with head='whole'"
+    if type(parts.head) is not nn.Linear:
+        raise ModelNotSupportedError(f"{name}: the head is a {type(parts.head).__name__}, not a plain Linear; {remedy}")
+    arguments = inspect.signature(type(parts.model).forward).parameters.values()
+    if parts.model.loss_function is not ForCausalLMLoss or not any(p.kind == p.VAR_KEYWORD for p in arguments):
+        raise ModelNotSupportedError(
+            f"{name} computes its loss in a way of its own, which cannot be cut into chunks; {remedy}"
+        )
+
+
 class ChunkedLoss:
     """The loss of a model over chunks of its trained tokens. ``call_model`` is the model's own forward."""
 
@@ -46,11 +62,6 @@ class ChunkedLoss:
         self.head, self.engine, self.call_model = head, head.engine, call_model
         parts = self.engine.parts
         self._decoder, self.norm = parts.decoder, parts.final_norm
-        weight = next(iter(head._attributes))
-        if type(parts.head) is not nn.Linear or head._attributes[weight] != "weight":
-            raise ModelNotSupportedError(
-                f"the head is a {type(parts.head).__name__}, not a plain Linear; stream with head='whole'"
-            )
         self.chunk_tokens = self.engine.options.head_chunk_tokens or max(64, _LOGIT_BYTES // (4 * head.vocabulary))
         self.decoder_output: Any = None  # class of what the decoder returns, seen in the forward
         self.hidden: torch.Tensor | None = None  # what the norm was given, seen in the forward

@@ -10,6 +10,7 @@ from torch import nn
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.engine.loss import require_chunkable
 from horizon_lm.engine.memory import Options
 from horizon_lm.engine.streamed import StreamedModel, attach
 from horizon_lm.errors import ConfigError, StreamingError
@@ -146,6 +147,14 @@ class Settings:
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}")
 
+    def take_apart(self, model: Any) -> ModelParts:
+        """Find the units of a model, and refuse it before anything of it is touched."""
+        capture.install_hooks(model)
+        parts = find_parts(model)
+        if self.head == "chunked":
+            require_chunkable(parts)
+        return parts
+
     def attach(self, parts: ModelParts, store: Store) -> Any:
         """Put the model on its device."""
         device = open_device(self.device, self.device_memory)
@@ -161,8 +170,7 @@ class Settings:
 def _stream(model: Any, settings: Settings) -> Any:
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
-    capture.install_hooks(model)
-    parts = find_parts(model)
+    parts = settings.take_apart(model)
     store = Store(_shapes(parts), get_precision(settings.precision))
     for refs in parts.units.values():
         for ref in refs:
@@ -178,8 +186,7 @@ def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
 
 def _empty(model: Any, settings: Settings) -> tuple[ModelParts, Store]:
     """A skeleton whose parameters are views into a new store."""
-    capture.install_hooks(model)
-    parts = find_parts(model)
+    parts = settings.take_apart(model)
     store = Store(_shapes(parts), get_precision(settings.precision))
     for refs in parts.units.values():
         for ref in refs:

@@ -104,6 +104,12 @@ class StreamedModel:
     def double(self) -> Any:
         return self._refuse("double")
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise StreamingError(
+            "a streamed model cannot be copied: its slabs are most of the machine's memory. Stream the copy of a plain "
+            "model, or load a second one."
+        )
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         return self._refuse("resize_token_embeddings")
 

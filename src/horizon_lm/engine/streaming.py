@@ -13,7 +13,7 @@ from horizon_lm.engine.head import Head
 from horizon_lm.engine.loss import IGNORED, ChunkedLoss, LossInputs
 from horizon_lm.engine.outer import Outer
 from horizon_lm.engine.table import Table
-from horizon_lm.errors import ModelNotSupportedError, StreamingError
+from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts
 
 
@@ -28,8 +28,6 @@ class Streaming:
         self.blocks, self.table, self.head, self.outer = Blocks(engine), Table(engine), Head(engine), Outer(engine)
         self.blocks.probe_rows = self._probe_rows
         self.chunked = ChunkedLoss(self.head, self._call_model) if engine.options.head == "chunked" else None
-        if self.chunked is not None:
-            self._require_standard_loss()
         self._in_chunked_forward = False
         self._call: dict[str, Any] = {}
         self._replace_forwards(parts)
@@ -58,16 +56,6 @@ class Streaming:
         if self.chunked is not None and (self._in_chunked_forward or self.chunked.in_chunk):
             return self.chunked.seen_by_head(hidden)
         return self.head.project(hidden)
-
-    def _require_standard_loss(self) -> None:
-        from transformers.loss.loss_utils import ForCausalLMLoss
-
-        takes_options = any(p.kind == p.VAR_KEYWORD for p in self._signature.parameters.values())
-        if self._model.loss_function is not ForCausalLMLoss or not takes_options:
-            raise ModelNotSupportedError(
-                f"{self._class.__name__} computes its loss in a way of its own, which cannot be cut into chunks; "
-                "stream with head='whole'"
-            )
 
     def _call_model(self, **kwargs: Any) -> Any:
         """The model's own forward."""

@@ -89,6 +89,11 @@ def find_parts(model: Any) -> ModelParts:
             if param is None:
                 continue
             unit = owner.get(id(module), OUTER)
+            if type(param) is not nn.Parameter or not param.is_floating_point():
+                raise ModelNotSupportedError(
+                    f"{name}: {module_name}.{attribute} is a {type(param).__name__} of {param.dtype}; quantized weights "
+                    "are not streamed. Load the model in bf16 or float32."
+                )
             if id(param) in refs:
                 _refuse_tie(name, refs[id(param)].name, f"{module_name}.{attribute}", unit)
                 refs[id(param)].places.append((module, attribute))
