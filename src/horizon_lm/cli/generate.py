@@ -48,11 +48,15 @@ def _open(
     from horizon_lm.train import choose_device, open_tokenizer
 
     folder: Path = local_folder(name)
-    options = {"gguf_file": gguf_file, "trust_remote_code": trust_remote_code}
     model = horizon_lm.from_pretrained(
-        folder, device=choose_device(device), precision=precision, device_memory=device_memory, **options
+        folder,
+        device=choose_device(device),
+        precision=precision,
+        device_memory=device_memory,
+        gguf_file=gguf_file,
+        trust_remote_code=trust_remote_code,
     )
-    return model.eval(), open_tokenizer(folder, **options)
+    return model.eval(), open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
 
 
 def _answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> None:
@@ -67,9 +71,9 @@ def _answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temper
         )
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature}
     if not temperature:  # what the model's generation config sets for sampling would only raise a warning
-        sampling |= {"temperature": None, "top_p": None, "top_k": None}
+        sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     torch.manual_seed(seed)
     model.generate(
         input_ids=inputs["input_ids"],
