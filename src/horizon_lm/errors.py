@@ -6,7 +6,7 @@ EXIT_CODES = {
     3: "does not fit: host memory, device memory or disk",
     4: "data: a row or a file that cannot be used",
     5: "non-finite loss or gradient: the weights were left as they were",
-    75: "interrupted: what was written before is intact, run again to go on",
+    75: "interrupted: what was written before is intact",
 }
 
 
@@ -70,3 +70,8 @@ class RecomputeMismatchError(StreamingError):
 
 class TornModelError(StreamingError):
     """An update failed inside a kernel: some weights are new, some old, and the model must be loaded again."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, without the rest of its page."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import DatasetConfig, RunConfig
-from horizon_lm.errors import ConfigError, NonFiniteError
+from horizon_lm.errors import ConfigError, NonFiniteError, first_line
 from horizon_lm.interrupts import Interrupts
 from horizon_lm.metrics import Metrics, Reporter
 from horizon_lm.run_folder import RunFolder
@@ -105,7 +105,7 @@ def open_tokenizer(folder: Path, **options: Any) -> Any:
         return AutoTokenizer.from_pretrained(folder, **{k: v for k, v in options.items() if v})
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"model_name_or_path: {folder} has no tokenizer that can be read ({str(error).splitlines()[0]}); copy "
+            f"model_name_or_path: {folder} has no tokenizer that can be read ({first_line(error)}); copy "
             "tokenizer.json and tokenizer_config.json into it"
         ) from error
 

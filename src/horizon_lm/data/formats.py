@@ -99,7 +99,7 @@ def _read_lines(path: str, lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.rstrip())
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{path}:{number}:{error.colno}: not valid JSON ({error.msg}); a JSONL file has one object a line, a "

@@ -56,9 +56,12 @@ class Head:
         return logits
 
     def run(self, weights: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """The model's own head module with these weights."""
+        """The model's own head module with these weights, which it does not keep."""
         self._module._parameters.update(weights)  # type: ignore[arg-type]
-        return self._module.forward(hidden)
+        try:
+            return self._module.forward(hidden)
+        finally:
+            self._module._parameters.update(dict.fromkeys(weights))
 
 
 class _Projection:
@@ -86,21 +89,12 @@ class _Projection:
             trained = head.grads()
             weights = {a: w.detach().requires_grad_(a in trained) for a, w in head.weights().items()}
             for attribute in trained:
-                weights[attribute].register_post_accumulate_grad_hook(self._landing(attribute))
+                weights[attribute].register_post_accumulate_grad_hook(_landing(head, attribute))
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 logits = head.run(weights, leaf)
             self.graph = (leaf, logits)
             engine.device.poison(buffer)
         return logits.detach()
-
-    def _landing(self, attribute: str) -> Callable[[torch.Tensor], None]:
-        def take(leaf: torch.Tensor) -> None:
-            assert leaf.grad is not None
-            with torch.no_grad():
-                self.head.grads()[attribute].copy_(leaf.grad)
-            leaf.grad = None
-
-        return take
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor | None:
         head, engine = self.head, self.head.engine
@@ -114,6 +108,18 @@ class _Projection:
         if head.grads():
             engine.landed(HEAD)
         return leaf.grad
+
+
+def _landing(head: Head, attribute: str) -> Callable[[torch.Tensor], None]:
+    """A hook that moves a gradient into its buffer. It must not know the graph that knows it: nothing would free them."""
+
+    def take(leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        with torch.no_grad():
+            head.grads()[attribute].copy_(leaf.grad)
+        leaf.grad = None
+
+    return take
 
 
 class _ProjectFunction(torch.autograd.Function):

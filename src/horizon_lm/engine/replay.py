@@ -4,7 +4,6 @@ A recompute that runs in other surroundings is silently wrong: another random st
 autocast recomputes in fp32 what the forward did in bf16.
 """
 
-import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ import torch
 from torch.backends import cuda as _sdp
 
 from horizon_lm.device.base import Device
+from horizon_lm.model import capture
 
 _SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class Surroundings:
     """Context variables, autocast and attention backends at the time of construction."""
 
     def __init__(self, device_type: str) -> None:
-        self._variables = contextvars.copy_context()
+        self._variables = capture.copy_context()
         self._device_types = {device_type, "cpu"}
         self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in self._device_types}
         self._sdp = _sdp_flags()

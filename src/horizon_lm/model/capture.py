@@ -5,6 +5,7 @@ block computes in a template, outside autograd, so what its submodules produce i
 block's autograd Function, and appended to the model's collector afterwards.
 """
 
+import contextvars
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,6 +40,13 @@ def capture(keys: tuple[str, ...]) -> Iterator[Captured]:
         yield collected
     finally:
         _active_collector.reset(token)
+
+
+def copy_context() -> contextvars.Context:
+    """The present context variables but for the collector: it gets to know the graph, which will know this context."""
+    context = contextvars.copy_context()
+    context.run(_active_collector.set, None)
+    return context
 
 
 def publish(captured: Captured) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.errors import ConfigError, ModelNotSupportedError, first_line
 from horizon_lm.model.skeleton import build_skeleton
 
 _PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model")
@@ -28,7 +28,7 @@ def local_folder(name: str | Path) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"model_name_or_path: {name} is neither a folder here nor a model that could be fetched from the hub "
-            f"({str(error).splitlines()[0]})"
+            f"({first_line(error)})"
         ) from error
 
 
@@ -40,7 +40,7 @@ def load_config(folder: Path, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder}: no usable config.json ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"{folder}: no usable config.json ({first_line(error)})") from error
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
         raise ModelNotSupportedError(
@@ -50,10 +50,16 @@ def load_config(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
-    """The model of a folder without its weights, with its generation config."""
+    """The model of a folder without its weights, with its generation config; ConfigError if it cannot be built."""
     from transformers import GenerationConfig
 
-    model: Any = build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
+    try:
+        model: Any = build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"{folder}: transformers cannot build this model ({first_line(error)}); mend its config.json, or the setting "
+            "that is named"
+        ) from error
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model

@@ -4,11 +4,12 @@ import copy
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -25,10 +26,14 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._file_of: dict[str, str]
         if (folder / _INDEX).is_file():
-            self._file_of: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+            try:
+                self._file_of = json.loads((folder / _INDEX).read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{folder / _INDEX} is not an index of weights; download it again") from error
         elif (folder / _SINGLE).is_file():
-            with safe_open(folder / _SINGLE, framework="pt") as file:
+            with _opened(folder / _SINGLE) as file:
                 self._file_of = dict.fromkeys(file.keys(), _SINGLE)
         else:
             raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}; convert the weights to safetensors first")
@@ -47,9 +52,18 @@ class Checkpoint:
             path = self.folder / file_name
             if not path.is_file():
                 raise ConfigError(f"{self.folder / _INDEX} names {file_name}, which is missing; download it again")
-            with safe_open(path, framework="pt") as file:
+            with _opened(path) as file:
                 tensors.update({name: file.get_tensor(name) for name in wanted})
         return tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); download it again") from error
 
 
 def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> None:

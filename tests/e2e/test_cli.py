@@ -1,0 +1,306 @@
+"""The command line as a user has it: what a run leaves behind, and how each kind of trouble ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from horizon_lm.cli import app
+from tests.e2e import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, model: Path) -> Path:
+    train = tiny.write_jsonl(tmp_path / "train.jsonl", tiny.alpaca_rows(12))
+    held_out = tiny.write_jsonl(tmp_path / "held_out.jsonl", tiny.alpaca_rows(3))
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model_name_or_path: {model}\ndatasets: {train}\neval_datasets: {held_out}\noutput_dir: {tmp_path / 'run'}\n"
+        "device: cpu\nper_device_train_batch_size: 4\nlearning_rate: 1e-2\nlogging_steps: 2\n"
+    )
+    return path
+
+
+def run(*arguments: Any) -> Any:
+    """A command in this process; whatever is not an error of ours comes through."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_train_then_use(tmp_path: Path, model: Path, run_file: Path) -> None:
+    result = run("train", run_file, "--precision", "float32")
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "run"
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"run folder: {folder}"
+    assert f"horizon-lm generate {folder / 'model'}" in result.stdout
+
+    first, *steps, last = metrics(folder)
+    assert [line["step"] for line in steps] == [1, 2, 4, 6, 8, 9]
+    assert steps[-1]["epoch"] == 3
+    assert last["eval_loss"] < first["eval_loss"] - 1
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[-1]["tokens_total"] > steps[-1]["tokens_trained"] > 0
+    needed = {"grad_norm", "learning_rate", "tokens_per_second", "trained_tokens_per_second", "device_bytes_peak"}
+    assert needed | {"host_rss_bytes", "seconds", "eta_seconds"} <= set(steps[0])
+
+    # what was exported is what was trained: Hugging Face computes the same held-out loss from it
+    exported = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert tokenizer.chat_template == tiny.CHATML
+    total, count = 0.0, 0
+    for row in tiny.alpaca_rows(3):
+        question = {"role": "user", "content": row["instruction"]}
+        whole = [question, {"role": "assistant", "content": row["output"]}]
+        prefix = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(whole, return_dict=True, return_tensors="pt")["input_ids"]
+        targets = slice(len(prefix), ids.shape[1] - 1)  # the answer and its end, without the line feed after it
+        with torch.no_grad():
+            logits = exported(input_ids=ids).logits[0]
+        total += torch.nn.functional.cross_entropy(
+            logits[targets.start - 1 : targets.stop - 1], ids[0, targets], reduction="sum"
+        ).item()
+        count += targets.stop - targets.start
+    assert count == last["eval_tokens"]
+    assert total / count == pytest.approx(last["eval_loss"], rel=1e-5)
+
+    answer = run("generate", folder / "model", "What does the keeper do on night 2?", "--max-new-tokens", 12)
+    assert answer.exit_code == 0
+    assert "Counts" in answer.stdout
+    repeated = run("train", folder / "config.yaml", "--output_dir", tmp_path / "again")
+    assert repeated.exit_code == 0
+    one, two = (load_file(path / "model" / "model.safetensors") for path in (folder, tmp_path / "again"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_sampling_follows_the_seed(model: Path) -> None:
+    texts = [
+        run("generate", model, "Who?", "--max-new-tokens", 8, "--temperature", 1, "--seed", seed).stdout
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_finished_run_is_not_overwritten(tmp_path: Path, run_file: Path) -> None:
+    assert run("train", run_file, "--max_steps", 1).exit_code == 0
+    before = (tmp_path / "run/model/model.safetensors").read_bytes()
+    refused = run("train", run_file)
+    assert refused.exit_code == 2
+    assert "holds a finished run" in refused.stderr
+    # a run that fails later leaves the old model and the old metrics where they can be found
+    failed = run("train", run_file, "--overwrite_output_dir", "true", "--device_memory", "1KiB")
+    assert failed.exit_code == 3
+    assert (tmp_path / "run/model/model.safetensors").read_bytes() == before
+    assert (tmp_path / "run/metrics-1.jsonl").read_text().count("\n") == 3
+    assert run("train", run_file, "--overwrite_output_dir", "true").exit_code == 0
+    assert (tmp_path / "run/model/model.safetensors").read_bytes() != before
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "config.yaml", "metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl", "model",
+    ]  # fmt: skip
+
+
+# Bad input: an exit code, a place, a remedy
+
+
+def bad_setting(files: Path) -> list[str]:
+    return ["--lerning_rate", "1"]
+
+
+def missing_model(files: Path) -> list[str]:
+    return ["--model_name_or_path", str(files / "nowhere" / "model")]
+
+
+def not_a_causal_lm(files: Path) -> list[str]:
+    (files / "t5").mkdir()
+    (files / "t5" / "config.json").write_text('{"model_type": "t5"}')
+    return ["--model_name_or_path", str(files / "t5")]
+
+
+def cross_layer_state(files: Path) -> list[str]:
+    tiny.build_tokenizer().save_pretrained(files / "gemma3n")
+    config = {
+        "model_type": "gemma3n_text", "hidden_size": 32, "intermediate_size": [48] * 4, "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    }  # fmt: skip
+    (files / "gemma3n" / "config.json").write_text(json.dumps(config))
+    return ["--model_name_or_path", str(files / "gemma3n")]
+
+
+def config_that_contradicts_itself(files: Path) -> list[str]:
+    file = tiny.save_model(files / "odd") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "none_such"}))
+    return ["--model_name_or_path", str(files / "odd")]
+
+
+def no_weights(files: Path) -> list[str]:
+    (tiny.save_model(files / "empty") / "model.safetensors").unlink()
+    return ["--model_name_or_path", str(files / "empty")]
+
+
+def torn_weights(files: Path) -> list[str]:
+    file = tiny.save_model(files / "torn") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return ["--model_name_or_path", str(files / "torn")]
+
+
+def missing_tensor(files: Path) -> list[str]:
+    file = tiny.save_model(files / "part") / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    return ["--model_name_or_path", str(files / "part")]
+
+
+def no_template(files: Path) -> list[str]:
+    return ["--model_name_or_path", str(tiny.save_model(files / "base", chat_template=None))]
+
+
+def no_tokenizer(files: Path) -> list[str]:
+    for file in tiny.save_model(files / "mute").glob("tokenizer*"):
+        file.unlink()
+    return ["--model_name_or_path", str(files / "mute")]
+
+
+def missing_rows(files: Path) -> list[str]:
+    return ["--datasets", str(files / "nowhere.jsonl")]
+
+
+def malformed_row(files: Path) -> list[str]:
+    rows = [*tiny.alpaca_rows(2), {"instruction": "a"}]
+    return ["--datasets", str(tiny.write_jsonl(files / "bad.jsonl", rows))]
+
+
+def output_is_a_file(files: Path) -> list[str]:
+    (files / "taken").write_text("")
+    return ["--output_dir", str(files / "taken")]
+
+
+def no_cuda(files: Path) -> list[str]:
+    return ["--device", "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code", "message"),
+    [
+        (bad_setting, 2, "did you mean learning_rate?"),
+        (missing_model, 2, "nowhere/model is not a folder"),
+        (not_a_causal_lm, 2, "'t5' has no causal language model"),
+        (cross_layer_state, 2, "shares keys and values"),
+        (config_that_contradicts_itself, 2, "transformers cannot build this model"),
+        (no_weights, 2, "safetensors"),
+        (torn_weights, 2, "model.safetensors"),
+        (missing_tensor, 2, "model.layers.1.mlp.up_proj.weight"),
+        (no_template, 2, "has no chat template"),
+        (no_tokenizer, 2, "has no tokenizer that can be read"),
+        (missing_rows, 2, "there is no such file"),
+        (malformed_row, 4, "bad.jsonl:3: field 'output' is missing"),
+        (output_is_a_file, 2, "taken cannot be made"),
+        pytest.param(no_cuda, 2, "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
+    ],
+)
+def test_bad_input(tmp_path: Path, run_file: Path, trouble: Any, code: int, message: str) -> None:
+    result = run("train", run_file, *trouble(tmp_path))
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_bad_arguments_of_generate(model: Path) -> None:
+    for arguments, message in (
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--device-memory", "plenty"], "plenty"),
+        (["--precision", "fp8"], "fp8"),
+    ):
+        result = run("generate", model, "Who?", *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
+    assert run("generate", model, " ").exit_code == 2
+    assert run("generate", model / "nowhere/there", "Who?").exit_code == 2
+
+
+def test_non_finite_loss_stops_before_the_weights(tmp_path: Path, run_file: Path) -> None:
+    """One row has a token whose embedding is NaN; steps before it are kept, and the row is named."""
+    poisoned = tiny.save_model(tmp_path / "poisoned")
+    file = poisoned / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][tiny.build_tokenizer()("Z")["input_ids"][0]] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    rows = tiny.alpaca_rows(12)
+    rows[7]["instruction"] += "Z"
+    data = tiny.write_jsonl(tmp_path / "rows.jsonl", rows)
+    arguments = ["--model_name_or_path", poisoned, "--datasets", data, "--per_device_train_batch_size", "1"]
+    result = run("train", run_file, *arguments, "--logging_steps", "1")
+    assert result.exit_code == 5
+    assert "rows.jsonl:8" in result.stderr
+    step = int(result.stderr.split("step ")[1].split(":")[0])
+    assert step > 1, "choose a seed for which the row is not the first"
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, *range(1, step)]
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def start(run_file: Path, *arguments: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "horizon_lm.cli", "train", str(run_file), *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_stops_at_the_end_of_a_step(tmp_path: Path, run_file: Path, number: int) -> None:
+    process = start(run_file, "--max_steps", 100_000, "--logging_steps", 1)
+    file = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not file.is_file() or file.read_text().count("\n") < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "error: interrupted after step" in stderr
+    assert "Traceback" not in stderr
+    steps = [line["step"] for line in metrics(tmp_path / "run")]
+    assert steps == list(range(len(steps)))
+    assert f"after step {steps[-1]} of" in stderr
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_help_and_version() -> None:
+    overview = run("--help")
+    assert overview.exit_code == 0
+    assert "75 interrupted" in " ".join(overview.output.split())
+    assert "torch" in run("version").output
+    assert "per_device_train_batch_size (8)" in run("train", "--settings").output
+
+
+def test_help_needs_no_torch() -> None:
+    """`--help` answers at once: nothing heavy is imported for it."""
+    code = (
+        "import sys; import horizon_lm.cli; print([m for m in ('torch', 'transformers', 'numba') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
