@@ -106,17 +106,3 @@ class ScatterRows:
     def split(self, parts: int) -> list[Move]:
         pieces = zip(self.source.tensor_split(parts), self.rows.tensor_split(parts), strict=True)
         return [ScatterRows(self.table, s, r, self.clear and i == 0) for i, (s, r) in enumerate(pieces)]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Host work without a transfer (an update of part of a slab)."""
-
-    function: Callable[[], None]
-    host_bytes: int = 0
-
-    def run(self, copy: CopyFn) -> None:
-        self.function()
-
-    def split(self, parts: int) -> list[Move]:
-        return [self]
