@@ -72,6 +72,12 @@ def load_gguf(folder: Path, gguf_file: str) -> Any:
 
     if not (folder / gguf_file).is_file():
         raise ConfigError(f"gguf_file: {folder / gguf_file} is missing")
-    return AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=gguf_file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=gguf_file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+    except (ImportError, ValueError, KeyError, OSError) as error:
+        raise ConfigError(
+            f"gguf_file: {folder / gguf_file} cannot be opened ({first_line(error)}). It needs pip install "
+            "'horizon-lm[gguf]', and an architecture that transformers reads from GGUF"
+        ) from error
