@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from horizon_lm.device.moves import Move
+from horizon_lm.device.moves import Link, Move
 from horizon_lm.errors import DoesNotFitError
 from horizon_lm.schedule.ops import Op
+from horizon_lm.schedule.trace import Trace
 from horizon_lm.units import format_bytes
 
 
@@ -21,6 +22,7 @@ class Task:
         waits: tasks that must be finished first, as the schedule declares.
         moves: what to do, unless it computes; None until the engine knows (the rows of a batch, say).
         done: finished, or known never to run.
+        issued: given to the device.
         event: for the device's own use.
     """
 
@@ -28,6 +30,7 @@ class Task:
     waits: list["Task"]
     moves: Sequence[Move] | None = None
     done: bool = False
+    issued: bool = False
     event: Any = None
 
 
@@ -49,7 +52,7 @@ class Counters:
 
 
 class Device(Protocol):
-    """Streams, memory and randomness of one accelerator.
+    """Streams, memory and randomness of one accelerator, and threads for updates in host memory.
 
     Computation happens on the caller's current stream between `begin` and `end` of its task; every other task is given
     to `issue` in schedule order. A device may run issued tasks at any time that their waits allow.
@@ -58,6 +61,10 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
     counters: Counters
+    trace: Trace | None  # records every operation if there is one
+
+    @property
+    def link(self) -> Link: ...
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
         """A counted 1-D buffer. DoesNotFitError when the capacity is exceeded."""

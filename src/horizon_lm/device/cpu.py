@@ -1,27 +1,40 @@
-"""The reference device: operations run inline, in list order."""
+"""The reference device: operations run inline, in list order; only the optimizer's run in threads beside them."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from horizon_lm.device.base import Counters, Task, check_capacity
+from horizon_lm.device.cores import usable_cores
+from horizon_lm.device.host_link import HostLink
+from horizon_lm.device.pool import HostPool
+from horizon_lm.schedule.ops import Stream
+from horizon_lm.schedule.trace import Trace
 from horizon_lm.store.arena import Arena
 
 
 class CpuDevice:
-    """Host memory plays the device. Streams do not exist: every task is finished when `issue` returns.
+    """Host memory plays the device. A copy is finished when `issue` returns; an update runs beside what follows.
 
     Args:
         capacity: bytes that buffers may take together; None for no limit.
+        host_threads: threads for updates; None for all usable cores. While the device computes, they are as many as torch
+            leaves, and at least one.
     """
 
     name = "cpu"
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, capacity: int | None = None, host_threads: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
         self.counters = Counters()
         self.capacity = capacity
+        self.link = HostLink()
+        self.trace: Trace | None = None
+        self._host_threads = host_threads
+        self._pool: HostPool | None = None
+        self._began = 0.0
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
         num_bytes = numel * dtype.itemsize
@@ -49,26 +62,54 @@ class CpuDevice:
 
     def issue(self, task: Task) -> None:
         assert task.moves is not None, f"{task.op} was issued before its moves were known"
+        task.issued = True
+        if task.op.stream == Stream.HOST:
+            self._host_pool().submit(task, trace=self.trace)
+            return
+        self.wait(task.waits)
+        start = time.perf_counter()
         for move in task.moves:
-            move.run(copy_tensor)
+            move.run(self.link)
             self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += move.host_bytes
         task.done = True
+        self._record(task, start)
 
     def begin(self, task: Task) -> None:
-        pass
+        self.wait(task.waits)
+        self._computing(True)
+        self._began = time.perf_counter()
 
     def end(self, task: Task) -> None:
         task.done = True
+        self._computing(False)
+        self._record(task, self._began)
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        pass
+        if self._pool is not None and not all(task.done for task in tasks):
+            self._pool.wait([task for task in tasks if not task.done])
 
     def synchronize(self) -> None:
-        pass
+        if self._pool is not None:
+            self._computing(False)
+            self._pool.wait()
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             task.done = True
+
+    def _host_pool(self) -> HostPool:
+        if self._pool is None:
+            cores = self._host_threads or usable_cores()
+            self._pool = HostPool(cores, cores - torch.get_num_threads(), self.link)
+        return self._pool
+
+    def _computing(self, computing: bool) -> None:
+        if self._pool is not None:
+            self._pool.computing(computing)
+
+    def _record(self, task: Task, start: float) -> None:
+        if self.trace is not None:
+            self.trace.add(task.op, start, time.perf_counter())
 
     def rng_state(self) -> Any:
         return torch.get_rng_state()
@@ -78,7 +119,3 @@ class CpuDevice:
 
     def seeded_rng_state(self, seed: int) -> Any:
         return torch.Generator().manual_seed(seed).get_state()
-
-
-def copy_tensor(destination: torch.Tensor, source: torch.Tensor) -> None:
-    destination.copy_(source)

@@ -1,35 +1,58 @@
-"""What a copy operation does, as data, so that a device may run it whole or in pieces."""
+"""What an operation moves, as data, so that a device may run it whole or in pieces."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-CopyFn = Callable[[torch.Tensor, torch.Tensor], None]  # (destination, source), of equal size, any dtypes and devices
+Squares = Any  # a sum of squares: a number, or a tensor of one on a device that is still computing it
+Report = Callable[[Squares], None]
+
+
+class Link(Protocol):
+    """How a device transfers. Tensors of a pair are 1-D, or rows, and of equal size, of any dtypes and devices."""
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None: ...
+
+    def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> Squares:
+        """Gradients to host memory, in place of what is there or added to it in fp32 and rounded once.
+
+        Returns:
+            The sum of squares of what is there now.
+        """
+        ...
+
+    def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> Squares:
+        """Gradients of distinct rows of a host table, which without ``add`` is known to hold zeros there.
+
+        Returns:
+            The change of the table's sum of squares.
+        """
+        ...
 
 
 class Move(Protocol):
-    """One transfer. ``host_bytes``: bytes of it on the host's side, which is what crosses the link."""
+    """One transfer, or a piece of work in host memory. ``host_bytes``: what of it crosses the link."""
 
     @property
     def host_bytes(self) -> int: ...
 
-    def run(self, copy: CopyFn) -> None: ...
+    def run(self, link: Link) -> None: ...
 
     def split(self, parts: int) -> "list[Move]": ...
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """``host`` to ``device`` or back; both 1-D and of equal length."""
+    """From host to device or back; both 1-D and of equal length."""
 
     destination: torch.Tensor
     source: torch.Tensor
     host_bytes: int
 
-    def run(self, copy: CopyFn) -> None:
-        copy(self.destination, self.source)
+    def run(self, link: Link) -> None:
+        link.copy(self.destination, self.source)
 
     def split(self, parts: int) -> list[Move]:
         return [
@@ -39,21 +62,24 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
-    """Land a gradient on one that is already there: the sum is formed in fp32 and rounded once."""
+class Land:
+    """Gradients from the device to the host; ``add``: onto those that are there."""
 
     destination: torch.Tensor
     source: torch.Tensor
-    host_bytes: int
+    add: bool
+    report: Report
 
-    def run(self, copy: CopyFn) -> None:
-        arrived = torch.empty_like(self.destination)
-        copy(arrived, self.source)
-        self.destination.copy_(self.destination.float().add_(arrived.float()))
+    @property
+    def host_bytes(self) -> int:
+        return self.destination.numel() * self.destination.element_size()
+
+    def run(self, link: Link) -> None:
+        self.report(link.land(self.destination, self.source, self.add))
 
     def split(self, parts: int) -> list[Move]:
         return [
-            Add(d, s, 0)
+            Land(d, s, self.add, self.report)
             for d, s in zip(self.destination.tensor_split(parts), self.source.tensor_split(parts), strict=True)
         ]
 
@@ -70,8 +96,8 @@ class GatherRows:
     def host_bytes(self) -> int:
         return self.rows.numel() * self.table.shape[1] * self.table.element_size()
 
-    def run(self, copy: CopyFn) -> None:
-        copy(self.destination, self.table.index_select(0, self.rows))
+    def run(self, link: Link) -> None:
+        link.copy(self.destination, self.table.index_select(0, self.rows))
 
     def split(self, parts: int) -> list[Move]:
         return [
@@ -81,28 +107,27 @@ class GatherRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ScatterRows:
-    """Gradients of unique table rows to the host table, added in fp32; ``clear`` first empties the table."""
+class LandRows:
+    """Gradients of distinct table rows to the host's table; ``clear`` empties the table first."""
 
     table: torch.Tensor
     source: torch.Tensor
     rows: torch.Tensor
     clear: bool
+    add: bool
+    report: Report
 
     @property
     def host_bytes(self) -> int:
         return self.rows.numel() * self.table.shape[1] * self.table.element_size()
 
-    def run(self, copy: CopyFn) -> None:
-        arrived = torch.empty(self.source.shape, dtype=self.table.dtype)
-        copy(arrived, self.source)
+    def run(self, link: Link) -> None:
         if self.clear:
             self.table.zero_()
-            self.table.index_copy_(0, self.rows, arrived)
-        else:
-            total = self.table.index_select(0, self.rows).float().add_(arrived.float())
-            self.table.index_copy_(0, self.rows, total.to(self.table.dtype))
+        self.report(link.land_rows(self.table, self.source, self.rows, self.add))
 
     def split(self, parts: int) -> list[Move]:
         pieces = zip(self.source.tensor_split(parts), self.rows.tensor_split(parts), strict=True)
-        return [ScatterRows(self.table, s, r, self.clear and i == 0) for i, (s, r) in enumerate(pieces)]
+        return [
+            LandRows(self.table, s, r, self.clear and i == 0, self.add, self.report) for i, (s, r) in enumerate(pieces)
+        ]

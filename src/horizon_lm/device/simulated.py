@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from horizon_lm.device.base import Task
-from horizon_lm.device.cpu import CpuDevice, copy_tensor
+from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.moves import Move
 from horizon_lm.schedule.ops import ScheduleError, Stream
 
@@ -24,7 +24,6 @@ class _Started:
     """A task in its stream's queue, with the pieces that are still to run."""
 
     task: Task
-    issued: bool = False
     pieces: deque[Move] | None = None
 
 
@@ -63,9 +62,7 @@ class SimulatedDevice(CpuDevice):
         self._interfere()
 
     def issue(self, task: Task) -> None:
-        for entry in self._queues[task.op.stream]:
-            if entry.task is task:
-                entry.issued = True
+        task.issued = True
         self._interfere()
 
     def begin(self, task: Task) -> None:
@@ -83,7 +80,7 @@ class SimulatedDevice(CpuDevice):
             self._force(task, for_task=task)
 
     def synchronize(self) -> None:
-        issued = [entry.task for queue in self._queues.values() for entry in queue if entry.issued]
+        issued = [entry.task for queue in self._queues.values() for entry in queue if entry.task.issued]
         self.wait(issued)
 
     def cancel(self, tasks: Sequence[Task]) -> None:
@@ -113,7 +110,7 @@ class SimulatedDevice(CpuDevice):
             entry.pieces = deque(piece for move in task.moves for piece in move.split(self._pieces))
             self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += sum(move.host_bytes for move in task.moves)
         if entry.pieces:
-            entry.pieces.popleft().run(copy_tensor)
+            entry.pieces.popleft().run(self.link)
         if not entry.pieces:
             task.done = True
             queue.popleft()

@@ -70,6 +70,14 @@ class Cursor:
         """Tasks of the running pass that bring gradients to the host."""
         return [t for t in self._tasks if t.op.kind == Kind.STREAM_OUT]
 
+    def update_tasks(self) -> list[Task]:
+        """Tasks of the running pass that update weights."""
+        return [t for t in self._tasks if t.op.kind == Kind.UPDATE]
+
+    def update_begun(self) -> bool:
+        """Whether the running pass has given an update to the device."""
+        return any(t.issued for t in self._tasks if t.op.kind == Kind.UPDATE)
+
     def finish(self) -> bool:
         """End the pass. False if computations were left out, in which case the device has been drained."""
         self._issue_copies()
@@ -83,7 +91,7 @@ class Cursor:
     def abandon(self) -> None:
         """Drop whatever the running pass has not done, and leave the device idle but for updates."""
         if self.active:
-            self._device.cancel([t for t in self._tasks if not t.done and t.op.kind != Kind.UPDATE])
+            self._device.cancel([t for t in self._tasks if not t.done and not (t.issued and t.op.kind == Kind.UPDATE)])
             self._end()
 
     def _end(self) -> None:

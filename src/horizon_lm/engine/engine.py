@@ -2,24 +2,28 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from horizon_lm.device.base import Device, Task
-from horizon_lm.device.moves import Add, Copy, Move
+from horizon_lm.device.moves import Copy, Land, Move
 from horizon_lm.engine.cursor import Cursor
 from horizon_lm.engine.handle import BoundaryPool, ForwardHandle
+from horizon_lm.engine.landing import LandingSlots
 from horizon_lm.engine.memory import DeviceMemory, Options, block_index
-from horizon_lm.engine.parameters import landing_grad
+from horizon_lm.engine.parameters import landing_grad, set_landing_grad
 from horizon_lm.engine.replay import MicroBatchRandomness
-from horizon_lm.errors import ScheduleMismatchError, StreamingError, TornModelError
+from horizon_lm.engine.squares import GradSquares
+from horizon_lm.engine.updates import TableUpdate, UpdatesInBackward
+from horizon_lm.errors import ConfigError, ScheduleMismatchError, StreamingError, TornModelError
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, block
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, Stream, block
 from horizon_lm.store.store import Store, UnitSlabs
 
 
@@ -33,6 +37,7 @@ class Engine:
     def __init__(self, parts: ModelParts, store: Store, device: Device, options: Options) -> None:
         self.parts, self.store, self.device, self.options = parts, store, device, options
         self.refs: dict[str, ParamRef] = {ref.name: ref for refs in parts.units.values() for ref in refs}
+        self._unit_of = {id(ref.param): self.store.unit_of[name] for name, ref in self.refs.items()}
         self.cursor = Cursor(device)
         self.boundaries = BoundaryPool(device)
         self.anchor = torch.zeros((), device=device.torch_device, requires_grad=True)
@@ -45,7 +50,12 @@ class Engine:
         self._backward_of: ForwardHandle | None = None
         self._landed: set[str] = set()
         self._grad_tasks: list[Task] = []
-        self._updated = True  # since the last forward
+        self._updated: frozenset[str] | None = frozenset()  # units since the last forward; None if it has their weights
+        self._reads_grads: list[Task] = []  # updates that may still be running
+        self.pending_table: TableUpdate | None = None  # what the next forward does, its own rows first
+        self._in_backward: UpdatesInBackward | None = None
+        self.landing: LandingSlots | None = None
+        self.squares = GradSquares()
         self._shape: tuple[Any, ...] = ()
         self.grads_invalid = False
         self._torn: str | None = None
@@ -54,9 +64,13 @@ class Engine:
 
     # Units and parameters
 
+    def slab_unit(self, unit: str) -> str:
+        """The unit whose slabs hold this one: a tied head's are the table's."""
+        return EMBED if unit == HEAD and self.parts.tied else unit
+
     def slabs(self, unit: str) -> UnitSlabs:
-        """The host slabs that hold a unit (a tied head's are the table's)."""
-        return self.store.units[EMBED if unit == HEAD and self.parts.tied else unit]
+        """The host slabs that hold a unit."""
+        return self.store.units[self.slab_unit(unit)]
 
     def trainable(self, unit: str) -> list[str]:
         """Full names of a unit's parameters that take part in training now."""
@@ -66,7 +80,8 @@ class Engine:
         """Make room for gradients of what is trainable now, unless that was done before."""
         trainable = [name for name, ref in self.refs.items() if ref.param.requires_grad]
         if not self.store.has_grads:
-            self.store.allocate_grads(trainable)
+            kept = () if self._in_backward is not None else self.store.units
+            self.store.allocate_grads(trainable, {*kept, *([EMBED] if self.parts.tied else [])})
             self.device.register_host([s.grads for s in self.store.units.values() if s.grads.numel()])
         late = [name for name in trainable if name not in self.slabs_of(name).grad_layout]
         if late:
@@ -88,7 +103,7 @@ class Engine:
         """A forward runs inside. ``recording``: for a later backward."""
         self.check_alive()
         if self.cursor.active:  # a backward that died in foreign code, or a nested call
-            self.fault()
+            self.fault(StreamingError("the backward before this forward was not finished"))
         keeps = self._kept_blocks(inputs_need_grad) if recording else frozenset()
         if recording:
             self.allocate_grads()
@@ -99,7 +114,8 @@ class Engine:
             self.layout,
             keeps=keeps,
             embed=embed,
-            after_update=self._updated,
+            updated=self._updated,
+            table_update=self.pending_table is not None,
             head_grads=head_grads and bool(self.trainable(HEAD)),
         )
         self.num_rows = rows
@@ -108,9 +124,9 @@ class Engine:
         try:
             yield
             self.cursor.finish()
-            self._updated = False
-        except BaseException:
-            self.fault()
+            self._updated, self.pending_table = None, None
+        except BaseException as error:
+            self.fault(error)
             raise
         finally:
             self.handle = None
@@ -146,6 +162,7 @@ class Engine:
             tied=self.parts.tied,
             host_boundaries=self.options.boundaries == "host",
             accumulate=self.memory.accumulates,
+            update_in_backward=self._in_backward is not None,
         )
 
     def _drain_if_reshaped(self, keeps: frozenset[int]) -> None:
@@ -186,14 +203,16 @@ class Engine:
                 self._finish_backward()
                 self._start_backward(handle)
             yield
-        except BaseException:
-            self.fault()
+        except BaseException as error:
+            self.fault(error)
             raise
 
     def _start_backward(self, handle: ForwardHandle) -> None:
         if self.cursor.active:
             raise StreamingError("backward was called inside a forward of the same model")
         self._clear_fault_if_empty()
+        if self._in_backward is not None:
+            self._in_backward.begin()
         trainable = [
             unit for unit in (EMBED, *map(block, range(self.parts.num_blocks)), HEAD, OUTER) if self.trainable(unit)
         ]  # fmt: skip
@@ -211,11 +230,18 @@ class Engine:
         self._grad_tasks = self.cursor.landing_tasks()
         self.cursor.finish()
         handle.consumed = True
+        if self._in_backward is not None:
+            self.store.version += 1
+            self._updated = frozenset(self._landed)
+            if EMBED in self._landed or (self.parts.tied and HEAD in self._landed):
+                assert self.landing is not None
+                self.pending_table = self._in_backward.table(self.landing.table_grads())
+            return
         for unit in self._landed:
             for name in self.trainable(unit):
                 param = self.refs[name].param
                 if landing_grad(param) is None:
-                    param.grad = self.store.grad(name)
+                    set_landing_grad(param, self.store.grad(name))
 
     def landed(self, unit: str) -> None:
         """The gradients of a unit are complete on the device and on their way."""
@@ -226,6 +252,8 @@ class Engine:
 
     def _moves(self, op: Op) -> Sequence[Move] | None:
         """What an operation of the pass that begins moves; None if only the batch will tell."""
+        if op.kind == Kind.UPDATE:
+            return self._update_moves(op.unit)
         if op.kind == Kind.STREAM_OUT and op.unit != EMBED:
             return self.landing_moves(op.unit, self.memory.grads_of(op))
         if op.kind == Kind.FETCH:
@@ -238,21 +266,29 @@ class Engine:
             return [Copy(buffer, slab, slab.numel() * slab.element_size())]
         return None
 
+    def _update_moves(self, unit: str) -> Sequence[Move]:
+        """The table's pending update in a forward, or a unit's own in a backward."""
+        if self._backward_of is None:
+            assert self.pending_table is not None
+            return self.pending_table.rest()
+        assert self._in_backward is not None
+        assert self.landing is not None
+        return self._in_backward.moves(unit, self.landing.of(unit, self.slabs(unit)))
+
     def landing_moves(self, unit: str, source: torch.Tensor) -> list[Move]:
         """Copies onto empty gradients, additions onto gradients that are there. Emptiness is ``p.grad is None``."""
         slabs = self.slabs(unit)
-        item = slabs.grads.element_size()
+        report = self.squares.landing(self.slab_unit(unit), whole=True)
+        if self.landing is not None and not self.landing.keeps(unit):
+            target = self.landing.of(unit, slabs)
+            return [Land(target, source[: target.numel()], False, report)]
         empty = {name: self.is_empty(name) for name in slabs.grad_layout}
         if len(set(empty.values())) == 1:
-            kind = Copy if next(iter(empty.values())) else Add
-            return [kind(slabs.grads, source[: slabs.grads.numel()], slabs.grads.numel() * item)]
+            return [Land(slabs.grads, source[: slabs.grads.numel()], not next(iter(empty.values())), report)]
         views = [(name, slabs.grad_layout.view(slabs.grads, name).view(-1)) for name in slabs.grad_layout]
         return [
-            (Copy if empty[name] else Add)(
-                view, slabs.grad_layout.view(source, name).view(-1), view.numel() * item
-            )
-            for name, view in views
-        ]  # fmt: skip
+            Land(view, slabs.grad_layout.view(source, name).view(-1), not empty[name], report) for name, view in views
+        ]
 
     def is_empty(self, name: str) -> bool:
         """Whether a parameter has no gradient yet, so that the next one overwrites."""
@@ -263,18 +299,49 @@ class Engine:
 
     # Updates, faults and waiting
 
-    def run_update(self, schedule: Pass, moves: Mapping[str, Sequence[Move]]) -> None:
-        """Issue an update pass. A fault before an operation leaves the rest pending; the next use goes on with them."""
+    def run_update(self, schedule: Pass, moves: Mapping[str, Sequence[Move]], table: TableUpdate | None) -> None:
+        """Issue an update pass. A fault before an operation leaves the rest pending; the next use goes on with them.
+
+        Args:
+            schedule: of all units but the table.
+            moves: by unit.
+            table: the table's part, for the next forward to do.
+        """
         self.check_alive()
-        self.store.version += 1
-        self._updated = True
+        self.finish_updates()
+        self.weights_changed([*(op.unit for op in schedule.ops), *([EMBED] if table is not None else [])])
+        self.pending_table = table
         self.cursor.start(schedule, lambda op: moves[op.unit])
+        self._reads_grads = self.cursor.update_tasks()
         self.cursor.finish()
 
-    def weights_changed(self) -> None:
-        """The host's weights were written other than by an update."""
+    def weights_changed(self, units: Iterable[str] = ()) -> None:
+        """The host's weights are new; for these ``units`` an update may still be writing them."""
         self.store.version += 1
-        self._updated = True
+        self._updated = (self._updated or frozenset()) | frozenset(units)
+
+    def finish_updates(self) -> None:
+        """Block until every update is done, the table's included."""
+        self.device.wait(self._reads_grads)
+        self._reads_grads = []
+        if self.pending_table is not None:
+            op = Op(Kind.UPDATE, EMBED, Stream.HOST)
+            task = Task(op, [], self.pending_table.rest())
+            self.device.announce([task])
+            self.device.issue(task)
+            self.device.wait([task])
+            self.pending_table = None
+
+    def update_in_backward(self, updates: UpdatesInBackward) -> None:
+        """From now on units are updated as their gradients land. ConfigError if there is a gradient store already."""
+        if self.store.has_grads:
+            raise ConfigError(
+                "update_in_backward keeps no gradients, but this model has been trained with a gradient store; make the "
+                "optimizer before the first training forward"
+            )
+        self._in_backward = updates
+        self.allocate_grads()
+        self.landing = LandingSlots(self.store, self.device, self.parts)
 
     def tear(self, error: BaseException) -> None:
         """An update failed inside a kernel: some weights are new, some old."""
@@ -284,14 +351,16 @@ class Engine:
         """Finish pending updates. TornModelError if one failed half-way."""
         if self._torn is not None:
             raise TornModelError(
-                f"an optimizer update failed inside a kernel ({self._torn}), so some weights are new and some old. "
+                f"an optimizer update was not completed ({self._torn}), so some weights are new and some old. "
                 "Load the model or a checkpoint again."
             )
         if self.cursor.schedule is not None and self.cursor.schedule.name == "update":
             self.cursor.finish()
 
-    def fault(self) -> None:
+    def fault(self, error: BaseException) -> None:
         """Give up the running pass: free all slots and boundaries, and invalidate the step's gradients."""
+        if self._backward_of is not None and self.cursor.update_begun():
+            self.tear(error)  # some units of this step are new, some old
         self.cursor.abandon()
         self.device.synchronize()
         if self.handle is not None or self._backward_of is not None:  # an evaluation touches no gradient
@@ -306,8 +375,17 @@ class Engine:
         """All gradients are empty again, and a fault is forgiven. No memory is written."""
         self.wait_for_grads()
         for ref in self.refs.values():
-            ref.param.grad = None
+            set_landing_grad(ref.param, None)
+        self.squares.clear()
         self.grads_invalid = False
+
+    def hand_out_grad(self, param: nn.Parameter) -> None:
+        """Somebody may read a gradient, or write to it: it must have landed, and no update may still need it."""
+        self.wait_for_grads()
+        if self._reads_grads or self.pending_table is not None:
+            self.finish_updates()
+        if id(param) in self._unit_of:
+            self.squares.forget(self._unit_of[id(param)])
 
     def _clear_fault_if_empty(self) -> None:
         if self.grads_invalid and all(landing_grad(ref.param) is None for ref in self.refs.values()):
@@ -320,5 +398,6 @@ class Engine:
             self.device.wait(tasks)
 
     def drain(self) -> None:
-        """Block until nothing is on its way."""
+        """Block until nothing is on its way, and all updates are done."""
         self.device.synchronize()
+        self.finish_updates()

@@ -17,24 +17,37 @@ def landing_grad(param: nn.Parameter) -> torch.Tensor | None:
     return _GRAD.__get__(param)
 
 
-class WaitsForGrads(Protocol):
-    def wait_for_grads(self) -> None: ...
+def set_landing_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set ``param.grad`` to a gradient that may still be on its way."""
+    if grad is not None and grad.dtype != param.dtype:
+        param.grad_dtype = grad.dtype
+    _GRAD.__set__(param, grad)
+
+
+class OwnsGrads(Protocol):
+    def hand_out_grad(self, param: nn.Parameter) -> None:
+        """Somebody may read the gradient, or write to it."""
+        ...
 
 
 class StreamedParameter(nn.Parameter):
     """A view into a host slab. Reading ``grad`` waits until the last backward's gradients have landed."""
 
-    _owner: "weakref.ref[WaitsForGrads] | None" = None
+    _owner: "weakref.ref[OwnsGrads] | None" = None
+
+    def _hand_out(self) -> None:
+        owner = self._owner() if self._owner is not None else None
+        if owner is not None:
+            owner.hand_out_grad(self)
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        owner = self._owner() if self._owner is not None else None
-        if owner is not None:
-            owner.wait_for_grads()
+        self._hand_out()
         return _GRAD.__get__(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        self._hand_out()
         _GRAD.__set__(self, value)
 
     @grad.deleter
@@ -64,7 +77,7 @@ class HeadParameter(StreamedParameter):
             return func(*args, **(kwargs or {}))
 
 
-def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: WaitsForGrads) -> None:
+def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: OwnsGrads) -> None:
     """Turn a parameter into a streamed one; the object stays the same."""
     if type(param) is not nn.Parameter and not isinstance(param, StreamedParameter):
         raise StreamingError(f"a parameter of type {type(param).__name__} cannot be streamed; load the model plainly")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.device.moves import GatherRows, ScatterRows
+from horizon_lm.device.moves import GatherRows, Land, LandRows, Move
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.handle import ForwardHandle
 from horizon_lm.model.skeleton import meta_copy
@@ -22,6 +22,7 @@ class Table:
         for name, buffer in self._module._buffers.items():
             self._module._buffers[name] = None if buffer is None else buffer.to(engine.device.torch_device)
         (self._name,) = engine.store.units[EMBED].layout
+        self.width = engine.store.weight(self._name).shape[1]
         self.probe_rows: int | None = None  # answer a probe with zeros for so many rows
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -36,6 +37,8 @@ class Table:
         rows, positions = torch.unique(ids.to("cpu"), return_inverse=True)
         buffer = engine.memory.table_rows.get(rows.numel() * table.shape[1], engine.options.compute_dtype)
         received = buffer.view(rows.numel(), table.shape[1])
+        if engine.pending_table is not None:
+            engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.pending_table.rows(rows))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
         use = _Use(self, rows, positions.to(engine.device.torch_device), engine.handle)
         if engine.handle is not None and engine.trainable(EMBED):
@@ -45,9 +48,16 @@ class Table:
     def _table(self, slab: torch.Tensor) -> torch.Tensor:
         return self.engine.store.units[EMBED].layout.view(slab, self._name)
 
-    def grad_table(self) -> torch.Tensor:
-        """The table's gradient in host memory."""
-        return self.engine.store.grad(self._name)
+    def landing(self, rows: torch.Tensor, outgoing: torch.Tensor) -> Move:
+        """Gradients of distinct rows (R, H) on their way to host memory."""
+        engine = self.engine
+        if engine.landing is not None and not engine.landing.keeps(EMBED):
+            report = engine.squares.landing(EMBED, whole=True)
+            return Land(engine.landing.rows(rows).view(-1), outgoing.view(-1), False, report)
+        # A tied head's gradient has landed on the same table earlier in this pass.
+        empty = engine.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))
+        report = engine.squares.landing(EMBED, whole=empty)
+        return LandRows(engine.store.grad(self._name), outgoing, rows, clear=empty, add=not empty, report=report)
 
     def look_up(self, weight: torch.Tensor, use: "_Use") -> torch.Tensor:
         """Run the model's own embedding module over gathered rows."""
@@ -75,12 +85,10 @@ class _Use:
     def backward(self, grad: torch.Tensor) -> None:
         """Sum the gradients of each row on the device, and send only these rows to the host."""
         table, engine = self.table, self.table.engine
-        target = table.grad_table()
-        shape = (self.rows.numel(), target.shape[1])
-        outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], target.dtype).view(shape)
-        # A tied head's gradient has landed on the same table earlier in this pass.
-        empty = engine.is_empty(table._name) and not (engine.parts.tied and engine.has_landed(HEAD))
-        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [ScatterRows(target, outgoing, self.rows, clear=empty)])
+        shape = (self.rows.numel(), table.width)
+        dtype = engine.store.precision.grad_dtype
+        outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], dtype).view(shape)
+        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [table.landing(self.rows, outgoing)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
             # A lookup's gradient does not depend on the table's values, so one zero stands for all of them.
             weight = torch.zeros((), dtype=engine.options.compute_dtype, device=grad.device)

@@ -1,35 +1,30 @@
 """AdamW over slabs (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101).
 
-The update is torch.optim.AdamW's, in fp32, whatever the weights and gradients are kept in. It runs over pieces of slabs
-that fit into a cache, in the order in which the next forward needs the units.
+The update is torch.optim.AdamW's, in fp32, whatever the weights, gradients and moments are kept in. It runs in threads
+on the host, unit by unit in the order in which the next forward needs them, and the forward goes on as units are done.
 """
 
+import math
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from horizon_lm.device.moves import CopyFn, Move
+from horizon_lm.device.host_link import dtype_name
+from horizon_lm.device.moves import Move
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.parameters import landing_grad
+from horizon_lm.engine.updates import TableGrads
 from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
+from horizon_lm.kernels.adamw import Scalars
+from horizon_lm.kernels.landing import squares_kernel
+from horizon_lm.optim.moments import Moments
+from horizon_lm.optim.updates import Hyperparameters, TableRows, UnitArrays, noise_key, span_pieces
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
-from horizon_lm.store.store import Store, UnitSlabs
-
-_PIECE = 1 << 18  # elements updated at once: about 4 MB of weights, gradient and moments, which a core's caches hold
-
-
-@dataclass(frozen=True, slots=True)
-class Hyperparameters:
-    """Of one parameter in one step; taken when `step` is called, because schedulers change them right after."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
+from horizon_lm.store.arena import as_array
+from horizon_lm.store.store import Store
 
 
 class AdamW(torch.optim.Optimizer):
@@ -40,10 +35,15 @@ class AdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
         max_grad_norm: scale gradients down to this global norm when it is exceeded; None for no clipping.
         params: parameters or parameter groups; None for all trainable ones in one group.
-        seed: of the stochastic rounding in precision ``bf16``.
+        seed: of the stochastic rounding in precision ``bf16`` and of moments in fewer than 32 bits.
+        moments: ``float32`` (8 bytes per parameter), ``bfloat16`` (4) or ``8bit`` (2, and 3% for the scales of blocks).
+        non_finite: ``raise`` NonFiniteError at a NaN or infinite gradient, or ``skip`` that step with a warning.
+        update_in_backward: update each unit as soon as its gradient has landed, and keep no gradients. One backward a
+            step, no clipping, no skipping; `step` only ends the step. A fault in the backward leaves a torn model.
 
     Attributes:
         grad_norm: global norm of the gradients of the last step, before clipping.
+        num_skipped: steps left out because a gradient was not finite.
     """
 
     def __init__(
@@ -57,6 +57,9 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         params: Iterable[Any] | None = None,
         seed: int = 0,
+        moments: str = "float32",
+        non_finite: str = "raise",
+        update_in_backward: bool = False,
     ) -> None:
         if not hasattr(model, "_horizon"):
             raise ConfigError("horizon_lm.AdamW needs a streamed model; call horizon_lm.stream(model) first")
@@ -64,15 +67,31 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range")
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None for no clipping")
+        if non_finite not in ("raise", "skip"):
+            raise ConfigError(f"non_finite is {non_finite!r}; choose 'raise' or 'skip'")
+        if update_in_backward and (max_grad_norm is not None or non_finite == "skip"):
+            raise ConfigError(
+                "update_in_backward changes weights before all gradients are known, so it cannot clip by their global norm "
+                "or skip the step; use it without max_grad_norm and non_finite='skip'"
+            )
         self._engine: Engine = model._horizon.engine
         self._store: Store = self._engine.store
+        if update_in_backward:
+            self._engine.update_in_backward(self)
         self._engine.allocate_grads()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(list(params) if params is not None else self._trainable(), defaults)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
-        self._seed, self._step = seed, 0
-        self._moments = self._allocate_moments()
+        self.num_skipped = 0
+        self._seed, self._step, self._skips, self._in_backward = seed, 0, non_finite == "skip", update_in_backward
+        self._hyper: dict[int, Hyperparameters] = {}
+        self._moments = Moments(self._store, moments)
+        self._arrays = {unit: UnitArrays(self._store, unit, self._moments) for unit in self._store.units}
+        for unit, slabs in self._store.units.items():
+            for name in slabs.grad_layout:
+                views = self._moments.state(unit, slabs.grad_layout, name)
+                self.state[self._engine.refs[name].param] = {"step": torch.tensor(0.0), **views}
 
     def _trainable(self) -> list[torch.nn.Parameter]:
         params = [ref.param for ref in self._engine.refs.values() if ref.param.requires_grad]
@@ -80,25 +99,11 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError("nothing is trainable: every parameter of the model is frozen")
         return params
 
-    def _allocate_moments(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """First and second moments by unit; `state` shows them by parameter, as views."""
-        layouts = [slabs.grad_layout for slabs in self._store.units.values()]
-        arenas = [Store.new_arena(layouts, torch.float32) for _ in range(2)]
-        self._store.num_bytes["moments"] = sum(arena.num_bytes for arena in arenas)
-        moments = {}
-        for unit, slabs in self._store.units.items():
-            first, second = (arena.take(slabs.grad_layout.numel, torch.float32) for arena in arenas)
-            moments[unit] = (first, second)
-            for name in slabs.grad_layout:
-                self.state[self._engine.refs[name].param] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": slabs.grad_layout.view(first, name),
-                    "exp_avg_sq": slabs.grad_layout.view(second, name),
-                }
-        return moments
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have a gradient.
+        """Update all parameters that have a gradient. Returns when the gradients are known to be good.
+
+        The updates go on in threads; whatever needs a weight waits for it. Read ``p.data`` after
+        `horizon_lm.synchronize`.
 
         Raises:
             NonFiniteError: a gradient is NaN or infinite; no weight has been touched.
@@ -113,67 +118,133 @@ class AdamW(torch.optim.Optimizer):
                 "optimizer.zero_grad() and repeat the step"
             )
         engine.wait_for_grads()
-        self.grad_norm = self._global_norm()
-        clip = 1.0
-        if self.max_grad_norm is not None:
-            clip = min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        self._step += 1
-        moves = {unit: self._pieces(unit, clip) for unit in self._deadline_order()}
-        schedule = build.update(engine.layout, [unit for unit, pieces in moves.items() if pieces])
-        engine.run_update(schedule, moves)
+        squares = self._squares()
+        bad = next((unit for unit, value in squares.items() if not math.isfinite(value)), None)
+        if bad is not None:
+            self._refuse(bad)
+            return loss
+        self.grad_norm = sum(squares.values()) ** 0.5
+        if not self._in_backward:
+            self._update()
+        elif self._hyper:
+            engine.squares.clear()
+            self._advance()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
+        if self._engine.grads_invalid:  # the backward of an update_in_backward that failed before its first update
+            self._hyper = {}
         self._engine.clear_grads()
 
-    def _deadline_order(self) -> list[str]:
-        """Units in the order in which the next forward streams them in."""
-        blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
-        units = [OUTER, EMBED, *blocks, HEAD]
-        return [u for u in units if self._store.units[u].grad_layout.numel]
-
-    def _global_norm(self) -> float:
-        """Euclidean norm of all gradients as they are stored; in pieces, because one long bf16 sum loses digits."""
-        total = 0.0
+    def _squares(self) -> dict[str, float]:
+        """By unit, the sum of squares of the gradients as they are stored; what is not known is read again."""
+        squares = {}
         for unit, slabs in self._store.units.items():
-            squares = 0.0
-            for name in self._present(slabs):
-                for piece in slabs.grad_layout.view(slabs.grads, name).view(-1).split(_PIECE):
-                    squares += float(piece.float().square().sum(dtype=torch.float64))
-            if squares != squares or squares == float("inf"):
-                raise NonFiniteError(
-                    f"the gradient of {unit} is not finite at step {self._step + 1}; the weights are unchanged. Lower "
-                    "the learning rate, or look at the rows of this step."
-                )
-            total += squares
-        return total**0.5
+            present = list(slabs.grad_layout) if self._in_backward else self._present(unit)
+            known = self._engine.squares.of(unit) if len(present) == len(slabs.grad_layout.entries) else None
+            if known is None and present and slabs.grads.numel():
+                kernel = squares_kernel(dtype_name(slabs.grads))
+                known = sum(kernel(as_array(slabs.grad_layout.view(slabs.grads, n).view(-1))) for n in present)
+            squares[unit] = known or 0.0
+        return squares
 
-    def _present(self, slabs: UnitSlabs) -> list[str]:
-        return [n for n in slabs.grad_layout if landing_grad(self._engine.refs[n].param) is not None]
+    def _refuse(self, unit: str) -> None:
+        """A gradient is not finite."""
+        what = f"the gradient of {unit} is not finite at step {self._step + 1}"
+        remedy = "Lower the learning rate, or look at the rows of this step."
+        if self._in_backward:
+            error = NonFiniteError(
+                f"{what}. It was not applied, but other units were updated as their gradients came, so the model is torn: "
+                f"load it or a checkpoint again. {remedy}"
+            )
+            self._engine.tear(error)
+            raise error
+        if not self._skips:
+            raise NonFiniteError(f"{what}; the weights are unchanged. {remedy}")
+        self.num_skipped += 1
+        warnings.warn(f"{what}; this step was skipped", RuntimeWarning, stacklevel=3)
 
-    def _pieces(self, unit: str, clip: float) -> list[Move]:
-        """The update of a unit, cut into pieces."""
-        slabs = self._store.units[unit]
-        present, groups = set(self._present(slabs)), self._groups()
-        pieces: list[Move] = []
-        for name in slabs.grad_layout:
-            param = self._engine.refs[name].param
-            if name not in present or id(param) not in groups:
-                continue
-            state = self.state[param]
-            state["step"] += 1
-            start, numel = slabs.layout.entries[name].offset, param.numel()
-            grad_start = slabs.grad_layout.entries[name].offset
-            for offset in range(0, numel, _PIECE):
-                size = min(_PIECE, numel - offset)
-                pieces.append(
-                    _Piece(self, unit, start + offset, grad_start + offset, size, groups[id(param)],
-                           int(state["step"]), clip)
-                )  # fmt: skip
-        return pieces
+    # The update after a backward
 
-    def _groups(self) -> dict[int, Hyperparameters]:
+    def _update(self) -> None:
+        clip = 1.0
+        if self.max_grad_norm is not None:
+            assert self.grad_norm is not None
+            clip = min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        self._hyper = self._hyperparameters()
+        moves = {
+            unit: self._pieces(unit, self._present(unit), self._store.units[unit].grads, clip)
+            for unit in self._deadline_order()
+        }
+        table = None
+        if self._present(EMBED):
+            table = self._table(TableGrads(self._store.grad(*self._store.units[EMBED].layout), None), clip)
+        schedule = build.update(self._engine.layout, [unit for unit, pieces in moves.items() if pieces])
+        self._engine.run_update(schedule, moves, table)
+        self._advance()
+
+    def _deadline_order(self) -> list[str]:
+        """Units in the order in which the next forward streams them in. The table's part is left to that forward."""
+        blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
+        return [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
+
+    def _present(self, unit: str) -> list[str]:
+        """Parameters of a unit that have a gradient."""
+        layout = self._store.units[unit].grad_layout
+        return [name for name in layout if landing_grad(self._engine.refs[name].param) is not None]
+
+    # The update in a backward (`engine.updates.UpdatesInBackward`)
+
+    def begin(self) -> None:
+        if self._hyper:
+            raise StreamingError(
+                "update_in_backward has changed the weights already in this step's backward; call optimizer.step() after "
+                "each backward, and put all rows of a step into one forward"
+            )
+        self._hyper = self._hyperparameters()
+
+    def moves(self, unit: str, grads: torch.Tensor) -> list[Move]:
+        return self._pieces(unit, list(self._store.units[unit].grad_layout), grads, clip=1.0)
+
+    def table(self, grads: TableGrads) -> TableRows | None:
+        return self._table(grads, clip=1.0)
+
+    # Pieces
+
+    def _pieces(self, unit: str, names: list[str], grads: torch.Tensor, clip: float) -> list[Move]:
+        """The update of some of a unit's parameters with the gradient slab of the unit."""
+        return [
+            piece
+            for name in names
+            if id(self._engine.refs[name].param) in self._hyper
+            for piece in span_pieces(
+                self._arrays[unit], name, grads, self._scalars(unit, name, clip), self._engine.tear, self._guard(unit)
+            )
+        ]
+
+    def _table(self, grads: TableGrads, clip: float) -> TableRows | None:
+        (name,) = self._store.units[EMBED].layout
+        if id(self._engine.refs[name].param) not in self._hyper:
+            return None
+        scalars = self._scalars(EMBED, name, clip)
+        return TableRows(self._arrays[EMBED], grads, scalars, self._engine.tear, self._guard(EMBED))
+
+    def _scalars(self, unit: str, name: str, clip: float) -> Scalars:
+        param = self._engine.refs[name].param
+        self._stepped.append(param)
+        key = noise_key(self._seed, self._step + 1, unit)
+        return self._hyper[id(param)].scalars(int(self.state[param]["step"]) + 1, clip, key)
+
+    def _guard(self, unit: str) -> Callable[[], bool]:
+        """Whether a unit may be updated when its turn comes. After a backward that is known; in one it is not."""
+        if not self._in_backward:
+            return lambda: True
+        squares = self._engine.squares
+        return lambda: math.isfinite(squares.of(unit) or 0.0)
+
+    def _hyperparameters(self) -> dict[int, Hyperparameters]:
+        self._stepped: list[torch.nn.Parameter] = []
         return {
             id(param): Hyperparameters(
                 lr=float(group["lr"]),
@@ -186,64 +257,36 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]
         }
 
+    def _advance(self) -> None:
+        """The step is on its way: what comes next belongs to the next one."""
+        for param in self._stepped:
+            self.state[param]["step"] += 1
+        self._step += 1
+        self._hyper = {}
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, once all updates are done. The moments are views, not copies."""
+        self._engine.check_alive()
+        self._engine.finish_updates()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state that `state_dict` gave into the moments."""
-        self._engine.check_alive()
         own = self.state_dict()
         if [len(g["params"]) for g in own["param_groups"]] != [len(g["params"]) for g in state_dict["param_groups"]]:
             raise ConfigError("the optimizer state has other parameter groups than this optimizer")
         for index, saved in state_dict["state"].items():
+            if (
+                saved.keys() != own["state"][index].keys()
+                or saved["exp_avg"].dtype != own["state"][index]["exp_avg"].dtype
+            ):
+                raise ConfigError(
+                    f"the optimizer state has other moments than {self._moments.kind!r}; choose the same kind"
+                )
             for key, value in saved.items():
                 own["state"][index][key].copy_(value)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         self._step = max((int(s["step"]) for s in self.state.values()), default=0)
-
-
-class _Piece:
-    """The update of some elements of one parameter; runs once."""
-
-    host_bytes = 0
-
-    def __init__(
-        self, owner: AdamW, unit: str, start: int, grad_start: int, size: int, hyper: Hyperparameters, step: int,
-        clip: float,
-    ) -> None:  # fmt: skip
-        self._owner, self._unit, self._start, self._grad_start, self._size = owner, unit, start, grad_start, size
-        self._hyper, self._step, self._clip = hyper, step, clip
-        self._done = False
-
-    def split(self, parts: int) -> list[Move]:
-        return [self]
-
-    def run(self, copy: CopyFn) -> None:
-        if self._done:  # an interrupted pass goes on where it stopped
-            return
-        try:
-            self._update()
-        except BaseException as error:
-            self._owner._engine.tear(error)
-            raise
-        self._done = True
-
-    def _update(self) -> None:
-        owner, hyper = self._owner, self._hyper
-        store, stop = owner._store, self._start + self._size
-        grads = store.units[self._unit].grads[self._grad_start : self._grad_start + self._size]
-        exp_avg, exp_avg_sq = (m[self._grad_start : self._grad_start + self._size] for m in owner._moments[self._unit])
-        with torch.no_grad():
-            grad = grads.float() if self._clip == 1.0 else grads.float() * self._clip
-            weight = store.read_masters(self._unit, self._start, stop)
-            weight.mul_(1 - hyper.lr * hyper.weight_decay)
-            exp_avg.lerp_(grad, 1 - hyper.beta1)
-            exp_avg_sq.mul_(hyper.beta2).addcmul_(grad, grad, value=1 - hyper.beta2)
-            correction1, correction2 = 1 - hyper.beta1**self._step, 1 - hyper.beta2**self._step
-            denominator = (exp_avg_sq.sqrt() / correction2**0.5).add_(hyper.eps)
-            weight.addcdiv_(exp_avg, denominator, value=-hyper.lr / correction1)
-            generator = torch.Generator().manual_seed(self._rounding_seed())
-            store.write_masters(self._unit, self._start, weight, generator)
-
-    def _rounding_seed(self) -> int:
-        """Different for every step and element, and independent of the order in which pieces run."""
-        unit = list(self._owner._moments).index(self._unit)
-        return hash((self._owner._seed, self._owner._step, unit, self._start)) & (2**63 - 1)

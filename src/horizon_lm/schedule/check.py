@@ -12,7 +12,7 @@ from typing import NamedTuple
 from horizon_lm.schedule.ops import After, Buf, Buffer, Earlier, LastUse, Op, Pass, Stream, Wait
 
 # Buffers with as many instances as the device holds, whatever the number of blocks.
-SLOTS = {Buf.WEIGHTS: 2, Buf.GRADS: 2, Buf.RING: 2}
+SLOTS = {Buf.WEIGHTS: 2, Buf.GRADS: 2, Buf.RING: 2, Buf.HOST_LANDING: 5}  # landing: HEAD, EMBED and OUTER, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class _Unrolled:
             )  # fmt: skip
 
     def _check_content(self, pass_index: int, op: Op, buffer: Buffer) -> None:
-        if buffer.kind in SLOTS and self._content.get(buffer) != op.unit:
+        if buffer.kind in SLOTS and isinstance(buffer.index, int) and self._content.get(buffer) != op.unit:
             self._report(pass_index, op, f"finds {self._content.get(buffer, 'nothing')} in {buffer}")
 
     def _report(self, pass_index: int, op: Op, text: str) -> None:
@@ -167,27 +167,40 @@ class Passes(NamedTuple):
     """The passes of one model that legal sequences are made of.
 
     Attributes:
-        first: training forward right after an update.
+        first: training forward right after an update, of which the table's part is still to come.
         again: training forward with no update since the last forward.
         second: the same, but it finds the head's gradient buffer taken by a forward that is still to be differentiated.
+        evaluating: forward that keeps nothing, right after an update.
         evaluation: forward that keeps nothing, with no update since the last forward.
         backward: of `first` and `again`.
         recomputing: backward that makes the head's gradients itself: of `second`, or of a forward that lost the buffer.
-        update: the optimizer's pass.
+        update: the optimizer's pass; None if units are updated in the backward.
     """
 
     first: Pass
     again: Pass
     second: Pass
+    evaluating: Pass
     evaluation: Pass
     backward: Pass
     recomputing: Pass
-    update: Pass
+    update: Pass | None
 
 
 def sequences(passes: Passes) -> dict[str, list[Pass]]:
     """Legal sequences of passes that between them meet every hazard."""
-    first, again, second, evaluation, backward, recomputing, update = passes
+    first, again, second, evaluating, evaluation, backward, recomputing, update = passes
+    if update is None:  # a step has one backward, and a second forward would be one of other weights
+        step = [first, backward]
+        return {
+            "steps": step * 3,
+            "evaluation between": [first, evaluation, backward] * 2 + step,
+            "evaluation first": [*step, evaluating, again, backward, evaluating, evaluation, again, backward, *step],
+            "abandoned forward": [first, again, backward, *step],
+            "abandoned twice": [first, again, again, backward, first, again, backward],
+            "two forwards, last one abandoned": [first, second, backward] * 3,
+            "two forwards, first one abandoned": [first, second, recomputing] * 3,
+        }
     step = [first, backward, update]
     return {
         "steps": step * 3,
@@ -196,6 +209,18 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
         "two forwards, first one first": [first, second, backward, recomputing, update] * 2,
         "evaluation between": [first, evaluation, backward, evaluation, update] * 2,
         "evaluation before update": [first, backward, evaluation, evaluation, update] * 2,
+        "evaluation first": [
+            *step,
+            evaluating,
+            again,
+            backward,
+            evaluation,
+            update,
+            evaluating,
+            again,
+            backward,
+            update,
+        ],
         "abandoned forward": [first, again, backward, again, update, *step],
         "abandoned twice": [first, again, again, backward, update, *step],
         "evaluation after update": [*step, first, evaluation, evaluation],
@@ -206,9 +231,11 @@ def superfluous_waits(passes: Passes) -> list[tuple[str, Op, Wait]]:
     """Waits whose removal goes unnoticed in every legal sequence, each with the name of its pass."""
     found = []
     for name, schedule in passes._asdict().items():
+        if schedule is None:
+            continue
         for op_index, wait in each_wait(schedule):
             broken = without_wait(schedule, op_index, wait)
-            changed = Passes(*(broken if p == schedule else p for p in passes))
+            changed = Passes(*(broken if p == schedule else p for p in passes))  # type: ignore[arg-type]
             if not any(check(sequence) for sequence in sequences(changed).values()):
                 found.append((name, schedule.ops[op_index], wait))
     return found

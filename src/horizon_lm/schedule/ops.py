@@ -28,6 +28,7 @@ class Kind(StrEnum):
     STAGE = "stage"  # fp32 accumulator -> staging slot, in the dtype of the gradient store
     STREAM_OUT = "stream_out"  # device gradients -> host
     UPDATE = "update"  # optimizer, on the host
+    UPDATE_ROWS = "update_rows"  # the same, of the rows of the embedding table that a batch is about to read
 
 
 class Buf(StrEnum):
@@ -46,6 +47,7 @@ class Buf(StrEnum):
     RING = "R"  # two slots for boundaries on their way to or from the host
     HOST_WEIGHTS = "host_w"  # by unit
     HOST_GRADS = "host_g"  # by unit
+    HOST_LANDING = "host_l"  # gradients on their way into an update: two slots for blocks, one for each other unit
     HOST_BOUNDARY = "host_b"  # by block and forward
 
 

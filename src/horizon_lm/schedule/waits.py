@@ -16,8 +16,7 @@ _BLOCK_COMPUTE = LastUse(Buf.WEIGHTS, Stream.COMPUTE)
 _EARLIER_OUT = Earlier(Stream.COPY_OUT)
 
 # (stream of the operation, buffer it accesses) -> what to wait for across passes. A buffer that is missing needs nothing:
-# HOST_BOUNDARY, because a fetch waits for earlier copies out anyway; HOST_GRADS before a stream-out, because the
-# gradient was computed from weights that waited for the update.
+# HOST_BOUNDARY, because a fetch waits for earlier copies out anyway.
 ACROSS: dict[tuple[Stream, Buf], tuple[LastUse | Earlier, ...]] = {
     (Stream.COPY_IN, Buf.OUTER): (Earlier(Stream.COMPUTE),),  # any computation may read them
     (Stream.COPY_IN, Buf.WEIGHTS): (_BLOCK_COMPUTE,),
@@ -30,9 +29,14 @@ ACROSS: dict[tuple[Stream, Buf], tuple[LastUse | Earlier, ...]] = {
     (Stream.COMPUTE, Buf.HEAD_GRADS): (_EARLIER_OUT,),
     (Stream.COMPUTE, Buf.TABLE_ROW_GRADS): (_EARLIER_OUT,),
     (Stream.COMPUTE, Buf.OUTER_GRADS): (_EARLIER_OUT,),
+    (Stream.COPY_IN, Buf.HOST_GRADS): (_EARLIER_OUT,),
+    (Stream.COPY_IN, Buf.HOST_LANDING): (_EARLIER_OUT,),
     (Stream.HOST, Buf.HOST_GRADS): (_EARLIER_OUT,),
+    (Stream.HOST, Buf.HOST_LANDING): (_EARLIER_OUT,),
     (Stream.HOST, Buf.HOST_WEIGHTS): (Earlier(Stream.COPY_IN),),
 }
+
+_HOST_BUFFERS = (Buf.HOST_WEIGHTS, Buf.HOST_GRADS, Buf.HOST_LANDING)
 
 Settled = Callable[[Buffer, Stream], bool]
 
@@ -92,8 +96,9 @@ def derive_waits(ops: list[Op], settled: Settled) -> tuple[Op, ...]:
 
 
 def _across(op: Op, buffer: Buffer) -> tuple[LastUse | Earlier, ...]:
-    if (op.stream, buffer.kind) == (Stream.COPY_IN, Buf.HOST_WEIGHTS):
-        return (LastUse(buffer, Stream.HOST),)  # precise, so that a unit streams in as soon as it is updated
+    if op.stream in (Stream.COPY_IN, Stream.COPY_OUT) and buffer.kind in _HOST_BUFFERS:
+        wait = LastUse(buffer, Stream.HOST)  # precise, so that a unit streams in as soon as it is updated
+        return (wait, *ACROSS.get((op.stream, buffer.kind), ()))
     return ACROSS.get((op.stream, buffer.kind), ())
 
 

@@ -1,7 +1,9 @@
 """Exact-size host memory: one anonymous mapping per kind, from which slabs are cut."""
 
 import mmap
+from typing import Any
 
+import numpy as np
 import torch
 
 PAGE = mmap.PAGESIZE
@@ -38,3 +40,10 @@ class Arena:
 def page_aligned(num_bytes: int) -> int:
     """``num_bytes`` rounded up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE
+
+
+def as_array(tensor: torch.Tensor) -> Any:
+    """The same memory as a numpy array; numpy has no bf16, so its 16 bits are shown as uint16."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.detach().view(torch.int16).numpy().view(np.uint16)
+    return tensor.detach().numpy()

@@ -60,10 +60,3 @@ def join_master(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor | None 
     """The fp32 master that `split_master` wrote, bit for bit."""
     bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low)
     return bits.view(torch.float32) if out is None else out.copy_(bits.view(torch.float32))
-
-
-def round_stochastically(values: torch.Tensor, out: torch.Tensor, generator: torch.Generator) -> None:
-    """Write fp32 ``values`` as bf16, up or down with the probability that makes the rounding unbiased."""
-    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, generator=generator)
-    bits = (values.view(torch.int32) + noise) >> 16
-    out.view(torch.int16).copy_(bits)

@@ -1,12 +1,12 @@
 """All slabs of a model: weights (and low halves) always, gradients once something is trained."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from horizon_lm.store.arena import Arena, page_aligned
 from horizon_lm.store.layout import SlabLayout
-from horizon_lm.store.precision import Precision, join_master, round_stochastically, split_master
+from horizon_lm.store.precision import Precision, join_master, split_master
 
 
 class UnitSlabs:
@@ -48,15 +48,18 @@ class Store:
         """An arena that holds exactly one slab for each layout."""
         return Arena(sum(page_aligned(layout.numel * dtype.itemsize) for layout in layouts))
 
-    def allocate_grads(self, trainable: Iterable[str]) -> None:
-        """Make gradient slabs for these parameters (full names). Once only: slots and moments follow the layout."""
+    def allocate_grads(self, trainable: Iterable[str], units: Collection[str]) -> None:
+        """Make gradient slabs for these parameters (full names) of these units, as far as gradients are kept at all.
+
+        Once only: slots and moments of all units follow the layout.
+        """
         trainable = set(trainable)
         for slabs in self.units.values():
             slabs.grad_layout = slabs.layout.restrict(trainable)
         dtype = self.precision.grad_dtype
-        arena = self.new_arena([s.grad_layout for s in self.units.values()], dtype)
-        for slabs in self.units.values():
-            slabs.grads = arena.take(slabs.grad_layout.numel, dtype)
+        arena = self.new_arena([s.grad_layout for unit, s in self.units.items() if unit in units], dtype)
+        for unit, slabs in self.units.items():
+            slabs.grads = arena.take(slabs.grad_layout.numel if unit in units else 0, dtype)
         self.num_bytes["grads"] = arena.num_bytes
         self.has_grads = True
 
@@ -86,20 +89,3 @@ class Store:
         slabs = self.units[self.unit_of[name]]
         weight = slabs.layout.view(slabs.weights, name)
         return weight.float() if slabs.low is None else join_master(weight, slabs.layout.view(slabs.low, name))
-
-    def read_masters(self, unit: str, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of a unit's slab in fp32, for an update to change and `write_masters` to keep."""
-        slabs = self.units[unit]
-        weights = slabs.weights[start:stop]
-        return weights.float() if slabs.low is None else join_master(weights, slabs.low[start:stop])
-
-    def write_masters(self, unit: str, start: int, values: torch.Tensor, generator: torch.Generator) -> None:
-        """Keep updated fp32 ``values``; in mode ``bf16`` by stochastic rounding with ``generator``."""
-        slabs, stop = self.units[unit], start + values.numel()
-        weights = slabs.weights[start:stop]
-        if slabs.low is not None:
-            split_master(values, weights, slabs.low[start:stop])
-        elif weights.dtype == torch.bfloat16:
-            round_stochastically(values, weights, generator)
-        elif weights.data_ptr() != values.data_ptr():
-            weights.copy_(values)

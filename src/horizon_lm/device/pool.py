@@ -1,0 +1,157 @@
+"""Threads for work in host memory: the optimizer's updates.
+
+Tasks start in the order in which they are given; each is cut into pieces that several threads take. Kernels release the
+interpreter's lock. While the device's computation needs cores too, only some of the threads take pieces.
+"""
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from horizon_lm.device.base import Task
+from horizon_lm.device.moves import Link, Move
+from horizon_lm.schedule.trace import Trace
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A task in the queue. ``ready`` blocks until it may run; ``preparing`` while a thread is doing that."""
+
+    task: Task
+    ready: Callable[[], None] | None
+    pieces: deque[Move]
+    preparing: bool = False
+    running: int = 0
+    started: float = 0.0
+    error: BaseException | None = None
+
+
+class _State:
+    """What the threads share. They hold no reference to the pool, so that a forgotten pool ends them."""
+
+    def __init__(self, link: Link, limit: int) -> None:
+        self.changed = threading.Condition()
+        self.link = link
+        self.queue: deque[_Job] = deque()  # jobs with pieces that nobody has taken
+        self.unfinished: dict[int, _Job] = {}
+        self.limit = limit
+        self.active = 0
+        self.closed = False
+        self.trace: Trace | None = None
+
+    def something_to_do(self) -> bool:
+        return bool(self.queue) and not self.queue[0].preparing and self.active < self.limit
+
+
+class HostPool:
+    """See the module's description.
+
+    Args:
+        num_threads: threads while nothing computes.
+        num_while_computing: threads that take pieces while something does; at least one.
+        link: given to the moves.
+    """
+
+    def __init__(self, num_threads: int, num_while_computing: int, link: Link) -> None:
+        self.num_threads, self.num_while_computing = num_threads, max(1, min(num_while_computing, num_threads))
+        self._state = _State(link, num_threads)
+        weakref.finalize(self, _close, self._state)
+        for number in range(num_threads):
+            threading.Thread(target=_work, args=(self._state,), name=f"horizon-host-{number}", daemon=True).start()
+
+    def submit(self, task: Task, ready: Callable[[], None] | None = None, trace: Trace | None = None) -> None:
+        """Run the moves of ``task`` after those of earlier tasks have been taken, and after ``ready`` has returned."""
+        assert task.moves is not None
+        if not task.moves:
+            task.done = True
+            return
+        job = _Job(task, ready, deque(task.moves))
+        state = self._state
+        with state.changed:
+            state.trace = trace
+            state.queue.append(job)
+            state.unfinished[id(task)] = job
+            state.changed.notify_all()
+
+    def computing(self, computing: bool) -> None:
+        """The device's computation begins or ends; until then it shares the cores, or not."""
+        state = self._state
+        state.limit = self.num_while_computing if computing else self.num_threads
+        if not computing and state.queue:
+            with state.changed:
+                state.changed.notify_all()
+
+    def wait(self, tasks: Sequence[Task] | None = None) -> None:
+        """Block until these tasks (None: all) are finished. Raises what a piece of them raised."""
+        state = self._state
+        with state.changed:
+            while True:
+                jobs = list(state.unfinished.values())
+                if tasks is not None:
+                    jobs = [job for job in jobs if any(job.task is task for task in tasks)]
+                failed = next((job for job in jobs if job.error is not None and not job.running), None)
+                if failed is not None and failed.error is not None:
+                    failed.task.done = True
+                    del state.unfinished[id(failed.task)]
+                    raise failed.error
+                if not jobs:
+                    return
+                state.changed.wait()
+
+
+def _close(state: _State) -> None:
+    with state.changed:
+        state.closed = True
+        state.changed.notify_all()
+
+
+def _work(state: _State) -> None:
+    """The life of a thread."""
+    while True:
+        with state.changed:
+            while not state.closed and not state.something_to_do():
+                state.changed.wait()
+            if state.closed:
+                return
+            job = state.queue[0]
+            prepare, job.ready = job.ready, None
+            job.preparing = prepare is not None
+            piece = None if job.preparing else job.pieces.popleft()
+            if not job.pieces:
+                state.queue.popleft()
+            state.active += 1
+            job.running += 1
+            job.started = job.started or time.perf_counter()
+        try:
+            if piece is None:
+                assert prepare is not None
+                prepare()
+            else:
+                piece.run(state.link)
+        except BaseException as error:
+            job.error = job.error or error
+        with state.changed:
+            state.active -= 1
+            _after(state, job)
+        del job, piece, prepare  # while it waits, a thread keeps nothing alive
+
+
+def _after(state: _State, job: _Job) -> None:
+    """A thread is done with a piece of a job, or with waiting for it to be ready."""
+    job.running -= 1
+    was_preparing, job.preparing = job.preparing, False
+    if job.error is not None:
+        job.pieces.clear()
+        if state.queue and state.queue[0] is job:
+            state.queue.popleft()
+    elif not job.pieces and not job.running:
+        job.task.done = True
+        del state.unfinished[id(job.task)]
+        if state.trace is not None:
+            state.trace.add(job.task.op, job.started, time.perf_counter())
+    elif not was_preparing:
+        return  # the others are busy with pieces, and take the next one by themselves
+    state.changed.notify_all()

@@ -1,0 +1,58 @@
+"""Floating-point formats as bit patterns, and noise to round them with; inlined into the kernels.
+
+numba compiles these without fast-math and without fusing multiply and add, so results depend on neither the machine nor
+the number of threads.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+U16, U32, F32, F64 = np.uint16, np.uint32, np.float32, np.float64
+
+# numpy's error model: a division by zero gives infinity; checking for it would keep loops from being vectorized.
+kernel: Any = njit(nogil=True, error_model="numpy")
+inlined: Any = njit(nogil=True, error_model="numpy", forceinline=True)
+
+
+@inlined
+def float_of(bits: Any) -> Any:
+    """The fp32 number with these 32 bits."""
+    return U32(bits).view(F32)
+
+
+@inlined
+def bits_of(value: Any) -> Any:
+    """The 32 bits of an fp32 number."""
+    return F32(value).view(U32)
+
+
+@inlined
+def widen(half: Any) -> Any:
+    """bf16 (its 16 bits) to fp32."""
+    return float_of(U32(half) << U32(16))
+
+
+@inlined
+def nearest(value: Any) -> Any:
+    """fp32 to bf16 (its 16 bits), to the nearest, ties to even as torch does; NaN stays NaN."""
+    bits = bits_of(value)
+    rounded = U16(U32(bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16))
+    return rounded if value == value else U16(0x7FC0)
+
+
+@inlined
+def stochastic(value: Any, noise: Any) -> Any:
+    """fp32 to bf16 (its 16 bits), up or down so that the rounding is unbiased. ``noise``: 16 random bits."""
+    return U16(U32(bits_of(value) + noise) >> U32(16))
+
+
+@inlined
+def mix(x: Any) -> Any:
+    """A 32-bit hash with low bias (constants: Wellons, "Prospecting for Hash Functions", 2018)."""
+    x = U32(x ^ (x >> U32(16)))
+    x = U32(x * U32(0x7FEB352D))
+    x = U32(x ^ (x >> U32(15)))
+    x = U32(x * U32(0x846CA68B))
+    return U32(x ^ (x >> U32(16)))

@@ -1,0 +1,161 @@
+"""One step's update, cut into pieces that any thread may run: spans of slabs, and rows of the embedding table."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from horizon_lm.device.host_link import dtype_name
+from horizon_lm.device.moves import Link, Move
+from horizon_lm.engine.updates import TableGrads
+from horizon_lm.kernels.adamw import BLOCK, Scalars, rows_kernel, update_kernel
+from horizon_lm.optim.moments import Moments
+from horizon_lm.store.arena import as_array
+from horizon_lm.store.store import Store
+
+_PIECE = 1 << 19  # elements of a piece, a multiple of the blocks of 8-bit moments: about half a millisecond's work
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """Of one parameter in one step; taken when `step` is called, because schedulers change them right after."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+    def scalars(self, step: int, clip: float, key: int) -> Scalars:
+        """What the kernels need, formed in double precision. ``step`` from 1; ``key``: of the noise."""
+        return Scalars(
+            clip=np.float32(clip),
+            decay=np.float32(1 - self.lr * self.weight_decay),
+            one_minus_beta1=np.float32(1 - self.beta1),
+            beta2=np.float32(self.beta2),
+            one_minus_beta2=np.float32(1 - self.beta2),
+            step_size=np.float32(self.lr / (1 - self.beta1**step)),
+            sqrt_correction2=np.float32((1 - self.beta2**step) ** 0.5),
+            eps=np.float32(self.eps),
+            key=np.uint32(key),
+        )
+
+
+def noise_key(seed: int, step: int, unit: str) -> int:
+    """Different for every step and unit; an element's noise follows from it and from its place in the slab."""
+    return zlib.crc32(f"{seed}/{step}/{unit}".encode())
+
+
+class UnitArrays:
+    """A unit's slabs as the kernels see them; gradients are given with each update, since they may be anywhere."""
+
+    def __init__(self, store: Store, unit: str, moments: Moments) -> None:
+        slabs, own = store.units[unit], moments.units[unit]
+        self.layout, self.grad_layout = slabs.layout, slabs.grad_layout
+        self.weights = as_array(slabs.weights)
+        self.low = np.empty(0, np.int16) if slabs.low is None else as_array(slabs.low)
+        self.first, self.second = as_array(own.first), as_array(own.second)
+        self.scale1, self.scale2 = as_array(own.scale1), as_array(own.scale2)
+        self.scale_starts = own.scale_starts
+        self.modes = (store.precision.name, moments.kind, dtype_name(torch.empty(0, dtype=store.precision.grad_dtype)))
+
+
+Tear = Callable[[BaseException], None]
+Guard = Callable[[], bool]
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    """A piece. It runs once, though an interrupted pass may issue it again; a failure inside tears the model.
+
+    Attributes:
+        guard: false if it must not run after all, because its gradient is not finite.
+    """
+
+    function: Callable[[], None]
+    tear: Tear
+    guard: Guard
+    done: bool = False
+    host_bytes: int = 0
+
+    def run(self, link: Link) -> None:
+        if self.done:
+            return
+        if self.guard():
+            try:
+                self.function()
+            except BaseException as error:
+                self.tear(error)
+                raise
+        self.done = True
+
+    def split(self, parts: int) -> list[Move]:
+        return [self]
+
+
+def span_pieces(
+    arrays: UnitArrays, name: str, grads: torch.Tensor, scalars: Scalars, tear: Tear, guard: Guard
+) -> list[Move]:
+    """The update of one parameter with the gradient slab of its unit."""
+    kernel = update_kernel(*arrays.modes)
+    values = as_array(grads)
+    place, grad_place = arrays.layout.entries[name], arrays.grad_layout.entries[name]
+
+    def update(offset: int, size: int) -> None:
+        w, g = place.offset + offset, grad_place.offset + offset
+        scales = slice(0, 0)
+        if arrays.scale_starts:
+            first = arrays.scale_starts[name] + offset // BLOCK
+            scales = slice(first, first - (-size // BLOCK))
+        kernel(
+            arrays.weights[w : w + size], arrays.low[w : w + size], values[g : g + size],
+            arrays.first[g : g + size], arrays.second[g : g + size], arrays.scale1[scales], arrays.scale2[scales],
+            np.uint32(w & 0xFFFFFFFF), scalars,
+        )  # fmt: skip
+
+    return [
+        _Work(lambda offset=offset: update(offset, min(_PIECE, place.numel - offset)), tear, guard)  # type: ignore[misc]
+        for offset in range(0, place.numel, _PIECE)
+    ]
+
+
+class TableRows:
+    """One step's update of the embedding table; see `engine.updates.TableUpdate`."""
+
+    def __init__(self, arrays: UnitArrays, grads: TableGrads, scalars: Scalars, tear: Tear, guard: Guard) -> None:
+        (place,) = arrays.layout.entries.values()
+        self._arrays, self._scalars, self._tear, self._guard = arrays, scalars, tear, guard
+        self._num_rows, self._width = place.shape
+        self._blocks = -(-self._width // BLOCK) if arrays.scale_starts else 0
+        self._kernel = rows_kernel(*arrays.modes)
+        self._grads = as_array(grads.grads).reshape(-1)
+        self._done = np.zeros(self._num_rows, dtype=bool)
+        self._grad_rows = np.arange(self._num_rows)
+        if grads.rows is not None:
+            self._grad_rows[:] = grads.rows.numel()  # the row of zeros
+            self._grad_rows[grads.rows.numpy()] = np.arange(grads.rows.numel())
+
+    def rows(self, rows: torch.Tensor) -> Sequence[Move]:
+        return self._pieces(rows.numpy())
+
+    def rest(self) -> Sequence[Move]:
+        return self._pieces(np.arange(self._num_rows))
+
+    def _pieces(self, rows: Any) -> list[Move]:
+        count = max(1, _PIECE // self._width)
+        return [
+            _Work(lambda part=rows[start : start + count]: self._update(part), self._tear, self._guard)  # type: ignore[misc]
+            for start in range(0, len(rows), count)
+        ]
+
+    def _update(self, rows: Any) -> None:
+        rows = rows[~self._done[rows]]
+        arrays = self._arrays
+        self._kernel(
+            arrays.weights, arrays.low, self._grads, arrays.first, arrays.second, arrays.scale1, arrays.scale2,
+            self._width, self._blocks, rows, self._grad_rows[rows], self._scalars,
+        )  # fmt: skip
+        self._done[rows] = True
