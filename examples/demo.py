@@ -109,7 +109,7 @@ def compare(sizes: ModelSizes, num_steps: int) -> None:
     ours = horizon_lm.from_pretrained(
         MODEL, device=device, precision="float32", head="whole", device_memory=capacity
     ).train()
-    theirs_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, foreach=False)
+    theirs_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)
     ours_optimizer = horizon_lm.AdamW(ours, lr=1e-4)
 
     table = Table(title="Beside plain Hugging Face autograd and torch.optim.AdamW, float32")

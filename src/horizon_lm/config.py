@@ -107,6 +107,12 @@ class RunConfig(BaseModel):
         "fp32_master",
         description="How weights are kept in host memory: 14, 12 or 16 bytes per parameter with gradient and moments.",
     )
+    grad_dtype: Literal["bfloat16", "float32"] | None = Field(
+        None, description="How gradients are kept in host memory; null for float32 if precision is, else bfloat16."
+    )
+    moments: Literal["float32", "bfloat16", "8bit"] = Field(
+        "float32", description="How AdamW's moments are kept: 8, 4 or 2 bytes per parameter."
+    )
     device_memory: Bytes | None = Field(
         None, description="Device memory that buffers may take, such as 300MiB; null for no limit."
     )
@@ -137,8 +143,12 @@ class RunConfig(BaseModel):
 
     learning_rate: PositiveFloat = Field(2e-5, description="Peak learning rate of AdamW.")
     lr_scheduler_type: Literal[
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
-    ] = Field("linear", description="How the learning rate falls, as in transformers.")
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+        "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
+    ] = Field("linear", description="How the learning rate falls, as in transformers.")  # fmt: skip
+    lr_scheduler_kwargs: dict[str, Any] | None = Field(
+        None, description="More settings of that schedule, such as {num_decay_steps: 100} for warmup_stable_decay."
+    )
     warmup_steps: StepsOrShare = Field(
         0, description="Steps in which the learning rate rises: a number, or a share of all steps below 1."
     )
@@ -150,6 +160,14 @@ class RunConfig(BaseModel):
     adam_epsilon: PositiveFloat = Field(1e-8, description="Added to AdamW's denominator.")
     max_grad_norm: NonNegativeFloat = Field(
         1.0, description="Gradients are scaled down to this global norm; 0 for no clipping."
+    )
+    non_finite: Literal["raise", "skip"] = Field(
+        "raise",
+        description="At a NaN or infinite gradient: stop with the weights as they were, or leave out that step.",
+    )
+    update_in_backward: bool = Field(
+        False,
+        description="Update a unit as soon as its gradient has landed and keep no gradients, 2 bytes per parameter less.",
     )
 
     logging_steps: Annotated[StepsOrShare, Field(gt=0)] = Field(
@@ -192,6 +210,22 @@ class RunConfig(BaseModel):
     def _evaluates_something(cls, value: int, info: ValidationInfo) -> int:
         if value != 8 and "eval_datasets" in info.data and info.data["eval_datasets"] is None:
             raise ValueError("is not used without eval_datasets; add them, or remove it")
+        return value
+
+    @field_validator("update_in_backward")
+    @classmethod
+    def _nothing_waits_for_all_gradients(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("max_grad_norm"):
+            raise ValueError("cannot clip by the norm of gradients that are not all known yet; set max_grad_norm: 0")
+        if value and info.data.get("non_finite") == "skip":
+            raise ValueError("cannot skip a step of which a part is done; remove non_finite: skip")
+        return value
+
+    @field_validator("lr_scheduler_kwargs")
+    @classmethod
+    def _schedule_has_settings(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("lr_scheduler_type") in ("constant", "constant_with_warmup"):
+            raise ValueError(f"is not used by lr_scheduler_type: {info.data['lr_scheduler_type']}; remove it")
         return value
 
     @field_validator("warmup_steps")

@@ -46,6 +46,10 @@ class NonFiniteError(HorizonError, ArithmeticError):
     exit_code = 5
 
 
+class NonFiniteWarning(RuntimeWarning):
+    """A step was left out because a gradient was NaN or infinite."""
+
+
 class InterruptedRunError(HorizonError):
     """The user or the system asked the run to stop."""
 

@@ -1,6 +1,7 @@
 """What a run measures, and where it says so: ``metrics.jsonl``, and a bar on a terminal or plain lines elsewhere."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,21 +29,23 @@ class Metrics:
         self.started = time.perf_counter()
         self._window_started = self.started
         self._losses: list[float] = []
-        self._window_trained = self._window_total = 0
+        self._window_steps = self._window_trained = self._window_total = 0
 
     def add(self, step: int, loss: float, batch: Batch) -> bool:
         """Count a step, from 1; true if it is to be logged."""
-        self._losses.append(loss)
+        if math.isfinite(loss):  # of a step that was left out
+            self._losses.append(loss)
+        self._window_steps += 1
         self._window_trained += batch.num_trained
         self._window_total += batch.num_tokens
         return step == 1 or step % self._log_every == 0 or step == self._num_steps
 
-    def line(self, step: int, grad_norm: float, learning_rate: float, device_bytes_peak: int) -> dict[str, Any]:
+    def line(self, step: int, optimizer: Any, learning_rate: float, device_bytes_peak: int) -> dict[str, Any]:
         """A line of ``metrics.jsonl``, over the steps since the last one.
 
         Returns:
-            ``loss``: mean over these steps of the loss per trained token; ``grad_norm``: of this step, before
-            clipping; ``learning_rate``: used in this step; ``tokens_*``: since the run began, without padding;
+            ``loss``: mean over these steps of the loss per trained token, null if all were skipped; ``grad_norm``: of the
+            last applied step, before clipping; ``steps_skipped`` since the run began; ``learning_rate``: used in this step; ``tokens_*``: since the run began, without padding;
             ``*_per_second``: over these steps; ``device_bytes_peak``: of the engine's buffers; ``host_rss_bytes``;
             ``seconds`` since the run began; ``eta_seconds``.
         """
@@ -53,8 +56,9 @@ class Metrics:
         line = {
             "step": step,
             "epoch": round(step / self._steps_per_epoch, 4),
-            "loss": sum(self._losses) / len(self._losses),
-            "grad_norm": grad_norm,
+            "loss": sum(self._losses) / len(self._losses) if self._losses else None,
+            "grad_norm": optimizer.grad_norm,
+            "steps_skipped": optimizer.num_skipped,
             "learning_rate": learning_rate,
             "tokens_trained": self.tokens_trained,
             "tokens_total": self.tokens_total,
@@ -63,9 +67,10 @@ class Metrics:
             "device_bytes_peak": device_bytes_peak,
             "host_rss_bytes": psutil.Process().memory_info().rss,
             "seconds": round(now - self.started, 3),
-            "eta_seconds": round(seconds / len(self._losses) * (self._num_steps - step), 1),
+            "eta_seconds": round(seconds / self._window_steps * (self._num_steps - step), 1),
         }
-        self._window_started, self._losses, self._window_trained, self._window_total = now, [], 0, 0
+        self._window_started, self._losses = now, []
+        self._window_steps = self._window_trained = self._window_total = 0
         return line
 
 
@@ -76,12 +81,16 @@ def describe(line: dict[str, Any], num_steps: int) -> str:
             f"step {line['step']}/{num_steps}  held-out loss {line['eval_loss']:.4f} ({line['eval_tokens']:,} tokens)"
         )
     return (
-        f"step {line['step']}/{num_steps}  epoch {line['epoch']:.2f}  loss {line['loss']:.4f}  "
-        f"grad norm {line['grad_norm']:.2f}  lr {line['learning_rate']:.2e}  "
+        f"step {line['step']}/{num_steps}  epoch {line['epoch']:.2f}  loss {_number(line['loss'], '.4f')}  "
+        f"grad norm {_number(line['grad_norm'], '.2f')}  lr {line['learning_rate']:.2e}  "
         f"tokens/s {line['trained_tokens_per_second']:.0f} trained, {line['tokens_per_second']:.0f} in all  "
         f"device {format_bytes(line['device_bytes_peak'])}  host {format_bytes(line['host_rss_bytes'])}  "
         f"left {format_seconds(line['eta_seconds'])}"
     )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "none" if value is None else format(value, form)
 
 
 class Reporter:

@@ -1,13 +1,14 @@
 """A training run, from a `RunConfig` to a model in a folder."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import DatasetConfig, RunConfig
-from horizon_lm.errors import ConfigError, NonFiniteError, first_line
+from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, first_line
 from horizon_lm.interrupts import Interrupts
 from horizon_lm.metrics import Metrics, Reporter
 from horizon_lm.run_folder import RunFolder
@@ -61,12 +62,12 @@ def train(config: RunConfig, say: Callable[[str], None] | None = None) -> RunRes
             interrupts.check(step - 1, num_steps, folder.metrics_file)
             batch = loader.batch(step - 1)
             loss = compute_loss(model, batch)
-            loss_value = finite(loss, step, batch, folder)
+            loss_value = finite(loss, step, batch, config, folder)
             loss.backward()
-            update(optimizer, step, batch, folder)
+            update(optimizer, step, batch, folder, reporter)
             if metrics.add(step, loss_value, batch):
                 learning_rate = scheduler.get_last_lr()[0]
-                reporter.write(metrics.line(step, optimizer.grad_norm, learning_rate, _device_bytes_peak(model)))
+                reporter.write(metrics.line(step, optimizer, learning_rate, _device_bytes_peak(model)))
             scheduler.step()
             optimizer.zero_grad()
             reporter.advance(loss_value)
@@ -136,6 +137,7 @@ def load_training_rows(config: RunConfig, tokenizer: Any, reporter: Reporter) ->
 
 def load_model(config: RunConfig) -> Any:
     """The run's model, streamed and in training mode."""
+    import torch
     import transformers
 
     import horizon_lm
@@ -156,6 +158,7 @@ def load_model(config: RunConfig) -> Any:
         gguf_file=config.gguf_file,
         trust_remote_code=config.trust_remote_code,
         attn_implementation=config.attn_implementation,
+        grad_dtype=None if config.grad_dtype is None else getattr(torch, config.grad_dtype),
     )
     return model.train()
 
@@ -184,9 +187,20 @@ def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any,
         max_grad_norm=config.max_grad_norm or None,
         params=_decay_groups(model, config.weight_decay),
         seed=config.seed,
+        moments=config.moments,
+        non_finite=config.non_finite,
+        update_in_backward=config.update_in_backward,
     )
     num_warmup_steps = _steps(config.warmup_steps, num_steps)
-    return optimizer, get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps, num_steps)
+    try:
+        scheduler = get_scheduler(
+            config.lr_scheduler_type, optimizer, num_warmup_steps, num_steps, config.lr_scheduler_kwargs
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"lr_scheduler_kwargs: {config.lr_scheduler_type} refuses them: {first_line(error)}"
+        ) from error
+    return optimizer, scheduler
 
 
 def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | None:
@@ -225,24 +239,35 @@ def compute_loss(model: Any, batch: Any) -> Any:
     return output.loss
 
 
-def finite(loss: Any, step: int, batch: Any, folder: RunFolder) -> float:
-    """The loss as a number; NonFiniteError if it is NaN or infinite."""
+def finite(loss: Any, step: int, batch: Any, config: RunConfig, folder: RunFolder) -> float:
+    """The loss as a number; NonFiniteError if it is NaN or infinite, unless such steps are left out."""
     value = float(loss.item())
-    if not math.isfinite(value):
+    if not math.isfinite(value) and config.non_finite == "raise":
         raise NonFiniteError(_non_finite(f"the loss is {value}", step, batch, folder))
     return value
 
 
-def update(optimizer: Any, step: int, batch: Any, folder: RunFolder) -> None:
+def update(optimizer: Any, step: int, batch: Any, folder: RunFolder, reporter: Reporter) -> None:
     """An optimizer step; it refuses gradients that are not finite, and this tells where they come from."""
     try:
-        optimizer.step()
+        skipped = optimizer.num_skipped
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NonFiniteWarning)  # said below, with the rows
+            optimizer.step()
     except NonFiniteError as error:
+        if optimizer.torn:
+            raise NonFiniteError(f"{error} Rows of this step: {_places(batch)}") from error
         raise NonFiniteError(_non_finite("the gradient is not finite", step, batch, folder)) from error
+    if optimizer.num_skipped > skipped:
+        reporter.say(f"step {step}: skipped, because the gradient is not finite. Its rows: {_places(batch)}")
+
+
+def _places(batch: Any) -> str:
+    return ", ".join(batch.places[:8]) + (", ..." if len(batch.places) > 8 else "")
 
 
 def _non_finite(what: str, step: int, batch: Any, folder: RunFolder) -> str:
-    places = ", ".join(batch.places[:8]) + (", ..." if len(batch.places) > 8 else "")
+    places = _places(batch)
     before = f"as step {step - 1} left them" if step > 1 else "as they were loaded"
     remedy = "lower learning_rate" if step > 1 else "check the weights of the model"
     return (

@@ -143,6 +143,43 @@ def test_a_fault_at_every_operation(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("base", [CpuDevice, SimulatedDevice])
+def test_a_fault_at_every_operation_of_an_update_in_backward(base: type[CpuDevice]) -> None:
+    """Before the first unit is updated nothing is lost; after that the model is torn, and says so."""
+
+    def made(device: Any) -> tuple[Any, Any]:
+        model = horizon_lm.stream(families.build("llama"), device, precision="float32", boundaries="host")
+        return model, horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
+
+    model, optimizer = made("cpu")
+    expected = step(model, optimizer, 1), step(model, optimizer, 2), weights(model)
+    fuse = Fuse()
+    model, optimizer = made(fused(base, fuse))
+    step(model, optimizer, 1)
+    fuse.arm(10**9)
+    step(model, optimizer, 2)
+    outcomes = {"torn": 0, "recovered": 0}
+    for at in range(fuse.count):
+        again = Fuse()
+        model, optimizer = made(fused(base, again))
+        assert step(model, optimizer, 1) == expected[0]
+        again.arm(at)
+        with pytest.raises(InjectedError):
+            step(model, optimizer, 2)
+        if optimizer.torn:
+            outcomes["torn"] += 1
+            with pytest.raises(TornModelError):
+                step(model, optimizer, 2)
+            continue
+        outcomes["recovered"] += 1
+        assert_idle(model)
+        optimizer.zero_grad()
+        assert step(model, optimizer, 2) == expected[1]
+        assert all(torch.equal(a, b) for a, b in zip(weights(model), expected[2], strict=True)), again.blown_at
+    print(f"{base.name}, update in backward: {outcomes}")
+    assert min(outcomes.values()) > 5
+
+
 def test_a_copy_that_fails_half_way(monkeypatch: pytest.MonkeyPatch, undisturbed: Any) -> None:
     device = SimulatedDevice(3)
     model, optimizer = make(device)

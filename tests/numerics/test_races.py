@@ -22,6 +22,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "boundaries on the host": {"boundaries": "host"},
     "micro-batches": {"boundaries": "host", "device_micro_batch_size": 1},
     "whole head": {"head": "whole", "boundaries": "host"},
+    "update in backward": {"boundaries": "host", "update_in_backward": True},
+    "update in backward, tied": {"tied": True, "update_in_backward": True},
 }
 
 
@@ -33,6 +35,8 @@ def losses_of(model: Any, num_steps: int) -> Iterator[float]:
         return model(**families.batch(seed=seed)).loss
 
     for step in range(num_steps):
+        with torch.no_grad():
+            yield forward(98).item()
         loss = forward(step)
         yield loss.item()
         forward(50)
@@ -50,11 +54,48 @@ def losses_of(model: Any, num_steps: int) -> Iterator[float]:
         optimizer.zero_grad()
 
 
-def train(device: Any, expected: Result | None = None, num_steps: int = 2, **settings: Any) -> Result:
+def losses_of_one_backward(model: Any, num_steps: int) -> Iterator[float]:
+    """The same with one backward a step, in which the weights change."""
+    optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
+
+    def forward(seed: int) -> torch.Tensor:
+        return model(**families.batch(seed=seed)).loss
+
+    def step(loss: torch.Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for seed in range(num_steps):
+        loss = forward(seed)
+        yield loss.item()
+        yield forward(50).item()  # abandoned
+        with torch.no_grad():
+            yield forward(99).item()
+        step(3 * loss)
+        with torch.no_grad():
+            yield forward(99).item()
+        held = forward(51)  # has the head's buffer, so that the next one has to do without
+        yield held.item()
+        loss = forward(8)
+        yield loss.item()
+        step(loss)
+        del held
+        with torch.no_grad():
+            yield forward(97).item()
+        loss = forward(9)
+        yield loss.item()
+        step(2 * loss)
+
+
+def train(
+    device: Any, expected: Result | None = None, num_steps: int = 2, tied: bool = False, update_in_backward: bool = False,
+    **settings: Any,
+) -> Result:  # fmt: skip
     """Losses and final weights. Stops at the first loss that is not the expected one."""
-    model = horizon_lm.stream(families.build("llama"), device, **settings)
+    model = horizon_lm.stream(families.build("llama", tie_word_embeddings=tied), device, **settings)
     losses: list[float] = []
-    for loss in losses_of(model, num_steps):
+    for loss in (losses_of_one_backward if update_in_backward else losses_of)(model, num_steps):
         losses.append(loss)
         if expected is not None and loss != expected[0][len(losses) - 1]:
             return losses, []

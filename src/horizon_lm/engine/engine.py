@@ -347,6 +347,10 @@ class Engine:
         """An update failed inside a kernel: some weights are new, some old."""
         self._torn = f"{type(error).__name__}: {error}"
 
+    @property
+    def torn(self) -> bool:
+        return self._torn is not None
+
     def check_alive(self) -> None:
         """Finish pending updates. TornModelError if one failed half-way."""
         if self._torn is not None:
@@ -393,9 +397,16 @@ class Engine:
 
     def wait_for_grads(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""
-        if self._grad_tasks and self._backward_of is None:
-            tasks, self._grad_tasks = self._grad_tasks, []
-            self.device.wait(tasks)
+        if not self._grad_tasks or self._backward_of is not None:
+            return
+        try:
+            self.device.wait(self._grad_tasks)
+        except Exception as error:  # a copy failed, so a gradient is incomplete; an interrupt only ends the waiting
+            self._grad_tasks, self.grads_invalid = [], True
+            if self._in_backward is not None:
+                self.tear(error)
+            raise
+        self._grad_tasks = []
 
     def drain(self) -> None:
         """Block until nothing is on its way, and all updates are done."""

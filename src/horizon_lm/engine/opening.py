@@ -18,7 +18,7 @@ from horizon_lm.model import capture, source
 from horizon_lm.model.parts import ModelParts, find_parts
 from horizon_lm.model.skeleton import build_skeleton
 from horizon_lm.store.load import Checkpoint, load_weights
-from horizon_lm.store.precision import get_precision
+from horizon_lm.store.precision import Precision, get_precision
 from horizon_lm.store.store import Store
 
 
@@ -32,6 +32,7 @@ def stream(
     boundaries: str = "device",
     head_chunk_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
     device_memory: int | None = None,
     check_recompute: bool = False,
 ) -> Any:
@@ -50,6 +51,8 @@ def stream(
         boundaries: where a block's input waits for the backward: ``device`` or ``host``.
         head_chunk_tokens: tokens whose logits exist at once with ``chunked``; None for about 64 MiB of logits.
         compute_dtype: on the device; None for float32 on the CPU and the stored dtype elsewhere.
+        grad_dtype: of the gradients in host memory, 2 or 4 bytes per parameter; None for float32 in precision ``float32``
+            and bfloat16 otherwise. Several backward calls per step add up with fewer roundings in float32.
         device_memory: bytes that buffers on the device may take; None for no limit of ours.
         check_recompute: compare each recomputed output with the forward's (for tests; keeps all outputs).
 
@@ -60,7 +63,7 @@ def stream(
     return _stream(
         model,
         Settings(
-            device, precision, device_micro_batch_size, head, boundaries, head_chunk_tokens, compute_dtype,
+            device, precision, device_micro_batch_size, head, boundaries, head_chunk_tokens, compute_dtype, grad_dtype,
             device_memory, check_recompute,
         ),
     )  # fmt: skip
@@ -76,6 +79,7 @@ def from_pretrained(
     boundaries: str = "device",
     head_chunk_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
     device_memory: int | None = None,
     check_recompute: bool = False,
     gguf_file: str | None = None,
@@ -93,7 +97,7 @@ def from_pretrained(
     The other arguments, and what they raise, are those of `stream`.
     """
     settings = Settings(
-        device, precision, device_micro_batch_size, head, boundaries, head_chunk_tokens, compute_dtype,
+        device, precision, device_micro_batch_size, head, boundaries, head_chunk_tokens, compute_dtype, grad_dtype,
         device_memory, check_recompute,
     )  # fmt: skip
     folder = source.local_folder(model_name_or_path)
@@ -134,11 +138,12 @@ class Settings:
     boundaries: str = "device"
     head_chunk_tokens: int | None = None
     compute_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
     device_memory: int | None = None
     check_recompute: bool = False
 
     def __post_init__(self) -> None:
-        get_precision(self.precision)
+        self.get_precision()
         for name in ("device_micro_batch_size", "head_chunk_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -146,6 +151,10 @@ class Settings:
         for name, choices in (("head", ("chunked", "whole")), ("boundaries", ("device", "host"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}")
+
+    def get_precision(self) -> Precision:
+        """How weights and gradients are kept."""
+        return get_precision(self.precision, self.grad_dtype)
 
     def take_apart(self, model: Any) -> ModelParts:
         """Find the units of a model, and refuse it before anything of it is touched."""
@@ -171,7 +180,7 @@ def _stream(model: Any, settings: Settings) -> Any:
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
     parts = settings.take_apart(model)
-    store = Store(_shapes(parts), get_precision(settings.precision))
+    store = Store(_shapes(parts), settings.get_precision())
     for refs in parts.units.values():
         for ref in refs:
             store.source_dtypes[ref.name] = ref.param.dtype
@@ -187,7 +196,7 @@ def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
 def _empty(model: Any, settings: Settings) -> tuple[ModelParts, Store]:
     """A skeleton whose parameters are views into a new store."""
     parts = settings.take_apart(model)
-    store = Store(_shapes(parts), get_precision(settings.precision))
+    store = Store(_shapes(parts), settings.get_precision())
     for refs in parts.units.values():
         for ref in refs:
             ref.param = nn.Parameter(store.weight(ref.name), ref.param.requires_grad)

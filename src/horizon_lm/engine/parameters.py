@@ -37,7 +37,7 @@ class StreamedParameter(nn.Parameter):
 
     def _hand_out(self) -> None:
         owner = self._owner() if self._owner is not None else None
-        if owner is not None:
+        if owner is not None and _GRAD.__get__(self) is not None:
             owner.hand_out_grad(self)
 
     @property

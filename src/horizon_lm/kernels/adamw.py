@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horizon_lm.kernels.bits import F32, U16, U32, bits_of, float_of, inlined, kernel, mix, stochastic, widen
+from horizon_lm.kernels.bits import F32, U16, U32, bits_of, float_of, fma, inlined, kernel, mix, stochastic, widen
 
 BLOCK = 256  # elements that share a scale in 8-bit moments, as in Dettmers et al. (arXiv 2110.02861)
 
@@ -196,8 +196,8 @@ def update_kernel(weights: str, moments: str, grads: str) -> Any:
             for j in range(size):
                 grad = read_grad(g_, j) * s.clip
                 old = read_first(first_, j, before1)
-                m[j] = old + s.one_minus_beta1 * (grad - old)
-                v[j] = read_second(second_, j, before2) * s.beta2 + s.one_minus_beta2 * grad * grad
+                m[j] = fma(s.one_minus_beta1, grad - old, old)
+                v[j] = fma(s.one_minus_beta2 * grad, grad, read_second(second_, j, before2) * s.beta2)
             per1, per2 = F32(1), F32(1)
             if scaled:
                 scale1[block], scale2[block] = _largest(m, size), _largest(v, size)
@@ -210,7 +210,8 @@ def update_kernel(weights: str, moments: str, grads: str) -> Any:
             for j in range(size):
                 noise = mix(U32(U32(start + j) + number ^ s.key))
                 old = read_weight(w_, low_, j)
-                value = old * s.decay - s.step_size * m[j] / (np.sqrt(v[j]) / s.sqrt_correction2 + s.eps)
+                step = s.step_size * m[j] / (np.sqrt(v[j]) / s.sqrt_correction2 + s.eps)
+                value = old * s.decay - step
                 write_weight(w_, low_, j, value, noise & U32(0xFFFF))
 
     return update

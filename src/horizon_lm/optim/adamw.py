@@ -14,9 +14,8 @@ import torch
 from horizon_lm.device.host_link import dtype_name
 from horizon_lm.device.moves import Move
 from horizon_lm.engine.engine import Engine
-from horizon_lm.engine.parameters import landing_grad
 from horizon_lm.engine.updates import TableGrads
-from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
+from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, StreamingError
 from horizon_lm.kernels.adamw import Scalars
 from horizon_lm.kernels.landing import squares_kernel
 from horizon_lm.optim.moments import Moments
@@ -119,7 +118,7 @@ class AdamW(torch.optim.Optimizer):
             )
         engine.wait_for_grads()
         squares = self._squares()
-        bad = next((unit for unit, value in squares.items() if not math.isfinite(value)), None)
+        bad = next((unit for unit in self._backward_order() if not math.isfinite(squares[unit])), None)
         if bad is not None:
             self._refuse(bad)
             return loss
@@ -130,6 +129,11 @@ class AdamW(torch.optim.Optimizer):
             engine.squares.clear()
             self._advance()
         return loss
+
+    @property
+    def torn(self) -> bool:
+        """Whether an update was not completed, so that the model has to be loaded again."""
+        return self._engine.torn
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
@@ -163,7 +167,7 @@ class AdamW(torch.optim.Optimizer):
         if not self._skips:
             raise NonFiniteError(f"{what}; the weights are unchanged. {remedy}")
         self.num_skipped += 1
-        warnings.warn(f"{what}; this step was skipped", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{what}; this step was skipped", NonFiniteWarning, stacklevel=3)
 
     # The update after a backward
 
@@ -189,10 +193,14 @@ class AdamW(torch.optim.Optimizer):
         blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
         return [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
 
+    def _backward_order(self) -> list[str]:
+        """All units, the one where a backward meets trouble first before those to which it spreads."""
+        return [HEAD, *(block(u) for u in reversed(range(self._engine.parts.num_blocks))), OUTER, EMBED]
+
     def _present(self, unit: str) -> list[str]:
         """Parameters of a unit that have a gradient."""
         layout = self._store.units[unit].grad_layout
-        return [name for name in layout if landing_grad(self._engine.refs[name].param) is not None]
+        return [name for name in layout if not self._engine.is_empty(name)]
 
     # The update in a backward (`engine.updates.UpdatesInBackward`)
 

@@ -1,6 +1,6 @@
 """How a parameter is kept in host memory, and how a master weight is split into halves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,11 +38,14 @@ PRECISIONS = {
 }
 
 
-def get_precision(name: str) -> Precision:
-    """The mode of that name; ConfigError with the choices otherwise."""
+def get_precision(name: str, grad_dtype: torch.dtype | None = None) -> Precision:
+    """The mode of that name, with another dtype of the gradient store if wanted; ConfigError with the choices."""
     if name not in PRECISIONS:
         raise ConfigError(f"precision {name!r} is not known; choose one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
+    if grad_dtype not in (None, torch.bfloat16, torch.float32):
+        raise ConfigError(f"grad_dtype is {grad_dtype}; choose torch.bfloat16 or torch.float32, or None")
+    mode = PRECISIONS[name]
+    return mode if grad_dtype is None else replace(mode, grad_dtype=grad_dtype)
 
 
 def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:

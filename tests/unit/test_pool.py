@@ -1,0 +1,126 @@
+"""Threads for host work: order, sharing of cores, errors; and how many cores there are."""
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizon_lm.device.base import Task
+from horizon_lm.device.cores import usable_cores
+from horizon_lm.device.host_link import HostLink
+from horizon_lm.device.pool import HostPool
+from horizon_lm.schedule.ops import Kind, Op, Stream
+
+
+@dataclass
+class Piece:
+    function: Any
+    host_bytes: int = 0
+
+    def run(self, link: Any) -> None:
+        self.function()
+
+    def split(self, parts: int) -> list[Any]:
+        return [self]
+
+
+def task(*functions: Any) -> Task:
+    return Task(Op(Kind.UPDATE, "block0", Stream.HOST), [], [Piece(f) for f in functions])
+
+
+def test_tasks_start_in_order_and_are_all_done() -> None:
+    pool, seen = HostPool(3, 1, HostLink()), []
+    tasks = [task(*[lambda n=n: seen.append(n)] * 5) for n in range(20)]
+    for each in tasks:
+        pool.submit(each)
+    pool.wait()
+    assert all(each.done for each in tasks)
+    assert sorted(seen) == sorted(list(range(20)) * 5)
+
+
+def test_nothing_runs_before_it_is_ready() -> None:
+    pool, gate, seen = HostPool(3, 1, HostLink()), threading.Event(), []
+    first, second = task(lambda: seen.append(1)), task(lambda: seen.append(2))
+    pool.submit(first, gate.wait)
+    pool.submit(second)
+    assert not first.done
+    assert seen == []
+    gate.set()
+    pool.wait([first, second])
+    assert seen == [1, 2]
+
+
+def test_fewer_threads_while_something_computes() -> None:
+    pool = HostPool(4, 1, HostLink())
+    lock, running, most = threading.Lock(), 0, 0
+
+    def piece() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        threading.Event().wait(0.002)
+        with lock:
+            running -= 1
+
+    pool.computing(True)
+    pool.submit(task(*[piece] * 20))
+    pool.wait()
+    assert most == 1
+    pool.computing(False)
+    pool.submit(task(*[piece] * 40))
+    pool.wait()
+    assert most > 1
+
+
+def test_an_error_reaches_whoever_waits_and_the_rest_goes_on() -> None:
+    pool, seen = HostPool(2, 1, HostLink()), []
+
+    def fails() -> None:
+        raise ValueError("piece")
+
+    bad, good = task(fails, lambda: None), task(lambda: seen.append(1))
+    pool.submit(bad)
+    pool.submit(good)
+    pool.wait([good])
+    with pytest.raises(ValueError, match="piece"):
+        pool.wait([bad])
+    pool.wait()
+    assert seen == [1]
+
+
+def test_a_forgotten_pool_ends_its_threads() -> None:
+    before = threading.active_count()
+    pool = HostPool(3, 1, HostLink())
+    pool.submit(task(lambda: None))
+    pool.wait()
+    del pool
+    for _ in range(200):
+        if threading.active_count() <= before:
+            break
+        threading.Event().wait(0.01)
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize(
+    ("files", "membership", "expected"),
+    [
+        ({"cpu.max": "100000 100000"}, "0::/", 1),
+        ({"a/b/cpu.max": "max 100000", "a/cpu.max": "100000 100000"}, "0::/a/b", 1),
+        ({"cpu/x/cpu.cfs_quota_us": "100000", "cpu/x/cpu.cfs_period_us": "100000"}, "3:cpu,cpuacct:/x\n0::/", 1),
+        ({"cpu.max": "50000 100000"}, "0::/", 1),  # half a core is still one thread
+        ({"cpu.max": "max 100000"}, "0::/", None),
+        ({}, "0::/elsewhere", None),
+    ],
+)
+def test_usable_cores(tmp_path: Path, files: dict[str, str], membership: str, expected: int | None) -> None:
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    (tmp_path / "membership").write_text(membership)
+    everything = usable_cores(tmp_path, tmp_path / "nowhere")
+    assert usable_cores(tmp_path, tmp_path / "membership") == (expected or everything)
+    assert everything >= 1
