@@ -29,11 +29,13 @@ def bits_of(value: Any) -> Any:
     return F32(value).view(U32)
 
 
-@intrinsic
-def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
+def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
     """``a * b + c`` in fp32, rounded once. Asked for by name it is the same on every machine, unlike a compiler's choice."""
     signature = types.float32(types.float32, types.float32, types.float32)
     return signature, lambda context, builder, signature, args: builder.fma(*args)
+
+
+fma: Any = intrinsic(_fma)
 
 
 @inlined

@@ -1,0 +1,111 @@
+"""Why weights in bf16 need help: small updates that rounding to the nearest loses, and the offered modes do not."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import horizon_lm
+from horizon_lm.kernels import adamw
+from horizon_lm.kernels.bits import inlined, nearest
+
+VOCABULARY, ROWS, LENGTH, STEPS = 64, 8, 32, 100
+
+
+def batch(seed: int, shift: int) -> dict[str, torch.Tensor]:
+    """Sequences with a rule to learn: each token follows from the two before it, with a little noise."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    for t in range(2, LENGTH):
+        follows = torch.rand(ROWS, generator=generator) < 0.9
+        ids[:, t] = torch.where(follows, (3 * ids[:, t - 1] + ids[:, t - 2] + shift) % VOCABULARY, ids[:, t])
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture(scope="module")
+def pretrained() -> dict[str, torch.Tensor]:
+    """Weights of a small model that knows one rule."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(STEPS):
+        model(**batch(step, shift=0)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+
+
+def build() -> Any:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def fine_tune(weights: dict[str, torch.Tensor], lr: float, precision: str, **options: Any) -> tuple[float, float]:
+    """Validation loss after learning another rule, and the share of weights that are still what they were."""
+    model = build().to(torch.bfloat16)
+    model.load_state_dict(weights)
+    model = horizon_lm.stream(model, precision=precision)
+    optimizer = horizon_lm.AdamW(model, lr=lr, **options)
+    for step in range(STEPS):
+        model(**batch(1000 + step, shift=7)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        loss = sum(model(**batch(5000 + n, shift=7)).loss.item() for n in range(8)) / 8
+    horizon_lm.synchronize(model)
+    store = model._horizon.engine.store
+    same = sum(int((store.master(name) == weights[name].float()).sum()) for name in store.unit_of)
+    return loss, same / sum(value.numel() for name, value in weights.items() if name in store.unit_of)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "fp32_master": {"precision": "fp32_master"},
+    "bf16, stochastic": {"precision": "bf16"},
+    "fp32_master, bf16 moments": {"precision": "fp32_master", "moments": "bfloat16"},
+    "bf16, bf16 moments": {"precision": "bf16", "moments": "bfloat16"},
+    "fp32_master, 8-bit moments": {"precision": "fp32_master", "moments": "8bit"},
+    "bf16, 8-bit moments": {"precision": "bf16", "moments": "8bit"},
+    "bf16, in the backward": {"precision": "bf16", "update_in_backward": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("lr", "modes", "never_changed"), [(1e-5, ["fp32_master", "bf16, stochastic"], 0.8), (1e-4, list(MODES), 0.2)]
+)
+def test_rounding_to_the_nearest_loses_what_the_modes_keep(
+    pretrained: dict[str, torch.Tensor],
+    lr: float,
+    modes: list[str],
+    never_changed: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, _ = fine_tune(pretrained, 0.0, "float32")
+    exact, _ = fine_tune(pretrained, lr, "float32")
+    learned = before - exact
+    results = {name: fine_tune(pretrained, lr, **MODES[name]) for name in modes}
+    monkeypatch.setitem(adamw._WEIGHTS, "bf16", (adamw._WEIGHTS["bf16"][0], _write_nearest))
+    adamw.update_kernel.cache_clear()
+    adamw.rows_kernel.cache_clear()
+    try:
+        lost, unchanged = fine_tune(pretrained, lr, "bf16")
+    finally:
+        adamw.update_kernel.cache_clear()
+        adamw.rows_kernel.cache_clear()
+
+    print(f"lr {lr}: before {before:.4f}, float32 {exact:.4f}; nearest {lost:.4f} ({unchanged:.1%} never changed)")
+    for name, (loss, same) in results.items():
+        print(f"  {name}: {loss:.4f} ({same:.1%} never changed)")
+    assert learned > 0.005
+    assert lost - exact > 0.3 * learned
+    assert unchanged > never_changed
+    for name, (loss, _) in results.items():
+        assert abs(loss - exact) < 0.1 * learned, name
+
+
+@inlined
+def _write_nearest(weights: Any, low: Any, i: int, value: Any, noise: Any) -> None:
+    weights[i] = nearest(value)
