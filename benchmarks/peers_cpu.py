@@ -149,7 +149,7 @@ def report(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace)
     lines = [
         "# Peers on a CPU",
         "",
-        f"{date.today().isoformat()}, {_processor()}, {os.cpu_count()} cores. {_versions()}.",
+        f"{date.today().isoformat()}, {processor()}, {os.cpu_count()} cores. {versions('torch', 'transformers', 'deepspeed')}.",
         f"Model: {Path(arguments.model).name}; {ROWS} x {LENGTH} tokens a step, clipping at {MAX_GRAD_NORM}, "
         f"{arguments.rounds} processes of {arguments.steps} timed steps each, taking turns; the first step is not timed.",
         "Peak memory is the process's largest resident set, interpreter and libraries included.",
@@ -176,7 +176,8 @@ def report(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace)
     return "\n".join(lines) + "\n"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of this machine's processor."""
     if Path("/proc/cpuinfo").is_file():
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -184,9 +185,10 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _versions() -> str:
+def versions(*packages: str) -> str:
+    """Python's version, and those of packages that are installed."""
     found = []
-    for package in ("torch", "transformers", "deepspeed"):
+    for package in packages:
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:

@@ -293,7 +293,7 @@ class Engine:
     def is_empty(self, name: str) -> bool:
         """Whether a parameter has no gradient yet, so that the next one overwrites."""
         grad = landing_grad(self.refs[name].param)
-        if grad is not None and grad.data_ptr() != self.store.grad(name).data_ptr():
+        if grad is not None and grad.data_ptr() != self.store.grad_address(name):
             raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
         return grad is None
 

@@ -162,32 +162,34 @@ _MOMENTS = {
 }
 
 
-@cache
-def update_kernel(weights: str, moments: str, grads: str) -> Any:
-    """The compiled update of consecutive elements, for ways to keep weights, moments and gradients.
+@inlined
+def _largest(values: Any, size: int) -> Any:
+    """Largest magnitude. Bit patterns of positive numbers have the order of the numbers, and integers are compared fast."""
+    largest = U32(0)
+    for j in range(size):
+        largest = max(largest, U32(bits_of(values[j]) & U32(0x7FFFFFFF)))
+    return float_of(largest)
 
-    Args:
-        weights: ``float32``, ``bf16`` or ``fp32_master``.
-        moments: ``float32``, ``bfloat16`` or ``8bit``.
-        grads: ``float32`` or ``bfloat16``.
 
-    Returns:
-        ``update(weights, low, grads, first, second, scale1, scale2, number, scalars)`` for arrays of one length but for the
-        scales, of which there is one for each `BLOCK` elements; bf16 as uint16. What a mode does not use is an empty
-        array of the same kind. ``number``: of the first element, for the noise.
-    """
+@inlined
+def _inverse(scale: Any) -> Any:
+    return F32(1) / scale if scale > F32(0) else F32(0)
+
+
+def _update(weights: str, moments: str, grads: str) -> Any:
+    """The update of consecutive elements, to be inlined. ``m`` and ``v`` are scratch space for one block."""
     read_weight, write_weight = _WEIGHTS[weights]
     read_grad = _READ[grads]
     scaled = moments == "8bit"
     read_first, write_first, read_second, write_second = _MOMENTS[moments]
 
-    @kernel
+    @inlined
     def update(
-        weights: Any, low: Any, grads: Any, first: Any, second: Any, scale1: Any, scale2: Any, number: Any, s: Any
-    ) -> None:
+        weights: Any, low: Any, grads: Any, first: Any, second: Any, scale1: Any, scale2: Any, number: Any, s: Any,
+        m: Any, v: Any,
+    ) -> None:  # fmt: skip
         # Several short loops over a block that stays in the cache: one loop over all arrays is not vectorized, because
         # too many of them might overlap.
-        m, v = np.empty(BLOCK, F32), np.empty(BLOCK, F32)
         for start in range(0, len(weights), BLOCK):
             block, size = start // BLOCK, min(BLOCK, len(weights) - start)
             g_, first_, second_ = grads[start:], first[start:], second[start:]
@@ -211,24 +213,35 @@ def update_kernel(weights: str, moments: str, grads: str) -> Any:
                 noise = mix(U32(U32(start + j) + number ^ s.key))
                 old = read_weight(w_, low_, j)
                 step = s.step_size * m[j] / (np.sqrt(v[j]) / s.sqrt_correction2 + s.eps)
-                value = old * s.decay - step
-                write_weight(w_, low_, j, value, noise & U32(0xFFFF))
+                write_weight(w_, low_, j, old * s.decay - step, noise & U32(0xFFFF))
 
     return update
 
 
-@inlined
-def _largest(values: Any, size: int) -> Any:
-    """Largest magnitude. Bit patterns of positive numbers have the order of the numbers, and integers are compared fast."""
-    largest = U32(0)
-    for j in range(size):
-        largest = max(largest, U32(bits_of(values[j]) & U32(0x7FFFFFFF)))
-    return float_of(largest)
+@cache
+def update_kernel(weights: str, moments: str, grads: str) -> Any:
+    """The compiled update of consecutive elements, for ways to keep weights, moments and gradients.
 
+    Args:
+        weights: ``float32``, ``bf16`` or ``fp32_master``.
+        moments: ``float32``, ``bfloat16`` or ``8bit``.
+        grads: ``float32`` or ``bfloat16``.
 
-@inlined
-def _inverse(scale: Any) -> Any:
-    return F32(1) / scale if scale > F32(0) else F32(0)
+    Returns:
+        ``update(weights, low, grads, first, second, scale1, scale2, number, scalars)`` for arrays of one length but for the
+        scales, of which there is one for each `BLOCK` elements; bf16 as uint16. What a mode does not use is an empty
+        array of the same kind. ``number``: of the first element, for the noise.
+    """
+    update_span = _update(weights, moments, grads)
+
+    @kernel
+    def update(
+        weights: Any, low: Any, grads: Any, first: Any, second: Any, scale1: Any, scale2: Any, number: Any, s: Any
+    ) -> None:
+        m, v = np.empty(BLOCK, F32), np.empty(BLOCK, F32)
+        update_span(weights, low, grads, first, second, scale1, scale2, number, s, m, v)
+
+    return update
 
 
 @cache
@@ -239,18 +252,19 @@ def rows_kernel(weights: str, moments: str, grads: str) -> Any:
         ``update(weights, low, grads, first, second, scale1, scale2, width, blocks, rows, grad_rows, scalars)``: row
         ``rows[i]`` of the table, of ``width`` elements and ``blocks`` scales, with row ``grad_rows[i]`` of ``grads``.
     """
-    update_row = update_kernel(weights, moments, grads)
+    update_row = _update(weights, moments, grads)
 
     @kernel
     def update(
         weights: Any, low: Any, grads: Any, first: Any, second: Any, scale1: Any, scale2: Any, width: int, blocks: int,
         rows: Any, grad_rows: Any, s: Any,
     ) -> None:  # fmt: skip
+        m, v = np.empty(BLOCK, F32), np.empty(BLOCK, F32)
         for r in range(len(rows)):
             a, b, g = rows[r] * width, rows[r] * blocks, grad_rows[r] * width
             update_row(
                 weights[a : a + width], low[a : a + width], grads[g : g + width], first[a : a + width],
-                second[a : a + width], scale1[b : b + blocks], scale2[b : b + blocks], U32(a), s,
+                second[a : a + width], scale1[b : b + blocks], scale2[b : b + blocks], U32(a), s, m, v,
             )  # fmt: skip
 
     return update

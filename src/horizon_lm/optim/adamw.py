@@ -6,7 +6,7 @@ on the host, unit by unit in the order in which the next forward needs them, and
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,14 @@ from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, Str
 from horizon_lm.kernels.adamw import Scalars
 from horizon_lm.kernels.landing import squares_kernel
 from horizon_lm.optim.moments import Moments
-from horizon_lm.optim.updates import Hyperparameters, TableRows, UnitArrays, noise_key, span_pieces
+from horizon_lm.optim.updates import (
+    Hyperparameters,
+    TableRows,
+    UnitArrays,
+    compile_kernels,
+    noise_key,
+    span_pieces,
+)
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
 from horizon_lm.store.arena import as_array
@@ -91,6 +98,8 @@ class AdamW(torch.optim.Optimizer):
             for name in slabs.grad_layout:
                 views = self._moments.state(unit, slabs.grad_layout, name)
                 self.state[self._engine.refs[name].param] = {"step": torch.tensor(0.0), **views}
+        self._steps = dict.fromkeys(self.state, 0)
+        compile_kernels(self._arrays[EMBED])
 
     def _trainable(self) -> list[torch.nn.Parameter]:
         params = [ref.param for ref in self._engine.refs.values() if ref.param.requires_grad]
@@ -117,14 +126,15 @@ class AdamW(torch.optim.Optimizer):
                 "optimizer.zero_grad() and repeat the step"
             )
         engine.wait_for_grads()
-        squares = self._squares()
+        present = {unit: self._present(unit) for unit in self._store.units}
+        squares = self._squares(present)
         bad = next((unit for unit in self._backward_order() if not math.isfinite(squares[unit])), None)
         if bad is not None:
             self._refuse(bad)
             return loss
         self.grad_norm = sum(squares.values()) ** 0.5
         if not self._in_backward:
-            self._update()
+            self._update(present)
         elif self._hyper:
             engine.squares.clear()
             self._advance()
@@ -141,15 +151,15 @@ class AdamW(torch.optim.Optimizer):
             self._hyper = {}
         self._engine.clear_grads()
 
-    def _squares(self) -> dict[str, float]:
+    def _squares(self, present: Mapping[str, list[str]]) -> dict[str, float]:
         """By unit, the sum of squares of the gradients as they are stored; what is not known is read again."""
         squares = {}
         for unit, slabs in self._store.units.items():
-            present = list(slabs.grad_layout) if self._in_backward else self._present(unit)
-            known = self._engine.squares.of(unit) if len(present) == len(slabs.grad_layout.entries) else None
-            if known is None and present and slabs.grads.numel():
+            names = present[unit]
+            known = self._engine.squares.of(unit) if len(names) == len(slabs.grad_layout.entries) else None
+            if known is None and names and slabs.grads.numel():
                 kernel = squares_kernel(dtype_name(slabs.grads))
-                known = sum(kernel(as_array(slabs.grad_layout.view(slabs.grads, n).view(-1))) for n in present)
+                known = sum(kernel(as_array(slabs.grad_layout.view(slabs.grads, n).view(-1))) for n in names)
             squares[unit] = known or 0.0
         return squares
 
@@ -171,18 +181,18 @@ class AdamW(torch.optim.Optimizer):
 
     # The update after a backward
 
-    def _update(self) -> None:
+    def _update(self, present: Mapping[str, list[str]]) -> None:
         clip = 1.0
         if self.max_grad_norm is not None:
             assert self.grad_norm is not None
             clip = min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         self._hyper = self._hyperparameters()
         moves = {
-            unit: self._pieces(unit, self._present(unit), self._store.units[unit].grads, clip)
+            unit: self._pieces(unit, present[unit], self._store.units[unit].grads, clip)
             for unit in self._deadline_order()
         }
         table = None
-        if self._present(EMBED):
+        if present[EMBED]:
             table = self._table(TableGrads(self._store.grad(*self._store.units[EMBED].layout), None), clip)
         schedule = build.update(self._engine.layout, [unit for unit, pieces in moves.items() if pieces])
         self._engine.run_update(schedule, moves, table)
@@ -200,6 +210,8 @@ class AdamW(torch.optim.Optimizer):
     def _present(self, unit: str) -> list[str]:
         """Parameters of a unit that have a gradient."""
         layout = self._store.units[unit].grad_layout
+        if self._in_backward:
+            return list(layout)
         return [name for name in layout if not self._engine.is_empty(name)]
 
     # The update in a backward (`engine.updates.UpdatesInBackward`)
@@ -222,27 +234,38 @@ class AdamW(torch.optim.Optimizer):
 
     def _pieces(self, unit: str, names: list[str], grads: torch.Tensor, clip: float) -> list[Move]:
         """The update of some of a unit's parameters with the gradient slab of the unit."""
+        arrays, values, guard = self._arrays[unit], as_array(grads), self._guard(unit)
         return [
             piece
-            for name in names
-            if id(self._engine.refs[name].param) in self._hyper
-            for piece in span_pieces(
-                self._arrays[unit], name, grads, self._scalars(unit, name, clip), self._engine.tear, self._guard(unit)
-            )
+            for run, scalars in self._runs(unit, names, clip)
+            for piece in span_pieces(arrays, run, values, scalars, self._engine.tear, guard)
         ]
 
-    def _table(self, grads: TableGrads, clip: float) -> TableRows | None:
-        (name,) = self._store.units[EMBED].layout
-        if id(self._engine.refs[name].param) not in self._hyper:
-            return None
-        scalars = self._scalars(EMBED, name, clip)
-        return TableRows(self._arrays[EMBED], grads, scalars, self._engine.tear, self._guard(EMBED))
+    def _runs(self, unit: str, names: list[str], clip: float) -> list[tuple[list[str], Scalars]]:
+        """Parameters that are updated alike and lie one behind the other, with what their updates have in common."""
+        arrays = self._arrays[unit]
+        order = {name: number for number, name in enumerate(arrays.layout)}
+        runs: list[tuple[list[str], Scalars]] = []
+        before: tuple[Any, ...] = ()
+        for name in names:
+            param = self._engine.refs[name].param
+            hyper = self._hyper.get(id(param))
+            if hyper is None:
+                continue
+            step = self._steps[param] + 1
+            if arrays.mergeable and before == (order[name] - 1, hyper, step):
+                runs[-1][0].append(name)
+            else:
+                runs.append(([name], hyper.scalars(step, clip, noise_key(self._seed, self._step + 1, unit))))
+            before = order[name], hyper, step
+            self._stepped.append(param)
+        return runs
 
-    def _scalars(self, unit: str, name: str, clip: float) -> Scalars:
-        param = self._engine.refs[name].param
-        self._stepped.append(param)
-        key = noise_key(self._seed, self._step + 1, unit)
-        return self._hyper[id(param)].scalars(int(self.state[param]["step"]) + 1, clip, key)
+    def _table(self, grads: TableGrads, clip: float) -> TableRows | None:
+        runs = self._runs(EMBED, list(self._store.units[EMBED].layout), clip)
+        if not runs:
+            return None
+        return TableRows(self._arrays[EMBED], grads, runs[0][1], self._engine.tear, self._guard(EMBED))
 
     def _guard(self, unit: str) -> Callable[[], bool]:
         """Whether a unit may be updated when its turn comes. After a backward that is known; in one it is not."""
@@ -268,7 +291,8 @@ class AdamW(torch.optim.Optimizer):
     def _advance(self) -> None:
         """The step is on its way: what comes next belongs to the next one."""
         for param in self._stepped:
-            self.state[param]["step"] += 1
+            self._steps[param] += 1
+        torch._foreach_add_([self.state[param]["step"] for param in self._stepped], 1.0)
         self._step += 1
         self._hyper = {}
 
@@ -297,4 +321,5 @@ class AdamW(torch.optim.Optimizer):
                 own["state"][index][key].copy_(value)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
-        self._step = max((int(s["step"]) for s in self.state.values()), default=0)
+        self._steps = {param: int(state["step"]) for param, state in self.state.items()}
+        self._step = max(self._steps.values(), default=0)

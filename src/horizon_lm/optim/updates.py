@@ -60,7 +60,19 @@ class UnitArrays:
         self.first, self.second = as_array(own.first), as_array(own.second)
         self.scale1, self.scale2 = as_array(own.scale1), as_array(own.scale2)
         self.scale_starts = own.scale_starts
+        self.mergeable = moments.kind != "8bit"  # whose blocks begin with each parameter
         self.modes = (store.precision.name, moments.kind, dtype_name(torch.empty(0, dtype=store.precision.grad_dtype)))
+
+
+def compile_kernels(arrays: UnitArrays) -> None:
+    """Compile what an update needs, so that the first step takes no longer than the others."""
+    scalars = Hyperparameters(0.0, 0.9, 0.9, 1.0, 0.0).scalars(1, 1.0, 0)
+    values = as_array(torch.empty(0, dtype=getattr(torch, arrays.modes[2])))
+    slabs = [a[:0] for a in (arrays.weights, arrays.low, values, arrays.first, arrays.second)]
+    scales = [a[:0] for a in (arrays.scale1, arrays.scale2)]
+    nothing = np.empty(0, np.int64)
+    update_kernel(*arrays.modes)(*slabs, *scales, np.uint32(0), scalars)
+    rows_kernel(*arrays.modes)(*slabs, *scales, 1, 0, nothing, nothing, scalars)
 
 
 Tear = Callable[[BaseException], None]
@@ -97,18 +109,22 @@ class _Work:
 
 
 def span_pieces(
-    arrays: UnitArrays, name: str, grads: torch.Tensor, scalars: Scalars, tear: Tear, guard: Guard
+    arrays: UnitArrays, names: Sequence[str], values: Any, scalars: Scalars, tear: Tear, guard: Guard
 ) -> list[Move]:
-    """The update of one parameter with the gradient slab of its unit."""
+    """The update of parameters that lie one behind the other, with the gradient slab of their unit as an array.
+
+    The padding between them is updated, too: zeros stay zeros. With 8-bit moments ``names`` is one.
+    """
     kernel = update_kernel(*arrays.modes)
-    values = as_array(grads)
-    place, grad_place = arrays.layout.entries[name], arrays.grad_layout.entries[name]
+    place, grad_place = arrays.layout.entries[names[0]], arrays.grad_layout.entries[names[0]]
+    last = arrays.layout.entries[names[-1]]
+    numel = last.offset + last.numel - place.offset
 
     def update(offset: int, size: int) -> None:
         w, g = place.offset + offset, grad_place.offset + offset
         scales = slice(0, 0)
         if arrays.scale_starts:
-            first = arrays.scale_starts[name] + offset // BLOCK
+            first = arrays.scale_starts[names[0]] + offset // BLOCK
             scales = slice(first, first - (-size // BLOCK))
         kernel(
             arrays.weights[w : w + size], arrays.low[w : w + size], values[g : g + size],
@@ -117,8 +133,8 @@ def span_pieces(
         )  # fmt: skip
 
     return [
-        _Work(lambda offset=offset: update(offset, min(_PIECE, place.numel - offset)), tear, guard)  # type: ignore[misc]
-        for offset in range(0, place.numel, _PIECE)
+        _Work(lambda offset=offset: update(offset, min(_PIECE, numel - offset)), tear, guard)  # type: ignore[misc]
+        for offset in range(0, numel, _PIECE)
     ]
 
 

@@ -73,6 +73,11 @@ class Store:
         slabs = self.units[self.unit_of[name]]
         return slabs.grad_layout.view(slabs.grads, name)
 
+    def grad_address(self, name: str) -> int:
+        """Where the gradient of a trainable parameter begins in memory."""
+        slabs = self.units[self.unit_of[name]]
+        return slabs.grads.data_ptr() + slabs.grad_layout.entries[name].offset * slabs.grads.element_size()
+
     def write(self, name: str, source: torch.Tensor) -> None:
         """Store a parameter's value, rounding only as the precision mode has to."""
         slabs = self.units[self.unit_of[name]]

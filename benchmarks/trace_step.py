@@ -1,0 +1,112 @@
+"""Where the optimizer's work lies in real steps: a trace of all operations, and how much of the updates is hidden.
+
+    python benchmarks/trace_step.py --model FOLDER [--steps 6] [--output FILE.md] [--trace-dir DIR]
+
+FOLDER is a Hugging Face folder (`make demo` leaves one in .cache/smollm2-135m-instruct). With --trace-dir every case leaves
+a file for chrome://tracing or Perfetto.
+"""
+
+import argparse
+import os
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers_cpu import processor, versions
+
+import horizon_lm
+from horizon_lm.device.cpu import CpuDevice
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.schedule.trace import Span, Trace, busy_seconds, overlap_seconds, select
+
+ROWS, LENGTH = 4, 256
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.STAGE)
+CASES: dict[str, dict[str, Any]] = {
+    "clipping: under the next forward": {"max_grad_norm": 1.0},
+    "update_in_backward: under the backward": {"update_in_backward": True},
+}
+
+
+def run(folder: str, device: str, steps: int, options: dict[str, Any]) -> Trace:
+    """Train a few steps and record the last ones."""
+    opened = CpuDevice() if device == "cpu" else device
+    model = horizon_lm.from_pretrained(folder, device=opened).train()
+    optimizer = horizon_lm.AdamW(model, lr=1e-5, **options)
+    ids = torch.randint(0, 40_000, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    trace = Trace()
+    for step in range(steps):
+        if step == 2:  # the first touch memory and compile
+            horizon_lm.synchronize(model)
+            model._horizon.engine.device.trace = trace
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    horizon_lm.synchronize(model)
+    return trace
+
+
+def describe(name: str, trace: Trace, steps: int) -> str:
+    """A row of the table: seconds a step, of updates and of what they lie under."""
+    spans = trace.spans
+    updates, others = select(spans, Kind.UPDATE), [s for s in spans if s.op.kind != Kind.UPDATE]
+    forward, backward = (_of_pass(others, *kinds) for kinds in ((Kind.FORWARD,), (Kind.BACKWARD, Kind.STREAM_OUT)))
+    length = max(s.end for s in spans) - min(s.start for s in spans)
+    busy = busy_seconds(updates)
+    exposed = busy - overlap_seconds(updates, others)
+    return (
+        f"| {name} | {length / steps:.2f} | {busy / steps:.3f} | {overlap_seconds(updates, forward) / busy:.0%} "
+        f"| {overlap_seconds(updates, backward) / busy:.0%} | {exposed / steps:.3f} ({exposed / length:.1%}) |"
+    )
+
+
+def _of_pass(spans: list[Span], *kinds: Kind) -> list[Span]:
+    """Computation and copies of the passes that these kinds belong to: copies in are of the pass that computes next."""
+    found, waiting = [], []
+    for span in sorted(spans, key=lambda s: s.start):
+        waiting.append(span)
+        if span.op.kind in COMPUTE:
+            found += waiting if span.op.kind in kinds else []
+            waiting = []
+        elif span.op.kind in kinds:
+            found.append(waiting.pop())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=6, help="of which the first two are not recorded")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--trace-dir", type=Path)
+    arguments = parser.parse_args()
+    recorded = arguments.steps - 2
+    lines = [
+        "# Where updates lie in real steps",
+        "",
+        f"{date.today().isoformat()}, {processor()}, {os.cpu_count()} cores, device {arguments.device}. "
+        f"{versions('torch', 'transformers', 'numba')}.",
+        f"Model: {Path(arguments.model).name}, fp32_master; {ROWS} x {LENGTH} tokens a step, {recorded} steps recorded.",
+        "The device is the same two cores, so there is nothing to gain here, only order to show: while it computes, one "
+        "thread updates. Exposed is the time in which updates run and neither a computation nor a copy does.",
+        "",
+        f"Command: `python benchmarks/trace_step.py --model {Path(arguments.model).name} --steps {arguments.steps}`",
+        "",
+        "| case | s/step | updates running, s/step | of that under a forward | under a backward | exposed, s/step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, options in CASES.items():
+        trace = run(arguments.model, arguments.device, arguments.steps, options)
+        lines.append(describe(name, trace, recorded))
+        if arguments.trace_dir:
+            arguments.trace_dir.mkdir(parents=True, exist_ok=True)
+            trace.write(arguments.trace_dir / f"{name.partition(':')[0]}.json")
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
