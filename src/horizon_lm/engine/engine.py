@@ -120,8 +120,8 @@ class Engine:
         )
         self.num_rows = rows
         self.randomness = MicroBatchRandomness(self.device, len(self.micro_batches()))
-        self.cursor.start(schedule, self._moves)
         try:
+            self.cursor.start(schedule, self._moves)
             yield
             self.cursor.finish()
             self._updated, self.pending_table = None, None

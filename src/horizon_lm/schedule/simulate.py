@@ -1,0 +1,139 @@
+"""What a sequence of passes takes on given hardware, by arithmetic.
+
+A fluid model, advanced from event to event. Every operation runs on its stream in list order once its waits are over.
+Computations take fixed seconds. Transfers run at the link's rate and draw their bytes from host memory; updates share
+what bandwidth they leave. Nothing else takes time: no latencies, no thread that issues operations, no caches.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from horizon_lm.schedule.check import uses
+from horizon_lm.schedule.ops import After, Kind, Op, Pass, ScheduleError, Stream, Wait
+from horizon_lm.schedule.trace import Span
+
+Cost = Callable[[Op], float]
+"""Seconds of a computation, bytes over the link of a transfer, bytes of host traffic (read and written) of an update."""
+
+UPDATES = (Kind.UPDATE, Kind.UPDATE_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes per second, all positive.
+
+    Attributes:
+        link_in, link_out: from host to device and back, at the same time.
+        host: host memory, read and written together.
+    """
+
+    link_in: float
+    link_out: float
+    host: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Spans of a simulated sequence, in seconds from its start: for each pass, one for each of its operations."""
+
+    passes: tuple[tuple[Span, ...], ...]
+
+    @property
+    def spans(self) -> list[Span]:
+        """All spans in the order in which they ended, as a `Trace` has them."""
+        return sorted((span for schedule in self.passes for span in schedule), key=lambda span: span.end)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds until the last operation has ended."""
+        return max((span.end for schedule in self.passes for span in schedule), default=0.0)
+
+
+def simulate(sequence: Sequence[Pass], cost: Cost, rates: Rates) -> Timeline:
+    """The time line of passes that are issued one after the other at once.
+
+    Raises:
+        ScheduleError: operations wait for each other.
+    """
+    ops = [op for schedule in sequence for op in schedule.ops]
+    waits = _resolve(sequence)
+    queues = {stream: deque(i for i, op in enumerate(ops) if op.stream == stream) for stream in Stream}
+    left: dict[int, float] = {}  # of the running operations, what is still to be done
+    start: dict[int, float] = {}
+    end: dict[int, float] = {}
+    now = 0.0
+    while len(end) < len(ops):
+        for queue in queues.values():
+            if queue and queue[0] not in left and all(other in end for other in waits[queue[0]]):
+                left[queue[0]], start[queue[0]] = cost(ops[queue[0]]), now
+        if not left:
+            stuck = ", ".join(f"{ops[queue[0]]} on {stream}" for stream, queue in queues.items() if queue)
+            raise ScheduleError(f"deadlock: nothing runs, and these wait: {stuck}")
+        speeds = _speeds([ops[i] for i in left], rates)
+        seconds = {i: _seconds(left[i], speed) for i, speed in zip(left, speeds, strict=True)}
+        elapsed = min(seconds.values())
+        now += elapsed
+        for i, speed in zip(list(left), speeds, strict=True):
+            left[i] -= speed * elapsed
+            if seconds[i] <= elapsed:
+                end[i] = now
+                del left[i]
+                queues[ops[i].stream].popleft()
+    spans = iter([Span(op, start[i], end[i]) for i, op in enumerate(ops)])
+    return Timeline(tuple(tuple(next(spans) for _ in schedule.ops) for schedule in sequence))
+
+
+def _resolve(sequence: Sequence[Pass]) -> list[list[int]]:
+    """For each operation of the sequence, the positions in it of those that it waits for."""
+    resolved: list[list[int]] = []
+    last_use: dict[Wait, int] = {}
+    for schedule in sequence:
+        first = len(resolved)
+        for op in schedule.ops:
+            found = [first + w.index if isinstance(w, After) else last_use.get(w) for w in op.waits]
+            resolved.append([index for index in found if index is not None])
+        last_use.update((use, first + i) for i, op in enumerate(schedule.ops) for use in uses(op))
+    return resolved
+
+
+def step_seconds(step: Sequence[Pass], cost: Cost, rates: Rates, num_steps: int = 4) -> float:
+    """Seconds of one step among many: from the last computation of the last but one to that of the last.
+
+    Steps overlap, so the first ones differ; a few are enough for the time line to repeat itself.
+    """
+    passes = simulate(list(step) * num_steps, cost, rates).passes
+
+    def computed(schedules: Iterable[Sequence[Span]]) -> float:
+        return max(span.end for spans in schedules for span in spans if span.op.stream == Stream.COMPUTE)
+
+    return computed(passes[-len(step) :]) - computed(passes[-2 * len(step) : -len(step)])
+
+
+def without_updates(cost: Cost) -> Cost:
+    """The same costs, but updates cost nothing. What a step then saves is its exposed optimizer time."""
+    return lambda op: 0.0 if op.kind in UPDATES else cost(op)
+
+
+def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
+    """What each running operation does in a second: seconds of computing, or bytes."""
+    links = {Stream.COPY_IN: rates.link_in, Stream.COPY_OUT: rates.link_out}
+    transfers = [op for op in running if op.stream != Stream.COMPUTE and op.kind not in UPDATES]
+    wanted = sum(links[op.stream] for op in transfers)
+    share = min(1.0, rates.host / wanted) if wanted else 1.0  # a link may be faster than the memory behind it
+    num_updates = sum(op.kind in UPDATES for op in running)
+
+    def speed(op: Op) -> float:
+        if op.stream == Stream.COMPUTE:
+            return 1.0
+        if op.kind in UPDATES:
+            return max(0.0, rates.host - wanted) / num_updates
+        return links[op.stream] * share
+
+    return [speed(op) for op in running]
+
+
+def _seconds(amount: float, speed: float) -> float:
+    if amount <= 0:
+        return 0.0
+    return amount / speed if speed else float("inf")
