@@ -52,6 +52,17 @@ def test_nothing_runs_before_it_is_ready() -> None:
     assert seen == [1, 2]
 
 
+def test_an_urgent_task_is_next() -> None:
+    pool, gate, seen = HostPool(1, 1, HostLink()), threading.Event(), []
+    pool.submit(task(gate.wait))
+    for n in range(3):
+        pool.submit(task(lambda n=n: seen.append(n)))
+    pool.submit(task(lambda: seen.append("urgent")), urgent=True)
+    gate.set()
+    pool.wait()
+    assert seen == ["urgent", 0, 1, 2]
+
+
 def test_fewer_threads_while_something_computes() -> None:
     pool = HostPool(4, 1, HostLink())
     lock, running, most = threading.Lock(), 0, 0

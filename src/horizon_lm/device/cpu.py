@@ -10,7 +10,7 @@ from horizon_lm.device.base import Counters, Task, check_capacity
 from horizon_lm.device.cores import usable_cores
 from horizon_lm.device.host_link import HostLink
 from horizon_lm.device.pool import HostPool
-from horizon_lm.schedule.ops import Stream
+from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
 from horizon_lm.store.arena import Arena
 
@@ -67,6 +67,10 @@ class CpuDevice:
             self._host_pool().submit(task, trace=self.trace)
             return
         self.wait(task.waits)
+        if task.op.kind == Kind.UPDATE_ROWS:  # what the next copy takes
+            self._host_pool().submit(task, trace=self.trace, urgent=True)
+            self.wait([task])
+            return
         start = time.perf_counter()
         for move in task.moves:
             move.run(self.link)

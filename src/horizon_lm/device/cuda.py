@@ -17,7 +17,7 @@ from horizon_lm.device.host_link import HostLink
 from horizon_lm.device.moves import Squares
 from horizon_lm.device.pool import HostPool
 from horizon_lm.errors import ConfigError
-from horizon_lm.schedule.ops import Stream
+from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
 from horizon_lm.store.arena import Arena
 
@@ -99,6 +99,11 @@ class CudaDevice:
         if task.op.stream == Stream.HOST:
             waits = task.waits
             self._host_pool().submit(task, lambda: self.wait(waits), self.trace)
+            return
+        if task.op.kind == Kind.UPDATE_ROWS:  # host work on the copy-in stream: what the next copy takes
+            self.wait(task.waits)
+            self._host_pool().submit(task, trace=self.trace, urgent=True)
+            self._host_pool().wait([task])
             return
         stream = self._streams[task.op.stream]
         self._wait_on(stream, task)

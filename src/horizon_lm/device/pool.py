@@ -62,8 +62,13 @@ class HostPool:
         for number in range(num_threads):
             threading.Thread(target=_work, args=(self._state,), name=f"horizon-host-{number}", daemon=True).start()
 
-    def submit(self, task: Task, ready: Callable[[], None] | None = None, trace: Trace | None = None) -> None:
-        """Run the moves of ``task`` after those of earlier tasks have been taken, and after ``ready`` has returned."""
+    def submit(
+        self, task: Task, ready: Callable[[], None] | None = None, trace: Trace | None = None, urgent: bool = False
+    ) -> None:
+        """Run the moves of ``task`` after those of earlier tasks have been taken, and after ``ready`` has returned.
+
+        An urgent task is taken next.
+        """
         assert task.moves is not None
         if not task.moves:
             task.done = True
@@ -72,7 +77,7 @@ class HostPool:
         state = self._state
         with state.changed:
             state.trace = trace
-            state.queue.append(job)
+            (state.queue.appendleft if urgent else state.queue.append)(job)
             state.unfinished[id(task)] = job
             state.changed.notify_all()
 
@@ -145,8 +150,8 @@ def _after(state: _State, job: _Job) -> None:
     was_preparing, job.preparing = job.preparing, False
     if job.error is not None:
         job.pieces.clear()
-        if state.queue and state.queue[0] is job:
-            state.queue.popleft()
+        if job in state.queue:
+            state.queue.remove(job)
     elif not job.pieces and not job.running:
         job.task.done = True
         del state.unfinished[id(job.task)]
