@@ -127,7 +127,7 @@ def test_a_fault_at_every_operation(
             step(model, optimizer, 2)
         assert fuse.blown_at is not None
         blown.add(fuse.blown_at)
-        if not model._horizon.engine.grads_invalid:
+        if not model._horizon.engine.grads.invalid:
             optimizer.zero_grad()  # in the update, which goes on where it stopped
         else:
             assert_idle(model)

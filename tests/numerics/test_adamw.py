@@ -224,7 +224,9 @@ def test_the_norm_is_that_of_clip_grad_norm(precision: str, backwards: int, tied
         {u: optimizer._present(u) for u in model._horizon.engine.store.units}
     )  # as they were summed while landing
     engine = model._horizon.engine
-    assert all(engine.squares.of(unit) is not None for unit in known if engine.store.units[unit].grad_layout.numel)
+    assert all(
+        engine.grads.squares.of(unit) is not None for unit in known if engine.store.units[unit].grad_layout.numel
+    )
     grads = [p.grad.float().clone().requires_grad_() for p in model.parameters()]
     for grad in grads:
         grad.grad = grad.detach()

@@ -8,7 +8,7 @@ from torch import nn
 
 from horizon_lm.device.moves import Copy
 from horizon_lm.engine.engine import Engine
-from horizon_lm.engine.grads import GradSink
+from horizon_lm.engine.grad_sink import GradSink
 from horizon_lm.engine.handle import ForwardHandle
 from horizon_lm.engine.replay import Surroundings, no_autocast_cache, replaying
 from horizon_lm.engine.rows import BlockCall, Path, RowOutputs, compare_rows, flatten, slice_rows

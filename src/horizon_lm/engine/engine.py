@@ -11,14 +11,13 @@ from torch import nn
 from torch.autograd import Variable
 
 from horizon_lm.device.base import Device, Task
-from horizon_lm.device.moves import Copy, Land, Move
+from horizon_lm.device.moves import Copy, Move
 from horizon_lm.engine.cursor import Cursor
+from horizon_lm.engine.grads import HostGrads
 from horizon_lm.engine.handle import BoundaryPool, ForwardHandle
 from horizon_lm.engine.landing import LandingSlots
 from horizon_lm.engine.memory import DeviceMemory, Options, block_index
-from horizon_lm.engine.parameters import landing_grad, set_landing_grad
 from horizon_lm.engine.replay import MicroBatchRandomness
-from horizon_lm.engine.squares import GradSquares
 from horizon_lm.engine.updates import TableUpdate, UpdatesInBackward
 from horizon_lm.errors import ConfigError, ScheduleMismatchError, StreamingError, TornModelError
 from horizon_lm.model.parts import ModelParts, ParamRef
@@ -39,6 +38,7 @@ class Engine:
         self.refs: dict[str, ParamRef] = {ref.name: ref for refs in parts.units.values() for ref in refs}
         self._unit_of = {id(ref.param): self.store.unit_of[name] for name, ref in self.refs.items()}
         self.cursor = Cursor(device)
+        self.grads = HostGrads(self.refs, store, device)
         self.boundaries = BoundaryPool(device)
         self.anchor = torch.zeros((), device=device.torch_device, requires_grad=True)
         self.counts: Counter[str] = Counter()  # rows through blocks, by kind of computation
@@ -49,15 +49,11 @@ class Engine:
         self._head_buffer_user: weakref.ref[ForwardHandle] | None = None
         self._backward_of: ForwardHandle | None = None
         self._landed: set[str] = set()
-        self._grad_tasks: list[Task] = []
         self._updated: frozenset[str] | None = frozenset()  # units since the last forward; None if it has their weights
         self._reads_grads: list[Task] = []  # updates that may still be running
         self.pending_table: TableUpdate | None = None  # what the next forward does, its own rows first
         self._in_backward: UpdatesInBackward | None = None
-        self.landing: LandingSlots | None = None
-        self.squares = GradSquares()
         self._shape: tuple[Any, ...] = ()
-        self.grads_invalid = False
         self._torn: str | None = None
 
         self.memory = DeviceMemory(parts, store, device, options)
@@ -81,8 +77,7 @@ class Engine:
         trainable = [name for name, ref in self.refs.items() if ref.param.requires_grad]
         if not self.store.has_grads:
             kept = () if self._in_backward is not None else self.store.units
-            self.store.allocate_grads(trainable, {*kept, *([EMBED] if self.parts.tied else [])})
-            self.device.register_host([s.grads for s in self.store.units.values() if s.grads.numel()])
+            self.grads.allocate(trainable, [*kept, *([EMBED] if self.parts.tied else [])])
         late = [name for name in trainable if name not in self.slabs_of(name).grad_layout]
         if late:
             raise StreamingError(
@@ -210,7 +205,7 @@ class Engine:
     def _start_backward(self, handle: ForwardHandle) -> None:
         if self.cursor.active:
             raise StreamingError("backward was called inside a forward of the same model")
-        self._clear_fault_if_empty()
+        self.grads.forgive_if_empty()
         if self._in_backward is not None:
             self._in_backward.begin()
         trainable = [
@@ -227,21 +222,17 @@ class Engine:
         handle, self._backward_of = self._backward_of, None
         if handle is None:
             return
-        self._grad_tasks = self.cursor.landing_tasks()
+        self.grads.land(self.cursor.landing_tasks())
         self.cursor.finish()
         handle.consumed = True
         if self._in_backward is not None:
             self.store.version += 1
             self._updated = frozenset(self._landed)
             if EMBED in self._landed or (self.parts.tied and HEAD in self._landed):
-                assert self.landing is not None
-                self.pending_table = self._in_backward.table(self.landing.table_grads())
+                assert self.grads.slots is not None
+                self.pending_table = self._in_backward.table(self.grads.slots.table_grads())
             return
-        for unit in self._landed:
-            for name in self.trainable(unit):
-                param = self.refs[name].param
-                if landing_grad(param) is None:
-                    set_landing_grad(param, self.store.grad(name))
+        self.grads.publish(name for unit in self._landed for name in self.trainable(unit))
 
     def landed(self, unit: str) -> None:
         """The gradients of a unit are complete on the device and on their way."""
@@ -255,7 +246,7 @@ class Engine:
         if op.kind == Kind.UPDATE:
             return self._update_moves(op.unit)
         if op.kind == Kind.STREAM_OUT and op.unit != EMBED:
-            return self.landing_moves(op.unit, self.memory.grads_of(op))
+            return self.grads.moves(self.slab_unit(op.unit), self.memory.grads_of(op))
         if op.kind == Kind.FETCH:
             assert self._backward_of is not None
             host = self._backward_of.boundaries[block_index(op.unit)]
@@ -272,30 +263,8 @@ class Engine:
             assert self.pending_table is not None
             return self.pending_table.rest()
         assert self._in_backward is not None
-        assert self.landing is not None
-        return self._in_backward.moves(unit, self.landing.of(unit, self.slabs(unit)))
-
-    def landing_moves(self, unit: str, source: torch.Tensor) -> list[Move]:
-        """Copies onto empty gradients, additions onto gradients that are there. Emptiness is ``p.grad is None``."""
-        slabs = self.slabs(unit)
-        report = self.squares.landing(self.slab_unit(unit), whole=True)
-        if self.landing is not None and not self.landing.keeps(unit):
-            target = self.landing.of(unit, slabs)
-            return [Land(target, source[: target.numel()], False, report)]
-        empty = {name: self.is_empty(name) for name in slabs.grad_layout}
-        if len(set(empty.values())) == 1:
-            return [Land(slabs.grads, source[: slabs.grads.numel()], not next(iter(empty.values())), report)]
-        views = [(name, slabs.grad_layout.view(slabs.grads, name).view(-1)) for name in slabs.grad_layout]
-        return [
-            Land(view, slabs.grad_layout.view(source, name).view(-1), not empty[name], report) for name, view in views
-        ]
-
-    def is_empty(self, name: str) -> bool:
-        """Whether a parameter has no gradient yet, so that the next one overwrites."""
-        grad = landing_grad(self.refs[name].param)
-        if grad is not None and grad.data_ptr() != self.store.grad_address(name):
-            raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
-        return grad is None
+        assert self.grads.slots is not None
+        return self._in_backward.moves(unit, self.grads.slots.of(unit))
 
     # Updates, faults and waiting
 
@@ -341,7 +310,7 @@ class Engine:
             )
         self._in_backward = updates
         self.allocate_grads()
-        self.landing = LandingSlots(self.store, self.device, self.parts)
+        self.grads.slots = LandingSlots(self.store, self.device, self.parts)
 
     def tear(self, error: BaseException) -> None:
         """An update failed inside a kernel: some weights are new, some old."""
@@ -368,7 +337,7 @@ class Engine:
         self.cursor.abandon()
         self.device.synchronize()
         if self.handle is not None or self._backward_of is not None:  # an evaluation touches no gradient
-            self.grads_invalid = True
+            self.grads.invalid = True
         for handle in (self._backward_of, self.handle):
             if handle is not None:
                 handle.consumed = True
@@ -378,10 +347,7 @@ class Engine:
     def clear_grads(self) -> None:
         """All gradients are empty again, and a fault is forgiven. No memory is written."""
         self.wait_for_grads()
-        for ref in self.refs.values():
-            set_landing_grad(ref.param, None)
-        self.squares.clear()
-        self.grads_invalid = False
+        self.grads.clear()
 
     def hand_out_grad(self, param: nn.Parameter) -> None:
         """Somebody may read a gradient, or write to it: it must have landed, and no update may still need it."""
@@ -389,24 +355,18 @@ class Engine:
         if self._reads_grads or self.pending_table is not None:
             self.finish_updates()
         if id(param) in self._unit_of:
-            self.squares.forget(self._unit_of[id(param)])
-
-    def _clear_fault_if_empty(self) -> None:
-        if self.grads_invalid and all(landing_grad(ref.param) is None for ref in self.refs.values()):
-            self.grads_invalid = False
+            self.grads.squares.forget(self._unit_of[id(param)])
 
     def wait_for_grads(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""
-        if not self._grad_tasks or self._backward_of is not None:
+        if self._backward_of is not None:
             return
         try:
-            self.device.wait(self._grad_tasks)
-        except Exception as error:  # a copy failed, so a gradient is incomplete; an interrupt only ends the waiting
-            self._grad_tasks, self.grads_invalid = [], True
+            self.grads.wait()
+        except Exception as error:
             if self._in_backward is not None:
                 self.tear(error)
             raise
-        self._grad_tasks = []
 
     def drain(self) -> None:
         """Block until nothing is on its way, and all updates are done."""

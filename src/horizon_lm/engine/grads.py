@@ -1,62 +1,90 @@
-"""Gradients of a block's parameters on their way from autograd into a slot."""
+"""Gradients in host memory: which are there, which are on their way, and how the next ones meet them."""
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from horizon_lm.engine.engine import Engine
-from horizon_lm.schedule.ops import block
+from horizon_lm.device.base import Device, Task
+from horizon_lm.device.moves import Land, Move
+from horizon_lm.engine.landing import LandingSlots
+from horizon_lm.engine.parameters import landing_grad, set_landing_grad
+from horizon_lm.engine.squares import GradSquares
+from horizon_lm.errors import StreamingError
+from horizon_lm.model.parts import ParamRef
+from horizon_lm.store.store import Store
 
 
-class GradSink:
-    """Takes each parameter's gradient as autograd finishes it, so that only one of them exists besides the slot."""
+class HostGrads:
+    """A gradient is empty while its parameter's ``grad`` is None; what lands then overwrites, and adds otherwise.
 
-    def __init__(self, engine: Engine, index: int) -> None:
-        self._index = index
-        slabs = engine.store.units[block(index)]
-        self._trainable = set(engine.trainable(block(index)))
-        self._layout = slabs.grad_layout
-        self._weights = engine.memory.weights_of(block(index))
-        if self._trainable:
-            self._slot = (
-                engine.memory.accumulator[0] if engine.memory.accumulates else engine.memory.outgoing_grads(index)
-            )
-            engine.device.poison(self._slot)
-        self._written: set[str] = set()
-        self._prefix = f"{engine.parts.block_prefix}.{index}."
+    Attributes:
+        squares: of what has landed, by unit.
+        slots: where gradients land that are not kept; None if all are kept.
+        invalid: a fault left some gradients incomplete, so that no step may use any of them.
+    """
 
-    def params(self, names: Callable[[int, torch.Tensor], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Fresh leaves over the streamed weights, by their names inside the block."""
-        leaves = {}
-        for name, view in names(self._index, self._weights).items():
-            leaf = view.detach()
-            if self._prefix + name in self._trainable:
-                leaf.requires_grad_()
-                leaf.register_post_accumulate_grad_hook(self._hook(self._prefix + name))
-            leaves[name] = leaf
-        return leaves
+    def __init__(self, refs: Mapping[str, ParamRef], store: Store, device: Device) -> None:
+        self._refs, self._store, self._device = refs, store, device
+        self.squares = GradSquares()
+        self.slots: LandingSlots | None = None
+        self.invalid = False
+        self._landing: list[Task] = []
 
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        target = self._layout.view(self._slot, name)
+    def allocate(self, trainable: list[str], units: Iterable[str]) -> None:
+        """Make room for the gradients of these parameters, kept for these units."""
+        self._store.allocate_grads(trainable, set(units))
+        self._device.register_host([s.grads for s in self._store.units.values() if s.grads.numel()])
 
-        def take(leaf: torch.Tensor) -> None:
-            assert leaf.grad is not None
-            with torch.no_grad():
-                if name in self._written:
-                    target.add_(leaf.grad)
-                else:
-                    target.copy_(leaf.grad)
-            self._written.add(name)
-            leaf.grad = None
+    def is_empty(self, name: str) -> bool:
+        """Whether a parameter has no gradient yet, so that the next one overwrites."""
+        grad = landing_grad(self._refs[name].param)
+        if grad is not None and grad.data_ptr() != self._store.grad_address(name):
+            raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
+        return grad is None
 
-        return take
+    def moves(self, unit: str, source: torch.Tensor) -> list[Move]:
+        """How the gradients in ``source``, laid out as the unit's, get to the host."""
+        slabs = self._store.units[unit]
+        report = self.squares.landing(unit, whole=True)
+        if self.slots is not None and not self.slots.keeps(unit):
+            target = self.slots.of(unit)
+            return [Land(target, source[: target.numel()], False, report)]
+        empty = {name: self.is_empty(name) for name in slabs.grad_layout}
+        if len(set(empty.values())) == 1:
+            return [Land(slabs.grads, source[: slabs.grads.numel()], not next(iter(empty.values())), report)]
+        views = [(name, slabs.grad_layout.view(slabs.grads, name).view(-1)) for name in slabs.grad_layout]
+        return [
+            Land(view, slabs.grad_layout.view(source, name).view(-1), not empty[name], report) for name, view in views
+        ]
 
-    def close(self) -> None:
-        """Zeros where no gradient came: unused parameters, and the padding between tensors."""
-        if not self._trainable:
-            return
-        for name in self._layout:
-            if name not in self._written:
-                self._layout.view(self._slot, name).zero_()
-        for gap in self._layout.gaps(self._slot):
-            gap.zero_()
+    def publish(self, names: Iterable[str]) -> None:
+        """A backward is over: parameters whose gradients are kept have them from now on."""
+        for name in names:
+            param = self._refs[name].param
+            if landing_grad(param) is None:
+                set_landing_grad(param, self._store.grad(name))
+
+    def land(self, tasks: list[Task]) -> None:
+        """These bring the gradients of a backward that is over."""
+        self._landing = tasks
+
+    def wait(self) -> None:
+        """Block until the gradients of finished backward passes are in host memory."""
+        try:
+            self._device.wait(self._landing)
+        except Exception:  # a copy failed, so a gradient is incomplete; an interrupt only ends the waiting
+            self._landing, self.invalid = [], True
+            raise
+        self._landing = []
+
+    def clear(self) -> None:
+        """All gradients are empty again, and a fault is forgiven. No memory is written."""
+        for ref in self._refs.values():
+            set_landing_grad(ref.param, None)
+        self.squares.clear()
+        self.invalid = False
+
+    def forgive_if_empty(self) -> None:
+        """A fault does not matter any more once somebody has emptied all gradients by hand."""
+        if self.invalid and all(landing_grad(ref.param) is None for ref in self._refs.values()):
+            self.invalid = False

@@ -7,7 +7,7 @@ from horizon_lm.engine.memory import block_index
 from horizon_lm.engine.updates import TableGrads
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
-from horizon_lm.store.store import Store, UnitSlabs
+from horizon_lm.store.store import Store
 
 
 class LandingSlots:
@@ -35,15 +35,15 @@ class LandingSlots:
 
     def keeps(self, unit: str) -> bool:
         """Whether a unit has a gradient slab in the store all the same."""
-        return self._tied and unit in (EMBED, HEAD)
+        return self._tied and unit == EMBED
 
-    def of(self, unit: str, slabs: UnitSlabs) -> torch.Tensor:
+    def of(self, unit: str) -> torch.Tensor:
         """The slot of a unit other than the table, as long as its gradient slab would be."""
         if unit == HEAD:
             assert self._head is not None
             return self._head
         slot = self._outer if unit == OUTER else self._blocks[block_index(unit) % 2]
-        return slot[: slabs.grad_layout.numel]
+        return slot[: self._store.units[unit].grad_layout.numel]
 
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
         """The slot of an untied table's rows (R, H). No update is reading it: the forward waited for the last one."""

@@ -51,12 +51,12 @@ class Table:
     def landing(self, rows: torch.Tensor, outgoing: torch.Tensor) -> Move:
         """Gradients of distinct rows (R, H) on their way to host memory."""
         engine = self.engine
-        if engine.landing is not None and not engine.landing.keeps(EMBED):
-            report = engine.squares.landing(EMBED, whole=True)
-            return Land(engine.landing.rows(rows).view(-1), outgoing.view(-1), False, report)
+        if engine.grads.slots is not None and not engine.grads.slots.keeps(EMBED):
+            report = engine.grads.squares.landing(EMBED, whole=True)
+            return Land(engine.grads.slots.rows(rows).view(-1), outgoing.view(-1), False, report)
         # A tied head's gradient has landed on the same table earlier in this pass.
-        empty = engine.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))
-        report = engine.squares.landing(EMBED, whole=empty)
+        empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))
+        report = engine.grads.squares.landing(EMBED, whole=empty)
         return LandRows(engine.store.grad(self._name), outgoing, rows, clear=empty, add=not empty, report=report)
 
     def look_up(self, weight: torch.Tensor, use: "_Use") -> torch.Tensor:

@@ -120,7 +120,7 @@ class AdamW(torch.optim.Optimizer):
         loss = closure() if closure is not None else None
         engine = self._engine
         engine.check_alive()
-        if engine.grads_invalid:
+        if engine.grads.invalid:
             raise StreamingError(
                 "an error interrupted this step's forward or backward, so its gradients are incomplete; call "
                 "optimizer.zero_grad() and repeat the step"
@@ -136,7 +136,7 @@ class AdamW(torch.optim.Optimizer):
         if not self._in_backward:
             self._update(present)
         elif self._hyper:
-            engine.squares.clear()
+            engine.grads.squares.clear()
             self._advance()
         return loss
 
@@ -147,7 +147,7 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
-        if self._engine.grads_invalid:  # the backward of an update_in_backward that failed before its first update
+        if self._engine.grads.invalid:  # the backward of an update_in_backward that failed before its first update
             self._hyper = {}
         self._engine.clear_grads()
 
@@ -156,7 +156,7 @@ class AdamW(torch.optim.Optimizer):
         squares = {}
         for unit, slabs in self._store.units.items():
             names = present[unit]
-            known = self._engine.squares.of(unit) if len(names) == len(slabs.grad_layout.entries) else None
+            known = self._engine.grads.squares.of(unit) if len(names) == len(slabs.grad_layout.entries) else None
             if known is None and names and slabs.grads.numel():
                 kernel = squares_kernel(dtype_name(slabs.grads))
                 known = sum(kernel(as_array(slabs.grad_layout.view(slabs.grads, n).view(-1))) for n in names)
@@ -212,7 +212,7 @@ class AdamW(torch.optim.Optimizer):
         layout = self._store.units[unit].grad_layout
         if self._in_backward:
             return list(layout)
-        return [name for name in layout if not self._engine.is_empty(name)]
+        return [name for name in layout if not self._engine.grads.is_empty(name)]
 
     # The update in a backward (`engine.updates.UpdatesInBackward`)
 
@@ -271,7 +271,7 @@ class AdamW(torch.optim.Optimizer):
         """Whether a unit may be updated when its turn comes. After a backward that is known; in one it is not."""
         if not self._in_backward:
             return lambda: True
-        squares = self._engine.squares
+        squares = self._engine.grads.squares
         return lambda: math.isfinite(squares.of(unit) or 0.0)
 
     def _hyperparameters(self) -> dict[int, Hyperparameters]:
