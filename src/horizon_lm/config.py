@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
@@ -83,7 +84,9 @@ class RunConfig(BaseModel):
     model_name_or_path: str = Field(description="The model to start from: a Hugging Face folder or hub id.")
     gguf_file: str | None = Field(None, description="A GGUF file in that folder to read the weights from.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
-    attn_implementation: str | None = Field(None, description="The attention that transformers uses, such as sdpa.")
+    attn_implementation: str | None = Field(
+        None, description="The attention that transformers uses, such as sdpa; varlen for packed and padded rows."
+    )
 
     datasets: DatasetList = Field(
         description="Files with the rows to train on: a path, or a list of paths or of {path, columns}."
@@ -125,8 +128,16 @@ class RunConfig(BaseModel):
     head_chunk_tokens: PositiveInt | None = Field(
         None, description="Tokens whose logits exist at once with head chunked; null for about 64 MiB of logits."
     )
-    boundaries: Literal["device", "host"] = Field(
-        "device", description="Where the inputs of blocks wait for the backward pass."
+    boundaries: Literal["auto", "device", "host"] = Field(
+        "auto",
+        description="Where the inputs of blocks wait for the backward pass; auto for the device while there is room.",
+    )
+    held_blocks: NonNegativeInt | None = Field(
+        None,
+        description="Last blocks whose weights stay on the device for the backward; null for what boundaries leaves.",
+    )
+    held_graphs: NonNegativeInt | None = Field(
+        None, description="Of these, so many keep their whole computation, which is then not repeated in the backward."
     )
 
     num_train_epochs: PositiveFloat = Field(3.0, description="Passes over the rows; a fraction is allowed.")
@@ -182,7 +193,7 @@ class RunConfig(BaseModel):
     # A check belongs to the later of its fields: pydantic runs it with the earlier ones in `info.data`, so that all
     # errors of a file are found at once. An earlier field that is itself wrong is absent there.
 
-    @field_validator("trust_remote_code", "attn_implementation")
+    @field_validator("trust_remote_code")
     @classmethod
     def _no_option_of_a_config_with_gguf(cls, value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get("gguf_file"):
@@ -194,6 +205,13 @@ class RunConfig(BaseModel):
     def _chunks_need_chunked_head(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and info.data.get("head") == "whole":
             raise ValueError("is not used with head: whole; remove one of the two")
+        return value
+
+    @field_validator("held_graphs")
+    @classmethod
+    def _graphs_need_weights(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if (value or 0) > (info.data.get("held_blocks") or 0):
+            raise ValueError("is more than held_blocks; a graph needs its block's weights")
         return value
 
     @field_validator("max_steps")

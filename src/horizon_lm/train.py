@@ -154,6 +154,8 @@ def load_model(config: RunConfig) -> Any:
         head=config.head,
         head_chunk_tokens=config.head_chunk_tokens,
         boundaries=config.boundaries,
+        held_blocks=config.held_blocks,
+        held_graphs=config.held_graphs,
         device_memory=config.device_memory,
         gguf_file=config.gguf_file,
         trust_remote_code=config.trust_remote_code,

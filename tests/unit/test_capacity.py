@@ -12,20 +12,33 @@ from tests import families
 
 
 @pytest.mark.parametrize(
-    ("family", "precision", "head", "boundaries", "micro_batch_size"),
+    ("family", "precision", "head", "boundaries", "micro_batch_size", "held_blocks", "held_graphs"),
     [
         pytest.param(*case, id="-".join(map(str, case)))
-        for case in itertools.product(
-            ("llama", "gpt2", "mixtral", "falcon"), ("float32", "fp32_master"), ("chunked", "whole"),
-            ("device", "host"), (None, 2),
-        )
+        for case in [
+            *itertools.product(
+                ("llama", "gpt2", "mixtral", "falcon"), ("float32", "fp32_master"), ("chunked", "whole"),
+                ("device", "host"), (None, 2), (0,), (0,),
+            ),
+            *itertools.product(
+                ("llama", "gpt2"), ("fp32_master",), ("chunked",), ("device", "host"), (None,), (1, 2), (0, 1)
+            ),
+        ]
     ],
 )  # fmt: skip
 def test_computed_equals_allocated(
-    family: str, precision: str, head: str, boundaries: str, micro_batch_size: int | None
-) -> None:
+    family: str, precision: str, head: str, boundaries: str, micro_batch_size: int | None, held_blocks: int,
+    held_graphs: int,
+) -> None:  # fmt: skip
     model = families.build(family)
-    settings = {"precision": precision, "head": head, "boundaries": boundaries}
+    settings = {
+        "precision": precision,
+        "head": head,
+        "boundaries": boundaries,
+        "held_blocks": held_blocks,
+        "held_graphs": held_graphs,
+    }
+    num_blocks = model.config.num_hidden_layers
     inputs = families.batch(rows=2, length=8)
     inputs["input_ids"] = torch.arange(16).view(2, 8) + 3  # all different: the worst case for the table
     streamed = horizon_lm.stream(model, device_micro_batch_size=micro_batch_size, **settings)
@@ -38,7 +51,8 @@ def test_computed_equals_allocated(
             grad_bytes=4 if precision == "float32" else 2,
             micro_batches=micro_batch_size is not None,
             chunked_head=head == "chunked",
-            host_boundaries=boundaries == "host",
+            offloaded=(num_blocks - held_graphs) if boundaries == "host" else 0,
+            held=held_blocks,
         ),
     )
     assert horizon_lm.stats(streamed)["device_bytes_peak"] == needed

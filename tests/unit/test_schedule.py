@@ -1,57 +1,79 @@
 """The checker accepts every schedule we build, and notices each single wait that is dropped."""
 
 import itertools
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from horizon_lm.schedule import build
 from horizon_lm.schedule.check import Passes, check, each_wait, sequences, superfluous_waits, without_wait
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Buf, Buffer, Kind, Op, Pass, Stream, block
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, After, Buf, Buffer, Kind, Op, Pass, Stream, block
+from horizon_lm.schedule.waits import ACROSS
 
-NUM_BLOCKS = (1, 2, 3, 4, 5)
 
-
-def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0) -> Passes:
+def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer: bool = True) -> Passes:
     kept = range(first_trained, layout.num_blocks)
-    trained = [*map(block, kept), HEAD] + ([EMBED, OUTER] if first_trained == 0 else [])
+    trained = [*map(block, kept), HEAD] + ([EMBED, *([OUTER] if outer else [])] if first_trained == 0 else [])
     updated = [u for u in (OUTER, *map(block, kept), HEAD) if u in trained and not (layout.tied and u == HEAD)]
-    fresh = {"updated": updated, "table_update": EMBED in trained or layout.tied}
+    fresh = {"table_update": EMBED in trained or layout.tied}
     return Passes(
         first=build.forward(layout, keeps=kept, **fresh, head_grads=head_grads),
-        again=build.forward(layout, keeps=kept, updated=None, head_grads=head_grads),
-        second=build.forward(layout, keeps=kept, updated=None),
+        again=build.forward(layout, keeps=kept, changed=False, head_grads=head_grads),
+        second=build.forward(layout, keeps=kept, changed=False),
         evaluating=build.forward(layout, **fresh),
-        evaluation=build.forward(layout, updated=None),
+        evaluation=build.forward(layout, changed=False),
         backward=build.backward(layout, blocks=kept, trainable=trained, head_grads=head_grads),
         recomputing=build.backward(layout, blocks=kept, trainable=trained),
         update=None if layout.update_in_backward else build.update(layout, updated),
     )
 
 
+# (blocks, offloaded, held): none, one or all of the blocks of small models, and a few places in larger ones.
+PLACES = [(n, off, held) for n in (1, 2, 3) for off in sorted({0, 1, n}) for held in sorted({0, 1, n})]
+PLACES += [(n, off, held) for n in (4, 5) for off, held in ((0, 0), (n, 0), (2, 2))]
 LAYOUTS = [
-    pytest.param(
-        build.Layout(n, tied, host, accumulate, in_backward),
-        head_grads,
-        id=f"{n} {tied=} {host=} {accumulate=} {in_backward=} {head_grads=}",
+    (build.Layout(n, tied, offloaded, held, accumulate, in_backward), head_grads)
+    for (n, offloaded, held), tied, accumulate, in_backward, head_grads in itertools.product(
+        PLACES, *[(False, True)] * 4
     )
-    for n, tied, host, accumulate, in_backward, head_grads in itertools.product(NUM_BLOCKS, *[(False, True)] * 5)
 ]
 
 
-@pytest.mark.parametrize(("layout", "head_grads"), LAYOUTS)
-def test_every_legal_sequence_is_correct(layout: build.Layout, head_grads: bool) -> None:
-    for first_trained in range(layout.num_blocks):
-        for name, sequence in sequences(passes(layout, head_grads, first_trained)).items():
-            assert check(sequence) == [], name
+def problems(layouts: Iterable[tuple[build.Layout, bool]]) -> Iterator[str]:
+    for layout, head_grads in layouts:
+        last = layout.num_blocks - 1
+        trained = [(first, True) for first in sorted({0, last // 2, last})] + [(0, False)]
+        for first_trained, outer in trained:
+            for name, sequence in sequences(passes(layout, head_grads, first_trained, outer)).items():
+                for problem in check(sequence):
+                    yield f"{layout} {head_grads=} {first_trained=} {outer=}, {name}: {problem}"
 
 
-@pytest.mark.parametrize(("layout", "head_grads"), [p for p in LAYOUTS if p.values[0].num_blocks < 4])
-def test_each_dropped_wait_is_caught(layout: build.Layout, head_grads: bool) -> None:
-    made = passes(layout, head_grads)
-    missed = superfluous_waits(made)
-    total = sum(1 for schedule in made if schedule is not None for _ in each_wait(schedule))
-    print(f"dropped waits caught: {total - len(missed)} of {total}")
-    assert missed == []
+@pytest.mark.parametrize(("num_blocks", "offloaded", "held"), PLACES)
+def test_every_legal_sequence_is_correct(num_blocks: int, offloaded: int, held: int) -> None:
+    layouts = [x for x in LAYOUTS if (x[0].num_blocks, x[0].offloaded, x[0].held) == (num_blocks, offloaded, held)]
+    assert len(layouts) == 16
+    assert list(problems(layouts)) == []
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "offloaded", "held"), [p for p in PLACES if p[0] < 3 or p in ((3, 0, 0), (3, 1, 1), (3, 3, 1))]
+)
+def test_each_dropped_wait_inside_a_pass_is_caught(num_blocks: int, offloaded: int, held: int) -> None:
+    caught = 0
+    for tied, accumulate, in_backward, head_grads in itertools.product((False, True), repeat=4):
+        made = passes(build.Layout(num_blocks, tied, offloaded, held, accumulate, in_backward), head_grads)
+        assert superfluous_waits(made) == []
+        caught += sum(isinstance(w, After) for p in made if p is not None for _, w in each_wait(p))
+    print(f"dropped waits caught: {caught} of {caught}")
+
+
+@pytest.mark.parametrize("rule", ACROSS, ids=lambda rule: f"{rule[0]} {rule[1].name}")
+def test_each_dropped_rule_across_passes_is_caught(rule: tuple[Stream, Buf], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ACROSS, rule)
+    found = next(problems(LAYOUTS), None)
+    assert found is not None
+    assert "races with" in found
 
 
 def test_the_checker_reads_contents_and_bounds() -> None:
@@ -80,7 +102,7 @@ def test_without_wait_removes_exactly_one() -> None:
 
 def test_traffic_does_not_depend_on_accumulation_and_slots_not_on_depth() -> None:
     for num_blocks in (4, 64):
-        layout = build.Layout(num_blocks, accumulate=True, host_boundaries=True)
+        layout = build.Layout(num_blocks, accumulate=True, offloaded=num_blocks)
         made = passes(layout, head_grads=False)
         f, b = made.again, made.backward
         loads = [op for op in (*f.ops, *b.ops) if op.kind == Kind.STREAM_IN and op.unit.startswith("block")]

@@ -24,6 +24,7 @@ class Task:
         done: finished, or known never to run.
         issued: given to the device.
         event: for the device's own use.
+        error: what it raised in a thread of the device, until somebody who waits for it is told.
     """
 
     op: Op
@@ -32,6 +33,7 @@ class Task:
     done: bool = False
     issued: bool = False
     event: Any = None
+    error: BaseException | None = None
 
 
 @dataclass
@@ -68,6 +70,10 @@ class Device(Protocol):
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
         """A counted 1-D buffer. DoesNotFitError when the capacity is exceeded."""
+        ...
+
+    def spare_bytes(self) -> int | None:
+        """Device memory that is not in use; None where it is not limited for itself."""
         ...
 
     def free(self, buffer: torch.Tensor, kind: str) -> None:

@@ -44,6 +44,9 @@ class CpuDevice:
         self.poison(buffer)
         return buffer
 
+    def spare_bytes(self) -> int | None:
+        return None  # it is host memory
+
     def free(self, buffer: torch.Tensor, kind: str) -> None:
         self.counters.add(kind, -buffer.numel() * buffer.element_size())
         self.poison(buffer)

@@ -1,69 +1,60 @@
-"""An NVIDIA device: three streams, events where the schedule has a wait, host memory registered in place.
+"""An NVIDIA device: CUDA streams and events, host memory registered in place, conversions on the device.
 
-Copies touch only buffers that this object allocated, so nothing here needs ``record_stream``. Computation is the
-caller's current stream. One host thread issues everything in schedule order, so an event has always been recorded
-before something waits for it.
+Copies touch only buffers that this object or the engine allocated for good, so nothing here needs ``record_stream``.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 
-from horizon_lm.device.base import Counters, Task, check_capacity
-from horizon_lm.device.cores import usable_cores
+from horizon_lm.device.base import Counters
 from horizon_lm.device.host_link import HostLink
-from horizon_lm.device.moves import Squares
-from horizon_lm.device.pool import HostPool
+from horizon_lm.device.moves import Link, Squares
+from horizon_lm.device.streams import StreamDevice
 from horizon_lm.errors import ConfigError
-from horizon_lm.schedule.ops import Kind, Stream
-from horizon_lm.schedule.trace import Trace
 from horizon_lm.store.arena import Arena
 
 _REGISTER_PIECE = 64 * 2**30  # one registration of 512 GiB or more fails on recent drivers (LMCache#5177)
-_BUSY_THREADS = 3  # main, autograd's, and the driver's for copies
-_SQUARE_PIECE = 1 << 24  # elements squared at once on the device
+_PIECE = 1 << 24  # elements that are converted or squared at once
+_STAGING_BYTES = 64 * 2**20
 
 
-class CudaDevice:
+class CudaDevice(StreamDevice):
     """See the module's description.
 
     Args:
         name: ``cuda`` or ``cuda:N``.
         capacity: bytes that the engine's buffers may take together; None for no limit of ours.
-        host_threads: threads for updates; None for the usable cores less those that main, autograd and copies need.
+        host_threads: threads for updates; None for the usable cores less those that everything else needs.
+
+    Attributes:
+        registration_error: what CUDA said when host memory could not be page-locked, so that copies of it are staged; None
+            if all of it could.
     """
 
     def __init__(self, name: str = "cuda", capacity: int | None = None, host_threads: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(f"device is {name!r}, but torch finds no CUDA device; use device='cpu'")
         index = torch.device(name).index
-        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        if self.torch_device.index >= torch.cuda.device_count():
+        torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        if torch_device.index >= torch.cuda.device_count():
             raise ConfigError(f"device is {name!r}, but there are only {torch.cuda.device_count()} CUDA devices")
-        self.name = name
-        self.counters = Counters()
-        self.capacity = capacity
-        self.link = CudaLink(self.torch_device)
-        self.trace: Trace | None = None
-        self._host_threads = host_threads
-        self._pool: HostPool | None = None
+        super().__init__(name, torch_device, capacity, host_threads)
+        self.registration_error: str | None = None
         self._registered: list[torch.Tensor] = []
-        self._streams = {s: torch.cuda.Stream(self.torch_device) for s in (Stream.COPY_IN, Stream.COPY_OUT)}
+        self._clock: tuple[torch.cuda.Event, float] | None = None
 
-    def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
-        num_bytes = numel * dtype.itemsize
-        check_capacity(self.capacity, self.counters, num_bytes, kind, self.name)
-        buffer = torch.empty(numel, dtype=dtype, device=self.torch_device)
-        self.counters.add(kind, num_bytes)
-        return buffer
+    def spare_bytes(self) -> int | None:
+        """What the driver would give, and what torch has from it and does not use; our own limit, if that is less."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        unused = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        own = self.capacity - self.counters.allocated_total if self.capacity is not None else None
+        return free + unused if own is None else min(own, free + unused)
 
-    def free(self, buffer: torch.Tensor, kind: str) -> None:
-        self.counters.add(kind, -buffer.numel() * buffer.element_size())
-
-    def poison(self, buffer: torch.Tensor) -> None:
-        pass
+    # Host memory
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         buffer = Arena(num_bytes).take(num_bytes, torch.uint8)
@@ -71,12 +62,13 @@ class CudaDevice:
         return buffer
 
     def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Page-lock slabs in place. What cannot be locked is staged by the driver instead: slower, not wrong."""
+        """Page-lock slabs in place. Copies of what cannot be locked go through staging buffers: slower, not wrong."""
         for buffer in buffers:
             raw = buffer.view(torch.uint8)
-            for start in range(0, raw.numel(), _REGISTER_PIECE):
-                piece = raw[start : start + _REGISTER_PIECE]
-                if int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)) != 0:
+            for piece in raw.split(_REGISTER_PIECE):
+                code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
+                if int(code) != 0:
+                    self.registration_error = str(code)
                     self._clear_error()
                     return
                 self._registered.append(piece)  # the memory must outlive its registration
@@ -90,62 +82,7 @@ class CudaDevice:
         for piece in getattr(self, "_registered", ()):
             torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
 
-    def announce(self, tasks: Sequence[Task]) -> None:
-        pass
-
-    def issue(self, task: Task) -> None:
-        assert task.moves is not None, f"{task.op} was issued before its moves were known"
-        task.issued = True
-        if task.op.stream == Stream.HOST:
-            waits = task.waits
-            self._host_pool().submit(task, lambda: self.wait(waits), self.trace)
-            return
-        if task.op.kind == Kind.UPDATE_ROWS:  # host work on the copy-in stream: what the next copy takes
-            self.wait(task.waits)
-            self._host_pool().submit(task, trace=self.trace, urgent=True)
-            self._host_pool().wait([task])
-            return
-        stream = self._streams[task.op.stream]
-        self._wait_on(stream, task)
-        with torch.cuda.stream(stream):
-            for move in task.moves:
-                move.run(self.link)
-                self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += move.host_bytes
-        task.event = torch.cuda.Event(blocking=True)
-        task.event.record(stream)
-
-    def _host_pool(self) -> HostPool:
-        if self._pool is None:
-            threads = self._host_threads or max(1, usable_cores() - _BUSY_THREADS)
-            self._pool = HostPool(threads, threads, self.link)
-        return self._pool
-
-    def begin(self, task: Task) -> None:
-        self._wait_on(torch.cuda.current_stream(self.torch_device), task)
-
-    def end(self, task: Task) -> None:
-        task.event = torch.cuda.Event(blocking=True)
-        task.event.record(torch.cuda.current_stream(self.torch_device))
-
-    def wait(self, tasks: Sequence[Task]) -> None:
-        host = [task for task in tasks if task.op.stream == Stream.HOST and not task.done]
-        if host and self._pool is not None:
-            self._pool.wait(host)
-        for task in tasks:
-            if task.event is not None:
-                task.event.synchronize()
-                task.done = True
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
-        if self._pool is not None:
-            self._pool.wait()
-
-    def cancel(self, tasks: Sequence[Task]) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
-        for task in tasks:
-            task.done = True
+    # Randomness
 
     def rng_state(self) -> Any:
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.torch_device)
@@ -158,42 +95,145 @@ class CudaDevice:
         device = torch.Generator(self.torch_device).manual_seed(seed)
         return torch.Generator().manual_seed(seed).get_state(), device.get_state()
 
-    def _wait_on(self, stream: torch.cuda.Stream, task: Task) -> None:
-        # An update has no event: what needs its result is not enqueued before it is done.
-        self.wait([other for other in task.waits if other.op.stream == Stream.HOST])
-        for other in task.waits:
-            if other.event is not None:
-                stream.wait_event(other.event)
-        task.waits = []  # they are in the stream now; keeping them would keep every earlier task alive
+    # Streams
+
+    def _open_stream(self) -> tuple[Any, Link]:
+        return torch.cuda.Stream(self.torch_device), CudaLink(self.torch_device, self.counters)
+
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def _record(self, stream: Any) -> torch.cuda.Event:
+        # Threads that wait for it sleep instead of taking a core from the optimizer.
+        event = torch.cuda.Event(blocking=True, enable_timing=self.trace is not None)
+        event.record(stream or torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def _wait_event(self, stream: Any, event: Any) -> None:
+        (stream or torch.cuda.current_stream(self.torch_device)).wait_event(event)
+
+    def _synchronize_streams(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        if self.trace is not None and self._clock is None:
+            event = self._record(None)
+            event.synchronize()
+            self._clock = event, time.perf_counter()
+
+    def _seconds(self, event: Any) -> float:
+        assert self._clock is not None
+        zero, at = self._clock
+        return at + zero.elapsed_time(event) * 1e-3
 
 
 class CudaLink:
-    """Transfers on the current stream. Types are converted on the device, whole in its own dtype over the link."""
+    """Transfers on the current stream, which is always the same one. Over the link goes what the host keeps."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, counters: Counters) -> None:
+        self._device, self._counters = device, counters
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._turn = 0
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        if source.device == destination.device or source.dtype == destination.dtype:
-            # Onto the host the caller goes on only when it has waited for the task.
-            destination.copy_(source, non_blocking=True)
-        elif destination.device.type == "cuda":
-            destination.copy_(source.to(destination.device, non_blocking=True))
-        else:
-            destination.copy_(source.to(destination.dtype), non_blocking=True)
+        if source.dtype == destination.dtype:
+            self._transfer(destination, source)
+            return
+        for d, s in _pieces(destination, source):
+            if source.device == self._device:
+                self._transfer(d, self._on_device(d.dtype, s.numel()).copy_(s))
+            else:
+                d.copy_(self._transfer(self._on_device(s.dtype, s.numel()), s))
+
+    def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
+        for d, r in zip(*_rows_pieces(destination, rows), strict=True):
+            staging, event = self._stage(r.numel() * table.shape[1], table.dtype)
+            gathered = staging.view(r.numel(), table.shape[1])
+            torch.index_select(table, 0, r, out=gathered)
+            self.copy(d.view(-1), staging)
+            event.record()
 
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> Squares:
-        """Rounded, added and squared on the device; the result is read there when somebody asks for it."""
-        kept = source.to(destination.dtype)
-        if add:
-            present = destination.to(self._device, non_blocking=True)
-            kept = present.float().add_(source).to(destination.dtype)
-        destination.copy_(kept, non_blocking=True)
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        for piece in kept.split(_SQUARE_PIECE):
-            squares += piece.float().square_().sum(dtype=torch.float64)
-        return squares
+        """Rounded, added and squared on the device, with scratch space of one piece."""
+        if not add and source.dtype == destination.dtype:
+            norms = [_norm(piece) for piece in source.split(_PIECE)]
+            self._transfer(destination, source)
+            return _squares(norms)
+        norms = []
+        for d, s in _pieces(destination, source):
+            kept = self._on_device(d.dtype, d.numel())
+            if add:
+                self._transfer(kept, d)
+                total = self._on_device(torch.float32, d.numel())  # of an fp32 store it is ``kept`` itself
+                kept.copy_(total.copy_(kept).add_(s))
+            else:
+                kept.copy_(s)
+            norms.append(_norm(kept))
+            self._transfer(d, kept)
+        return _squares(norms)
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> Squares:
-        """Through host memory, and the host waits for it: rows of a table have no single address to copy to."""
-        return HostLink().land_rows(table, source.to("cpu"), rows, add)
+        """Rows of a table have no single address to copy to, so the issuing thread lands them in host memory."""
+        total = 0.0
+        for s, r in zip(*_rows_pieces(source, rows), strict=True):
+            staging, event = self._stage(s.numel(), source.dtype)
+            staging.copy_(s.reshape(-1), non_blocking=True)
+            event.record()
+            event.synchronize()
+            total += HostLink().land_rows(table, staging.view(s.shape), r, add)
+        return total
+
+    def _transfer(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Between host and device, in one dtype. What is not page-locked goes through staging buffers in pieces."""
+        to_device = destination.device == self._device
+        if (source if to_device else destination).is_pinned():
+            return destination.copy_(source, non_blocking=True)
+        for d, s in _pieces(destination, source, _STAGING_BYTES // source.element_size()):
+            staging, event = self._stage(s.numel(), s.dtype)
+            if to_device:
+                d.copy_(staging.copy_(s), non_blocking=True)
+                event.record()
+            else:
+                staging.copy_(s, non_blocking=True)
+                event.record()
+                event.synchronize()
+                d.copy_(staging)
+        return destination
+
+    def _stage(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """A page-locked buffer that no copy uses any more, and the event to record when one does."""
+        if not self._staging:
+            self._staging = [
+                (torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event(blocking=True))
+                for _ in range(2)
+            ]
+        self._turn ^= 1
+        buffer, event = self._staging[self._turn]
+        event.synchronize()
+        return buffer[: numel * dtype.itemsize].view(dtype), event
+
+    def _on_device(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Scratch space of this stream; its last use lies earlier in the stream."""
+        if dtype not in self._scratch:
+            self._scratch[dtype] = torch.empty(_PIECE, dtype=dtype, device=self._device)
+            self._counters.add("link_scratch", _PIECE * dtype.itemsize)
+        return self._scratch[dtype][:numel]
+
+
+def _pieces(a: torch.Tensor, b: torch.Tensor, size: int = _PIECE) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(a.split(size), b.split(size), strict=True)
+
+
+def _rows_pieces(values: torch.Tensor, rows: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Pieces of rows (R, H) that fit into a staging buffer in any dtype, and their indices."""
+    size = max(1, min(_PIECE, _STAGING_BYTES // 4) // values.shape[1])
+    return values.split(size), rows.split(size)
+
+
+def _norm(piece: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(piece, dtype=torch.float32)
+
+
+def _squares(norms: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares on its way to a number in host memory, which is there when the landing is done."""
+    host = torch.empty((), dtype=torch.float64, pin_memory=True)
+    return host.copy_(torch.stack(norms).double().square().sum(), non_blocking=True)

@@ -12,6 +12,9 @@ class HostLink:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
 
+    def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
+        destination.copy_(table.index_select(0, rows))
+
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> Squares:
         from horizon_lm.kernels.landing import landing_kernel
 

@@ -15,6 +15,10 @@ class Link(Protocol):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None: ...
 
+    def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
+        """``destination[i] = table[rows[i]]``, from a table in host memory."""
+        ...
+
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> Squares:
         """Gradients to host memory, in place of what is there or added to it in fp32 and rounded once.
 
@@ -97,7 +101,7 @@ class GatherRows:
         return self.rows.numel() * self.table.shape[1] * self.table.element_size()
 
     def run(self, link: Link) -> None:
-        link.copy(self.destination, self.table.index_select(0, self.rows))
+        link.gather(self.destination, self.table, self.rows)
 
     def split(self, parts: int) -> list[Move]:
         return [

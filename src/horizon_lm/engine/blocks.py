@@ -1,19 +1,22 @@
 """Decoder blocks: forward without a graph, and a backward that recomputes one micro-batch at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_unflatten
 
 from horizon_lm.device.moves import Copy
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.grad_sink import GradSink
 from horizon_lm.engine.handle import ForwardHandle
 from horizon_lm.engine.replay import Surroundings, no_autocast_cache, replaying
+from horizon_lm.engine.residency import plan_residency
 from horizon_lm.engine.rows import BlockCall, Path, RowOutputs, compare_rows, flatten, slice_rows
 from horizon_lm.errors import RecomputeMismatchError
 from horizon_lm.model import capture
+from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.template import BoundBlock, SharedBuffers, Template, structure_key
 from horizon_lm.schedule.ops import Kind, block
 
@@ -41,6 +44,7 @@ class Blocks:
         self._row_dims: dict[tuple[Any, Path], int | None] = {}
         self._output_of: dict[int, RowOutputs] = {}
         self.signature: Any = None  # of the running forward's arguments, for which row dimensions are remembered
+        self.segments: Segments | None = None  # of the running forward's rows, if its attention wants them
         self.probe_rows: RowProbe | None = None
         self.probing: tuple[int, list[torch.Size]] | None = None
 
@@ -50,6 +54,10 @@ class Blocks:
         call = BlockCall(args, kwargs)
         if self.probing is not None:
             return self._probe(index, call)
+        if index == 0 and self.engine.handle is not None and self.engine.planned is None:
+            self.engine.planned = plan_residency(
+                self.engine, self._bound[0].template.module, call, self._dims(index, call)
+            )
         keys = capture.requested_keys()
         handle = self.engine.handle
         if handle is not None and index in handle.keeps:
@@ -57,7 +65,7 @@ class Blocks:
             tensors = _BlockFunction.apply(node, self.engine.anchor, *call.tensors)
             output = node.outputs.rebuild(tensors)
         else:
-            outputs, _ = self.compute_forward(index, call, keys)
+            outputs = self.compute_forward(index, call, keys)
             output = outputs.rebuild(outputs.tensors)
             outputs.release()
         output, captured = output
@@ -65,43 +73,56 @@ class Blocks:
         return output
 
     def compute_forward(
-        self, index: int, call: BlockCall, keys: tuple[str, ...], stash: ForwardHandle | None = None
-    ) -> tuple[RowOutputs, list[Any]]:
-        """Run all micro-batches through a block. Returns outputs and the random state each micro-batch started from."""
+        self, index: int, call: BlockCall, keys: tuple[str, ...], kept: "_Kept | None" = None
+    ) -> RowOutputs:
+        """Run all micro-batches through a block. ``kept``: takes what the backward needs, if there is to be one."""
         engine, bound = self.engine, self._bound[index]
         dims = self._dims(index, call)
-        outputs, states = RowOutputs(engine.num_rows), []
-        offload = stash is not None and engine.options.boundaries == "host"
-        if offload:
-            self._plan_offload(index, call, stash)
-        with engine.cursor.compute(Kind.FORWARD, block(index)), torch.no_grad(), no_autocast_cache():
+        outputs = RowOutputs(engine.num_rows)
+        sink = kept.sink if kept is not None else None
+        offload = kept is not None and engine.layout.is_offloaded(index)
+        if kept is not None and offload:
+            self._plan_offload(index, call, kept.handle)
+        with (
+            engine.cursor.compute(Kind.FORWARD, block(index)),
+            torch.set_grad_enabled(sink is not None),
+            no_autocast_cache(),
+        ):
             if offload:
                 hidden = call.tensors[call.hidden]
                 self._ring(index, hidden).copy_(hidden.contiguous().view(-1).view(torch.uint8))
             bound.template.set_training(bound.training_flags())
             weights = engine.memory.weights_of(block(index))
-            bound.template.bind(bound, self._params(index, weights))
+            params = self._params(index, weights) if sink is None else sink.params(self._params)
+            bound.template.bind(bound, params)
             assert engine.randomness is not None
             for number, (start, stop) in enumerate(engine.micro_batches()):
-                with engine.randomness.drawing(number) as state, capture.capture(keys) as captured:
-                    part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, dims, strict=True)]
+                part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, dims, strict=True)]
+                if kept is not None and sink is not None:
+                    part = kept.leaves(part)
+                with (
+                    engine.randomness.drawing(number) as state,
+                    capture.capture(keys) as captured,
+                    attending(self.segments, start, stop),
+                ):
                     args, kwargs = call.rebuild(part)
-                    output = bound.template.module.forward(*args, **kwargs)
-                states.append(state)
-                outputs.add(start, stop, (output, captured))
+                    output = (bound.template.module.forward(*args, **kwargs), captured)
+                if kept is not None:
+                    output = kept.keep(state, part, output)
+                outputs.add(start, stop, output)
             bound.template.refuse_written_buffers(bound)
-            engine.device.poison(weights)
+            if not engine.memory.holds(index):
+                engine.device.poison(weights)
         engine.counts["block_forward_rows"] += engine.num_rows
         self._output_of[index] = outputs
-        return outputs, states
+        return outputs
 
-    def _plan_offload(self, index: int, call: BlockCall, handle: ForwardHandle | None) -> None:
+    def _plan_offload(self, index: int, call: BlockCall, handle: ForwardHandle) -> None:
         """Tell the device where this and all later boundaries go: they have one size."""
-        assert handle is not None
         engine, hidden = self.engine, call.tensors[call.hidden]
         num_bytes = hidden.numel() * hidden.element_size()
         for later in sorted(handle.keeps):
-            if later >= index and later not in handle.boundaries:
+            if later >= index and later not in handle.boundaries and engine.layout.is_offloaded(later):
                 host = engine.boundaries.take(handle, later, num_bytes)
                 ring = engine.memory.ring.get(num_bytes, torch.uint8, later % 2)
                 handle.offloads[later] = engine.cursor.bind(Kind.OFFLOAD, block(later), [Copy(host, ring, num_bytes)])
@@ -140,8 +161,40 @@ class Blocks:
         return outputs.rebuild(outputs.imitate(self.engine.num_rows + 1))[0]
 
 
+Graph = tuple[list[torch.Tensor], list[torch.Tensor]]  # of one micro-batch: input leaves and outputs
+
+
+class _Kept:
+    """What the computation of a block leaves for its backward: random states, and where there is room its graph.
+
+    Attributes:
+        states: from which each micro-batch started.
+        sink: takes the gradients of a kept graph; None if there is none.
+        graphs: of the micro-batches, if they are kept.
+    """
+
+    def __init__(self, blocks: Blocks, index: int, handle: ForwardHandle, needs_grad: Sequence[bool]) -> None:
+        self.handle, self._needs_grad = handle, needs_grad
+        self.states: list[Any] = []
+        self.sink = GradSink(blocks.engine, index) if index in handle.graphs else None
+        self.graphs: list[Graph] = []
+
+    def leaves(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Inputs of a graph of its own."""
+        return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad, strict=True)]
+
+    def keep(self, state: Any, inputs: list[torch.Tensor], output: Any) -> Any:
+        """A micro-batch has been computed. Returns its output, without the graph if that is kept."""
+        self.states.append(state)
+        if self.sink is None:
+            return output
+        leaves, spec = flatten(output)
+        self.graphs.append((inputs, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
+        return tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+
+
 class _Node:
-    """What one block of one forward keeps for its backward, besides its boundary."""
+    """One block of one forward, and what its backward needs besides its boundary."""
 
     def __init__(
         self, blocks: Blocks, index: int, call: BlockCall, keys: tuple[str, ...], handle: ForwardHandle
@@ -149,11 +202,12 @@ class _Node:
         self.blocks, self.index, self.call, self.keys, self.handle = blocks, index, call, keys, handle
         self.surroundings = Surroundings(blocks.engine.device.torch_device.type)
         self.flags = blocks._bound[index].training_flags()
+        self.segments = blocks.segments
         self.micro_batches = blocks.engine.micro_batches()
         self.num_rows = blocks.engine.num_rows
         self.outputs: RowOutputs
         self.dims: list[int | None]
-        self.states: list[Any]
+        self.kept: _Kept
         self.hidden_shape: torch.Size
         self.hidden_dtype: torch.dtype
         self.expected: list[torch.Tensor] | None = None  # outputs, with check_recompute
@@ -162,9 +216,10 @@ class _Node:
     def offloaded(self) -> bool:
         return self.index in self.handle.boundaries
 
-    def forward(self) -> tuple[torch.Tensor, ...]:
+    def forward(self, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         blocks = self.blocks
-        self.outputs, self.states = blocks.compute_forward(self.index, self.call, self.keys, stash=self.handle)
+        self.kept = _Kept(blocks, self.index, self.handle, needs_grad)
+        self.outputs = blocks.compute_forward(self.index, self.call, self.keys, self.kept)
         self.dims = blocks._dims(self.index, self.call)
         tensors = tuple(self.outputs.tensors)
         if blocks.engine.options.check_recompute:
@@ -180,17 +235,26 @@ class _Node:
             if self.offloaded:
                 inputs[self.call.hidden] = self._fetched()
             input_grads: list[torch.Tensor | None] = [None] * len(inputs)
-            sink = GradSink(engine, self.index)
+            sink = self.kept.sink or GradSink(engine, self.index)
+            sink.open()
             for number, (start, stop) in enumerate(self.micro_batches):
-                self._recompute(number, start, stop, inputs, needs_grad, grads, input_grads, sink)
+                if self.kept.sink is not None:
+                    leaves, tensors = self.kept.graphs[number]
+                    self.kept.graphs[number] = ([], [])
+                else:
+                    leaves, tensors = self._recompute(number, inputs, needs_grad, sink)
+                self._differentiate(start, stop, leaves, tensors, inputs, grads, input_grads)
+                del leaves, tensors
             sink.close()
-            engine.device.poison(engine.memory.weights_of(unit))
+            if not engine.memory.holds(self.index):
+                engine.device.poison(engine.memory.weights_of(unit))
         if engine.trainable(unit):
             if engine.memory.accumulates:
                 with engine.cursor.compute(Kind.STAGE, unit):
                     engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
             engine.landed(unit)
-        engine.counts["block_forward_rows"] += self.num_rows
+        if self.kept.sink is None:
+            engine.counts["block_forward_rows"] += self.num_rows
         return input_grads
 
     def _fetched(self) -> torch.Tensor:
@@ -198,20 +262,22 @@ class _Node:
         ring = self.blocks.engine.memory.ring.get(host.numel(), torch.uint8, self.index % 2)
         return ring.view(self.hidden_dtype).view(self.hidden_shape)
 
-    def _recompute(
-        self, number: int, start: int, stop: int, inputs: Any, needs_grad: Any, grads: Any, input_grads: Any,
-        sink: GradSink,
-    ) -> None:  # fmt: skip
-        """One micro-batch: forward with a graph, then its backward."""
-        engine = self.blocks.engine
+    def _recompute(self, number: int, inputs: Any, needs_grad: list[bool], sink: GradSink) -> Graph:
+        """The forward of one micro-batch again, with a graph."""
+        start, stop = self.micro_batches[number]
         leaves = [
             slice_rows(t, d, start, stop).detach().requires_grad_(need)
             for t, d, need in zip(inputs, self.dims, needs_grad, strict=True)
         ]
-        with replaying(engine.device, self.states[number]):
+        with replaying(self.blocks.engine.device, self.kept.states[number]), attending(self.segments, start, stop):
             tensors = self.surroundings.run(lambda: self._forward_with_graph(leaves, sink))
         self._check(tensors, start, stop)
+        return leaves, tensors
 
+    def _differentiate(
+        self, start: int, stop: int, leaves: Any, tensors: Any, inputs: Any, grads: Any, input_grads: Any
+    ) -> None:
+        """The backward of one micro-batch."""
         per_row = [t.shape[0] // (stop - start) if t.ndim else 0 for t in tensors]
         pairs = [
             (t, slice_rows(g, 0 if len(self.micro_batches) > 1 else None, start * n, stop * n))
@@ -262,7 +328,7 @@ class _BlockFunction(torch.autograd.Function):
     def forward(ctx: Any, node: _Node, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.node = node
         ctx.set_materialize_grads(False)
-        outputs = node.forward()
+        outputs = node.forward(ctx.needs_input_grad[2:])
         hidden = tensors[node.call.hidden]
         node.hidden_shape, node.hidden_dtype = hidden.shape, hidden.dtype
         node.call.drop_tensors()

@@ -11,7 +11,7 @@ from horizon_lm.device.base import Device, Task
 from horizon_lm.device.moves import Move
 from horizon_lm.errors import ScheduleMismatchError
 from horizon_lm.schedule.check import uses
-from horizon_lm.schedule.ops import After, Earlier, Kind, LastUse, Op, Pass, Stream
+from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Pass, Stream
 
 MovesOf = Callable[[Op], Sequence[Move] | None]
 
@@ -21,7 +21,7 @@ class Cursor:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._last_use: dict[LastUse | Earlier, Task] = {}
+        self._last_use: dict[LastUse, Task] = {}
         self._tasks: list[Task] = []
         self._position = 0
         self._reached_any = False

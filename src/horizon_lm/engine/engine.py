@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from horizon_lm.engine.cursor import Cursor
 from horizon_lm.engine.grads import HostGrads
 from horizon_lm.engine.handle import BoundaryPool, ForwardHandle
 from horizon_lm.engine.landing import LandingSlots
-from horizon_lm.engine.memory import DeviceMemory, Options, block_index
+from horizon_lm.engine.memory import DeviceMemory, Options, Residency, block_index
 from horizon_lm.engine.replay import MicroBatchRandomness
 from horizon_lm.engine.updates import TableUpdate, UpdatesInBackward
 from horizon_lm.errors import ConfigError, ScheduleMismatchError, StreamingError, TornModelError
@@ -47,16 +47,23 @@ class Engine:
         self.randomness: MicroBatchRandomness | None = None
         self.num_rows = 0
         self._head_buffer_user: weakref.ref[ForwardHandle] | None = None
+        self._graphs_user: weakref.ref[ForwardHandle] | None = None
         self._backward_of: ForwardHandle | None = None
         self._landed: set[str] = set()
-        self._updated: frozenset[str] | None = frozenset()  # units since the last forward; None if it has their weights
-        self._reads_grads: list[Task] = []  # updates that may still be running
+        self._changed = True  # the weights, since the last forward
+        self._updates: list[Task] = []  # may still be running
         self.pending_table: TableUpdate | None = None  # what the next forward does, its own rows first
         self._in_backward: UpdatesInBackward | None = None
         self._shape: tuple[Any, ...] = ()
         self._torn: str | None = None
 
         self.memory = DeviceMemory(parts, store, device, options)
+        self.planned = (
+            options.residency
+        )  # what may stay on the device from the next forward on; None until that is known
+        self._planned_tokens = 0
+        self._handles: weakref.WeakSet[ForwardHandle] = weakref.WeakSet()
+        self._set_residency(self.planned or Residency(0))
 
     # Units and parameters
 
@@ -89,27 +96,47 @@ class Engine:
         """The host slabs of the unit that a parameter belongs to."""
         return self.store.units[self.store.unit_of[name]]
 
+    def _settle_residency(self, tokens: int) -> None:
+        """Before a training forward: do what was planned in an earlier one, or plan again for a larger batch."""
+        if self.options.residency is not None or any(not handle.consumed for handle in self._handles):
+            return
+        if tokens > self._planned_tokens:
+            self.planned, self._planned_tokens = None, tokens
+        residency = self.planned or Residency(0)
+        if residency != self.residency:
+            self.drain()
+            self._set_residency(residency)
+
+    def _set_residency(self, residency: Residency) -> None:
+        self.residency = residency
+        self.memory.hold(range(self.parts.num_blocks - residency.weights, self.parts.num_blocks))
+        self._changed = True  # held weights have to be streamed in
+
     # Forward
 
     @contextmanager
     def forward_pass(
-        self, *, recording: bool, rows: int, embed: bool, inputs_need_grad: bool, head_grads: bool
+        self, *, recording: bool, rows: int, tokens: int, embed: bool, inputs_need_grad: bool, head_grads: bool
     ) -> Iterator[None]:
         """A forward runs inside. ``recording``: for a later backward."""
         self.check_alive()
         if self.cursor.active:  # a backward that died in foreign code, or a nested call
             self.fault(StreamingError("the backward before this forward was not finished"))
+        if recording:
+            self._settle_residency(tokens)
         keeps = self._kept_blocks(inputs_need_grad) if recording else frozenset()
         if recording:
             self.allocate_grads()
             self.handle = ForwardHandle(self.store.version, keeps)
+            self._handles.add(self.handle)
             self.handle.head_grads = head_grads
+            self._hold_graphs(self.handle)
         self._drain_if_reshaped(keeps)
         schedule = build.forward(
             self.layout,
             keeps=keeps,
             embed=embed,
-            updated=self._updated,
+            changed=self._changed,
             table_update=self.pending_table is not None,
             head_grads=head_grads and bool(self.trainable(HEAD)),
         )
@@ -118,8 +145,9 @@ class Engine:
         try:
             self.cursor.start(schedule, self._moves)
             yield
+            self._updates += self.cursor.update_tasks()
             self.cursor.finish()
-            self._updated, self.pending_table = None, None
+            self._changed, self.pending_table = False, None
         except BaseException as error:
             self.fault(error)
             raise
@@ -155,17 +183,30 @@ class Engine:
         return build.Layout(
             num_blocks=self.parts.num_blocks,
             tied=self.parts.tied,
-            host_boundaries=self.options.boundaries == "host",
+            offloaded=self.parts.num_blocks - self.residency.boundaries,
+            held=self.residency.weights,
             accumulate=self.memory.accumulates,
             update_in_backward=self._in_backward is not None,
         )
 
     def _drain_if_reshaped(self, keeps: frozenset[int]) -> None:
-        """Waits across passes assume passes of one shape; what is trainable rarely changes, so that may cost."""
-        shape = (keeps, tuple(name for name, ref in self.refs.items() if ref.param.requires_grad)) if keeps else None
+        """Waits across passes are proven for passes of one shape; what is trainable rarely changes, so that may cost."""
+        shape = (
+            (keeps, self.residency, tuple(name for name, ref in self.refs.items() if ref.param.requires_grad))
+            if keeps
+            else None
+        )
         if shape is not None and shape != self._shape:
             self.drain()
             self._shape = shape
+
+    def _hold_graphs(self, handle: ForwardHandle) -> None:
+        """There is room for the graphs of one forward; another one before its backward does without."""
+        user = self._graphs_user() if self._graphs_user is not None else None
+        if user is None or user.consumed:
+            first = self.parts.num_blocks - self.residency.graphs
+            handle.graphs = frozenset(index for index in handle.keeps if index >= first)
+            self._graphs_user = weakref.ref(handle)
 
     @property
     def head_buffer_free(self) -> bool:
@@ -226,8 +267,7 @@ class Engine:
         self.cursor.finish()
         handle.consumed = True
         if self._in_backward is not None:
-            self.store.version += 1
-            self._updated = frozenset(self._landed)
+            self.weights_changed()
             if EMBED in self._landed or (self.parts.tied and HEAD in self._landed):
                 assert self.grads.slots is not None
                 self.pending_table = self._in_backward.table(self.grads.slots.table_grads())
@@ -278,21 +318,21 @@ class Engine:
         """
         self.check_alive()
         self.finish_updates()
-        self.weights_changed([*(op.unit for op in schedule.ops), *([EMBED] if table is not None else [])])
+        self.weights_changed()
         self.pending_table = table
         self.cursor.start(schedule, lambda op: moves[op.unit])
-        self._reads_grads = self.cursor.update_tasks()
+        self._updates = self.cursor.update_tasks()
         self.cursor.finish()
 
-    def weights_changed(self, units: Iterable[str] = ()) -> None:
-        """The host's weights are new; for these ``units`` an update may still be writing them."""
+    def weights_changed(self) -> None:
+        """The host's weights are new, or will be when the updates that are on their way are done."""
         self.store.version += 1
-        self._updated = (self._updated or frozenset()) | frozenset(units)
+        self._changed = True
 
     def finish_updates(self) -> None:
         """Block until every update is done, the table's included."""
-        self.device.wait(self._reads_grads)
-        self._reads_grads = []
+        updates, self._updates = self._updates, []
+        self.device.wait(updates)
         if self.pending_table is not None:
             op = Op(Kind.UPDATE, EMBED, Stream.HOST)
             task = Task(op, [], self.pending_table.rest())
@@ -335,14 +375,23 @@ class Engine:
         if self._backward_of is not None and self.cursor.update_begun():
             self.tear(error)  # some units of this step are new, some old
         self.cursor.abandon()
-        self.device.synchronize()
+        self._quiesce()
         if self.handle is not None or self._backward_of is not None:  # an evaluation touches no gradient
             self.grads.invalid = True
         for handle in (self._backward_of, self.handle):
             if handle is not None:
                 handle.consumed = True
                 self.boundaries.release(handle)
-        self._backward_of, self.handle, self._head_buffer_user = None, None, None
+        self._backward_of, self.handle, self._head_buffer_user, self._graphs_user = None, None, None, None
+
+    def _quiesce(self) -> None:
+        """Wait until nothing runs. An update that could not begin because of a fault raises it here; it stays pending."""
+        while True:
+            try:
+                self.device.synchronize()
+            except Exception:
+                continue  # the failed update is forgotten now; one that failed inside a kernel has torn the model
+            return
 
     def clear_grads(self) -> None:
         """All gradients are empty again, and a fault is forgiven. No memory is written."""
@@ -352,7 +401,7 @@ class Engine:
     def hand_out_grad(self, param: nn.Parameter) -> None:
         """Somebody may read a gradient, or write to it: it must have landed, and no update may still need it."""
         self.wait_for_grads()
-        if self._reads_grads or self.pending_table is not None:
+        if self._updates or self.pending_table is not None:
             self.finish_updates()
         if id(param) in self._unit_of:
             self.grads.squares.forget(self._unit_of[id(param)])

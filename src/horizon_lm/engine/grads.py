@@ -73,6 +73,7 @@ class HostGrads:
         try:
             self._device.wait(self._landing)
         except Exception:  # a copy failed, so a gradient is incomplete; an interrupt only ends the waiting
+            self._device.cancel(self._landing)
             self._landing, self.invalid = [], True
             raise
         self._landing = []

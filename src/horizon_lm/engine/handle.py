@@ -15,6 +15,7 @@ class ForwardHandle:
     Attributes:
         version: of the weights it was computed with.
         keeps: blocks with a boundary.
+        graphs: of these blocks the whole computation is kept, so that it is not repeated.
         boundaries: host copies of boundaries, by block.
         head_grads: the head's gradients were made in this forward and are in the head's buffer.
     """
@@ -22,6 +23,7 @@ class ForwardHandle:
     def __init__(self, version: int, keeps: frozenset[int]) -> None:
         self.version = version
         self.keeps = keeps
+        self.graphs: frozenset[int] = frozenset()
         self.boundaries: dict[int, torch.Tensor] = {}
         self.offloads: dict[int, Task] = {}
         self.head_grads = False

@@ -46,7 +46,7 @@ class LandingSlots:
         return slot[: self._store.units[unit].grad_layout.numel]
 
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The slot of an untied table's rows (R, H). No update is reading it: the forward waited for the last one."""
+        """The slot of an untied table's rows (R, H). No update may be reading it any more."""
         width = self._width
         numel = (rows.numel() + 1) * width
         if numel > self._rows.numel():

@@ -22,7 +22,6 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.schedule.ops import HEAD, Kind
 
 IGNORED = -100  # label of a token that is not trained, as in torch.nn.functional.cross_entropy
-_LOGIT_BYTES = 64 * 2**20
 _ROW_BLOCK = 4096  # rows of the head's gradient formed at once when it has another dtype than its buffer
 
 
@@ -62,7 +61,7 @@ class ChunkedLoss:
         self.head, self.engine, self.call_model = head, head.engine, call_model
         parts = self.engine.parts
         self._decoder, self.norm = parts.decoder, parts.final_norm
-        self.chunk_tokens = self.engine.options.head_chunk_tokens or max(64, _LOGIT_BYTES // (4 * head.vocabulary))
+        self.chunk_tokens = self.engine.options.head_chunk_tokens
         self.decoder_output: Any = None  # class of what the decoder returns, seen in the forward
         self.hidden: torch.Tensor | None = None  # what the norm was given, seen in the forward
         self._chunk: _Chunk | None = None

@@ -1,5 +1,6 @@
 """The engine's buffers on the device, all of them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,21 @@ from horizon_lm.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
+class Residency:
+    """What stays on the device between a forward and its backward, each for so many of the last blocks.
+
+    Attributes:
+        boundaries: inputs of blocks; those of earlier blocks wait in host memory.
+        weights: these blocks are streamed in once after an update, not again for the backward.
+        graphs: and these are not computed again either; at most as many as have boundaries and weights.
+    """
+
+    boundaries: int
+    weights: int = 0
+    graphs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """How a model is streamed. None of these changes the result beyond the order of summation.
 
@@ -19,16 +35,16 @@ class Options:
         compute_dtype: of weights on the device and of hidden states.
         device_micro_batch_size: rows on the device at once inside a block; None for the whole batch.
         head: ``whole`` (Hugging Face's own loss over all logits) or ``chunked`` (logits never exist as a whole).
-        head_chunk_tokens: tokens whose logits exist at once in mode ``chunked``; None for about 64 MiB of logits.
-        boundaries: ``device`` or ``host``.
+        head_chunk_tokens: tokens whose logits exist at once in mode ``chunked``.
+        residency: what stays on the device; None to plan it when the first batch is there.
         check_recompute: compare every recomputed output with the forward's (slow; for tests).
     """
 
     compute_dtype: torch.dtype
+    residency: Residency | None
     device_micro_batch_size: int | None = None
     head: str = "chunked"
-    head_chunk_tokens: int | None = None
-    boundaries: str = "device"
+    head_chunk_tokens: int = 64
     check_recompute: bool = False
 
 
@@ -46,6 +62,8 @@ class DeviceMemory:
         outer = store.units[OUTER].layout.numel
         self.accumulates = options.device_micro_batch_size is not None and grad_dtype != torch.float32
         self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
+        self.held_weights: dict[int, Slots] = {}
+        self._new_held = lambda u: Slots(device, "held_weights", 1, store.units[block(u)].layout.numel, dtype)
         self.grad_slots = Slots(device, "grad_slots", 1 if self.accumulates else 2, largest, grad_dtype)
         self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
         self.head_weights = Slots(device, "head_weights", 1, head, dtype)
@@ -61,7 +79,20 @@ class DeviceMemory:
         """The buffer that a unit's weights are streamed into."""
         if unit == HEAD:
             return self.head_weights[0]
-        return self.outer_weights[0] if unit == OUTER else self.weight_slots[block_index(unit) % 2]
+        if unit == OUTER:
+            return self.outer_weights[0]
+        index = block_index(unit)
+        return self.held_weights[index][0] if self.holds(index) else self.weight_slots[index % 2]
+
+    def holds(self, index: int) -> bool:
+        """Whether a block's weights stay on the device."""
+        return index in self.held_weights
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """From now on, these blocks' weights stay on the device. Nothing may be on its way."""
+        for slots in self.held_weights.values():
+            slots.release()
+        self.held_weights = {index: self._new_held(index) for index in blocks}
 
     def grads_of(self, op: Op) -> torch.Tensor:
         """The buffer that a unit's gradients leave from."""

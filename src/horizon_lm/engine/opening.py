@@ -11,12 +11,13 @@ from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.loss import require_chunkable
-from horizon_lm.engine.memory import Options
+from horizon_lm.engine.memory import Options, Residency
 from horizon_lm.engine.streamed import StreamedModel, attach
 from horizon_lm.errors import ConfigError, StreamingError
-from horizon_lm.model import capture, source
+from horizon_lm.model import attention, capture, source
 from horizon_lm.model.parts import ModelParts, find_parts
 from horizon_lm.model.skeleton import build_skeleton
+from horizon_lm.plan.spare import head_chunk_tokens
 from horizon_lm.store.load import Checkpoint, load_weights
 from horizon_lm.store.precision import Precision, get_precision
 from horizon_lm.store.store import Store
@@ -29,12 +30,15 @@ def stream(
     device_micro_batch_size: int | None = None,
     head: str = "chunked",
     *,
-    boundaries: str = "device",
+    boundaries: str = "auto",
+    held_blocks: int | None = None,
+    held_graphs: int | None = None,
     head_chunk_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     device_memory: int | None = None,
     check_recompute: bool = False,
+    attn_implementation: str | None = None,
 ) -> Any:
     """Stream a Hugging Face causal language model that is in memory already.
 
@@ -48,43 +52,40 @@ def stream(
             (stochastically rounded updates) or ``float32``.
         device_micro_batch_size: rows on the device at once inside a block; None for the whole batch.
         head: ``chunked`` (loss only, logits never whole) or ``whole`` (Hugging Face's own head and loss, with logits).
-        boundaries: where a block's input waits for the backward: ``device`` or ``host``.
-        head_chunk_tokens: tokens whose logits exist at once with ``chunked``; None for about 64 MiB of logits.
+        boundaries: where a block's input waits for the backward: ``device``, ``host``, or ``auto`` for the device as far as
+            there is room. With ``auto``, what room is left then is spent on held blocks, once the first batch is there.
+        held_blocks: so many of the last blocks keep their weights on the device from forward to backward, so that they are
+            not streamed in a second time; None for none, or with ``auto`` as many as there is room for.
+        held_graphs: so many of these keep their whole computation, so that it is not repeated in the backward.
+        head_chunk_tokens: tokens whose logits exist at once with ``chunked``; None for about 64 MiB of logits in host memory,
+            and a sixteenth of the free memory elsewhere.
         compute_dtype: on the device; None for float32 on the CPU and the stored dtype elsewhere.
         grad_dtype: of the gradients in host memory, 2 or 4 bytes per parameter; None for float32 in precision ``float32``
             and bfloat16 otherwise. Several backward calls per step add up with fewer roundings in float32.
         device_memory: bytes that buffers on the device may take; None for no limit of ours.
         check_recompute: compare each recomputed output with the forward's (for tests; keeps all outputs).
+        attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, through flash-attn or
+            torch's own kernel on CUDA. None for what the model has, and on CUDA ``varlen`` instead of ``sdpa`` where it can.
 
     Raises:
         ConfigError: a setting that is not possible.
         ModelNotSupportedError: a model that cannot be streamed exactly.
     """
-    return _stream(
-        model,
-        Settings(
-            device, precision, device_micro_batch_size, head, boundaries, head_chunk_tokens, compute_dtype, grad_dtype,
-            device_memory, check_recompute,
-        ),
+    settings = Settings(
+        device, precision, device_micro_batch_size, head, boundaries, held_blocks, held_graphs, head_chunk_tokens,
+        compute_dtype, grad_dtype, device_memory, check_recompute, attn_implementation,
     )  # fmt: skip
+    return _stream(model, settings)
 
 
 def from_pretrained(
     model_name_or_path: str | Path,
     device: str | Device = "cpu",
     precision: str = "fp32_master",
-    device_micro_batch_size: int | None = None,
-    head: str = "chunked",
     *,
-    boundaries: str = "device",
-    head_chunk_tokens: int | None = None,
-    compute_dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-    device_memory: int | None = None,
-    check_recompute: bool = False,
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
+    **options: Any,
 ) -> Any:
     """Open a folder of safetensors or a hub id, streamed. Weights go straight into the store, tensor by tensor.
 
@@ -92,20 +93,16 @@ def from_pretrained(
         model_name_or_path: a Hugging Face folder or hub id.
         gguf_file: a GGUF file in it to read instead; the whole model is in memory once while it is dequantized.
         trust_remote_code: allow the model's own code.
-        attn_implementation: as in transformers.
-
-    The other arguments, and what they raise, are those of `stream`.
+        options: the other arguments of `stream`, which raise what they raise there.
     """
-    settings = Settings(
-        device, precision, device_micro_batch_size, head, boundaries, head_chunk_tokens, compute_dtype, grad_dtype,
-        device_memory, check_recompute,
-    )  # fmt: skip
+    settings = Settings(device, precision, **options)
     folder = source.local_folder(model_name_or_path)
     if gguf_file is not None:
         return _stream(source.load_gguf(folder, gguf_file), settings)
     config = source.load_config(folder, trust_remote_code)
+    attention.register()
     model = source.open_skeleton(
-        folder, config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+        folder, config, trust_remote_code=trust_remote_code, attn_implementation=settings.attn_implementation
     )
     parts, store = _empty(model, settings)
     load_weights(parts, store, Checkpoint(folder))
@@ -135,12 +132,15 @@ class Settings:
     precision: str = "fp32_master"
     device_micro_batch_size: int | None = None
     head: str = "chunked"
-    boundaries: str = "device"
+    boundaries: str = "auto"
+    held_blocks: int | None = None
+    held_graphs: int | None = None
     head_chunk_tokens: int | None = None
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     device_memory: int | None = None
     check_recompute: bool = False
+    attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
         self.get_precision()
@@ -148,9 +148,13 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1, or unset")
-        for name, choices in (("head", ("chunked", "whole")), ("boundaries", ("device", "host"))):
+        for name, choices in (("head", ("chunked", "whole")), ("boundaries", ("auto", "device", "host"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}")
+        if not 0 <= (self.held_graphs or 0) <= (self.held_blocks or 0):
+            raise ConfigError(
+                f"held_graphs is {self.held_graphs}, but held_blocks is {self.held_blocks}; a graph needs its block's weights"
+            )
 
     def get_precision(self) -> Precision:
         """How weights and gradients are kept."""
@@ -158,11 +162,29 @@ class Settings:
 
     def take_apart(self, model: Any) -> ModelParts:
         """Find the units of a model, and refuse it before anything of it is touched."""
+        self._choose_attention(model)
         capture.install_hooks(model)
         parts = find_parts(model)
         if self.head == "chunked":
             require_chunkable(parts)
         return parts
+
+    def _choose_attention(self, model: Any) -> None:
+        """Set the attention implementation that was asked for, or the one that the device is best at."""
+        attention.register()
+        wanted, present = self.attn_implementation, model.config.get_text_config()._attn_implementation
+        if wanted is None and present == "sdpa" and self._on_accelerator and attention.can_varlen(model):
+            wanted = attention.NAME
+        if wanted == attention.NAME:
+            attention.require_varlen(model)
+        if wanted is not None and wanted != present:
+            model.set_attn_implementation(wanted)
+
+    @property
+    def _on_accelerator(self) -> bool:
+        if isinstance(self.device, str):
+            return self.device.partition(":")[0] not in ("cpu", "simulated")
+        return self.device.torch_device.type != "cpu"
 
     def attach(self, parts: ModelParts, store: Store) -> Any:
         """Put the model on its device."""
@@ -170,10 +192,23 @@ class Settings:
         on_host = device.torch_device.type == "cpu"
         dtype = self.compute_dtype or (torch.float32 if on_host else store.precision.weight_dtype)
         options = Options(
-            dtype, self.device_micro_batch_size, self.head, self.head_chunk_tokens, self.boundaries,
+            dtype,
+            self._residency(parts.num_blocks, device),
+            self.device_micro_batch_size,
+            self.head,
+            self.head_chunk_tokens or head_chunk_tokens(device.spare_bytes(), parts.sizes().vocabulary),
             self.check_recompute,
-        )  # fmt: skip
+        )
         return attach(parts, store, device, options)
+
+    def _residency(self, num_blocks: int, device: Device) -> Residency | None:
+        """What stays on the device, as far as that is said."""
+        said = self.held_blocks is not None or self.held_graphs is not None
+        if self.boundaries == "auto" and not said and device.spare_bytes() is not None:
+            return None
+        held = min(self.held_blocks or 0, num_blocks)
+        graphs = min(self.held_graphs or 0, held)
+        return Residency(graphs if self.boundaries == "host" else num_blocks, held, graphs)
 
 
 def _stream(model: Any, settings: Settings) -> Any:

@@ -14,6 +14,7 @@ from horizon_lm.engine.loss import IGNORED, ChunkedLoss, LossInputs
 from horizon_lm.engine.outer import Outer
 from horizon_lm.engine.table import Table
 from horizon_lm.errors import StreamingError
+from horizon_lm.model import attention
 from horizon_lm.model.parts import ModelParts
 
 
@@ -65,8 +66,12 @@ class Streaming:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the model through the engine. Arguments are those of the model's own forward."""
-        call = self._arguments(args, kwargs)
+        call = self._bind(args, kwargs)
         engine = self.engine
+        device = engine.device.torch_device
+        varlen = self._model.config.get_text_config()._attn_implementation == attention.NAME
+        self.blocks.segments = attention.segments_of_call(call, device) if varlen else None
+        call = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
         tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if tokens is None:
             raise ValueError("give input_ids or inputs_embeds")
@@ -83,6 +88,7 @@ class Streaming:
         with engine.forward_pass(
             recording=recording,
             rows=tokens.shape[0],
+            tokens=tokens.shape[0] * tokens.shape[1],
             embed=call.get("inputs_embeds") is None,
             inputs_need_grad=inputs_need_grad,
             head_grads=chunk and recording and engine.head_buffer_free,
@@ -92,15 +98,14 @@ class Streaming:
                 output = self._chunked_forward(call, outer) if chunk else self._whole_forward(call)
         return output
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind(self._model, *args, **kwargs).arguments
         bound.pop("self")
         extra = {p.name for p in self._signature.parameters.values() if p.kind == p.VAR_KEYWORD}
         call = {k: v for k, v in bound.items() if k not in extra}
         for name in extra & set(bound):
             call |= bound[name]
-        device = self.engine.device.torch_device
-        return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+        return call
 
     def _whole_forward(self, call: dict[str, Any]) -> Any:
         """The model's own forward, run so that a probe can repeat it."""

@@ -53,6 +53,7 @@ class Table:
         engine = self.engine
         if engine.grads.slots is not None and not engine.grads.slots.keeps(EMBED):
             report = engine.grads.squares.landing(EMBED, whole=True)
+            engine.finish_updates()  # the last one of the table reads the slot
             return Land(engine.grads.slots.rows(rows).view(-1), outgoing.view(-1), False, report)
         # A tied head's gradient has landed on the same table earlier in this pass.
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))

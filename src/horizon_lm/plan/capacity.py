@@ -37,7 +37,8 @@ class BufferSettings:
         compute_bytes, grad_bytes: per element on the device, and in the gradient store.
         micro_batches: a device micro-batch is set, so that gradients are accumulated in fp32.
         chunked_head: the head runs in chunks, with an fp32 gradient buffer.
-        host_boundaries: boundaries pass through a ring on the device.
+        offloaded: so many blocks' boundaries pass through a ring on the device.
+        held: so many of the last blocks keep their weights on the device.
     """
 
     tokens: int
@@ -45,7 +46,8 @@ class BufferSettings:
     grad_bytes: int = 2
     micro_batches: bool = False
     chunked_head: bool = True
-    host_boundaries: bool = False
+    offloaded: int = 0
+    held: int = 0
 
 
 def slab_elements(tensors: Sequence[int]) -> int:
@@ -60,8 +62,10 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings) -> Mapping[str, 
     rows = min(settings.tokens, sizes.vocabulary) * sizes.hidden
     compute, grad = settings.compute_bytes, settings.grad_bytes
     accumulates = settings.micro_batches and grad < 4
+    first_held = len(sizes.blocks) - settings.held
     buffers = {
-        "weight_slots": 2 * largest * compute,
+        "weight_slots": 2 * largest * compute if first_held else 0,
+        "held_weights": sum(map(slab_elements, sizes.blocks[first_held:])) * compute,
         "grad_slots": (1 if accumulates else 2) * largest * grad,
         "grad_accumulator": largest * 4 if accumulates else 0,
         "head_weights": head * compute,
@@ -70,7 +74,7 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings) -> Mapping[str, 
         "outer_grads": outer * grad,
         "table_rows": rows * compute,
         "table_row_grads": rows * grad,
-        "boundary_ring": 2 * settings.tokens * sizes.hidden * compute if settings.host_boundaries else 0,
+        "boundary_ring": 2 * settings.tokens * sizes.hidden * compute if settings.offloaded else 0,
     }
     return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}
 

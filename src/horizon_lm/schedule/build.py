@@ -6,7 +6,7 @@ their own.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Buf, Buffer, Kind, Op, Pass, Stream, block
 from horizon_lm.schedule.waits import derive_waits
@@ -19,7 +19,8 @@ class Layout:
     Attributes:
         num_blocks: number of decoder blocks.
         tied: the head reads the embedding table's slab.
-        host_boundaries: boundaries are kept in host memory between forward and backward.
+        offloaded: so many of the first blocks keep their boundary in host memory between forward and backward.
+        held: so many of the last blocks keep their weights on the device until an update changes them.
         accumulate: several micro-batches add into an fp32 accumulator, which a staging slot carries to the host.
         update_in_backward: a unit is updated as soon as its gradient has landed. Blocks share two landing slots in host
             memory; only a tied table has a gradient slab, because two gradients add up there.
@@ -27,9 +28,20 @@ class Layout:
 
     num_blocks: int
     tied: bool = False
-    host_boundaries: bool = False
+    offloaded: int = 0
+    held: int = 0
     accumulate: bool = False
     update_in_backward: bool = False
+
+    def is_offloaded(self, index: int) -> bool:
+        return index < self.offloaded
+
+    def is_held(self, index: int) -> bool:
+        return index >= self.num_blocks - self.held
+
+    def weights(self, index: int) -> Buffer:
+        """Where a block's weights are on the device."""
+        return Buffer(Buf.HELD, index) if self.is_held(index) else Buffer(Buf.WEIGHTS, index % 2)
 
 
 def _host(kind: Buf, unit: str, layout: Layout) -> Buffer:
@@ -73,7 +85,7 @@ def forward(
     *,
     keeps: Iterable[int] = (),
     embed: bool = True,
-    updated: Iterable[str] | None = (),
+    changed: bool = True,
     table_update: bool = False,
     head: bool = True,
     head_grads: bool = False,
@@ -83,20 +95,16 @@ def forward(
     Args:
         keeps: blocks whose boundary is kept for a backward pass (none in evaluation).
         embed: the table is read (false when the caller brings ``inputs_embeds``).
-        updated: units whose update was issued since the last forward; empty if weights changed otherwise, with the device
-            drained; None if they did not. Only after an update do weights have to be waited for, and only when they
-            changed are the outer parameters streamed in (they stay on the device until then).
+        changed: weights have changed since the last forward, or are about to. The outer parameters and held blocks are
+            streamed in only then; they stay on the device.
         table_update: the table's update is still to come. The rows that this forward reads come first, the others when
             all other units have been updated.
         head: the output projection is used.
         head_grads: the head's gradients are made in the forward.
     """
     keeps = frozenset(keeps)
-    updated = None if updated is None else frozenset(updated)
-    after_update = updated is not None
-    outer_updated = updated is not None and OUTER in updated
     ops: list[Op] = []
-    if after_update:
+    if changed:
         ops.append(_stream_in(OUTER, Buffer(Buf.OUTER), layout))
     ops.append(_compute(Kind.FORWARD, OUTER, ()))
     if embed:
@@ -108,41 +116,27 @@ def forward(
     if embed:
         ops.append(_compute(Kind.FORWARD, EMBED, (Buffer(Buf.TABLE_ROWS),)))
 
-    def load(u: int) -> Op:
-        return _stream_in(block(u), Buffer(Buf.WEIGHTS, u % 2), layout)
+    def load(u: int) -> list[Op]:
+        stays = layout.is_held(u) and not changed
+        return [] if stays else [_stream_in(block(u), layout.weights(u), layout)]
 
-    ops.append(load(0))
+    ops.extend(load(0))
     for u in range(layout.num_blocks):
         last = u == layout.num_blocks - 1
         if not last:
-            ops.append(load(u + 1))
+            ops.extend(load(u + 1))
         elif head:
-            op = _stream_in(HEAD, Buffer(Buf.HEAD), layout)
-            if table_update and not layout.tied:  # so that the end of a forward is the end of all updates
-                op = replace(op, reads=(*op.reads, Buffer(Buf.HOST_WEIGHTS, EMBED)))
-            ops.append(op)
-        offload = layout.host_boundaries and u in keeps
+            ops.append(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
+        offload = layout.is_offloaded(u) and u in keeps
         ring = Buffer(Buf.RING, u % 2)
-        ops.append(_compute(Kind.FORWARD, block(u), (Buffer(Buf.WEIGHTS, u % 2),), (ring,) if offload else ()))
+        ops.append(_compute(Kind.FORWARD, block(u), (layout.weights(u),), (ring,) if offload else ()))
         if offload:
             ops.append(Op(Kind.OFFLOAD, block(u), Stream.COPY_OUT, (ring,), (Buffer(Buf.HOST_BOUNDARY, u),)))
     if head:
         grads = (Buffer(Buf.HEAD_GRADS),) if head_grads else ()
         ops.append(_compute(Kind.FORWARD, HEAD, (Buffer(Buf.HEAD),), grads))
 
-    def settled(buffer: Buffer, stream: Stream) -> bool:
-        if not after_update or (buffer.index == EMBED and stream == Stream.HOST):  # an earlier forward waited for it
-            left = layout.update_in_backward or _head_grads_left(layout, keeps)
-            return stream == Stream.HOST or (buffer.kind == Buf.HEAD_GRADS and left)
-        if not updated:  # the device was drained
-            return True
-        if layout.update_in_backward and outer_updated:
-            # The outer parameters, which are waited for, come last in a backward: after all computation and updates.
-            return buffer.kind != Buf.HOST_WEIGHTS or buffer.index != OUTER
-        # The update waited for every earlier copy, and the outer parameters wait for the update.
-        return stream == Stream.COPY_IN or (stream == Stream.COPY_OUT and outer_updated)
-
-    return Pass("forward", derive_waits(ops, settled), keeps)
+    return Pass("forward", derive_waits(ops), keeps)
 
 
 def backward(
@@ -163,7 +157,6 @@ def backward(
     """
     trainable = frozenset(trainable)
     order = sorted(blocks, reverse=True)
-    trained = [u for u in order if block(u) in trainable]
     ops: list[Op] = []
 
     if head:
@@ -180,14 +173,15 @@ def backward(
             Kind.FETCH, block(u), Stream.COPY_IN, (Buffer(Buf.HOST_BOUNDARY, u),), (Buffer(Buf.RING, u % 2),)
         )  # fmt: skip
         # The boundary comes first: waiting for the weights then means having both.
-        return [*([fetch] if layout.host_boundaries else []), _stream_in(block(u), Buffer(Buf.WEIGHTS, u % 2), layout)]
+        weights = [] if layout.is_held(u) else [_stream_in(block(u), layout.weights(u), layout)]
+        return [*([fetch] if layout.is_offloaded(u) else []), *weights]
 
     if order:
         ops.extend(load(order[0]))
     for position, u in enumerate(order):
         if position + 1 < len(order):
             ops.extend(load(order[position + 1]))
-        inputs = [Buffer(Buf.WEIGHTS, u % 2), *([Buffer(Buf.RING, u % 2)] if layout.host_boundaries else [])]
+        inputs = [layout.weights(u), *([Buffer(Buf.RING, u % 2)] if layout.is_offloaded(u) else [])]
         if block(u) not in trainable:
             ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs)))
         elif layout.accumulate:
@@ -205,40 +199,10 @@ def backward(
             ops.append(_compute(Kind.BACKWARD, unit, (), (grads,)))
             ops.extend(_stream_out(unit, grads, layout))
 
-    def settled(buffer: Buffer, stream: Stream) -> bool:
-        if stream == Stream.HOST:  # the forward waited for the update of every unit
-            return True
-        if stream == Stream.COPY_IN and buffer.kind == Buf.HOST_WEIGHTS:  # what was streamed in has been computed with
-            return True
-        if layout.update_in_backward and stream == Stream.COPY_OUT and buffer.kind != Buf.RING:
-            return True  # the last backward's gradients are updates by now, and the forward waited for them
-        one_forward = layout.host_boundaries or layout.update_in_backward
-        if stream == Stream.COMPUTE and one_forward and not head_grads and buffer.kind != Buf.HEAD:
-            # Blocks of an earlier forward computed before its head, which the head's weights waited for; those of an
-            # earlier backward before its last copy out, which the first fetch waits for.
-            return True
-        left = _head_grads_left(layout, trained)
-        if head_grads and not left and not layout.host_boundaries:
-            return (
-                stream == Stream.COPY_OUT
-            )  # the forward's head waited for every earlier copy out, and none came since
-        # Gradients made in the forward waited for their buffer there.
-        return buffer.kind == Buf.HEAD_GRADS and (head_grads or left)
-
-    return Pass("backward", derive_waits(ops, settled))
-
-
-def _head_grads_left(layout: Layout, trained: Iterable[int]) -> bool:
-    """Whether the head's gradients have left the device before the backward that made them ended.
-
-    They are the first thing a backward streams out. A block that has to wait for a gradient slot thereby waits for
-    them too, which happens as soon as there are more trained blocks than slots.
-    """
-    slots = 1 if layout.accumulate else 2
-    return len(list(trained)) > slots
+    return Pass("backward", derive_waits(ops))
 
 
 def update(layout: Layout, units: Iterable[str]) -> Pass:
     """The optimizer's pass over the given units, in the order given (that of the next forward's deadlines)."""
     ops = [_update(unit, layout) for unit in units]
-    return Pass("update", derive_waits(ops, lambda buffer, stream: False))
+    return Pass("update", derive_waits(ops))

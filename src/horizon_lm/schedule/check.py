@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from horizon_lm.schedule.ops import After, Buf, Buffer, Earlier, LastUse, Op, Pass, Stream, Wait
+from horizon_lm.schedule.ops import After, Buf, Buffer, LastUse, Op, Pass, Stream, Wait
 
 # Buffers with as many instances as the device holds, whatever the number of blocks.
 SLOTS = {Buf.WEIGHTS: 2, Buf.GRADS: 2, Buf.RING: 2, Buf.HOST_LANDING: 5}  # landing: HEAD, EMBED and OUTER, too
@@ -48,7 +48,8 @@ class _Unrolled:
         self._content: dict[Buffer, str] = {}
         self._last_use: dict[Wait, int] = {}
 
-    def add_pass(self, pass_index: int, schedule: Pass) -> None:
+    def add_pass(self, pass_index: int, schedule: Pass, scope: int) -> None:
+        """``scope``: the forward whose boundaries these are."""
         first = len(self.nodes)
         earlier = dict(self._last_use)
         for position, op in enumerate(schedule.ops):
@@ -60,7 +61,7 @@ class _Unrolled:
                     waits.append(first + wait.index)
                 else:
                     waits.extend([earlier[wait]] if wait in earlier else [])
-            self._add(pass_index, op, waits)
+            self._add(pass_index, _scope_boundaries(op, scope), waits)
             for use in uses(op):
                 self._last_use[use] = first + position
 
@@ -105,11 +106,9 @@ class _Unrolled:
         self.problems.append(Problem(pass_index, op, text))
 
 
-def uses(op: Op) -> list[LastUse | Earlier]:
+def uses(op: Op) -> list[LastUse]:
     """The waits of later passes that this operation satisfies, until another one takes its place."""
-    buffers = op.reads + op.writes
-    kinds = {b.kind for b in buffers}
-    return [Earlier(op.stream), *(LastUse(b, op.stream) for b in buffers), *(LastUse(k, op.stream) for k in kinds)]
+    return [LastUse(buffer, op.stream) for buffer in op.reads + op.writes]
 
 
 def check(sequence: Sequence[Pass]) -> list[Problem]:
@@ -126,20 +125,18 @@ def check(sequence: Sequence[Pass]) -> list[Problem]:
             scope = index
         else:
             scope = pending.pop() if schedule.name == "backward" and pending else index
-        unrolled.add_pass(index, _scope_boundaries(schedule, scope))
+        unrolled.add_pass(index, schedule, scope)
         _check_bounded(unrolled, index, schedule)
     return unrolled.problems
 
 
-def _scope_boundaries(schedule: Pass, scope: int) -> Pass:
+def _scope_boundaries(op: Op, scope: int) -> Op:
     def rename(buffers: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
         return tuple(
             Buffer(b.kind, f"{b.index}@{scope}") if b.kind == Buf.HOST_BOUNDARY else b for b in buffers
         )  # fmt: skip
 
-    return replace(
-        schedule, ops=tuple(replace(op, reads=rename(op.reads), writes=rename(op.writes)) for op in schedule.ops)
-    )
+    return replace(op, reads=rename(op.reads), writes=rename(op.writes))
 
 
 def _check_bounded(unrolled: _Unrolled, pass_index: int, schedule: Pass) -> None:
@@ -228,12 +225,14 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
 
 
 def superfluous_waits(passes: Passes) -> list[tuple[str, Op, Wait]]:
-    """Waits whose removal goes unnoticed in every legal sequence, each with the name of its pass."""
-    found = []
+    """Waits inside a pass whose removal goes unnoticed in every legal sequence, each with the name of its pass."""
+    found: list[tuple[str, Op, Wait]] = []
     for name, schedule in passes._asdict().items():
         if schedule is None:
             continue
         for op_index, wait in each_wait(schedule):
+            if not isinstance(wait, After):
+                continue
             broken = without_wait(schedule, op_index, wait)
             changed = Passes(*(broken if p == schedule else p for p in passes))  # type: ignore[arg-type]
             if not any(check(sequence) for sequence in sequences(changed).values()):

@@ -35,6 +35,7 @@ class Buf(StrEnum):
     """Kinds of memory whose hazards the waits must cover. Device: capital letter. Host: ``host_``."""
 
     WEIGHTS = "W"  # two slots for blocks
+    HELD = "K"  # weights of a block that stay on the device, by block
     GRADS = "G"  # two slots for blocks, or with several micro-batches ACCUMULATOR and STAGING
     ACCUMULATOR = "A"
     STAGING = "S"
@@ -72,26 +73,16 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class LastUse:
-    """Wait for the last access that earlier passes made to this buffer (or to any buffer of this kind) on ``stream``."""
+    """Wait for the last access that earlier passes made to this buffer on ``stream``."""
 
-    buffer: Buffer | Buf
+    buffer: Buffer
     stream: Stream
 
     def __str__(self) -> str:
         return f"last use of {self.buffer} on {self.stream}"
 
 
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """Wait for everything that earlier passes put on ``stream``."""
-
-    stream: Stream
-
-    def __str__(self) -> str:
-        return f"all earlier {self.stream}"
-
-
-Wait = After | LastUse | Earlier
+Wait = After | LastUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,13 @@ def simulate(sequence: Sequence[Pass], cost: Cost, rates: Rates) -> Timeline:
                 end[i] = now
                 del left[i]
                 queues[ops[i].stream].popleft()
-    spans = iter([Span(op, start[i], end[i]) for i, op in enumerate(ops)])
-    return Timeline(tuple(tuple(next(spans) for _ in schedule.ops) for schedule in sequence))
+    reached = dict.fromkeys(Stream, 0.0)
+    spans = []
+    for i, op in enumerate(ops):
+        spans.append(Span(op, start[i], end[i], reached[op.stream]))
+        reached[op.stream] = end[i]
+    ordered = iter(spans)
+    return Timeline(tuple(tuple(next(ordered) for _ in schedule.ops) for schedule in sequence))
 
 
 def _resolve(sequence: Sequence[Pass]) -> list[list[int]]:

@@ -10,11 +10,16 @@ from horizon_lm.schedule.ops import Kind, Op, Stream
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation from its first to its last moment, in seconds of one clock."""
+    """One operation from its first to its last moment, in seconds of one clock.
+
+    Attributes:
+        reached: when its stream had nothing else left to do; what lies between that and ``start`` is waiting.
+    """
 
     op: Op
     start: float
     end: float
+    reached: float
 
 
 class Trace:
@@ -23,8 +28,8 @@ class Trace:
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
-    def add(self, op: Op, start: float, end: float) -> None:
-        self.spans.append(Span(op, start, end))
+    def add(self, op: Op, start: float, end: float, reached: float | None = None) -> None:
+        self.spans.append(Span(op, start, end, start if reached is None else reached))
 
     def write(self, path: Path) -> None:
         """A file for chrome://tracing or Perfetto, with one row for each stream."""

@@ -1,0 +1,253 @@
+"""Attention over packed and padded rows without a mask: ``attn_implementation="varlen"``.
+
+Rows are cut into segments that do not see each other: packed documents, or the tokens of a padded row and its padding.
+The engine knows the segments of the rows that it computes; Hugging Face makes no mask for this implementation, so
+nothing of size (T, T) exists. Rows of one segment run through torch's scaled dot-product attention.
+"""
+
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from horizon_lm.errors import ModelNotSupportedError
+
+NAME = "varlen"
+_current = threading.local()  # of the thread that computes: its rows' segments
+
+
+class Segments:
+    """Lengths of the segments of each row of a batch, and what kernels want of them, made once per pass.
+
+    Args:
+        lengths: of each row's segments, in order; each row's add up to its number of tokens.
+        device: where kernels run.
+    """
+
+    def __init__(self, lengths: Sequence[Sequence[int]], device: torch.device) -> None:
+        self._lengths, self._device = [list(row) for row in lengths], device
+        self._offsets: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+
+    def of(self, start: int, stop: int) -> list[int]:
+        """Segment lengths of rows [start, stop), one after the other."""
+        return [length for row in self._lengths[start:stop] for length in row]
+
+    def offsets(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
+        """Where each segment of these rows begins and the last one ends (int32, on the device), and the longest one."""
+        if (start, stop) not in self._offsets:
+            lengths = self.of(start, stop)
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            if self._device.type == "cuda":
+                ends = ends.pin_memory()
+            self._offsets[start, stop] = ends.to(self._device, non_blocking=True), max(lengths)
+        return self._offsets[start, stop]
+
+
+def find_segments(
+    attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, device: torch.device
+) -> Segments | None:
+    """The segments of a batch; None if every row is one.
+
+    A segment ends where the mask (B, T) changes between trained and padded tokens, and, in a batch without a mask as
+    Hugging Face has it, where positions (B, T) or (1, T) do not go on by one.
+    """
+    if attention_mask is not None:
+        changes = attention_mask[:, 1:].cpu() != attention_mask[:, :-1].cpu()
+    elif position_ids is not None and position_ids.ndim == 2:
+        changes = position_ids[:, 1:].cpu() != position_ids[:, :-1].cpu() + 1
+    else:
+        return None
+    if not changes.any():
+        return None
+    lengths = []
+    for row in changes:
+        borders = [0, *(row.nonzero().squeeze(1) + 1).tolist(), row.numel() + 1]
+        lengths.append([stop - start for start, stop in pairwise(borders)])
+    return Segments(lengths, device)
+
+
+def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments | None:
+    """The segments of a call of the model's forward. ModelNotSupportedError for padded rows with a cache."""
+    segments = find_segments(call.get("attention_mask"), call.get("position_ids"), device)
+    if segments is not None and (call.get("past_key_values") is not None or call.get("use_cache")):
+        raise ModelNotSupportedError("attn_implementation='varlen' cannot generate from padded rows; choose 'sdpa'")
+    return segments
+
+
+@contextmanager
+def attending(segments: Segments | None, start: int, stop: int) -> Iterator[None]:
+    """Inside, attention is computed for rows [start, stop) of a batch with these segments."""
+    before = getattr(_current, "rows", None)
+    _current.rows = None if segments is None else (segments, start, stop)
+    try:
+        yield
+    finally:
+        _current.rows = before
+
+
+def varlen_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Causal attention inside segments, as transformers' AttentionInterface calls it.
+
+    Args:
+        query: (B, heads, T, D); ``key`` and ``value`` may have fewer heads.
+        sliding_window: how many tokens, its own included, a token sees; None for all before it.
+
+    Returns:
+        (B, T, heads, D), and no attention weights.
+    """
+    unknown = [name for name in ("softcap", "s_aux", "position_bias", "cache") if kwargs.get(name) is not None]
+    if unknown or not (kwargs.get("is_causal") or getattr(module, "is_causal", True)):
+        what = ", ".join(unknown) or "attention that is not causal"
+        raise ModelNotSupportedError(f"attn_implementation='varlen' cannot do {what}; choose 'sdpa' or 'eager'")
+    rows = getattr(_current, "rows", None)
+    length = query.shape[2]
+    windowed = sliding_window is not None and sliding_window < length
+    if key.shape[2] != length:  # with a cache: the last tokens of longer rows
+        output = _causal(
+            query, key, value, dropout, scaling, _window(length, key.shape[2], sliding_window, query.device)
+        )
+    elif rows is None and not windowed:
+        output = _causal(query, key, value, dropout, scaling)
+    elif query.device.type == "cuda":
+        output = _on_cuda(rows, query, key, value, dropout, scaling, sliding_window if windowed else None)
+    else:
+        output = _by_segment(rows, query, key, value, dropout, scaling, sliding_window)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _causal(query: Any, key: Any, value: Any, dropout: float, scaling: float | None, mask: Any = None) -> torch.Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=mask is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
+def _flat_lengths(rows: Any, query: torch.Tensor) -> list[int]:
+    """Segment lengths of the rows that ``query`` holds."""
+    return [query.shape[2]] * query.shape[0] if rows is None else rows[0].of(*rows[1:])
+
+
+@torch.compiler.disable
+def _by_segment(
+    rows: Any, query: Any, key: Any, value: Any, dropout: float, scaling: float | None, sliding_window: int | None
+) -> torch.Tensor:
+    """One call for each segment: exact anywhere, and no work between segments."""
+    flat = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]  # (B*T, heads, D)
+    outputs, start = [], 0
+    for length in _flat_lengths(rows, query):
+        q, k, v = (t[start : start + length].transpose(0, 1)[None] for t in flat)
+        windowed = sliding_window is not None and sliding_window < length
+        mask = _window(length, length, sliding_window, query.device) if windowed else None
+        outputs.append(_causal(q, k, v, dropout, scaling, mask)[0].transpose(0, 1))
+        start += length
+    return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+
+
+def _window(length: int, keys: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
+    """Which of ``keys`` tokens each of the last ``length`` ones sees."""
+    distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < (sliding_window or keys))
+
+
+@torch.compiler.disable
+def _on_cuda(
+    rows: Any, query: Any, key: Any, value: Any, dropout: float, scaling: float | None, sliding_window: int | None
+) -> torch.Tensor:
+    """A flash kernel for segments of different lengths: of flash-attn where it is installed, else torch's."""
+    size, length = query.shape[0], query.shape[2]
+    segments = rows or (Segments([[length]] * size, query.device), 0, size)
+    offsets, longest = segments[0].offsets(*segments[1:])
+    flat = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
+    window = (sliding_window - 1 if sliding_window else -1, 0)
+    kernel = _flash_attn() if dropout or query.dtype in (torch.float16, torch.bfloat16) else None
+    if kernel is not None:
+        output = kernel(
+            *flat, offsets, offsets, longest, longest, dropout_p=dropout, softmax_scale=scaling, causal=True,
+            window_size=window,
+        )  # fmt: skip
+    elif dropout or query.dtype == torch.float32 or not _torch_can(window):
+        return _by_segment(rows, query, key, value, dropout, scaling, sliding_window)
+    else:
+        output = _torch_varlen(flat, offsets, longest, scaling, window)
+    return output.unflatten(0, (size, length)).transpose(1, 2)
+
+
+@cache
+def _flash_attn() -> Any:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+@cache
+def _torch_parameters() -> frozenset[str]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _torch_can(window: tuple[int, int]) -> bool:
+    names = _torch_parameters()
+    return "window_size" in names or ("is_causal" in names and window == (-1, 0))
+
+
+def _torch_varlen(
+    flat: list[torch.Tensor], offsets: torch.Tensor, longest: int, scaling: float | None, window: tuple[int, int]
+) -> torch.Tensor:
+    """torch.nn.attention.varlen, whose arguments grew with its releases."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = _torch_parameters()
+    query, key, value = flat
+    options: dict[str, Any] = {"window_size": window} if "window_size" in names else {"is_causal": True}
+    if "scale" in names:
+        options["scale"] = scaling
+    elif scaling is not None:
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    if "enable_gqa" in names:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    elif query.shape[1] != key.shape[1]:
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    output = varlen_attn(query, key, value, offsets, offsets, longest, longest, **options)
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+def register() -> None:
+    """Make the implementation known to transformers. Without a mask function of its name, it makes no masks."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, varlen_attention)
+
+
+def require_varlen(model: Any) -> None:
+    """ModelNotSupportedError if a model's attention needs more than causal segments with a sliding window."""
+    reason = _obstacle(model)
+    if reason is not None:
+        raise ModelNotSupportedError(f"{type(model).__name__}: attn_implementation='varlen' is not possible: {reason}")
+
+
+def can_varlen(model: Any) -> bool:
+    return _obstacle(model) is None
+
+
+def _obstacle(model: Any) -> str | None:
+    if not (getattr(model, "_supports_sdpa", False) and getattr(model, "_supports_attention_backend", False)):
+        return "its attention does not go through transformers' AttentionInterface"
+    config = model.config.get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    return f"it has layers of kind {', '.join(sorted(others))}" if others else None

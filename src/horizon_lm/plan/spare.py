@@ -1,0 +1,52 @@
+"""How spare device memory is spent: boundaries first, then whole graphs of the last blocks, then their weights."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LOGIT_BYTES = 16  # of one logit: in the compute dtype and fp32, its log-probability, and the gradients of both
+_CHUNK_SHARE, _MOST_CHUNK_BYTES = 16, 4 * 2**30  # of spare memory for a chunk of logits, beyond which nothing is gained
+
+
+def head_chunk_tokens(spare: int | None, vocabulary: int) -> int:
+    """Tokens whose logits exist at once. Without a limit of its own (host memory), about 64 MiB of fp32 logits."""
+    if spare is None:
+        return max(64, 64 * 2**20 // (4 * vocabulary))
+    num_bytes = min(spare // _CHUNK_SHARE, _MOST_CHUNK_BYTES)
+    return max(64, num_bytes // (LOGIT_BYTES * vocabulary) // 64 * 64)
+
+
+class Spent(NamedTuple):
+    """For so many of the last blocks, what stays on the device between forward and backward."""
+
+    boundaries: int
+    weights: int
+    graphs: int
+
+
+def spend(spare: int, boundary: int, weights: Sequence[int], graph: int) -> Spent:
+    """What fits into spare device memory.
+
+    A boundary on the device saves its way to the host and back. A kept graph saves a quarter of its block's work and a
+    load of its weights, which it needs as well; the boundary is part of it. Kept weights alone save the load.
+
+    Args:
+        spare: bytes that nothing else will need.
+        boundary: bytes of one block's input, for the whole batch.
+        weights: bytes of each block.
+        graph: bytes that one block's computation of the whole batch keeps, without its input.
+    """
+    num_blocks = len(weights)
+    boundaries = max(0, min(num_blocks, spare // boundary))
+    if boundaries < num_blocks:
+        return Spent(boundaries, 0, 0)
+    spare -= num_blocks * boundary
+    held = graphs = 0
+    for num_bytes in reversed(weights):
+        if spare < num_bytes + graph:
+            break
+        spare, held, graphs = spare - num_bytes - graph, held + 1, graphs + 1
+    for num_bytes in reversed(weights[: num_blocks - held]):
+        if spare < num_bytes:
+            break
+        spare, held = spare - num_bytes, held + 1
+    return Spent(boundaries, held, graphs)

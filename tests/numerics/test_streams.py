@@ -1,0 +1,213 @@
+"""Streams that run by themselves: threads play them, late by random delays, and nothing changes unless a wait is missing."""
+
+import gc
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.device.base import Task
+from horizon_lm.device.streams import StreamDevice
+from horizon_lm.engine.memory import Residency
+from horizon_lm.errors import StreamingError
+from horizon_lm.schedule.ops import Kind, Stream
+from horizon_lm.schedule.trace import Trace
+from tests import families
+from tests.numerics.test_races import SETTINGS, Result, same, train
+from tests.threaded import ThreadedDevice
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Callable[..., Result]:
+    known: dict[Any, Result] = {}
+
+    def get(**settings: Any) -> Result:
+        key = tuple(sorted(settings.items()))
+        if key not in known:
+            known[key] = train("cpu", **settings)
+        return known[key]
+
+    return get
+
+
+@pytest.mark.parametrize("slow", [[Stream.COPY_IN], [Stream.COPY_OUT], None, []], ids=["in", "out", "both", "none"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_delays_change_nothing(undisturbed: Callable[..., Result], name: str, slow: list[Stream] | None) -> None:
+    options = SETTINGS[name] | {"precision": "fp32_master"}
+    assert same(train(ThreadedDevice(1, delay=5e-4, slow=slow), **options), undisturbed(**options))
+
+
+# Computation is done when the next task is issued here, so that waiting for it cannot be missed.
+@pytest.mark.parametrize(
+    ("waiting", "for_"),
+    [
+        (Stream.COMPUTE, Stream.COPY_IN), (Stream.COMPUTE, Stream.COPY_OUT), (Stream.COPY_IN, Stream.HOST),
+        (Stream.COPY_IN, Stream.COPY_OUT),
+    ],
+)  # fmt: skip
+def test_a_missing_wait_is_seen(
+    undisturbed: Callable[..., Result], waiting: Stream, for_: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: one stream does not wait for another."""
+    options = {"boundaries": "host", "precision": "float32"}
+    expected = undisturbed(**options)
+    order = StreamDevice._order
+
+    def careless(self: StreamDevice, stream: Any, task: Task) -> None:
+        if task.op.stream == waiting:
+            task.waits = [other for other in task.waits if other.op.stream != for_]
+        order(self, stream, task)
+
+    monkeypatch.setattr(StreamDevice, "_order", careless)
+    for seed in range(6):
+        slow = [for_] if for_ in (Stream.COPY_IN, Stream.COPY_OUT) else []
+        try:
+            device = ThreadedDevice(seed, delay=4e-3, slow=slow)
+            if for_ == Stream.HOST:
+                _slow_updates(device)
+            if not same(train(device, expected, **options), expected):
+                return
+        except (ArithmeticError, RuntimeError):
+            return
+    raise AssertionError(f"{waiting} did not wait for {for_}, and nobody noticed")
+
+
+def _slow_updates(device: ThreadedDevice) -> None:
+    pool = device._host_pool()
+    submit = pool.submit
+    pool.submit = lambda task, ready=None, trace=None, urgent=False: submit(  # type: ignore[method-assign]
+        task, lambda: (ready() if ready else None, threading.Event().wait(5e-3)), trace, urgent
+    )
+
+
+class InjectedError(Exception):
+    pass
+
+
+class Failing(ThreadedDevice):
+    """The n-th task of its issuers fails."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__(1, delay=2e-4)
+        self.at, self.count, self.lock, self.failed = at, 0, threading.Lock(), ""
+
+    def _order(self, stream: Any, task: Task) -> None:
+        if stream is not None:
+            with self.lock:
+                self.count += 1
+                fails = self.count - 1 == self.at
+            if fails:
+                self.failed = str(task.op)
+                raise InjectedError(self.failed)
+        super()._order(stream, task)
+
+
+def _make(device: Any) -> tuple[Any, Any]:
+    model = horizon_lm.stream(families.build("llama"), device, precision="float32", boundaries="host", held_blocks=1)
+    return model, horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
+
+
+def _step(model: Any, optimizer: Any, seed: int) -> float:
+    loss = model(**families.batch(seed=seed)).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _weights(model: Any) -> list[torch.Tensor]:
+    horizon_lm.synchronize(model)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_fault_in_an_issuer_reaches_the_caller_and_loses_nothing() -> None:
+    model, optimizer = _make("cpu")
+    expected = [_step(model, optimizer, 1), _step(model, optimizer, 2)]
+    weights = _weights(model)
+    places = set()
+    for at in itertools.count():
+        device = Failing()
+        model, optimizer = _make(device)
+        assert _step(model, optimizer, 1) == expected[0]
+        device.synchronize()
+        device.at, device.count = at, 0
+        try:
+            assert _step(model, optimizer, 2) == expected[1]
+            horizon_lm.synchronize(model)
+        except InjectedError:
+            pass
+        if not device.failed:
+            break
+        places.add(device.failed)
+        if model._horizon.engine.grads.invalid:
+            with pytest.raises(StreamingError, match="zero_grad"):
+                optimizer.step()
+            optimizer.zero_grad()
+            assert _step(model, optimizer, 2) == expected[1], device.failed
+        assert all(torch.equal(a, b) for a, b in zip(_weights(model), weights, strict=True)), device.failed
+    assert len(places) >= 15
+
+
+def test_threads_end_with_the_model() -> None:
+    before = set(threading.enumerate())
+    model, optimizer = _make(ThreadedDevice(1))
+    _step(model, optimizer, 1)
+    assert len(set(threading.enumerate()) - before) >= 4
+    del model, optimizer
+    gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5)
+        assert not thread.is_alive(), thread.name
+
+
+@pytest.mark.parametrize(
+    ("spare", "planned"),
+    [(0, Residency(0, 0, 0)), (400_000, Residency(3, 2, 2)), (2_000_000, Residency(3, 3, 3))],
+)  # fmt: skip
+def test_spare_memory_is_spent_and_changes_nothing(spare: int, planned: Residency) -> None:
+    def run(device: Any) -> tuple[list[float], list[torch.Tensor], Any]:
+        model = horizon_lm.stream(families.build("llama"), device, head_chunk_tokens=64)
+        optimizer = horizon_lm.AdamW(model, lr=1e-2)
+        return [_step(model, optimizer, seed) for seed in range(4)], _weights(model), model._horizon.engine
+
+    losses, weights, _ = run("cpu")
+    got, got_weights, engine = run(ThreadedDevice(1, spare=spare))
+    assert engine.residency == planned
+    assert got == losses
+    assert all(torch.equal(a, b) for a, b in zip(got_weights, weights, strict=True))
+
+
+def test_a_larger_batch_is_planned_for_again() -> None:
+    device = ThreadedDevice(1, spare=400_000)
+    model = horizon_lm.stream(families.build("llama"), device, head_chunk_tokens=64)
+    for length in (6, 6, 24, 24, 6):
+        model(**families.batch(length=length)).loss.backward()
+    assert model._horizon.engine.residency.graphs < 2
+
+
+def test_a_trace_has_every_operation_and_its_waiting() -> None:
+    device = ThreadedDevice(1, delay=2e-3, slow=[Stream.COPY_IN])
+    model, optimizer = _make(device)
+    _step(model, optimizer, 1)
+    device.synchronize()
+    device.trace = Trace()
+    _step(model, optimizer, 2)
+    horizon_lm.synchronize(model)
+    spans = device.trace.spans
+    assert all(s.reached <= s.start <= s.end for s in spans)
+    kinds = {s.op.kind for s in spans}
+    assert kinds >= {
+        Kind.STREAM_IN,
+        Kind.FORWARD,
+        Kind.BACKWARD,
+        Kind.STREAM_OUT,
+        Kind.OFFLOAD,
+        Kind.FETCH,
+        Kind.UPDATE,
+    }
+    waited = sum(s.start - s.reached for s in spans if s.op.stream == Stream.COMPUTE)
+    assert waited > 1e-3  # the blocks came late

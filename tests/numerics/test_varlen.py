@@ -1,0 +1,109 @@
+"""attn_implementation="varlen": packed documents do not see each other, padding changes nothing, and no mask exists."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model.attention import find_segments
+from tests import families
+
+REFUSED = ("gemma2", "gpt_oss", "qwen3_next", "falcon")
+CPU = torch.device("cpu")
+
+
+def models(family: str, **settings: Any) -> tuple[Any, Any]:
+    """A plain model with Hugging Face's masks, and the same one streamed with varlen; without dropout."""
+    plain = families.build(family).eval()
+    settings = {"precision": "float32", "head": "whole", "check_recompute": True} | settings
+    return plain, horizon_lm.stream(copy.deepcopy(plain), attn_implementation="varlen", **settings)
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, families.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def same_gradients(a: Any, b: Any) -> None:
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", sorted(set(families.FAMILIES) - set(REFUSED)))
+def test_packed_documents_are_computed_as_if_alone(family: str) -> None:
+    plain, streamed = models(family, device_micro_batch_size=2)
+    first, second = tokens(3, 7), tokens(3, 5, seed=1)
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None].expand(3, -1)
+    packed = streamed(input_ids=torch.cat([first, second], 1), position_ids=positions).logits
+    alone = torch.cat([plain(input_ids=first).logits, plain(input_ids=second).logits], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+    # The test sees a leak: without position ids the second document reads the first.
+    leaking = streamed(input_ids=torch.cat([first, second], 1)).logits
+    assert (leaking - alone)[:, 7:].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", sorted(set(families.FAMILIES) - set(REFUSED)))
+@pytest.mark.parametrize("settings", [{}, {"device_micro_batch_size": 2}, {"held_blocks": 2, "held_graphs": 1}])
+def test_padded_rows_equal_masked_ones(family: str, settings: dict[str, Any]) -> None:
+    plain, streamed = models(family, **settings)
+    ids = tokens(3, 12)
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[0, 9:], mask[1, :3] = 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1, 3] = -100  # nothing but padding predicts it
+    losses = [m(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss for m in (plain, streamed)]
+    torch.testing.assert_close(losses[1], losses[0])
+    sum(losses).backward()
+    same_gradients(streamed, plain)
+
+
+def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, streamed = models("llama")
+    seen = []
+    block = streamed._horizon.blocks
+    original = block.forward
+    for index, module in enumerate(streamed._horizon.engine.parts.blocks):
+        monkeypatch.setattr(
+            module, "forward",
+            lambda *args, _i=index, _m=module, **kwargs: seen.append(kwargs["attention_mask"]) or original(_i, _m, *args, **kwargs),
+        )  # fmt: skip
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, 4:] = 0
+    streamed(input_ids=tokens(2, 6), attention_mask=mask)
+    assert seen == [None] * 3
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_it_cannot_do_is_refused(family: str) -> None:
+    with pytest.raises(ModelNotSupportedError, match="varlen"):
+        horizon_lm.stream(families.build(family), attn_implementation="varlen", head="whole")
+
+
+def test_generation_with_and_without_padding() -> None:
+    plain, streamed = models("mistral")
+    ids = tokens(2, 6)
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ones = torch.ones_like(ids)
+    expected = plain.generate(ids, attention_mask=ones, **settings)
+    assert torch.equal(streamed.generate(ids, attention_mask=ones, **settings), expected)
+    ones[0, 0] = 0
+    with pytest.raises(ModelNotSupportedError, match="padded"):
+        streamed.generate(ids, attention_mask=ones, **settings)
+
+
+def test_segments() -> None:
+    assert find_segments(None, None, CPU) is None
+    assert find_segments(torch.ones(2, 4), None, CPU) is None
+    assert find_segments(None, torch.arange(4)[None], CPU) is None
+    padded = find_segments(torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1]]), torch.arange(4)[None], CPU)
+    assert padded is not None
+    assert padded.of(0, 2) == [3, 1, 2, 2]
+    packed = find_segments(None, torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]), CPU)
+    assert packed is not None
+    assert packed.of(0, 1) == [2, 2]
+    offsets, longest = packed.offsets(0, 2)
+    assert (offsets.tolist(), longest, offsets.dtype) == ([0, 2, 4, 8], 4, torch.int32)

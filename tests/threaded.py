@@ -1,0 +1,165 @@
+"""Threads that play the streams of an accelerator: what `StreamDevice` does, with real concurrency and no accelerator."""
+
+import contextlib
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from horizon_lm.device.host_link import HostLink
+from horizon_lm.device.moves import Link
+from horizon_lm.device.streams import StreamDevice
+from horizon_lm.schedule.ops import Stream
+from horizon_lm.store.arena import Arena
+
+_current = threading.local()
+
+
+class _Event:
+    """Set by a stream when it comes to it."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.seconds = 0.0
+
+    def set(self) -> None:
+        self.seconds = time.perf_counter()
+        self.reached.set()
+
+    def synchronize(self) -> None:
+        self.reached.wait()
+
+
+class _Stream:
+    """Runs what is enqueued, in order, when it likes."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        weakref.finalize(self, self.queue.put, None)
+        threading.Thread(target=_run, args=(self.queue,), daemon=True).start()
+
+
+def _run(work: "queue.SimpleQueue[Callable[[], Any] | None]") -> None:
+    while (item := work.get()) is not None:
+        item()
+        del item
+
+
+class _Later:
+    """A number that a stream will have computed once its task is done."""
+
+    def __init__(self) -> None:
+        self.value = float("nan")
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+class ThreadedLink:
+    """Enqueues transfers in pieces, with pauses between them: a slow link on which copies straddle computations."""
+
+    def __init__(self, pause: Callable[[], None], pieces: int) -> None:
+        self._host, self._pause, self._pieces = HostLink(), pause, pieces
+
+    def _later(self, function: Callable[[], Any]) -> None:
+        _current.stream.queue.put(self._pause)
+        _current.stream.queue.put(function)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        for d, s in zip(destination.tensor_split(self._pieces), source.tensor_split(self._pieces), strict=True):
+            self._later(lambda d=d, s=s: self._host.copy(d, s))
+
+    def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
+        self._later(lambda: self._host.gather(destination, table, rows))
+
+    def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> _Later:
+        result = _Later()
+        self._later(lambda: setattr(result, "value", self._host.land(destination, source, add)))
+        return result
+
+    def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> _Later:
+        result = _Later()
+        self._later(lambda: setattr(result, "value", self._host.land_rows(table, source, rows, add)))
+        return result
+
+
+class ThreadedDevice(StreamDevice):
+    """Computes in the caller's thread, at once; copies run in threads, each a random time late.
+
+    Args:
+        seed: of the delays.
+        delay: the longest pause before a piece of a copy, in seconds.
+        slow: streams that pause; None for all.
+        pieces: into how many pieces a copy is cut.
+        spare: what `spare_bytes` says.
+    """
+
+    def __init__(
+        self, seed: int = 0, delay: float = 1e-3, slow: Sequence[Stream] | None = None, pieces: int = 3,
+        capacity: int | None = None, spare: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__("threaded", torch.device("cpu"), capacity, host_threads=2)
+        self.spare = spare
+        self._random, self._delay, self._pieces = random.Random(seed), delay, pieces
+        self._slow = [s in (slow if slow is not None else list(Stream)) for s in (Stream.COPY_IN, Stream.COPY_OUT)]
+        self._streams: list[_Stream] = []
+
+    def spare_bytes(self) -> int | None:
+        return self.spare
+
+    def poison(self, buffer: torch.Tensor) -> None:
+        buffer.view(torch.uint8).fill_(0xFF)  # NaN
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return Arena(num_bytes).take(num_bytes, torch.uint8)
+
+    def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def _open_stream(self) -> tuple[_Stream, Link]:
+        slow = self._slow[len(self._streams)]
+        draw, longest = self._random, self._delay
+        pause = (lambda: time.sleep(longest * draw.random())) if slow else (lambda: None)
+        self._streams.append(_Stream())
+        return self._streams[-1], ThreadedLink(pause, self._pieces)
+
+    @contextlib.contextmanager
+    def _on(self, stream: _Stream) -> Any:
+        _current.stream = stream
+        yield
+        _current.stream = None
+
+    def _record(self, stream: _Stream | None) -> _Event:
+        event = _Event()
+        if stream is None:
+            event.set()
+        else:
+            stream.queue.put(event.set)
+        return event
+
+    def _wait_event(self, stream: _Stream | None, event: _Event) -> None:
+        if stream is None:
+            event.synchronize()
+        else:
+            stream.queue.put(event.synchronize)
+
+    def _synchronize_streams(self) -> None:
+        for event in [self._record(stream) for stream in self._streams]:
+            event.synchronize()
+
+    def _seconds(self, event: _Event) -> float:
+        return event.seconds
+
+    def rng_state(self) -> Any:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+    def seeded_rng_state(self, seed: int) -> Any:
+        return torch.Generator().manual_seed(seed).get_state()
