@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from horizon_lm.engine.logprobs import token_logprobs
     from horizon_lm.engine.opening import from_config, from_pretrained, stream
     from horizon_lm.engine.statistics import stats, synchronize
     from horizon_lm.optim.adamw import AdamW
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "__version__", "from_config", "from_pretrained", "stats", "stream", "synchronize"]
+__all__ = ["AdamW", "__version__", "from_config", "from_pretrained", "stats", "stream", "synchronize", "token_logprobs"]
 
 _HOME = {
     "AdamW": "horizon_lm.optim.adamw",
@@ -18,6 +19,7 @@ _HOME = {
     "stats": "horizon_lm.engine.statistics",
     "stream": "horizon_lm.engine.opening",
     "synchronize": "horizon_lm.engine.statistics",
+    "token_logprobs": "horizon_lm.engine.logprobs",
 }
 
 

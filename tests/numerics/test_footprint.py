@@ -1,15 +1,14 @@
 """What a block's computation holds, found on the meta device, against the same counted while it really runs."""
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_lm.model.footprint import block_footprint
+from tests.storages import Storages
 
 MODELS = {
     "llama": {"num_key_value_heads": 2},
@@ -17,30 +16,6 @@ MODELS = {
     "gemma3_text": {"num_key_value_heads": 2, "head_dim": 32, "layer_types": ["full_attention"]},
     "phi3": {"pad_token_id": 0},
 }
-
-
-class Real(TorchDispatchMode):
-    """Follows the memory of real tensors by its address."""
-
-    def __init__(self, given: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.known = {t.untyped_storage().data_ptr() for t in given}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in {0, *self.known}:
-                storage = tensor.untyped_storage()
-                self.known.add(storage.data_ptr())
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self.freed, storage.data_ptr(), storage.nbytes())
-        return result
-
-    def freed(self, address: int, num_bytes: int) -> None:
-        self.known.discard(address)
-        self.live -= num_bytes
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -64,7 +39,7 @@ def test_a_block_takes_what_was_found(family: str, rows: int, length: int) -> No
 
     found = block_footprint(block, args, kwargs, torch.bfloat16)
     given = [t for t in tree_leaves((args, kwargs, list(model.parameters()))) if isinstance(t, torch.Tensor)]
-    with Real(given) as real:
+    with Storages(given) as real:
         output = block(*args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
         graph = real.live

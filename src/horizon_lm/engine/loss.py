@@ -5,10 +5,10 @@ Face's code that scales and caps logits and computes the loss.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,13 +31,59 @@ class LossInputs:
 
     Attributes:
         labels: (B, T), shifted: ``labels[b, t]`` is the target of hidden state ``[b, t]``.
+        trained: (n,) positions in the flattened labels of those that are not ignored.
         num_items: by what the sum over tokens is divided.
         options: further arguments of the model's loss function.
     """
 
     labels: torch.Tensor
+    trained: torch.Tensor
     num_items: torch.Tensor | int
     options: dict[str, Any]
+
+    @classmethod
+    def of(cls, call: dict[str, Any], device: torch.device) -> "LossInputs":
+        """Take ``labels`` or ``shift_labels`` (B, T) and ``num_items_in_batch`` out of a call of the model.
+
+        Which tokens are trained is found where the labels are: looking it up on an accelerator would wait for it.
+        """
+        labels, shifted = call.pop("labels", None), call.pop("shift_labels", None)
+        if shifted is None:
+            shifted = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        trained = (shifted.reshape(-1) != IGNORED).nonzero().squeeze(1)
+        num_items = call.pop("num_items_in_batch", None)
+        num_items = len(trained) if num_items is None else num_items
+        return cls(shifted.to(device, non_blocking=True), trained.to(device, non_blocking=True), num_items, {})
+
+
+class TokenLogprobs(NamedTuple):
+    """Values (B, T) in fp32 of the token that follows each position, 0 where it is not trained.
+
+    Attributes:
+        logprobs: natural logarithm of the token's probability.
+        mean: of the log-probabilities of the whole vocabulary, for label smoothing; None unless asked for.
+        entropy: of the distribution, in nats; None unless asked for.
+    """
+
+    logprobs: torch.Tensor
+    mean: torch.Tensor | None
+    entropy: torch.Tensor | None
+
+
+def logprobs_of_logits(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, statistics: bool
+) -> list[torch.Tensor]:
+    """Per token the log-probability of its label, and on request the mean over the vocabulary and the entropy.
+
+    Args:
+        logits: (n, V).
+        labels: (n,), none ignored.
+    """
+    logs = torch.log_softmax(logits.float() / temperature if temperature != 1 else logits.float(), dim=-1)
+    values = [logs.gather(-1, labels[:, None]).squeeze(-1)]
+    if statistics:
+        values += [logs.mean(-1), -(logs.exp() * logs).sum(-1)]
+    return values
 
 
 def require_chunkable(parts: ModelParts) -> None:
@@ -54,8 +100,8 @@ def require_chunkable(parts: ModelParts) -> None:
         )
 
 
-class ChunkedLoss:
-    """The loss of a model over chunks of its trained tokens. ``call_model`` is the model's own forward."""
+class ChunkedHead:
+    """Norm, head and loss of a model over chunks of its trained tokens. ``call_model`` is the model's own forward."""
 
     def __init__(self, head: Head, call_model: Callable[..., Any]) -> None:
         self.head, self.engine, self.call_model = head, head.engine, call_model
@@ -110,6 +156,17 @@ class ChunkedLoss:
             )
         return hidden.new_zeros((1, 1, self.head.vocabulary))
 
+    def token_logprobs(
+        self, inputs: LossInputs, norm_weights: list[torch.Tensor], temperature: float, statistics: bool
+    ) -> TokenLogprobs:
+        """Of the trained tokens of the hidden states that the forward saw; differentiable when the forward records."""
+        hidden, self.hidden = self.hidden, None
+        assert hidden is not None
+        run = _LogprobRun(self, inputs, self.engine.handle, temperature, statistics)
+        values = _LogprobFunction.apply(run, self.engine.anchor, hidden, *norm_weights)
+        whole = [v.view(inputs.labels.shape) for v in values]
+        return TokenLogprobs(*whole) if statistics else TokenLogprobs(whole[0], None, None)
+
     @contextmanager
     def computing(self, chunk: "_Chunk") -> Iterator[None]:
         """Inside, the model's forward computes this chunk."""
@@ -132,7 +189,7 @@ class _Chunk:
     """Some trained tokens (1, n, H) on their way through norm and head; ``grads`` takes the head's gradients."""
 
     def __init__(
-        self, owner: ChunkedLoss, hidden: torch.Tensor, norm: dict[str, torch.Tensor], grads: dict[str, torch.Tensor],
+        self, owner: ChunkedHead, hidden: torch.Tensor, norm: dict[str, torch.Tensor], grads: dict[str, torch.Tensor],
         first: bool,
     ) -> None:  # fmt: skip
         self.owner, self.hidden, self.norm_weights = owner, hidden, norm
@@ -195,13 +252,48 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, 
 Grads = tuple[torch.Tensor, list[torch.Tensor]]  # of hidden states, and of the norm's parameters
 
 
-class _LossRun:
-    """The chunked loss of one forward, and its gradients: made at once where the buffer is free, else recomputed."""
+class _Run:
+    """Chunks of one forward's trained tokens."""
 
-    def __init__(self, owner: ChunkedLoss, inputs: LossInputs, handle: ForwardHandle | None) -> None:
+    def __init__(self, owner: ChunkedHead, inputs: LossInputs, handle: ForwardHandle | None) -> None:
         self.owner, self.engine, self.inputs, self.handle = owner, owner.engine, inputs, handle
         self.surroundings = Surroundings(self.engine.device.torch_device.type)
-        self.made: Grads | None = None
+
+    def chunks(self) -> tuple[torch.Tensor, ...]:
+        """Positions of tokens that are computed together."""
+        return self.inputs.trained.split(self.owner.chunk_tokens) if len(self.inputs.trained) else ()
+
+    def call_model(
+        self, hidden: torch.Tensor, norm: list[torch.Tensor], grads: dict[str, torch.Tensor] | None, first: bool,
+        **arguments: Any,
+    ) -> Any:  # fmt: skip
+        """What the model makes of hidden states (n, H). The head's gradients will go into ``grads``."""
+        names = [name.rpartition(".")[2] for name in self.owner.norm_names]
+        chunk = _Chunk(self.owner, hidden[None], dict(zip(names, norm, strict=True)), grads or {}, first)
+        with self.owner.computing(chunk):
+            return self.owner.call_model(**arguments, **self.inputs.options)
+
+    def differentiate(self, hidden: torch.Tensor, norm: list[torch.Tensor], of_chunk: Callable[..., None]) -> Grads:
+        """Run ``of_chunk(leaf, index, norm_leaves, head_grads, first)``, which calls backward, for each chunk."""
+        flat, grads = hidden.detach().reshape(-1, hidden.shape[-1]), self.owner.head.grads()
+        chunks = self.chunks()
+        for tensor in grads.values() if not chunks else ():
+            tensor.zero_()
+        hidden_grad = torch.zeros_like(flat)
+        leaves = [w.detach().requires_grad_() for w in norm]
+        with torch.enable_grad(), no_autocast_cache():
+            for number, index in enumerate(chunks):
+                leaf = flat[index].requires_grad_()
+                of_chunk(leaf, index, leaves, grads, number == 0)
+                hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
+        norm_grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in leaves]
+        return hidden_grad.view(hidden.shape), norm_grads
+
+
+class _LossRun(_Run):
+    """The chunked loss of one forward, and its gradients: made at once where the buffer is free, else recomputed."""
+
+    made: Grads | None = None
 
     def forward(self, hidden: torch.Tensor, norm: list[torch.Tensor]) -> torch.Tensor:
         handle = self.handle
@@ -231,51 +323,34 @@ class _LossRun:
         return hidden_grad, norm_grads
 
     def _loss(self, hidden: torch.Tensor, norm: list[torch.Tensor]) -> torch.Tensor:
-        flat, trained = self._tokens(hidden)
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad(), no_autocast_cache():
-            for index in trained.split(self.owner.chunk_tokens):
-                total = total + self._chunk(flat[index], index, norm, grads=None, first=False)
-        return total if len(trained) else total / self.inputs.num_items
+            for index in self.chunks():
+                total = total + self._of_chunk(flat[index], index, norm, None, first=False)
+        return total if len(self.inputs.trained) else total / self.inputs.num_items
 
     def _loss_and_grads(self, hidden: torch.Tensor, norm: list[torch.Tensor]) -> tuple[torch.Tensor, Grads]:
         """Also the gradients for a loss gradient of one; those of the head go into its buffer."""
-        flat, trained = self._tokens(hidden)
-        grads = self.owner.head.grads()
-        if not len(trained):
-            for tensor in grads.values():
-                tensor.zero_()
-        hidden_grad = torch.zeros_like(flat)
-        leaves = [w.detach().requires_grad_() for w in norm]
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        with torch.enable_grad(), no_autocast_cache():
-            for number, index in enumerate(trained.split(self.owner.chunk_tokens)):
-                leaf = flat[index].requires_grad_()
-                loss = self._chunk(leaf, index, leaves, grads, first=number == 0)
-                torch.autograd.backward([loss])
-                hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
-                total = total + loss.detach()
-        if not len(trained):
-            total = total / self.inputs.num_items
-        norm_grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in leaves]
-        return total, (hidden_grad.view(hidden.shape), norm_grads)
+        losses = [torch.zeros((), dtype=torch.float32, device=hidden.device)]
 
-    def _tokens(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states (B*T, H), and the indices of the tokens that are trained."""
-        trained = (self.inputs.labels.reshape(-1) != IGNORED).nonzero().squeeze(1)
-        return hidden.detach().reshape(-1, hidden.shape[-1]), trained
+        def of_chunk(*chunk: Any) -> None:
+            loss = self._of_chunk(*chunk)
+            torch.autograd.backward([loss])
+            losses[0] = losses[0] + loss.detach()
 
-    def _chunk(
+        grads = self.differentiate(hidden, norm, of_chunk)
+        return losses[0] if len(self.inputs.trained) else losses[0] / self.inputs.num_items, grads
+
+    def _of_chunk(
         self, hidden: torch.Tensor, index: torch.Tensor, norm: list[torch.Tensor],
         grads: dict[str, torch.Tensor] | None, first: bool,
     ) -> torch.Tensor:  # fmt: skip
         """The loss of the tokens at ``index``, whose hidden states (n, H) are given."""
-        owner = self.owner
-        names = [name.rpartition(".")[2] for name in owner.norm_names]
-        chunk = _Chunk(owner, hidden[None], dict(zip(names, norm, strict=True)), grads or {}, first)
         target = self.inputs.labels.reshape(-1)[index][None]
-        with owner.computing(chunk):
-            return owner.call_model(labels=target, shift_labels=target, **self.inputs.options).loss
+        return self.call_model(
+            hidden, norm, grads, first, labels=target, shift_labels=target, num_items_in_batch=self.inputs.num_items
+        ).loss
 
 
 class _LossFunction(torch.autograd.Function):
@@ -295,4 +370,68 @@ class _LossFunction(torch.autograd.Function):
         with run.engine.backward_of(run.handle):
             hidden, *norm = ctx.saved_tensors
             hidden_grad, norm_grads = run.backward(grad, hidden, norm)
+        return None, None, hidden_grad, *norm_grads
+
+
+class _LogprobRun(_Run):
+    """Log-probabilities of one forward's trained tokens; logits are made again for the backward."""
+
+    def __init__(
+        self, owner: ChunkedHead, inputs: LossInputs, handle: ForwardHandle | None, temperature: float, statistics: bool
+    ) -> None:
+        super().__init__(owner, inputs, handle)
+        self._temperature, self._statistics = temperature, statistics
+
+    def forward(self, hidden: torch.Tensor, norm: list[torch.Tensor]) -> list[torch.Tensor]:
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        values = [flat.new_zeros(flat.shape[0], dtype=torch.float32) for _ in range(3 if self._statistics else 1)]
+        with self.engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
+            for index in self.chunks():
+                for whole, part in zip(values, self._of_chunk(flat[index], index, norm, None, False), strict=True):
+                    whole[index] = part
+            self.engine.device.poison(self.engine.memory.head_weights[0])
+        return values
+
+    def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, norm: list[torch.Tensor]) -> Grads:
+        head, engine = self.owner.head, self.engine
+
+        def of_chunk(leaf: torch.Tensor, index: torch.Tensor, *rest: Any) -> None:
+            pairs = zip(self._of_chunk(leaf, index, *rest), grads, strict=True)
+            wanted = [(value, grad[index]) for value, grad in pairs if grad is not None]
+            torch.autograd.backward([value for value, _ in wanted], [grad for _, grad in wanted])
+
+        with engine.cursor.compute(Kind.BACKWARD, HEAD):
+            result = self.surroundings.run(lambda: self.differentiate(hidden, norm, of_chunk))
+            head.zero_gaps()
+            engine.device.poison(engine.memory.head_weights[0])
+        if head.grads():
+            engine.landed(HEAD)
+        return result
+
+    def _of_chunk(
+        self, hidden: torch.Tensor, index: torch.Tensor, norm: list[torch.Tensor],
+        grads: dict[str, torch.Tensor] | None, first: bool,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        logits = self.call_model(hidden, norm, grads, first).logits[0]
+        return logprobs_of_logits(logits, self.inputs.labels.reshape(-1)[index], self._temperature, self._statistics)
+
+
+class _LogprobFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, run: _LogprobRun, anchor: torch.Tensor, hidden: torch.Tensor, *norm: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        values = run.forward(hidden, list(norm))
+        ctx.save_for_backward(hidden, *norm)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        run: _LogprobRun = ctx.run
+        assert run.handle is not None
+        with run.engine.backward_of(run.handle):
+            hidden, *norm = ctx.saved_tensors
+            hidden_grad, norm_grads = run.backward(grads, hidden, norm)
         return None, None, hidden_grad, *norm_grads

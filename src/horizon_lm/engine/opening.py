@@ -162,9 +162,9 @@ class Settings:
 
     def take_apart(self, model: Any) -> ModelParts:
         """Find the units of a model, and refuse it before anything of it is touched."""
-        self._choose_attention(model)
         capture.install_hooks(model)
         parts = find_parts(model)
+        self._choose_attention(model)
         if self.head == "chunked":
             require_chunkable(parts)
         return parts

@@ -1,7 +1,8 @@
 """What runs in the place of the forwards of a streamed model and its modules."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from horizon_lm.engine.blocks import Blocks, ProbeDoneError
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.head import Head
-from horizon_lm.engine.loss import IGNORED, ChunkedLoss, LossInputs
+from horizon_lm.engine.loss import IGNORED, ChunkedHead, LossInputs, TokenLogprobs, logprobs_of_logits
 from horizon_lm.engine.outer import Outer
 from horizon_lm.engine.table import Table
 from horizon_lm.errors import StreamingError
@@ -28,7 +29,7 @@ class Streaming:
         self._signature = inspect.signature(model_class.forward)
         self.blocks, self.table, self.head, self.outer = Blocks(engine), Table(engine), Head(engine), Outer(engine)
         self.blocks.probe_rows = self._probe_rows
-        self.chunked = ChunkedLoss(self.head, self._call_model) if engine.options.head == "chunked" else None
+        self.chunked = ChunkedHead(self.head, self._call_model) if engine.options.head == "chunked" else None
         self._in_chunked_forward = False
         self._call: dict[str, Any] = {}
         self._replace_forwards(parts)
@@ -67,6 +68,32 @@ class Streaming:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the model through the engine. Arguments are those of the model's own forward."""
         call = self._bind(args, kwargs)
+        if self.chunked is None or (call.get("labels") is None and call.get("shift_labels") is None):
+            return self._run(call, self._whole_forward, head_grads=False)
+        inputs = LossInputs.of(call, self.engine.device.torch_device)
+        return self._run(call, lambda call, outer: self._loss_forward(call, outer, inputs), head_grads=True)
+
+    def token_logprobs(self, kwargs: dict[str, Any], temperature: float, statistics: bool) -> TokenLogprobs:
+        """Log-probabilities of labels, instead of a loss. Arguments are those of the model's own forward."""
+        call = self._bind((), kwargs)
+        if call.get("labels") is None and call.get("shift_labels") is None:
+            raise ValueError("give labels or shift_labels")
+        inputs = LossInputs.of(call, self.engine.device.torch_device)
+        if self.chunked is not None:
+            return self._run(
+                call, lambda call, outer: self._token_forward(call, outer, inputs, temperature, statistics), False
+            )
+        logits = self._run(call, self._whole_forward, head_grads=False).logits
+        labels = inputs.labels.reshape(-1)[inputs.trained]
+        values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, temperature, statistics)
+        nothing = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
+        whole = [nothing.index_put((inputs.trained,), v).view(inputs.labels.shape) for v in values]
+        return TokenLogprobs(*whole) if statistics else TokenLogprobs(whole[0], None, None)
+
+    def _run(
+        self, call: dict[str, Any], compute: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], head_grads: bool
+    ) -> Any:
+        """A pass of the engine around ``compute``. ``head_grads``: it makes the head's gradients where it can."""
         engine = self.engine
         device = engine.device.torch_device
         varlen = self._model.config.get_text_config()._attn_implementation == attention.NAME
@@ -83,7 +110,6 @@ class Streaming:
         if recording and call["use_cache"]:
             raise StreamingError("use_cache=True is for generation; in training it would keep every block's keys")
 
-        chunk = self.chunked is not None and (call.get("labels") is not None or call.get("shift_labels") is not None)
         self.blocks.signature = tuple(sorted((k, _rank(v)) for k, v in call.items()))
         with engine.forward_pass(
             recording=recording,
@@ -91,11 +117,11 @@ class Streaming:
             tokens=tokens.shape[0] * tokens.shape[1],
             embed=call.get("inputs_embeds") is None,
             inputs_need_grad=inputs_need_grad,
-            head_grads=chunk and recording and engine.head_buffer_free,
+            head_grads=head_grads and recording and engine.head_buffer_free,
         ):
             outer = self.outer.load()
             with self.outer.in_place(outer):
-                output = self._chunked_forward(call, outer) if chunk else self._whole_forward(call)
+                output = compute(call, outer)
         return output
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +133,7 @@ class Streaming:
             call |= bound[name]
         return call
 
-    def _whole_forward(self, call: dict[str, Any]) -> Any:
+    def _whole_forward(self, call: dict[str, Any], outer: Any = None) -> Any:
         """The model's own forward, run so that a probe can repeat it."""
         self._call = call
         try:
@@ -115,37 +141,45 @@ class Streaming:
         finally:
             self._call = {}
 
-    def _chunked_forward(self, call: dict[str, Any], outer: dict[str, torch.Tensor]) -> Any:
+    def _loss_forward(self, call: dict[str, Any], outer: dict[str, torch.Tensor], inputs: LossInputs) -> Any:
         """Blocks once over the whole batch, then norm, head and loss over chunks of its trained tokens."""
-        chunked = self.chunked
-        assert chunked is not None
+        assert self.chunked is not None
         if not isinstance(call.get("logits_to_keep", 0), int) or call.get("logits_to_keep", 0):
             raise StreamingError("logits_to_keep together with labels needs head='whole'")
-        labels, num_items = call.pop("labels", None), call.pop("num_items_in_batch", None)
-        shifted = call.pop("shift_labels", None)
-        if shifted is None:
-            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        if num_items is None:
-            num_items = (shifted != IGNORED).sum()
         as_tuple = call.pop("return_dict", None) is False
-        options = {k: v for k, v in call.items() if k not in self._signature.parameters and k not in _DECODER_ONLY}
-        options["num_items_in_batch"] = num_items
-
-        nothing = shifted.new_full((1, 1), IGNORED)
-        self._in_chunked_forward = True
-        try:
-            # One token without a label: what is left of the loss is what the model adds to it (experts' balance).
-            output = self._whole_forward(
-                call | {"labels": nothing, "shift_labels": nothing, "num_items_in_batch": num_items}
-            )
-            without_aux = {name: False for name in _AUXILIARY if name in self._signature.parameters}
-            inputs = LossInputs(shifted, num_items, options | without_aux | {"use_cache": False})
-            loss = chunked.loss(inputs, [outer[name] for name in chunked.norm_names])
-        finally:
-            self._in_chunked_forward = False
+        # One token without a label: what is left of the loss is what the model adds to it (experts' balance).
+        nothing = inputs.labels.new_full((1, 1), IGNORED)
+        unlabelled = {"labels": nothing, "shift_labels": nothing, "num_items_in_batch": inputs.num_items}
+        with self._without_head(call, inputs):
+            output = self._whole_forward(call | unlabelled)
+            loss = self.chunked.loss(inputs, [outer[name] for name in self.chunked.norm_names])
         fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
         result = type(output)(loss=loss + output.loss, **fields)
         return result.to_tuple() if as_tuple else result
+
+    def _token_forward(
+        self, call: dict[str, Any], outer: dict[str, torch.Tensor], inputs: LossInputs, temperature: float,
+        statistics: bool,
+    ) -> TokenLogprobs:  # fmt: skip
+        """The same with log-probabilities in the place of the loss."""
+        chunked = self.chunked
+        assert chunked is not None
+        with self._without_head(call, inputs):
+            self._whole_forward(call)
+            norm = [outer[name] for name in chunked.norm_names]
+            return chunked.token_logprobs(inputs, norm, temperature, statistics)
+
+    @contextmanager
+    def _without_head(self, call: dict[str, Any], inputs: LossInputs) -> Iterator[None]:
+        """Inside, the model's forward leaves norm and head to chunks, which are called with the same options."""
+        options = {k: v for k, v in call.items() if k not in self._signature.parameters and k not in _DECODER_ONLY}
+        without_aux = {name: False for name in _AUXILIARY if name in self._signature.parameters}
+        inputs.options = options | without_aux | {"use_cache": False}
+        self._in_chunked_forward = True
+        try:
+            yield
+        finally:
+            self._in_chunked_forward = False
 
     # Finding the rows of block inputs
 

@@ -1,0 +1,122 @@
+"""Log-probabilities from a head in chunks equal those of whole logits, with their gradients; also at vocabulary 152k."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import horizon_lm
+from horizon_lm.errors import StreamingError
+from horizon_lm.plan.spare import LOGIT_BYTES
+from tests import families
+from tests.storages import Storages
+
+CHUNKED = {"head": "chunked", "head_chunk_tokens": 5}
+
+
+def of_logits(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> list[torch.Tensor]:
+    """The definition: from all logits of a forward."""
+    logs = torch.log_softmax(logits.float() / temperature, -1)
+    target = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    counts = target != -100
+    own = logs.gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    return [own * counts, logs.mean(-1) * counts, -(logs.exp() * logs).sum(-1) * counts]
+
+
+def some_loss(values: Any) -> torch.Tensor:
+    weights = torch.linspace(-1, 1, values[0].numel()).view_as(values[0])
+    return (values[0] * weights + 0.3 * values[1] * weights.flip(1) + 0.2 * values[2]).sum()
+
+
+def assert_same_gradients(streamed: Any, plain: Any, tolerance: float) -> None:
+    for (name, p), q in zip(streamed.named_parameters(), plain.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(
+                p.grad, q.grad, rtol=tolerance, atol=tolerance * q.grad.abs().max().item(), msg=name
+            )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt2", "cohere2", "mixtral"])
+@pytest.mark.parametrize("settings", [CHUNKED, CHUNKED | {"device_micro_batch_size": 1}, {"head": "whole"}])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients(family: str, settings: dict[str, Any], temperature: float) -> None:
+    plain = families.build(family).eval()
+    streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", **settings)
+    ids = families.batch()["input_ids"]
+    labels = ids.clone()
+    labels[0, :3] = -100
+    got = horizon_lm.token_logprobs(streamed, input_ids=ids, labels=labels, temperature=temperature, statistics=True)
+    expected = of_logits(plain(input_ids=ids, use_cache=False).logits, labels, temperature)
+    for value, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+    some_loss(got).backward()
+    some_loss(expected).backward()
+    assert_same_gradients(streamed, plain, 2e-5)
+
+
+def test_two_forwards_before_one_backward() -> None:
+    """As in preference losses: the head's buffer belongs to neither forward."""
+    plain = families.build("llama").eval()
+    streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", **CHUNKED)
+    batches = [families.batch(seed=seed)["input_ids"] for seed in (1, 2)]
+    chosen, rejected = (horizon_lm.token_logprobs(streamed, input_ids=b, labels=b).logprobs.sum() for b in batches)
+    torch.nn.functional.softplus(rejected - chosen).backward()
+    own = [of_logits(plain(input_ids=b, use_cache=False).logits, b, 1.0)[0].sum() for b in batches]
+    torch.nn.functional.softplus(own[1] - own[0]).backward()
+    assert_same_gradients(streamed, plain, 2e-5)
+
+
+def test_shifted_labels_no_labels_and_no_trained_token() -> None:
+    streamed = horizon_lm.stream(families.build("llama"), precision="float32", **CHUNKED)
+    ids = families.batch()["input_ids"]
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    a = horizon_lm.token_logprobs(streamed, input_ids=ids, labels=ids)
+    b = horizon_lm.token_logprobs(streamed, input_ids=ids, shift_labels=shifted)
+    assert torch.equal(a.logprobs, b.logprobs)
+    assert a.mean is None
+    assert a.entropy is None
+    with torch.no_grad():
+        assert not horizon_lm.token_logprobs(streamed, input_ids=ids, labels=ids).logprobs.requires_grad
+    nothing = horizon_lm.token_logprobs(streamed, input_ids=ids, labels=torch.full_like(ids, -100))
+    nothing.logprobs.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in streamed.parameters())
+    with pytest.raises(ValueError, match="labels"):
+        horizon_lm.token_logprobs(streamed, input_ids=ids)
+    with pytest.raises(StreamingError, match="streamed model"):
+        horizon_lm.token_logprobs(families.build("llama"), input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("objective", ["loss", "logprobs"])
+def test_vocabulary_of_152k(objective: str) -> None:
+    """Equal to Hugging Face within 1e-6 of the values; logits take what `plan` says, whatever the number of tokens."""
+    config = Qwen2Config(
+        vocab_size=151_936, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    chunk = 64
+    streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", head="chunked", head_chunk_tokens=chunk)
+    peaks = {}
+    for tokens in (192, 384):
+        ids = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+        streamed.zero_grad()
+        streamed(input_ids=ids, labels=ids).loss.backward()  # buffers are there
+        streamed.zero_grad()
+        with Storages(list(streamed.parameters())) as storages:
+            if objective == "loss":
+                value = streamed(input_ids=ids, labels=ids).loss
+            else:
+                value = -horizon_lm.token_logprobs(streamed, input_ids=ids, labels=ids).logprobs.sum() / (tokens - 1)
+            value.backward()
+        peaks[tokens] = storages.peak
+    expected = plain(input_ids=ids, labels=ids, use_cache=False).loss
+    expected.backward()
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
+    assert_same_gradients(streamed, plain, 1e-5)
+    stated = LOGIT_BYTES * chunk * config.vocab_size
+    print(f"{objective}: {peaks[384] / 2**20:.0f} MiB beside the buffers, stated {stated / 2**20:.0f} MiB for logits")
+    assert 0.5 * stated < peaks[384] < 1.05 * stated
+    assert peaks[384] < peaks[192] + 2**20
