@@ -140,6 +140,10 @@ class RunConfig(BaseModel):
         None, description="Of these, so many keep their whole computation, which is then not repeated in the backward."
     )
 
+    compile: Literal["auto"] | bool = Field(
+        "auto", description="Compile blocks with torch.compile, each structure once; auto for where there is a GPU."
+    )
+
     num_train_epochs: PositiveFloat = Field(3.0, description="Passes over the rows; a fraction is allowed.")
     max_steps: int = Field(-1, description="Steps to train for, instead of num_train_epochs; -1 for not set.")
     per_device_train_batch_size: PositiveInt = Field(

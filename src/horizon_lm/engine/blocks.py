@@ -39,7 +39,7 @@ class Blocks:
         for index, module in enumerate(engine.parts.blocks):
             key = structure_key(module)
             if key not in templates:
-                templates[key] = Template(module)
+                templates[key] = Template(module, engine.options.compile)
             self._bound.append(BoundBlock(f"{prefix}.{index}", module, templates[key], buffers))
         self._row_dims: dict[tuple[Any, Path], int | None] = {}
         self._output_of: dict[int, RowOutputs] = {}
@@ -106,7 +106,7 @@ class Blocks:
                     attending(self.segments, start, stop),
                 ):
                     args, kwargs = call.rebuild(part)
-                    output = (bound.template.module.forward(*args, **kwargs), captured)
+                    output = (bound.template.forward(*args, hooked=bool(keys), **kwargs), captured)
                 if kept is not None:
                     output = kept.keep(state, part, output)
                 outputs.add(start, stop, output)
@@ -171,12 +171,17 @@ class _Kept:
         states: from which each micro-batch started.
         sink: takes the gradients of a kept graph; None if there is none.
         graphs: of the micro-batches, if they are kept.
+
+    A compiled block runs with a graph in any case, and drops it: without one it would be compiled a second time, and
+    its recomputation might differ from it in the last bits.
     """
 
     def __init__(self, blocks: Blocks, index: int, handle: ForwardHandle, needs_grad: Sequence[bool]) -> None:
         self.handle, self._needs_grad = handle, needs_grad
         self.states: list[Any] = []
-        self.sink = GradSink(blocks.engine, index) if index in handle.graphs else None
+        self._holds = index in handle.graphs
+        with_graph = self._holds or blocks.engine.options.compile
+        self.sink = GradSink(blocks.engine, index) if with_graph else None
         self.graphs: list[Graph] = []
 
     def leaves(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -189,7 +194,8 @@ class _Kept:
         if self.sink is None:
             return output
         leaves, spec = flatten(output)
-        self.graphs.append((inputs, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
+        if self._holds:
+            self.graphs.append((inputs, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
         return tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
 
@@ -238,7 +244,7 @@ class _Node:
             sink = self.kept.sink or GradSink(engine, self.index)
             sink.open()
             for number, (start, stop) in enumerate(self.micro_batches):
-                if self.kept.sink is not None:
+                if self.kept.graphs:
                     leaves, tensors = self.kept.graphs[number]
                     self.kept.graphs[number] = ([], [])
                 else:
@@ -253,7 +259,7 @@ class _Node:
                 with engine.cursor.compute(Kind.STAGE, unit):
                     engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
             engine.landed(unit)
-        if self.kept.sink is None:
+        if not self.kept.graphs:
             engine.counts["block_forward_rows"] += self.num_rows
         return input_grads
 
@@ -303,7 +309,7 @@ class _Node:
             bound.template.set_training(self.flags)
             bound.template.bind(bound, sink.params(self.blocks._params))
             args, kwargs = self.call.rebuild(leaves)
-            output = bound.template.module.forward(*args, **kwargs)
+            output = bound.template.forward(*args, hooked=bool(self.keys), **kwargs)
         return [leaf for leaf in flatten((output, captured))[0] if isinstance(leaf, torch.Tensor)]
 
     def _check(self, tensors: list[torch.Tensor], start: int, stop: int) -> None:

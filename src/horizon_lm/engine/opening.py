@@ -37,6 +37,7 @@ def stream(
     compute_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     device_memory: int | None = None,
+    compile: bool | str = "auto",
     check_recompute: bool = False,
     attn_implementation: str | None = None,
 ) -> Any:
@@ -63,6 +64,7 @@ def stream(
         grad_dtype: of the gradients in host memory, 2 or 4 bytes per parameter; None for float32 in precision ``float32``
             and bfloat16 otherwise. Several backward calls per step add up with fewer roundings in float32.
         device_memory: bytes that buffers on the device may take; None for no limit of ours.
+        compile: compile blocks with torch.compile, each structure once; ``auto`` on CUDA.
         check_recompute: compare each recomputed output with the forward's (for tests; keeps all outputs).
         attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, through flash-attn or
             torch's own kernel on CUDA. None for what the model has, and on CUDA ``varlen`` instead of ``sdpa`` where it can.
@@ -73,7 +75,7 @@ def stream(
     """
     settings = Settings(
         device, precision, device_micro_batch_size, head, boundaries, held_blocks, held_graphs, head_chunk_tokens,
-        compute_dtype, grad_dtype, device_memory, check_recompute, attn_implementation,
+        compute_dtype, grad_dtype, device_memory, compile, check_recompute, attn_implementation,
     )  # fmt: skip
     return _stream(model, settings)
 
@@ -139,6 +141,7 @@ class Settings:
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     device_memory: int | None = None
+    compile: bool | str = "auto"
     check_recompute: bool = False
     attn_implementation: str | None = None
 
@@ -151,6 +154,8 @@ class Settings:
         for name, choices in (("head", ("chunked", "whole")), ("boundaries", ("auto", "device", "host"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}")
+        if self.compile not in (True, False, "auto"):
+            raise ConfigError(f"compile is {self.compile!r}; choose True, False or 'auto'")
         if not 0 <= (self.held_graphs or 0) <= (self.held_blocks or 0):
             raise ConfigError(
                 f"held_graphs is {self.held_graphs}, but held_blocks is {self.held_blocks}; a graph needs its block's weights"
@@ -197,6 +202,7 @@ class Settings:
             self.device_micro_batch_size,
             self.head,
             self.head_chunk_tokens or head_chunk_tokens(device.spare_bytes(), parts.sizes().vocabulary),
+            self._on_accelerator if self.compile == "auto" else bool(self.compile),
             self.check_recompute,
         )
         return attach(parts, store, device, options)

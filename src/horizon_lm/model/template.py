@@ -1,5 +1,6 @@
 """Templates: block modules without weights of their own, re-pointed at a device buffer for each block they serve."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,19 +13,34 @@ from horizon_lm.model.skeleton import meta_copy
 _PLAIN = (bool, int, float, str, type(None))
 # Differs between blocks of one structure; set at every binding instead of splitting the structure.
 _PER_BLOCK_ATTRIBUTE = "layer_idx"
+_RECOMPILE_LIMIT = 64
 
 
 class Template:
-    """One module that computes every block of its structure."""
+    """One module that computes every block of its structure.
 
-    def __init__(self, block: nn.Module) -> None:
+    Args:
+        block: one of them.
+        compiled: compile it, once for all blocks of the structure. What depends on hooks runs uncompiled.
+    """
+
+    def __init__(self, block: nn.Module, compiled: bool = False) -> None:
         self.module = meta_copy(block)
+        self.compiled = compiled
+        if compiled:
+            self._compiled_forward = _compile(self.module)
         self._modules = list(self.module.modules())
         self._params = {
             name: (self.module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, _ in self.module.named_parameters()
         }
         self._indexed = [m for m in self._modules if _PER_BLOCK_ATTRIBUTE in m.__dict__]
+
+    def forward(self, *args: Any, hooked: bool, **kwargs: Any) -> Any:
+        """Compute as the block that is bound. ``hooked``: somebody listens to hooks of its modules."""
+        if self.compiled and not hooked:
+            return self._compiled_forward(*args, **kwargs)
+        return self.module.forward(*args, **kwargs)
 
     def bind(self, block: "BoundBlock", params: Mapping[str, torch.Tensor]) -> None:
         """Compute as ``block``, with these tensors (by name inside the block) as its parameters."""
@@ -52,6 +68,25 @@ class Template:
                         f"{block.name}: its forward writes the buffer {name!r}. A block is computed twice per step, so "
                         "state that it writes would be wrong; such models cannot be streamed exactly."
                     )
+
+
+def _compile(module: nn.Module) -> Any:
+    """The module's forward, compiled without the hooks of its parts, which nothing can trace."""
+    hooks = [(part, part._forward_hooks) for part in module.modules() if part._forward_hooks]
+    # Every structure has code of its own to compile, and every length until one is found to vary.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    compiled = torch.compile(module.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for part, _ in hooks:
+            part._forward_hooks = OrderedDict()
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            for part, own in hooks:
+                part._forward_hooks = own
+
+    return forward
 
 
 class BoundBlock:
