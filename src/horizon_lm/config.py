@@ -140,6 +140,9 @@ class RunConfig(BaseModel):
         None, description="Of these, so many keep their whole computation, which is then not repeated in the backward."
     )
 
+    mlp_chunk_tokens: PositiveInt | None = Field(
+        None, description="Tokens whose feed-forward activations exist at once, for very long rows; null for all."
+    )
     compile: Literal["auto"] | bool = Field(
         "auto", description="Compile blocks with torch.compile, each structure once; auto for where there is a GPU."
     )

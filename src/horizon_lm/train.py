@@ -156,6 +156,7 @@ def load_model(config: RunConfig) -> Any:
         boundaries=config.boundaries,
         held_blocks=config.held_blocks,
         held_graphs=config.held_graphs,
+        mlp_chunk_tokens=config.mlp_chunk_tokens,
         compile=config.compile,
         device_memory=config.device_memory,
         gguf_file=config.gguf_file,

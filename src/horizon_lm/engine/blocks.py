@@ -39,7 +39,7 @@ class Blocks:
         for index, module in enumerate(engine.parts.blocks):
             key = structure_key(module)
             if key not in templates:
-                templates[key] = Template(module, engine.options.compile)
+                templates[key] = Template(module, engine.options.compile, engine.options.mlp_chunk_tokens)
             self._bound.append(BoundBlock(f"{prefix}.{index}", module, templates[key], buffers))
         self._row_dims: dict[tuple[Any, Path], int | None] = {}
         self._output_of: dict[int, RowOutputs] = {}

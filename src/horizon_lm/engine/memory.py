@@ -37,6 +37,7 @@ class Options:
         head: ``whole`` (Hugging Face's own loss over all logits) or ``chunked`` (logits never exist as a whole).
         head_chunk_tokens: tokens whose logits exist at once in mode ``chunked``.
         residency: what stays on the device; None to plan it when the first batch is there.
+        mlp_chunk_tokens: tokens whose feed-forward activations exist at once; None for all.
         compile: compile blocks, each structure once.
         check_recompute: compare every recomputed output with the forward's (slow; for tests).
     """
@@ -46,6 +47,7 @@ class Options:
     device_micro_batch_size: int | None = None
     head: str = "chunked"
     head_chunk_tokens: int = 64
+    mlp_chunk_tokens: int | None = None
     compile: bool = False
     check_recompute: bool = False
 

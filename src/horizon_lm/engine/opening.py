@@ -37,6 +37,7 @@ def stream(
     compute_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     device_memory: int | None = None,
+    mlp_chunk_tokens: int | None = None,
     compile: bool | str = "auto",
     check_recompute: bool = False,
     attn_implementation: str | None = None,
@@ -64,6 +65,8 @@ def stream(
         grad_dtype: of the gradients in host memory, 2 or 4 bytes per parameter; None for float32 in precision ``float32``
             and bfloat16 otherwise. Several backward calls per step add up with fewer roundings in float32.
         device_memory: bytes that buffers on the device may take; None for no limit of ours.
+        mlp_chunk_tokens: tokens whose feed-forward activations exist at once, for very long rows; they are computed once more
+            in the backward. None for all.
         compile: compile blocks with torch.compile, each structure once; ``auto`` on CUDA.
         check_recompute: compare each recomputed output with the forward's (for tests; keeps all outputs).
         attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, through flash-attn or
@@ -75,7 +78,7 @@ def stream(
     """
     settings = Settings(
         device, precision, device_micro_batch_size, head, boundaries, held_blocks, held_graphs, head_chunk_tokens,
-        compute_dtype, grad_dtype, device_memory, compile, check_recompute, attn_implementation,
+        compute_dtype, grad_dtype, device_memory, mlp_chunk_tokens, compile, check_recompute, attn_implementation,
     )  # fmt: skip
     return _stream(model, settings)
 
@@ -141,13 +144,14 @@ class Settings:
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     device_memory: int | None = None
+    mlp_chunk_tokens: int | None = None
     compile: bool | str = "auto"
     check_recompute: bool = False
     attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
         self.get_precision()
-        for name in ("device_micro_batch_size", "head_chunk_tokens"):
+        for name in ("device_micro_batch_size", "head_chunk_tokens", "mlp_chunk_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1, or unset")
@@ -202,6 +206,7 @@ class Settings:
             self.device_micro_batch_size,
             self.head,
             self.head_chunk_tokens or head_chunk_tokens(device.spare_bytes(), parts.sizes().vocabulary),
+            self.mlp_chunk_tokens,
             self._on_accelerator if self.compile == "auto" else bool(self.compile),
             self.check_recompute,
         )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model.chunking import chunk_mlps
 from horizon_lm.model.skeleton import meta_copy
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -22,10 +23,16 @@ class Template:
     Args:
         block: one of them.
         compiled: compile it, once for all blocks of the structure. What depends on hooks runs uncompiled.
+        mlp_chunk_tokens: compute feed-forward layers so many tokens at a time; None for all at once.
     """
 
-    def __init__(self, block: nn.Module, compiled: bool = False) -> None:
+    def __init__(self, block: nn.Module, compiled: bool = False, mlp_chunk_tokens: int | None = None) -> None:
         self.module = meta_copy(block)
+        if mlp_chunk_tokens is not None and not chunk_mlps(self.module, mlp_chunk_tokens):
+            raise ModelNotSupportedError(
+                f"{type(block).__name__} has no feed-forward layer that can be cut into chunks of tokens; leave "
+                "mlp_chunk_tokens unset"
+            )
         self.compiled = compiled
         if compiled:
             self._compiled_forward = _compile(self.module)

@@ -1,0 +1,61 @@
+"""Feed-forward layers in chunks of tokens: long rows never have their wide activations as a whole.
+
+Each chunk is computed again in the backward, from its input. That is one more forward of the layer, a small part of the work
+where rows are long and attention is most of it.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def chunk_mlps(block: nn.Module, tokens: int) -> int:
+    """Make a block compute its feed-forward layers so many tokens at a time. Returns how many layers it has.
+
+    A feed-forward layer is a module named ``...MLP`` that treats every token alike: linear maps and functions of single
+    numbers. Experts, and layers with dropout, are left as they are.
+    """
+    layers = [part for part in block.modules() if type(part).__name__.endswith("MLP") and _treats_tokens_alike(part)]
+    for part in layers:
+        part._chunk_tokens = tokens  # type: ignore[assignment]
+        part.forward = MethodType(_forward, part)  # a method, so that a copy of the block chunks its own layers
+    return len(layers)
+
+
+def _treats_tokens_alike(part: nn.Module) -> bool:
+    for child in part.modules():
+        parameters = [p for p in child._parameters.values() if p is not None]
+        if parameters and not (isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D"):
+            return False
+        if isinstance(child, nn.Dropout) and child.p > 0:
+            return False
+    return True
+
+
+def _forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """In the place of the layer's forward. hidden (B, T, H)."""
+    size = max(1, self._chunk_tokens // hidden.shape[0])
+    if hidden.ndim != 3 or hidden.shape[1] <= size:
+        return type(self).forward(self, hidden)
+    bound = [(module, dict(module._parameters)) for module in self.modules()]
+
+    def compute(piece: torch.Tensor) -> torch.Tensor:
+        # The template may be bound to another block by the time of the backward.
+        present = [(module, dict(module._parameters)) for module, _ in bound]
+        try:
+            for module, parameters in bound:
+                module._parameters.update(parameters)
+            return type(self).forward(self, piece)
+        finally:
+            for module, parameters in present:
+                module._parameters.update(parameters)
+
+    pieces = [piece.contiguous() for piece in hidden.split(size, dim=1)]  # or matmul rounds differently without a graph
+    if not torch.is_grad_enabled():
+        return torch.cat([compute(piece) for piece in pieces], dim=1)
+    return torch.cat(
+        [checkpoint(compute, piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces], dim=1
+    )

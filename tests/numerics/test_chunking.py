@@ -1,0 +1,50 @@
+"""Feed-forward layers in chunks of tokens: the same numbers, with less held at once."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model.chunking import chunk_mlps
+from horizon_lm.model.footprint import block_footprint
+from horizon_lm.model.skeleton import meta_copy
+from tests import families
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"device_micro_batch_size": 1}, {"held_blocks": 3, "held_graphs": 3}, {"boundaries": "host"}]
+)
+def test_the_same_numbers(family: str, settings: dict[str, Any]) -> None:
+    plain = families.build(family)
+    settings = {"precision": "float32", "check_recompute": True} | settings
+    whole = horizon_lm.stream(copy.deepcopy(plain), **settings)
+    chunked = horizon_lm.stream(plain, mlp_chunk_tokens=5, **settings)
+    batch = families.batch()
+    assert batch["input_ids"].shape[1] % 5  # the last chunk is shorter
+    losses = [m(**batch).loss for m in (whole, chunked)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+    sum(losses).backward()
+    for (name, p), q in zip(whole.named_parameters(), chunked.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q[1].grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_less_is_held() -> None:
+    block = meta_copy(families.build("llama", hidden_size=64, intermediate_size=512).model.layers[0])
+    chunked = meta_copy(block)
+    assert chunk_mlps(chunked, 16) == 1
+    hidden = torch.empty(1, 512, 64, dtype=torch.bfloat16)
+    rope = torch.empty(1, 512, 16, dtype=torch.bfloat16)
+    args, kwargs = (hidden,), {"position_embeddings": (rope, rope), "attention_mask": None}
+    before, after = (block_footprint(b, args, kwargs, torch.bfloat16) for b in (block, chunked))
+    wide = 512 * 512 * 2  # one activation of the feed-forward layer
+    assert before.graph - after.graph > 2.5 * wide
+    assert before.peak - after.peak > 2.5 * wide
+
+
+def test_what_is_not_a_feed_forward_layer() -> None:
+    with pytest.raises(ModelNotSupportedError, match="mlp_chunk_tokens"):
+        horizon_lm.stream(families.build("mixtral"), mlp_chunk_tokens=8)
