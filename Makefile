@@ -16,7 +16,7 @@ demo:
 	@python=$$(scripts/bootstrap.sh gguf --demo) && $$python examples/demo.py $(if $(FAST),--fast)
 
 test: lint
-	@python=$$(scripts/bootstrap.sh dev) && $$python -m pytest
+	@python=$$(scripts/bootstrap.sh dev) && $$python -m pytest -n 2 --dist worksteal
 
 lint:
 	@python=$$(scripts/bootstrap.sh dev) && set -x && $$python -m ruff check . && $$python -m ruff format --check . \
