@@ -1,36 +1,40 @@
-"""Bytes that tensors hold, counted by the addresses of their memory: independent of what any plan says."""
+"""Memory that tensors hold, by an instrument that shares no code with the device's counters or with any plan."""
 
 import weakref
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
-class Storages(TorchDispatchMode):
-    """Follows memory that is allocated inside, from its first tensor to its last.
+class StorageMeter(TorchDispatchMode):
+    """Bytes of the storages that torch operations allocate. Host slabs are mappings that no operation allocates."""
 
-    Args:
-        given: tensors that are not counted.
-    """
-
-    def __init__(self, given: list[torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self._known = {t.untyped_storage().data_ptr() for t in given}
+        self.current, self.peak = 0, 0
+        self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in {0, *self._known}:
-                storage = tensor.untyped_storage()
-                self._known.add(storage.data_ptr())
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._freed, storage.data_ptr(), storage.nbytes())
-        return result
+        output = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        for tensor in _tensors(output):
+            self._see(tensor, given)
+        return output
 
-    def _freed(self, address: int, num_bytes: int) -> None:
-        self._known.discard(address)
-        self.live -= num_bytes
+    def _see(self, tensor: torch.Tensor, given: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in given or storage._cdata in self._known or tensor.device.type == "meta":
+            return
+        self._known.add(storage._cdata)
+        self.current += storage.nbytes()
+        self.peak = max(self.peak, self.current)
+        weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.current -= num_bytes
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]

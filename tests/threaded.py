@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.host_link import HostLink
 from horizon_lm.device.moves import Link
 from horizon_lm.device.streams import StreamDevice
 from horizon_lm.schedule.ops import Stream
-from horizon_lm.store.arena import Arena
 
 _current = threading.local()
 
@@ -115,11 +115,13 @@ class ThreadedDevice(StreamDevice):
     def poison(self, buffer: torch.Tensor) -> None:
         buffer.view(torch.uint8).fill_(0xFF)  # NaN
 
-    def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        return Arena(num_bytes).take(num_bytes, torch.uint8)
-
-    def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
-        pass
+    # Its device is host memory, as that of `CpuDevice`.
+    host_buffer, register_host = CpuDevice.host_buffer, CpuDevice.register_host
+    rng_state, set_rng_state, seeded_rng_state = (
+        CpuDevice.rng_state,
+        CpuDevice.set_rng_state,
+        CpuDevice.seeded_rng_state,
+    )
 
     def _open_stream(self) -> tuple[_Stream, Link]:
         slow = self._slow[len(self._streams)]
@@ -154,12 +156,3 @@ class ThreadedDevice(StreamDevice):
 
     def _seconds(self, event: _Event) -> float:
         return event.seconds
-
-    def rng_state(self) -> Any:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: Any) -> None:
-        torch.set_rng_state(state)
-
-    def seeded_rng_state(self, seed: int) -> Any:
-        return torch.Generator().manual_seed(seed).get_state()

@@ -85,7 +85,7 @@ def assert_idle(model: Any) -> None:
     engine = model._horizon.engine
     assert not engine.cursor.active
     assert engine.handle is None
-    assert engine.head_buffer_free
+    assert engine.head_buffer.holder is None
     taken = engine.boundaries.num_bytes - sum(
         b.numel() for buffers in engine.boundaries._free.values() for b, _ in buffers
     )  # fmt: skip

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_lm.model.footprint import block_footprint
-from tests.storages import Storages
+from tests.storages import StorageMeter
 
 MODELS = {
     "llama": {"num_key_value_heads": 2},
@@ -38,11 +37,10 @@ def test_a_block_takes_what_was_found(family: str, rows: int, length: int) -> No
     args = tuple(a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
 
     found = block_footprint(block, args, kwargs, torch.bfloat16)
-    given = [t for t in tree_leaves((args, kwargs, list(model.parameters()))) if isinstance(t, torch.Tensor)]
-    with Storages(given) as real:
+    with StorageMeter() as real:
         output = block(*args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
-        graph = real.live
+        graph = real.current
         for param in block.parameters():
             param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         output.backward(torch.ones_like(output))

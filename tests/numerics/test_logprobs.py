@@ -11,7 +11,7 @@ import horizon_lm
 from horizon_lm.errors import StreamingError
 from horizon_lm.plan.spare import LOGIT_BYTES
 from tests import families
-from tests.storages import Storages
+from tests.storages import StorageMeter
 
 CHUNKED = {"head": "chunked", "head_chunk_tokens": 5}
 
@@ -105,7 +105,7 @@ def test_vocabulary_of_152k(objective: str) -> None:
         streamed.zero_grad()
         streamed(input_ids=ids, labels=ids).loss.backward()  # buffers are there
         streamed.zero_grad()
-        with Storages(list(streamed.parameters())) as storages:
+        with StorageMeter() as storages:
             if objective == "loss":
                 value = streamed(input_ids=ids, labels=ids).loss
             else:

@@ -133,19 +133,6 @@ def same(a: Result, b: Result) -> bool:
     return a[0] == b[0] and len(a[1]) == len(b[1]) and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> Callable[..., Result]:
-    known: dict[Any, Result] = {}
-
-    def get(**settings: Any) -> Result:
-        key = tuple(sorted(settings.items()))
-        if key not in known:
-            known[key] = train("cpu", **settings)
-        return known[key]
-
-    return get
-
-
 @pytest.mark.parametrize("precision", ["float32", "fp32_master", "bf16"])
 @pytest.mark.parametrize("name", SETTINGS)
 @settings(max_examples=6, deadline=None, derandomize=True)

@@ -131,8 +131,18 @@ class Device(Protocol):
         ...
 
 
-def check_capacity(capacity: int | None, counters: Counters, num_bytes: int, kind: str, name: str) -> None:
-    """Refuse an allocation that exceeds the device's capacity."""
+def counted_empty(
+    numel: int,
+    dtype: torch.dtype,
+    kind: str,
+    device: torch.device,
+    *,
+    capacity: int | None,
+    counters: Counters,
+    name: str,
+) -> torch.Tensor:
+    """A new buffer, or DoesNotFitError when the device's capacity would be exceeded."""
+    num_bytes = numel * dtype.itemsize
     if capacity is not None and counters.allocated_total + num_bytes > capacity:
         held = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
         raise DoesNotFitError(
@@ -140,3 +150,6 @@ def check_capacity(capacity: int | None, counters: Counters, num_bytes: int, kin
             f"{format_bytes(capacity)}; held: {held or 'nothing'}. Raise device_memory, or lower "
             "device_micro_batch_size or per_device_train_batch_size."
         )
+    buffer = torch.empty(numel, dtype=dtype, device=device)
+    counters.add(kind, num_bytes)
+    return buffer

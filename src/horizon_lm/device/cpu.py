@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.device.base import Counters, Task, check_capacity
+from horizon_lm.device.base import Counters, Task, counted_empty
 from horizon_lm.device.cores import usable_cores
 from horizon_lm.device.host_link import HostLink
 from horizon_lm.device.pool import HostPool
@@ -37,10 +37,9 @@ class CpuDevice:
         self._began = 0.0
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
-        num_bytes = numel * dtype.itemsize
-        check_capacity(self.capacity, self.counters, num_bytes, kind, self.name)
-        buffer = torch.empty(numel, dtype=dtype)
-        self.counters.add(kind, num_bytes)
+        buffer = counted_empty(
+            numel, dtype, kind, self.torch_device, capacity=self.capacity, counters=self.counters, name=self.name
+        )
         self.poison(buffer)
         return buffer
 

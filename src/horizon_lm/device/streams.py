@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from horizon_lm.device.base import Counters, Task, check_capacity
+from horizon_lm.device.base import Counters, Task, counted_empty
 from horizon_lm.device.cores import usable_cores
 from horizon_lm.device.host_link import HostLink
 from horizon_lm.device.moves import Link
@@ -74,9 +74,9 @@ class StreamDevice(ABC):
     # Memory
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
-        check_capacity(self.capacity, self.counters, numel * dtype.itemsize, kind, self.name)
-        buffer = torch.empty(numel, dtype=dtype, device=self.torch_device)
-        self.counters.add(kind, numel * dtype.itemsize)
+        buffer = counted_empty(
+            numel, dtype, kind, self.torch_device, capacity=self.capacity, counters=self.counters, name=self.name
+        )
         self.poison(buffer)
         # The memory may have been freed by computation that is still running: no copy may write to it before.
         event = self._record(None)

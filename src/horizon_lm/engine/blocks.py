@@ -98,7 +98,7 @@ class Blocks:
             assert engine.randomness is not None
             for number, (start, stop) in enumerate(engine.micro_batches()):
                 part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, dims, strict=True)]
-                if kept is not None and sink is not None:
+                if kept is not None and kept.sink is not None:
                     part = kept.leaves(part)
                 with (
                     engine.randomness.drawing(number) as state,
@@ -233,7 +233,7 @@ class _Node:
         return tensors
 
     def backward(
-        self, inputs: list[torch.Tensor | None], needs_grad: list[bool], grads: tuple[torch.Tensor | None, ...]
+        self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
     ) -> list[torch.Tensor | None]:
         """Gradients of the inputs; those of the parameters go into the outgoing slot."""
         engine, unit = self.blocks.engine, block(self.index)
@@ -248,7 +248,7 @@ class _Node:
                     leaves, tensors = self.kept.graphs[number]
                     self.kept.graphs[number] = ([], [])
                 else:
-                    leaves, tensors = self._recompute(number, inputs, needs_grad, sink)
+                    leaves, tensors = self._recompute(number, inputs, sink)
                 self._differentiate(start, stop, leaves, tensors, inputs, grads, input_grads)
                 del leaves, tensors
             sink.close()
@@ -268,13 +268,10 @@ class _Node:
         ring = self.blocks.engine.memory.ring.get(host.numel(), torch.uint8, self.index % 2)
         return ring.view(self.hidden_dtype).view(self.hidden_shape)
 
-    def _recompute(self, number: int, inputs: Any, needs_grad: list[bool], sink: GradSink) -> Graph:
+    def _recompute(self, number: int, inputs: Any, sink: GradSink) -> Graph:
         """The forward of one micro-batch again, with a graph."""
         start, stop = self.micro_batches[number]
-        leaves = [
-            slice_rows(t, d, start, stop).detach().requires_grad_(need)
-            for t, d, need in zip(inputs, self.dims, needs_grad, strict=True)
-        ]
+        leaves = self.kept.leaves([slice_rows(t, d, start, stop) for t, d in zip(inputs, self.dims, strict=True)])
         with replaying(self.blocks.engine.device, self.kept.states[number]), attending(self.segments, start, stop):
             tensors = self.surroundings.run(lambda: self._forward_with_graph(leaves, sink))
         self._check(tensors, start, stop)
@@ -349,5 +346,5 @@ class _BlockFunction(torch.autograd.Function):
         node: _Node = ctx.node
         with node.blocks.engine.backward_of(node.handle):
             inputs = list(ctx.saved_tensors)
-            input_grads = node.backward(inputs, list(ctx.needs_input_grad[2:]), grads)
+            input_grads = node.backward(inputs, grads)
         return None, None, *input_grads

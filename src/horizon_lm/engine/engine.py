@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from horizon_lm.device.base import Device, Task
 from horizon_lm.device.moves import Copy, Move
 from horizon_lm.engine.cursor import Cursor
 from horizon_lm.engine.grads import HostGrads
-from horizon_lm.engine.handle import BoundaryPool, ForwardHandle
+from horizon_lm.engine.handle import BoundaryPool, Claim, ForwardHandle
 from horizon_lm.engine.landing import LandingSlots
 from horizon_lm.engine.memory import DeviceMemory, Options, Residency, block_index
 from horizon_lm.engine.replay import MicroBatchRandomness
@@ -46,8 +46,7 @@ class Engine:
         self.handle: ForwardHandle | None = None  # of the running forward, if it records
         self.randomness: MicroBatchRandomness | None = None
         self.num_rows = 0
-        self._head_buffer_user: weakref.ref[ForwardHandle] | None = None
-        self._graphs_user: weakref.ref[ForwardHandle] | None = None
+        self.head_buffer, self._graphs = Claim(), Claim()  # the head's gradients made in a forward; kept graphs
         self._backward_of: ForwardHandle | None = None
         self._landed: set[str] = set()
         self._changed = True  # the weights, since the last forward
@@ -58,9 +57,8 @@ class Engine:
         self._torn: str | None = None
 
         self.memory = DeviceMemory(parts, store, device, options)
-        self.planned = (
-            options.residency
-        )  # what may stay on the device from the next forward on; None until that is known
+        # What may stay on the device from the next forward on; None until that is known.
+        self.planned = options.residency
         self._planned_tokens = 0
         self._handles: weakref.WeakSet[ForwardHandle] = weakref.WeakSet()
         self._set_residency(self.planned or Residency(0))
@@ -191,39 +189,26 @@ class Engine:
 
     def _drain_if_reshaped(self, keeps: frozenset[int]) -> None:
         """Waits across passes are proven for passes of one shape; what is trainable rarely changes, so that may cost."""
-        shape = (
-            (keeps, self.residency, tuple(name for name, ref in self.refs.items() if ref.param.requires_grad))
-            if keeps
-            else None
-        )
-        if shape is not None and shape != self._shape:
+        if not keeps:
+            return
+        shape = (keeps, self.residency, tuple(name for name, ref in self.refs.items() if ref.param.requires_grad))
+        if shape != self._shape:
             self.drain()
             self._shape = shape
 
     def _hold_graphs(self, handle: ForwardHandle) -> None:
         """There is room for the graphs of one forward; another one before its backward does without."""
-        user = self._graphs_user() if self._graphs_user is not None else None
-        if user is None or user.consumed:
+        if self._graphs.holder is None:
             first = self.parts.num_blocks - self.residency.graphs
             handle.graphs = frozenset(index for index in handle.keeps if index >= first)
-            self._graphs_user = weakref.ref(handle)
-
-    @property
-    def head_buffer_free(self) -> bool:
-        """Whether the head's gradient buffer can take gradients made in a forward."""
-        user = self._head_buffer_user() if self._head_buffer_user is not None else None
-        return user is None or user.consumed
-
-    def take_head_buffer(self, handle: ForwardHandle) -> None:
-        """The buffer holds this forward's gradients, until its backward or until it is abandoned."""
-        self._head_buffer_user = weakref.ref(handle)
+            self._graphs.take(handle)
 
     def _evict_head_grads(self, handle: ForwardHandle) -> None:
         """A backward needs the head's buffer. Gradients of another forward in it are lost, and made again in its own."""
-        user = self._head_buffer_user() if self._head_buffer_user is not None else None
-        if user is not None and user is not handle:
-            user.head_grads = False
-        self._head_buffer_user = None
+        holder = self.head_buffer.holder
+        if holder is not None and holder is not handle:
+            holder.head_grads = False
+        self.head_buffer.release()
 
     # Backward
 
@@ -382,16 +367,18 @@ class Engine:
             if handle is not None:
                 handle.consumed = True
                 self.boundaries.release(handle)
-        self._backward_of, self.handle, self._head_buffer_user, self._graphs_user = None, None, None, None
+        self._backward_of, self.handle = None, None
+        self.head_buffer.release()
+        self._graphs.release()
 
     def _quiesce(self) -> None:
         """Wait until nothing runs. An update that could not begin because of a fault raises it here; it stays pending."""
-        while True:
-            try:
+        quiet = False
+        while not quiet:
+            # A failed update is forgotten when it is raised; one that failed inside a kernel has torn the model.
+            with suppress(Exception):
                 self.device.synchronize()
-            except Exception:
-                continue  # the failed update is forgotten now; one that failed inside a kernel has torn the model
-            return
+                quiet = True
 
     def clear_grads(self) -> None:
         """All gradients are empty again, and a fault is forgiven. No memory is written."""

@@ -43,6 +43,24 @@ class ForwardHandle:
             )
 
 
+class Claim:
+    """Something of which there is one, taken by a forward until its backward is over or it is abandoned."""
+
+    def __init__(self) -> None:
+        self._holder: weakref.ref[ForwardHandle] | None = None
+
+    @property
+    def holder(self) -> ForwardHandle | None:
+        handle = self._holder() if self._holder is not None else None
+        return None if handle is None or handle.consumed else handle
+
+    def take(self, handle: ForwardHandle) -> None:
+        self._holder = weakref.ref(handle)
+
+    def release(self) -> None:
+        self._holder = None
+
+
 class BoundaryPool:
     """Host memory for boundaries, reused by size. What an abandoned forward was still copying is waited for first."""
 

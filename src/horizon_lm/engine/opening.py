@@ -10,7 +10,7 @@ from torch import nn
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
-from horizon_lm.engine.loss import require_chunkable
+from horizon_lm.engine.chunked_head import require_chunkable
 from horizon_lm.engine.memory import Options, Residency
 from horizon_lm.engine.streamed import StreamedModel, attach
 from horizon_lm.errors import ConfigError, StreamingError

@@ -44,12 +44,8 @@ def plan_residency(engine: Engine, block: nn.Module, call: BlockCall, dims: list
         ),
     )
     to_come = sum(buffers.values()) - engine.device.counters.allocated_total
-    logits = (
-        (min(tokens, options.head_chunk_tokens) if options.head == "chunked" else tokens)
-        * sizes.vocabulary
-        * LOGIT_BYTES
-    )
-    transient = _HIDDEN_COPIES * boundary + max(footprint.peak, logits)
+    at_once = min(tokens, options.head_chunk_tokens) if options.head == "chunked" else tokens
+    transient = _HIDDEN_COPIES * boundary + max(footprint.peak, at_once * sizes.vocabulary * LOGIT_BYTES)
     left = int(spare * (1 - _MARGIN)) - max(0, to_come) - transient
     weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
     return Residency(*spend(left, boundary, weights, footprint.graph * len(micro_batches)))

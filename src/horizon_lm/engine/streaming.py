@@ -1,7 +1,7 @@
 """What runs in the place of the forwards of a streamed model and its modules."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from horizon_lm.engine.blocks import Blocks, ProbeDoneError
+from horizon_lm.engine.chunked_head import IGNORED, ChunkedHead, LossInputs
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.head import Head
-from horizon_lm.engine.loss import IGNORED, ChunkedHead, LossInputs, TokenLogprobs, logprobs_of_logits
+from horizon_lm.engine.logprobs import LogprobRun, TokenLogprobs, logprobs_of_logits
+from horizon_lm.engine.loss import LossRun
 from horizon_lm.engine.outer import Outer
 from horizon_lm.engine.table import Table
 from horizon_lm.errors import StreamingError
@@ -87,8 +89,7 @@ class Streaming:
         labels = inputs.labels.reshape(-1)[inputs.trained]
         values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, temperature, statistics)
         nothing = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
-        whole = [nothing.index_put((inputs.trained,), v).view(inputs.labels.shape) for v in values]
-        return TokenLogprobs(*whole) if statistics else TokenLogprobs(whole[0], None, None)
+        return _by_token([nothing.index_put((inputs.trained,), v) for v in values], inputs.labels.shape)
 
     def _run(
         self, call: dict[str, Any], compute: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], head_grads: bool
@@ -117,7 +118,7 @@ class Streaming:
             tokens=tokens.shape[0] * tokens.shape[1],
             embed=call.get("inputs_embeds") is None,
             inputs_need_grad=inputs_need_grad,
-            head_grads=head_grads and recording and engine.head_buffer_free,
+            head_grads=head_grads and recording and engine.head_buffer.holder is None,
         ):
             outer = self.outer.load()
             with self.outer.in_place(outer):
@@ -150,9 +151,10 @@ class Streaming:
         # One token without a label: what is left of the loss is what the model adds to it (experts' balance).
         nothing = inputs.labels.new_full((1, 1), IGNORED)
         unlabelled = {"labels": nothing, "shift_labels": nothing, "num_items_in_batch": inputs.num_items}
-        with self._without_head(call, inputs):
+        with self._without_head():
             output = self._whole_forward(call | unlabelled)
-            loss = self.chunked.loss(inputs, [outer[name] for name in self.chunked.norm_names])
+            run = LossRun(self.chunked, inputs, self._head_options(call))
+            (loss,) = self.chunked.compute(run, [outer[name] for name in self.chunked.norm_names])
         fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
         result = type(output)(loss=loss + output.loss, **fields)
         return result.to_tuple() if as_tuple else result
@@ -164,22 +166,26 @@ class Streaming:
         """The same with log-probabilities in the place of the loss."""
         chunked = self.chunked
         assert chunked is not None
-        with self._without_head(call, inputs):
+        with self._without_head():
             self._whole_forward(call)
-            norm = [outer[name] for name in chunked.norm_names]
-            return chunked.token_logprobs(inputs, norm, temperature, statistics)
+            run = LogprobRun(chunked, inputs, self._head_options(call), temperature, statistics)
+            values = chunked.compute(run, [outer[name] for name in chunked.norm_names])
+        return _by_token(values, inputs.labels.shape)
 
     @contextmanager
-    def _without_head(self, call: dict[str, Any], inputs: LossInputs) -> Iterator[None]:
-        """Inside, the model's forward leaves norm and head to chunks, which are called with the same options."""
-        options = {k: v for k, v in call.items() if k not in self._signature.parameters and k not in _DECODER_ONLY}
-        without_aux = {name: False for name in _AUXILIARY if name in self._signature.parameters}
-        inputs.options = options | without_aux | {"use_cache": False}
+    def _without_head(self) -> Iterator[None]:
+        """Inside, the model's forward leaves norm and head to chunks."""
         self._in_chunked_forward = True
         try:
             yield
         finally:
             self._in_chunked_forward = False
+
+    def _head_options(self, call: dict[str, Any]) -> dict[str, Any]:
+        """What of a call the model's forward is given for each chunk, too."""
+        options = {k: v for k, v in call.items() if k not in self._signature.parameters and k not in _DECODER_ONLY}
+        without_aux = {name: False for name in _AUXILIARY if name in self._signature.parameters}
+        return options | without_aux | {"use_cache": False}
 
     # Finding the rows of block inputs
 
@@ -203,6 +209,14 @@ class Streaming:
 
 _AUXILIARY = ("output_router_logits",)
 _DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
+
+
+def _by_token(values: Sequence[torch.Tensor], shape: torch.Size) -> TokenLogprobs:
+    """Flat values in the shape of the labels; one or all three of them."""
+    logprobs, mean, entropy = (
+        [v.view(shape) for v in values] if len(values) == 3 else (values[0].view(shape), None, None)
+    )
+    return TokenLogprobs(logprobs, mean, entropy)
 
 
 def _rank(value: Any) -> Any:
