@@ -22,8 +22,8 @@ from horizon_lm.plan.hardware import (
     hiding_tokens,
 )
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Pass, Stream, block
-from horizon_lm.schedule.simulate import UPDATES, step_seconds, without_updates
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Pass, Stream, block
+from horizon_lm.schedule.simulate import step_seconds, without_updates
 
 MACHINES = (H200_SERVER, RTX_4090_DESKTOP)
 TOKENS = (8 * 1024, 16 * 1024, 64 * 1024)

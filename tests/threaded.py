@@ -16,6 +16,7 @@ from horizon_lm.device.host_link import HostLink
 from horizon_lm.device.moves import Link
 from horizon_lm.device.streams import StreamDevice
 from horizon_lm.schedule.ops import Stream
+from tests.storages import StorageMeter
 
 _current = threading.local()
 
@@ -97,20 +98,24 @@ class ThreadedDevice(StreamDevice):
         slow: streams that pause; None for all.
         pieces: into how many pieces a copy is cut.
         spare: what `spare_bytes` says.
+        measures: it can tell what computations take.
     """
 
     def __init__(
         self, seed: int = 0, delay: float = 1e-3, slow: Sequence[Stream] | None = None, pieces: int = 3,
-        capacity: int | None = None, spare: int | None = None,
+        capacity: int | None = None, spare: int | None = None, measures: bool = False,
     ) -> None:  # fmt: skip
         super().__init__("threaded", torch.device("cpu"), capacity, host_threads=2)
-        self.spare = spare
+        self.spare, self.measures = spare, measures
         self._random, self._delay, self._pieces = random.Random(seed), delay, pieces
         self._slow = [s in (slow if slow is not None else list(Stream)) for s in (Stream.COPY_IN, Stream.COPY_OUT)]
         self._streams: list[_Stream] = []
 
     def spare_bytes(self) -> int | None:
         return self.spare
+
+    def meter(self) -> Any:
+        return StorageMeter() if self.measures else None
 
     def poison(self, buffer: torch.Tensor) -> None:
         buffer.view(torch.uint8).fill_(0xFF)  # NaN

@@ -19,6 +19,7 @@ from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
 from tests import families
 from tests.numerics.test_races import SETTINGS, Result, same, train
+from tests.storages import StorageMeter
 from tests.threaded import ThreadedDevice
 
 
@@ -156,7 +157,7 @@ def test_threads_end_with_the_model() -> None:
 
 @pytest.mark.parametrize(
     ("spare", "planned"),
-    [(0, Residency(0, 0, 0)), (400_000, Residency(3, 2, 2)), (2_000_000, Residency(3, 3, 3))],
+    [(0, Residency(0, 0, 0)), (400_000, Residency(3, 3, 2)), (2_000_000, Residency(3, 3, 3))],
 )  # fmt: skip
 def test_spare_memory_is_spent_and_changes_nothing(spare: int, planned: Residency) -> None:
     def run(device: Any) -> tuple[list[float], list[torch.Tensor], Any]:
@@ -169,6 +170,23 @@ def test_spare_memory_is_spent_and_changes_nothing(spare: int, planned: Residenc
     assert engine.residency == planned
     assert got == losses
     assert all(torch.equal(a, b) for a, b in zip(got_weights, weights, strict=True))
+
+
+@pytest.mark.parametrize("spare", [8_000_000, 20_000_000, 200_000_000])
+@pytest.mark.parametrize("options", [{}, {"head": "whole"}, {"device_micro_batch_size": 2}], ids=str)
+@pytest.mark.parametrize("measures", [False, True], ids=["by shapes", "tried"])
+def test_the_peak_that_was_planned_is_reached(spare: int, options: dict[str, Any], measures: bool) -> None:
+    built = families.build("llama", hidden_size=128, intermediate_size=384, num_hidden_layers=8, vocab_size=997)
+    device = ThreadedDevice(1, delay=1e-4, spare=spare, measures=measures)
+    batch = families.batch(rows=4, length=64, padding="none")
+    with StorageMeter() as meter:
+        model = horizon_lm.stream(built, device, **options)
+        for step in range(3):
+            if step == 2:
+                meter.peak = meter.current
+            model(input_ids=batch["input_ids"], labels=batch["labels"]).loss.backward()
+            horizon_lm.synchronize(model)
+    assert abs(meter.peak / model._horizon.engine.plan.peak - 1) < 0.05
 
 
 def test_a_larger_batch_is_planned_for_again() -> None:

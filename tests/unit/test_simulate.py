@@ -22,6 +22,7 @@ from horizon_lm.schedule.ops import (
     EMBED,
     HEAD,
     OUTER,
+    UPDATES,
     After,
     Buf,
     Buffer,
@@ -34,7 +35,7 @@ from horizon_lm.schedule.ops import (
     Wait,
     block,
 )
-from horizon_lm.schedule.simulate import UPDATES, Cost, Rates, Timeline, simulate, step_seconds, without_updates
+from horizon_lm.schedule.simulate import Cost, Rates, Timeline, simulate, step_seconds, without_updates
 
 RATES = Rates(link_in=10.0, link_out=5.0, host=20.0)
 FOUR_BLOCKS = replace(QWEN25_7B, num_blocks=4)

@@ -18,6 +18,7 @@ from horizon_lm.store.arena import PAGE, Arena
 from horizon_lm.store.layout import SlabLayout
 from horizon_lm.store.precision import join_master, split_master
 from tests import families
+from tests.storages import StorageMeter
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=200))
@@ -114,9 +115,15 @@ def test_streaming_keeps_the_objects(tmp_path: Path) -> None:
 
 
 def test_random_weights_unit_by_unit() -> None:
-    config = families.build("llama").config
+    config = families.build("llama", num_hidden_layers=8).config
     torch.manual_seed(0)
-    model = horizon_lm.from_config(config, precision="fp32_master")
+    with StorageMeter() as meter:
+        model = horizon_lm.from_config(config, precision="fp32_master")
+    store = model._horizon.engine.store
+    buffers = model._horizon.engine.device.counters.allocated_total
+    drawn = 2 * max(slabs.layout.numel for slabs in store.units.values())
+    assert meter.peak < drawn + buffers + 64 * 1024  # a copy of the whole model would be 4 times `drawn`
+    assert 2 * sum(slabs.layout.numel for slabs in store.units.values()) > 4 * drawn
     weight = model.get_parameter("model.layers.1.mlp.up_proj.weight").float()
     assert abs(weight.std().item() - config.initializer_range) < 0.3 * config.initializer_range
     assert (model.get_parameter("model.norm.weight") == 1).all()

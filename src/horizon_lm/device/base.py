@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,6 +54,16 @@ class Counters:
         self.allocated_peak = max(self.allocated_peak, self.allocated_total)
 
 
+class Meter(Protocol):
+    """Bytes of device memory in use, over what was in use when it began."""
+
+    @property
+    def current(self) -> int: ...
+
+    @property
+    def peak(self) -> int: ...
+
+
 class Device(Protocol):
     """Streams, memory and randomness of one accelerator, and threads for updates in host memory.
 
@@ -74,6 +85,10 @@ class Device(Protocol):
 
     def spare_bytes(self) -> int | None:
         """Device memory that is not in use; None where it is not limited for itself."""
+        ...
+
+    def meter(self) -> AbstractContextManager[Meter] | None:
+        """Follows the device memory that computations take inside; None where a device cannot tell."""
         ...
 
     def free(self, buffer: torch.Tensor, kind: str) -> None:

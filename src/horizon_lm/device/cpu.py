@@ -46,6 +46,9 @@ class CpuDevice:
     def spare_bytes(self) -> int | None:
         return None  # it is host memory
 
+    def meter(self) -> None:
+        return None
+
     def free(self, buffer: torch.Tensor, kind: str) -> None:
         self.counters.add(kind, -buffer.numel() * buffer.element_size())
         self.poison(buffer)

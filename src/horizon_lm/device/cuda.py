@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.device.base import Counters
+from horizon_lm.device.base import Counters, Meter
 from horizon_lm.device.host_link import HostLink
 from horizon_lm.device.moves import Link, Squares
 from horizon_lm.device.streams import StreamDevice
@@ -53,6 +53,9 @@ class CudaDevice(StreamDevice):
         unused = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         own = self.capacity - self.counters.allocated_total if self.capacity is not None else None
         return free + unused if own is None else min(own, free + unused)
+
+    def meter(self) -> AbstractContextManager[Meter]:
+        return AllocatorMeter(self.torch_device)
 
     # Host memory
 
@@ -123,6 +126,29 @@ class CudaDevice(StreamDevice):
         assert self._clock is not None
         zero, at = self._clock
         return at + zero.elapsed_time(event) * 1e-3
+
+
+class AllocatorMeter:
+    """What torch's allocator gave out since the block began. It forgets the peak that torch knew before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, 0
+
+    def __enter__(self) -> "AllocatorMeter":
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return
+
+    @property
+    def current(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._before
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) - self._before
 
 
 class CudaLink:

@@ -11,8 +11,9 @@ from horizon_lm.device.moves import Copy
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.grad_sink import GradSink
 from horizon_lm.engine.handle import ForwardHandle
+from horizon_lm.engine.memory import DevicePlan
 from horizon_lm.engine.replay import Surroundings, no_autocast_cache, replaying
-from horizon_lm.engine.residency import plan_residency
+from horizon_lm.engine.residency import find_footprint, plan_device
 from horizon_lm.engine.rows import BlockCall, Path, RowOutputs, compare_rows, flatten, slice_rows
 from horizon_lm.errors import RecomputeMismatchError
 from horizon_lm.model import capture
@@ -54,10 +55,8 @@ class Blocks:
         call = BlockCall(args, kwargs)
         if self.probing is not None:
             return self._probe(index, call)
-        if index == 0 and self.engine.handle is not None and self.engine.planned is None:
-            self.engine.planned = plan_residency(
-                self.engine, self._bound[0].template.module, call, self._dims(index, call)
-            )
+        if index == 0 and self.engine.wants_plan:
+            self.engine.plan = self._plan(call)
         keys = capture.requested_keys()
         handle = self.engine.handle
         if handle is not None and index in handle.keeps:
@@ -71,6 +70,14 @@ class Blocks:
         output, captured = output
         capture.publish(captured)
         return output
+
+    def _plan(self, call: BlockCall) -> DevicePlan:
+        """What may stay on the device when the first block is called so."""
+        (start, stop), *_ = self.engine.micro_batches()
+        part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, self._dims(0, call), strict=True)]
+        with attending(self.segments, start, stop), capture.capture(()):
+            footprint = find_footprint(self.engine, self._bound[0], *call.rebuild(part))
+        return plan_device(self.engine, footprint, call.tensors[call.hidden])
 
     def compute_forward(
         self, index: int, call: BlockCall, keys: tuple[str, ...], kept: "_Kept | None" = None

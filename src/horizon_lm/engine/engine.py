@@ -16,7 +16,7 @@ from horizon_lm.engine.cursor import Cursor
 from horizon_lm.engine.grads import HostGrads
 from horizon_lm.engine.handle import BoundaryPool, Claim, ForwardHandle
 from horizon_lm.engine.landing import LandingSlots
-from horizon_lm.engine.memory import DeviceMemory, Options, Residency, block_index
+from horizon_lm.engine.memory import DeviceMemory, DevicePlan, Options, Residency, block_index
 from horizon_lm.engine.replay import MicroBatchRandomness
 from horizon_lm.engine.updates import TableUpdate, UpdatesInBackward
 from horizon_lm.errors import ConfigError, ScheduleMismatchError, StreamingError, TornModelError
@@ -57,11 +57,10 @@ class Engine:
         self._torn: str | None = None
 
         self.memory = DeviceMemory(parts, store, device, options)
-        # What may stay on the device from the next forward on; None until that is known.
-        self.planned = options.residency
+        self.plan: DevicePlan | None = None  # for the next training forward on; None until its batch is known
         self._planned_tokens = 0
         self._handles: weakref.WeakSet[ForwardHandle] = weakref.WeakSet()
-        self._set_residency(self.planned or Residency(0))
+        self._set_residency(options.residency or Residency(0))
 
     # Units and parameters
 
@@ -96,14 +95,19 @@ class Engine:
 
     def _settle_residency(self, tokens: int) -> None:
         """Before a training forward: do what was planned in an earlier one, or plan again for a larger batch."""
-        if self.options.residency is not None or any(not handle.consumed for handle in self._handles):
+        if any(not handle.consumed for handle in self._handles):
             return
         if tokens > self._planned_tokens:
-            self.planned, self._planned_tokens = None, tokens
-        residency = self.planned or Residency(0)
+            self.plan, self._planned_tokens = None, tokens
+        residency = self.plan.residency if self.plan is not None else self.options.residency or Residency(0)
         if residency != self.residency:
             self.drain()
             self._set_residency(residency)
+
+    @property
+    def wants_plan(self) -> bool:
+        """Whether a training forward is running, on a device whose memory is limited, for which nothing is planned."""
+        return self.handle is not None and self.plan is None and self.device.spare_bytes() is not None
 
     def _set_residency(self, residency: Residency) -> None:
         self.residency = residency

@@ -28,6 +28,19 @@ class Residency:
 
 
 @dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """What was planned for batches of one size.
+
+    Attributes:
+        residency: what stays on the device.
+        peak: bytes of device memory at most, from everything that a training step allocates there.
+    """
+
+    residency: Residency
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """How a model is streamed. None of these changes the result beyond the order of summation.
 

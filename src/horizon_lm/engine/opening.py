@@ -1,6 +1,7 @@
 """Making a model streamed: one that is built already, one from a folder or hub id, one from a config."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from horizon_lm.engine.memory import Options, Residency
 from horizon_lm.engine.streamed import StreamedModel, attach
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model import attention, capture, source
-from horizon_lm.model.parts import ModelParts, find_parts
+from horizon_lm.model.parts import ModelParts, ParamRef, find_parts
 from horizon_lm.model.skeleton import build_skeleton
 from horizon_lm.plan.spare import head_chunk_tokens
 from horizon_lm.store.load import Checkpoint, load_weights
@@ -115,18 +116,31 @@ def from_pretrained(
 
 
 def from_config(config: Any, device: str | Device = "cpu", precision: str = "fp32_master", **options: Any) -> Any:
-    """A model with random weights, drawn unit by unit by transformers' own initialisation; options as in `stream`."""
+    """A model with random weights; options as in `stream`.
+
+    Transformers' own initialisation draws them on the device, unit by unit: no more than the largest unit is there.
+    """
     settings = Settings(device, precision, **options)
+    opened = open_device(settings.device, settings.device_memory)
     parts, store = _empty(build_skeleton(config), settings)
     for refs in parts.units.values():
-        for module in {id(m): m for ref in refs for m, _ in ref.places}.values():
-            parts.model._init_weights(module)
-        for ref in refs:
-            store.source_dtypes[ref.name] = store.weight(ref.name).dtype
-            low = store.units[store.unit_of[ref.name]].low
-            if low is not None:
-                low.zero_()
-    return settings.attach(parts, store)
+        _draw(parts.model, refs, store, opened.torch_device)
+    return replace(settings, device=opened).attach(parts, store)
+
+
+def _draw(model: Any, refs: Sequence[ParamRef], store: Store, device: torch.device) -> None:
+    """Initialise the parameters of one unit on a device, and keep them in the store."""
+    drawn = {ref.name: torch.zeros(ref.param.shape, dtype=store.weight(ref.name).dtype, device=device) for ref in refs}
+    for ref in refs:
+        for module, attribute in ref.places:
+            module._parameters[attribute] = nn.Parameter(drawn[ref.name], requires_grad=False)
+    for module in {id(m): m for ref in refs for m, _ in ref.places}.values():
+        model._init_weights(module)
+    for ref in refs:
+        store.source_dtypes[ref.name] = drawn[ref.name].dtype
+        store.write(ref.name, drawn[ref.name])
+        for module, attribute in ref.places:
+            module._parameters[attribute] = ref.param
 
 
 @dataclass(frozen=True)

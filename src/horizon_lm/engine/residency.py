@@ -1,51 +1,64 @@
 """Planning what stays on the device, from the first batch's shape and the memory that is left."""
 
-from torch import nn
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from horizon_lm.engine.engine import Engine
-from horizon_lm.engine.memory import Residency
-from horizon_lm.engine.rows import BlockCall, slice_rows
-from horizon_lm.model.footprint import block_footprint
+from horizon_lm.engine.memory import DevicePlan, Residency
+from horizon_lm.model.footprint import Footprint, block_footprint, measured_footprint
+from horizon_lm.model.template import BoundBlock
 from horizon_lm.plan.capacity import BufferSettings, device_buffers, slab_elements
-from horizon_lm.plan.spare import LOGIT_BYTES, spend
+from horizon_lm.plan.spare import LOGIT_BYTES, Working, spend
 
 _MARGIN = 0.05  # of what is spare, for what the allocator cannot use
 _HIDDEN_COPIES = 4  # of the whole batch's hidden states, in flight between two units
 
 
-def plan_residency(engine: Engine, block: nn.Module, call: BlockCall, dims: list[int | None]) -> Residency:
-    """What of the last blocks may stay on the device in steps like this one.
+def plan_device(engine: Engine, footprint: Footprint, hidden: torch.Tensor) -> DevicePlan:
+    """What of the last blocks may stay on the device in steps like this one, and how much memory these will take.
 
     Args:
-        block: a template of the first block.
-        call: its arguments for the whole batch.
-        dims: dimensions of their tensors along which micro-batches are cut.
+        footprint: of one micro-batch in one block.
+        hidden: input of the first block, for the whole batch.
     """
-    spare = engine.device.spare_bytes()
-    if spare is None:
-        return Residency(engine.parts.num_blocks)
-    micro_batches, options = engine.micro_batches(), engine.options
-    part = [slice_rows(t, d, *micro_batches[0]) for t, d in zip(call.tensors, dims, strict=True)]
-    footprint = block_footprint(block, *call.rebuild(part), options.compute_dtype)
-    hidden = call.tensors[call.hidden]
-    boundary = hidden.numel() * hidden.element_size()
-    tokens = hidden.numel() // hidden.shape[-1]
-
-    sizes = engine.parts.sizes()
-    buffers = device_buffers(
-        sizes,
-        BufferSettings(
-            tokens=tokens,
-            compute_bytes=options.compute_dtype.itemsize,
-            grad_bytes=engine.store.precision.grad_dtype.itemsize,
-            micro_batches=options.device_micro_batch_size is not None,
-            chunked_head=options.head == "chunked",
-            offloaded=engine.parts.num_blocks,
-        ),
+    options, sizes = engine.options, engine.parts.sizes()
+    boundary, tokens = hidden.numel() * hidden.element_size(), hidden.numel() // hidden.shape[-1]
+    settings = BufferSettings(
+        tokens=tokens,
+        compute_bytes=options.compute_dtype.itemsize,
+        grad_bytes=engine.store.precision.grad_dtype.itemsize,
+        micro_batches=options.device_micro_batch_size is not None,
+        chunked_head=options.head == "chunked",
+        offloaded=engine.parts.num_blocks,
     )
-    to_come = sum(buffers.values()) - engine.device.counters.allocated_total
     at_once = min(tokens, options.head_chunk_tokens) if options.head == "chunked" else tokens
-    transient = _HIDDEN_COPIES * boundary + max(footprint.peak, at_once * sizes.vocabulary * LOGIT_BYTES)
-    left = int(spare * (1 - _MARGIN)) - max(0, to_come) - transient
-    weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
-    return Residency(*spend(left, boundary, weights, footprint.graph * len(micro_batches)))
+    num_blocks = engine.parts.num_blocks
+    graph = footprint.graph * len(engine.micro_batches())
+    working = Working(graph, footprint.peak, at_once * sizes.vocabulary * LOGIT_BYTES, num_blocks)
+    in_flight = _HIDDEN_COPIES * boundary
+
+    residency = options.residency
+    if residency is None:
+        spare = engine.device.spare_bytes()
+        assert spare is not None
+        to_come = sum(device_buffers(sizes, settings).values()) - engine.device.counters.allocated_total
+        left = int(spare * (1 - _MARGIN)) - max(0, to_come) - in_flight
+        weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
+        residency = Residency(*spend(left, boundary, weights, working))
+    kept = replace(settings, offloaded=num_blocks - residency.boundaries, held=residency.weights)
+    peak = sum(device_buffers(sizes, kept).values()) + residency.boundaries * boundary + in_flight
+    return DevicePlan(residency, peak + working.with_graphs(residency.graphs))
+
+
+def find_footprint(engine: Engine, bound: BoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Footprint:
+    """What a block takes when it is called so: tried on the device where that can tell, else found by its shapes."""
+    meter, dtype = engine.device.meter(), engine.options.compute_dtype
+    if meter is None:
+        return block_footprint(bound.template.module, args, kwargs, dtype)
+    state = engine.device.rng_state()
+    try:
+        return measured_footprint(bound, args, kwargs, dtype, engine.device.torch_device, meter)
+    finally:
+        engine.device.set_rng_state(state)

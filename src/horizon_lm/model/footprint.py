@@ -1,12 +1,12 @@
-"""What a block's computation takes on the device, found by running it on the meta device: nothing is computed.
+"""What a block's computation takes on the device: tried there, or found by running it on the meta device.
 
-Storages are followed from the operation that makes them until Python drops them, as the device's allocator would. An
+On the meta device nothing is computed. Storages are followed from the operation that makes them until Python drops them, as the device's allocator would. An
 attention kernel that keeps its inputs, its output and a number per query and head stands in for the fused ones.
 """
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from horizon_lm.model.skeleton import meta_copy
+from horizon_lm.model.template import BoundBlock
 
 _FUSED = "horizon_lm_fused"  # in the place of sdpa, flash_attention_2 and our own
 _IS_FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "varlen")
@@ -55,12 +56,53 @@ def block_footprint(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     given = [*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))]
     with _fused_attention(module), _Storages(given) as storages, torch.enable_grad():
         output = module.forward(*args, **kwargs)
-        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        tensors = _differentiable(output)
         graph = storages.live
         for param in module.parameters():
             param.register_post_accumulate_grad_hook(_drop)  # into its slot
         torch.autograd.backward(tensors, [torch.empty_like(t) for t in tensors])
     return Footprint(graph, storages.peak)
+
+
+def measured_footprint(
+    bound: BoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device,
+    meter: AbstractContextManager[Any],
+) -> Footprint:  # fmt: skip
+    """The footprint of a block as its template runs it on a device, compiled if it is.
+
+    Weights are drawn for it; it is left bound to them.
+
+    Args:
+        bound: the block.
+        args, kwargs: as in `block_footprint`, on the device.
+        dtype: of the weights.
+        meter: gives the bytes in use inside, as ``current`` and ``peak``.
+    """
+    template = bound.template
+    params = {
+        name: nn.Parameter(0.02 * torch.randn(param.shape, dtype=dtype, device=device), param.requires_grad)
+        for name, param in template.module.named_parameters()
+    }
+    for param in (p for p in params.values() if p.requires_grad):
+        param.register_post_accumulate_grad_hook(_drop)
+    template.set_training(bound.training_flags())
+    template.bind(bound, params)
+    args, kwargs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+    hidden = args[0] if args else kwargs["hidden_states"]
+    hidden.requires_grad_()
+    for _ in range(2):  # the first time, compilers and tuning take memory of their own
+        hidden.grad = None
+        with meter as used, torch.enable_grad():
+            tensors = _differentiable(template.forward(*args, hooked=False, **kwargs))
+            graph = used.current
+            torch.autograd.backward(tensors, [torch.zeros_like(t) for t in tensors])
+            peak = used.peak
+        del tensors
+    return Footprint(graph, peak)
+
+
+def _differentiable(output: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
 def _on_meta(leaf: Any) -> Any:

@@ -5,8 +5,8 @@ Figures are published ones, and shares of them that are assumed to be usable; no
 
 from dataclasses import dataclass
 
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Buf, Kind, Op, Stream
-from horizon_lm.schedule.simulate import UPDATES, Cost, Rates
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Buf, Kind, Op, Stream
+from horizon_lm.schedule.simulate import Cost, Rates
 
 # Host traffic of an update, in bytes per parameter: read the gradient (2), read and write fp32 moments (8 + 8) and the
 # weight (2 + 2), which in fp32_master has 16 low bits more (2 + 2).

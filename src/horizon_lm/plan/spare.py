@@ -1,6 +1,7 @@
 """How spare device memory is spent: boundaries first, then whole graphs of the last blocks, then their weights."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 LOGIT_BYTES = 16  # of one logit: in the compute dtype and fp32, its log-probability, and the gradients of both
@@ -23,7 +24,33 @@ class Spent(NamedTuple):
     graphs: int
 
 
-def spend(spare: int, boundary: int, weights: Sequence[int], graph: int) -> Spent:
+@dataclass(frozen=True, slots=True)
+class Working:
+    """Bytes that computations need for a while, weights and gradients not counted.
+
+    Attributes:
+        graph: what one block's computation of the whole batch keeps, without its input.
+        peak: the most that a block's forward and backward hold at once.
+        head: the most that the head holds at once.
+        num_blocks: of the model.
+    """
+
+    graph: int
+    peak: int
+    head: int
+    num_blocks: int
+
+    def with_graphs(self, graphs: int) -> int:
+        """The most at any moment of a step, when so many of the last blocks keep their graphs.
+
+        Those are all there when the head computes, and when the last block is differentiated; they are gone when the
+        blocks before them are computed again.
+        """
+        there = graphs * self.graph + max(self.head, self.peak - self.graph if graphs else 0)
+        return max(there, self.peak if graphs < self.num_blocks else 0)
+
+
+def spend(spare: int, boundary: int, weights: Sequence[int], working: Working) -> Spent:
     """What fits into spare device memory.
 
     A boundary on the device saves its way to the host and back. A kept graph saves a quarter of its block's work and a
@@ -33,18 +60,19 @@ def spend(spare: int, boundary: int, weights: Sequence[int], graph: int) -> Spen
         spare: bytes that nothing else will need.
         boundary: bytes of one block's input, for the whole batch.
         weights: bytes of each block.
-        graph: bytes that one block's computation of the whole batch keeps, without its input.
+        working: what computations need of it.
     """
     num_blocks = len(weights)
-    boundaries = max(0, min(num_blocks, spare // boundary))
+    boundaries = max(0, min(num_blocks, (spare - working.with_graphs(0)) // boundary))
     if boundaries < num_blocks:
         return Spent(boundaries, 0, 0)
     spare -= num_blocks * boundary
     held = graphs = 0
     for num_bytes in reversed(weights):
-        if spare < num_bytes + graph:
+        if spare - num_bytes < working.with_graphs(graphs + 1):
             break
-        spare, held, graphs = spare - num_bytes - graph, held + 1, graphs + 1
+        spare, held, graphs = spare - num_bytes, held + 1, graphs + 1
+    spare -= working.with_graphs(graphs)
     for num_bytes in reversed(weights[: num_blocks - held]):
         if spare < num_bytes:
             break

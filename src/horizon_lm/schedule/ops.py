@@ -31,6 +31,9 @@ class Kind(StrEnum):
     UPDATE_ROWS = "update_rows"  # the same, of the rows of the embedding table that a batch is about to read
 
 
+UPDATES = (Kind.UPDATE, Kind.UPDATE_ROWS)
+
+
 class Buf(StrEnum):
     """Kinds of memory whose hazards the waits must cover. Device: capital letter. Host: ``host_``."""
 

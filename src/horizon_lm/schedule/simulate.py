@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from horizon_lm.schedule.check import uses
-from horizon_lm.schedule.ops import After, Kind, Op, Pass, ScheduleError, Stream, Wait
+from horizon_lm.schedule.ops import UPDATES, After, Op, Pass, ScheduleError, Stream, Wait
 from horizon_lm.schedule.trace import Span
 
 Cost = Callable[[Op], float]
 """Seconds of a computation, bytes over the link of a transfer, bytes of host traffic (read and written) of an update."""
-
-UPDATES = (Kind.UPDATE, Kind.UPDATE_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
 """What really happened in a step, in the words of the schedule."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from horizon_lm.schedule.ops import Kind, Op, Stream
+from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
+
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def select(spans: Iterable[Span], *kinds: Kind) -> list[Span]:
 
 def busy_seconds(spans: Sequence[Span]) -> float:
     """Time in which at least one of the spans was running."""
-    return sum(end - start for start, end in _union(spans))
+    return _length(_union(spans))
 
 
 def overlap_seconds(spans: Sequence[Span], others: Sequence[Span]) -> float:
@@ -68,9 +71,58 @@ def overlap_seconds(spans: Sequence[Span], others: Sequence[Span]) -> float:
     )
 
 
-def _union(spans: Sequence[Span]) -> list[tuple[float, float]]:
+def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
+    """Time between the first and the last computation in which nothing was computed, by what it was spent on.
+
+    A computation that was enqueued in time waits for a copy in, or for what that copy waits for: an update. One that was
+    enqueued late was held up by the host: by gradients that had to land before the step could end, or by Python.
+
+    Returns:
+        Seconds by cause: ``copy_in``, ``update``, ``copy_out``, and ``host`` for the rest.
+    """
+    updates = select(spans, *UPDATES)
+    copies_in = [s for s in spans if s.op.stream == Stream.COPY_IN and s.op.kind not in UPDATES]
+    copies_out = [s for s in spans if s.op.stream == Stream.COPY_OUT]
+    waiting = {"copy_in": copies_in, "update": updates, "copy_out": copies_out}
+    late = {"copy_out": copies_out}
+    found = dict.fromkeys([*waiting, "host"], 0.0)
+    computed = sorted((s for s in spans if s.op.stream == Stream.COMPUTE), key=lambda s: s.start)
+    for before, span in pairwise(computed):
+        enqueued = min(max(span.reached, before.end), span.start)
+        _divide((before.end, enqueued), late, found)
+        _divide((enqueued, span.start), waiting, found)
+    return found
+
+
+def _divide(gap: Interval, causes: Mapping[str, Sequence[Span]], found: dict[str, float]) -> None:
+    """Give each part of a gap to the first cause that was busy in it."""
+    left = [gap] if gap[0] < gap[1] else []
+    for cause, spans in causes.items():
+        remaining = _without(left, _union(spans))
+        found[cause] += _length(left) - _length(remaining)
+        left = remaining
+    found["host"] += _length(left)
+
+
+def _without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """What of some intervals lies in none of the others."""
+    for begin, end in others:
+        intervals = [
+            part
+            for start, stop in intervals
+            for part in ((start, min(stop, begin)), (max(start, end), stop))
+            if part[0] < part[1]
+        ]
+    return list(intervals)
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _union(spans: Sequence[Span]) -> list[Interval]:
     """Disjoint intervals that cover the same time."""
-    merged: list[tuple[float, float]] = []
+    merged: list[Interval] = []
     for span in sorted(spans, key=lambda s: s.start):
         if merged and span.start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], span.end))

@@ -1,0 +1,362 @@
+"""Training on an accelerator: tokens and operations per second, memory, and what the device waited for.
+
+Every case runs in a process of its own, with random weights that are drawn on the device. Peers step through the same
+batches in as large parts as fit. What the machine can do at best is measured in the same run.
+
+    python benchmarks/gpu.py SUITE [--device cuda] [--minutes 9] [--output FILE.md] [--trace-dir DIR]
+
+Suites: quick, main, peers, depth, width, tokens, long, moe (`SUITES` says what is in them). With ``--device cpu`` every model
+is a toy of its family: no figure then means anything, but everything runs. DeepSpeed is optional, as in peers_cpu.py.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_ceilings import measure_ceilings
+from gpu_models import MODELS, count_parameters, make_config, model_flops, toy, wider
+from gpu_systems import SYSTEMS, Case, System
+from peers_cpu import processor, versions
+
+from horizon_lm.device.streams import StreamDevice
+from horizon_lm.schedule.trace import Trace, exposed_seconds
+
+K = 1024
+LENGTH = 4 * K
+WARMUP, TRACED = 2, 2
+GIB = 2**30
+OUT_OF_MEMORY = 3  # exit code of a worker
+
+Cases = list[dict[str, Any]]
+
+
+def _cases(systems: list[str], name: str, tokens: int, **changes: Any) -> Cases:
+    """The same step for several systems; ``changes`` replace fields of the case."""
+    case = {"name": name, "model": MODELS.get(name), "rows": max(1, tokens // LENGTH), "length": min(tokens, LENGTH)}
+    return [{"system": system, "rows_at_once": min(4, case["rows"])} | case | changes for system in systems]
+
+
+def _quick() -> Cases:
+    return _cases(["horizon", "resident"], "qwen2.5-3b", 64 * K)
+
+
+def _main() -> Cases:
+    streamed = _cases(["horizon"], "qwen2.5-7b", 64 * K)
+    nothing_held = _cases(["horizon"], "qwen2.5-7b", 64 * K, options={"held_blocks": 0})
+    return streamed + _cases(["resident", "resident, compiled"], "qwen2.5-7b", 64 * K) + nothing_held
+
+
+def _peers() -> Cases:
+    return _cases(["horizon", "resident", "FSDP2 CPU offload", "ZeRO-3 offload"], "qwen2.5-3b", 64 * K)
+
+
+def _depth() -> Cases:
+    cases = []
+    for layers in (28, 60, 120, 180):  # with nothing held, or a shallow model would be held as a whole
+        options = {"precision": "bf16", "held_blocks": 0}
+        cases += _cases(["horizon"], f"1.5b wide, {layers} blocks", 64 * K, model=wider(1, layers), options=options)
+    return cases
+
+
+def _width() -> Cases:
+    cases = []
+    for times, layers in ((1, 28), (2, 20), (3, 10), (4, 5)):  # so deep that every peer has room
+        name = f"1.5b, {times} times as wide, {layers} blocks"
+        cases += _cases(["horizon", "FSDP2 CPU offload", "ZeRO-3 offload"], name, 32 * K, model=wider(times, layers))
+    return cases
+
+
+def _tokens() -> Cases:
+    return [case for tokens in (4, 8, 16, 32, 64, 128) for case in _cases(["horizon"], "qwen2.5-7b", tokens * K)]
+
+
+def _long() -> Cases:
+    return _cases(["horizon"], "llama-3.1-8b", 128 * K, rows=1, length=128 * K, options={"mlp_chunk_tokens": 16 * K})
+
+
+def _moe() -> Cases:
+    return _cases(["horizon", "resident"], "qwen3-30b-a3b, 8 blocks", 64 * K)
+
+
+SUITES: dict[str, Callable[[], Cases]] = {
+    "quick": _quick,  # a 3B model, ours and the one that stays on the device
+    "main": _main,  # 7B, with and without what spare memory can hold
+    "peers": _peers,  # 3B against other offloaders
+    "depth": _depth,
+    "width": _width,
+    "tokens": _tokens,
+    "long": _long,  # one row of 128k tokens
+    "moe": _moe,
+}
+
+
+def make_case(settings: dict[str, Any], device: str, steps: int) -> Case:
+    """The case of a suite on a device; on a CPU a toy of it."""
+    if torch.device(device).type == "cpu":
+        options = settings.get("options", {})
+        options = options | {name: 16 for name in ("mlp_chunk_tokens",) if name in options}
+        tiny = {"model": toy(settings["model"]), "rows": min(4, settings["rows"]), "length": 32, "options": options}
+        settings = settings | tiny | {"rows_at_once": min(2, tiny["rows"])}
+    return Case(device=device, steps=steps, **settings)
+
+
+# One case, in a process of its own
+
+
+def work(case: Case, trace_file: str | None) -> dict[str, Any]:
+    """Train a few steps and measure them."""
+    device = case.torch_device
+    on_gpu = device.type == "cuda"
+    vocabulary = case.model["vocab_size"]
+    generator = torch.Generator().manual_seed(0)
+    with HostMemory() as memory:
+        system = SYSTEMS[case.system](case)
+        seconds, losses = [], []
+        for number in range(WARMUP + case.steps):
+            ids = torch.randint(0, vocabulary, (case.rows, case.length), generator=generator)
+            start = time.perf_counter()
+            losses.append(system.step(ids))
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - start)
+            if number == 0 and on_gpu:  # what compilers and tuning take is not the training's
+                torch.cuda.reset_peak_memory_stats(device)
+        peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+        result = {"seconds": seconds[WARMUP:], "first": seconds[0], "losses": [loss.item() for loss in losses]}
+        if case.system == "horizon":
+            result |= _of_horizon(system, ids, trace_file)
+        system.finish()
+    return result | {"device_peak": peak, "host_peak": memory.peak}
+
+
+def _of_horizon(system: System, ids: torch.Tensor, trace_file: str | None) -> dict[str, Any]:
+    """What only our own engine can say: what it stated and chose, and what the device waited for."""
+    engine = system.model._horizon.engine
+    system.finish()
+    engine.device.trace = Trace()
+    for _ in range(TRACED):
+        system.step(ids)
+    system.finish()
+    trace, engine.device.trace = engine.device.trace, None
+    if trace_file:
+        trace.write(Path(trace_file))
+    waited = {cause: seconds / TRACED for cause, seconds in exposed_seconds(trace.spans).items()}
+    residency = engine.residency
+    chosen = {
+        "held graphs": residency.graphs, "held blocks": residency.weights, "boundaries on the device": residency.boundaries,
+        "tokens of logits at once": engine.options.head_chunk_tokens, "compiled": engine.options.compile,
+    }  # fmt: skip
+    if isinstance(engine.device, StreamDevice):
+        result = {"unregistered": getattr(engine.device, "registration_error", None)}
+    else:
+        result = {}
+    return result | {
+        "waited": waited,
+        "chosen": chosen,
+        "stated": engine.plan.peak if engine.plan is not None else None,
+    }
+
+
+class HostMemory:
+    """The most host memory that was in use at any moment inside, over what was in use before: by the whole machine,
+    because page-locked memory is not always counted as its process's.
+    """
+
+    def __enter__(self) -> "HostMemory":
+        self._over, self.peak = threading.Event(), 0
+        self._before = _available_bytes()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.2):
+            self.peak = max(self.peak, self._before - _available_bytes())
+
+
+def _available_bytes() -> int:
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+# All cases
+
+
+def measure(case: Case, timeout: float, trace_dir: Path | None) -> dict[str, Any]:
+    """One case in a process. A peer that runs out of device memory is tried again with half as many rows at once."""
+    trace_file = None
+    if trace_dir is not None and case.system == "horizon":
+        trace_dir.mkdir(parents=True, exist_ok=True)
+        trace_file = str(trace_dir / f"{case.name}_{case.tokens // K}k.json".replace(" ", "-").replace(",", ""))
+    command = [sys.executable, __file__, "--worker", json.dumps([dataclasses.asdict(case), trace_file])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done in {timeout:.0f} s"}
+    if done.returncode == OUT_OF_MEMORY:
+        if case.system == "horizon" or case.rows_at_once == 1:
+            return {"error": "out of device memory"}
+        return measure(dataclasses.replace(case, rows_at_once=case.rows_at_once // 2), timeout, trace_dir)
+    if done.returncode:
+        print(done.stderr[-4000:], file=sys.stderr)
+        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]}
+    return json.loads(done.stdout.strip().splitlines()[-1]) | {"rows_at_once": case.rows_at_once}
+
+
+def report(
+    results: list[tuple[Case, dict[str, Any]]], ceilings: dict[str, float], arguments: argparse.Namespace
+) -> str:
+    """The result file."""
+    device = torch.device(arguments.device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (toys: no figure means anything)"
+    rates = ", ".join(
+        f"{name.replace('_', ' ')} {rate / 1e9:.1f}" for name, rate in ceilings.items() if "matmul" not in name
+    )
+    products = ", ".join(f"{rate / 1e12:.0f}" for name, rate in ceilings.items() if "matmul" in name)
+    lines = [
+        f"# Training on an accelerator: {arguments.suite}",
+        "",
+        f"{date.today().isoformat()}, {where}; host {processor()}, {os.cpu_count()} cores. "
+        f"{versions('torch', 'transformers', 'numba', 'deepspeed')}{_driver(device)}.",
+        "",
+        f"Command: `python benchmarks/gpu.py {arguments.suite} --device {arguments.device} --steps {arguments.steps}`",
+        "",
+        f"Measured in this run. A large bf16 product, alone and with copies beside it: {products} TFLOP/s. GB/s: {rates} "
+        "(copies of page-locked memory, both directions together; host: read and written in place by all cores).",
+        "",
+        f"Each row is a process: {WARMUP} steps to warm up, then the median of {arguments.steps}. Operations are the model's: "
+        "6·N·T without the embedding lookup, with the experts that a token is sent to, and causal attention. Peak: the "
+        "measured product.",
+        "",
+        "| model | tokens a step | system | s/step (min to max) | tokens/s | of resident | model TFLOP/s | of peak | device GiB, stated | device GiB, peak "
+        "| host GiB | device waited for copy in / update / copy out / host |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    ceiling = _ceilings_by_step(results)
+    for case, result in results:
+        lines.append(_row(case, result, ceilings["matmul"], ceiling.get((case.name, case.tokens))))
+    lines += ["", *_choices(results)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(case: Case, result: dict[str, Any], peak: float, ceiling: float | None) -> str:
+    batch = f"{case.tokens / K:g}k ({case.rows} x {case.length})"
+    if "error" in result:
+        return f"| {case.name} | {batch} | {case.system} | {result['error'].replace('|', '/')} " + "| " * 8 + "|"
+    seconds = statistics.median(result["seconds"])
+    rate = case.tokens / seconds
+    flops = model_flops(make_config(case.model, case.length), case.tokens, case.length) / seconds
+    system = case.system if case.system == "horizon" else f"{case.system}, {result['rows_at_once']} rows at once"
+    waited = result.get("waited")
+    waits = (
+        " / ".join(f"{waited[c] / seconds:.1%}" for c in ("copy_in", "update", "copy_out", "host")) if waited else ""
+    )
+    stated = f"{result['stated'] / GIB:.1f}" if result.get("stated") else ""
+    return (
+        f"| {case.name} | {batch} | {system} | {seconds:.3f} ({min(result['seconds']):.3f} to {max(result['seconds']):.3f}) "
+        f"| {rate:,.0f} | {f'{rate / ceiling:.2f}' if ceiling else ''} | {flops / 1e12:.1f} | {flops / peak:.2f} | {stated} "
+        f"| {result['device_peak'] / GIB:.1f} | {result['host_peak'] / GIB:.1f} | {waits} |"
+    )
+
+
+def _ceilings_by_step(results: list[tuple[Case, dict[str, Any]]]) -> dict[tuple[str, int], float]:
+    """Tokens per second of the fastest resident model, by model and tokens a step."""
+    found: dict[tuple[str, int], float] = {}
+    for case, result in results:
+        if case.system.startswith("resident") and "error" not in result:
+            key = (case.name, case.tokens)
+            found[key] = max(found.get(key, 0.0), case.tokens / statistics.median(result["seconds"]))
+    return found
+
+
+def _choices(results: list[tuple[Case, dict[str, Any]]]) -> list[str]:
+    """Parameters of each case, what our engine chose for it, and the losses, by which steps can be told from nonsense."""
+    lines = []
+    for case, result in results:
+        if "error" in result:
+            continue
+        total, active = count_parameters(make_config(case.model, case.length))
+        chosen = "; ".join(f"{name}: {value}" for name, value in result.get("chosen", {}).items())
+        losses = result["losses"]
+        lines.append(
+            f"- {case.name}, {case.tokens / K:g}k, {case.system}: {total / 1e9:.2f}B parameters, {active / 1e9:.2f}B a token; first step "
+            f"{result['first']:.1f} s; loss {losses[0]:.3f} to {losses[-1]:.3f}{'; ' + chosen if chosen else ''}"
+            f"{'; not page-locked: ' + result['unregistered'] if result.get('unregistered') else ''}"
+        )
+    return lines
+
+
+def _driver(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True)
+    return f", CUDA {torch.version.cuda}, driver {found.stdout.split()[0]}" if found.returncode == 0 else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", nargs="?", choices=SUITES, default="quick")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each case")
+    parser.add_argument("--systems", help="only these, separated by semicolons")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after so long")
+    parser.add_argument("--output", type=Path, help="a Markdown file; it is written anew after each case")
+    parser.add_argument("--trace-dir", type=Path, help="a folder for the last traced steps of each case")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        settings, trace_file = json.loads(arguments.worker)
+        try:
+            print(json.dumps(work(Case(**settings), trace_file)))
+        except torch.OutOfMemoryError as error:
+            print(error, file=sys.stderr)
+            sys.exit(OUT_OF_MEMORY)
+        return
+
+    began = time.monotonic()
+    device = torch.device(arguments.device)
+    ceilings = measure_ceilings(device, small=device.type == "cpu")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    results: list[tuple[Case, dict[str, Any]]] = []
+    for settings in SUITES[arguments.suite]():
+        case = make_case(settings, arguments.device, arguments.steps)
+        if arguments.systems and case.system not in arguments.systems.split(";"):
+            continue
+        left = 60 * arguments.minutes - (time.monotonic() - began)
+        if case.system.startswith("ZeRO-3") and importlib.util.find_spec("deepspeed") is None:
+            result = {"error": "deepspeed is not installed"}
+        elif left <= 0:
+            result = {"error": "not begun: the time was over"}
+        else:
+            result = measure(case, left + 60, arguments.trace_dir)
+        results.append((case, result))
+        brief = result.get("error") or f"{statistics.median(result['seconds']):.3f} s/step"
+        print(f"{case.name}, {case.tokens / K:g}k tokens, {case.system}: {brief}", flush=True)
+        text = report(results, ceilings, arguments)
+        if arguments.output:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What a machine can do: matrix products, copies between host and device, alone and under load, and host memory."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_ROUNDS = 5
+
+
+def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, float]:
+    """Rates of the device that is current, each the median of several rounds. ``small``: sizes for a CPU.
+
+    Returns:
+        ``matmul``: operations per second of a bf16 product. ``copy_in``, ``copy_out``: bytes per second of page-locked
+        memory, alone; ``copy_both``: of both directions together. The same with ``_under_load``: while products run; and
+        ``matmul_under_load``: while copies run both ways. ``host``: bytes of host memory read and written per second by an
+        in-place operation of all cores.
+    """
+    size, num_bytes, products = (256, 2**20, 2) if small else (8192, 2**30, 20)
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    incoming, outgoing = _Copy(device, num_bytes, inward=True), _Copy(device, num_bytes, inward=False)
+
+    def multiply() -> None:
+        for _ in range(products):
+            torch.mm(a, b, out=out)
+
+    work = 2.0 * products * size**3
+    rates = {"matmul": work / _seconds(device, multiply)}
+    copies = {"copy_in": [incoming], "copy_out": [outgoing], "copy_both": [incoming, outgoing]}
+    for name, which in copies.items():
+        rates[name] = len(which) * num_bytes / _seconds(device, *which)
+    if device.type == "cuda":  # on a CPU there is nothing that runs beside
+        # So many copies that they take about as long as the products.
+        times = max(1, round(work / rates["matmul"] / (num_bytes / rates["copy_both"])))
+        multiplying, copying = _overlapped(device, multiply, [incoming, outgoing], times)
+        rates["matmul_under_load"] = work / multiplying
+        rates["copy_both_under_load"] = 2 * times * num_bytes / copying
+    numbers = torch.zeros(num_bytes // 4)
+    rates["host"] = 2 * num_bytes / _seconds(torch.device("cpu"), lambda: numbers.mul_(1.5))
+    return rates
+
+
+class _Copy:
+    """A copy on a stream of its own between page-locked and device memory."""
+
+    def __init__(self, device: torch.device, num_bytes: int, inward: bool) -> None:
+        on_gpu = device.type == "cuda"
+        host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._pair = (there, host) if inward else (host, there)
+        self.stream = torch.cuda.Stream(device) if on_gpu else None
+
+    def __call__(self) -> None:
+        destination, source = self._pair
+        with torch.cuda.stream(self.stream):
+            destination.copy_(source, non_blocking=True)
+
+
+def _seconds(device: torch.device, *functions: Callable[[], Any]) -> float:
+    """Of all functions together, enqueued at once."""
+
+    def run() -> float:
+        _synchronize(device)
+        start = time.perf_counter()
+        for function in functions:
+            function()
+        _synchronize(device)
+        return time.perf_counter() - start
+
+    run()
+    return statistics.median(run() for _ in range(_ROUNDS))
+
+
+def _overlapped(
+    device: torch.device, compute: Callable[[], Any], copies: list[_Copy], times: int
+) -> tuple[float, float]:
+    """Seconds of a computation, and of copies that run beside it, by events on their own streams."""
+    rounds = []
+    for _ in range(_ROUNDS + 1):
+        _synchronize(device)
+        streams = [torch.cuda.current_stream(device), *(copy.stream for copy in copies)]
+        first, last = ([torch.cuda.Event(enable_timing=True) for _ in streams] for _ in range(2))
+        for event, stream in zip(first, streams, strict=True):
+            event.record(stream)
+        for _ in range(times):
+            for copy in copies:
+                copy()
+        compute()
+        for event, stream in zip(last, streams, strict=True):
+            event.record(stream)
+        _synchronize(device)
+        seconds = [1e-3 * start.elapsed_time(end) for start, end in zip(first, last, strict=True)]
+        rounds.append((seconds[0], max(seconds[1:])))
+    return tuple(map(statistics.median, zip(*rounds[1:], strict=True)))  # type: ignore[return-value]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,69 @@
+"""The device under test: a GPU, or with ``--device cpu`` threads that play its streams, to try these tests themselves."""
+
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from horizon_lm.device.cuda import AllocatorMeter, CudaDevice
+from tests.gpu.spinning import SpinningDevice
+from tests.storages import StorageMeter
+from tests.threaded import ThreadedDevice
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What the tests need to know of the device, and of the toy that stands in for it."""
+
+    is_cuda: bool
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda" if self.is_cuda else "cpu")
+
+    def open(self) -> Any:
+        """A device of our own for one model."""
+        return CudaDevice() if self.is_cuda else ThreadedDevice(1, delay=1e-4, spare=20_000_000, measures=True)
+
+    def slowed(self, seed: int, seconds: float, streams: Any = None) -> Any:
+        """The same with copies that come late, by up to so many seconds; ``streams``: which of them, None for both."""
+        if self.is_cuda:
+            return SpinningDevice(seed, seconds, streams)
+        return ThreadedDevice(seed, delay=seconds, slow=streams)
+
+    def meter(self) -> AbstractContextManager[Any]:
+        """Follows device memory, without counting on the engine."""
+        return AllocatorMeter(self.torch_device) if self.is_cuda else StorageMeter()
+
+    def host_bytes(self) -> int:
+        """Of this process."""
+        return psutil.Process().memory_info().rss
+
+    @contextmanager
+    def without_synchronisation(self) -> Any:
+        """Inside, an operation that makes the host wait for the device raises."""
+        if self.is_cuda:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if self.is_cuda:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def accelerator(request: pytest.FixtureRequest) -> Accelerator:
+    name = request.config.getoption("--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device; --device cpu tries the tests themselves")
+    return Accelerator(name == "cuda")
+
+
+@pytest.fixture
+def only_cuda(accelerator: Accelerator) -> Accelerator:
+    if not accelerator.is_cuda:
+        pytest.skip("nothing stands in for this on a CPU")
+    return accelerator

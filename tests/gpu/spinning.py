@@ -1,0 +1,44 @@
+"""A CUDA device whose copies come late: a kernel that only spins is put before each."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.schedule.ops import Stream
+
+_CYCLES_PER_SECOND = 1.5e9  # about what a GPU runs at; a delay need not be exact
+
+
+class SpinningDevice(CudaDevice):
+    """See the module's description.
+
+    Args:
+        seed: of the delays.
+        seconds: the longest of them.
+        slow: streams that are late; None for both.
+    """
+
+    def __init__(self, seed: int, seconds: float, slow: Sequence[Stream] | None = None) -> None:
+        super().__init__(host_threads=2)
+        self._random, self._cycles = random.Random(seed), int(seconds * _CYCLES_PER_SECOND)
+        self._slow = [s in (slow if slow is not None else list(Stream)) for s in (Stream.COPY_IN, Stream.COPY_OUT)]
+        self._late: set[Any] = set()
+        self._opened = 0
+
+    def _open_stream(self) -> Any:
+        stream, link = super()._open_stream()
+        if self._slow[self._opened]:
+            self._late.add(stream)
+        self._opened += 1
+        return stream, link
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            if stream in self._late:
+                torch.cuda._sleep(self._random.randrange(1, self._cycles))
+            yield

@@ -1,0 +1,106 @@
+"""Transfers of the device against those in host memory, number by number."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.device import cuda
+from horizon_lm.device.base import Counters
+from horizon_lm.device.cuda import CudaDevice, CudaLink
+from horizon_lm.device.host_link import HostLink
+from tests import families
+from tests.gpu.conftest import Accelerator
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16]
+SIZE = 100_003  # more than a piece, and not a multiple of one, with the piece below
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_PIECE", 1 << 15)
+    monkeypatch.setattr(cuda, "_STAGING_BYTES", 1 << 18)
+
+
+def _link() -> CudaLink:
+    return CudaLink(torch.device("cuda", torch.cuda.current_device()), Counters())
+
+
+def _host(values: torch.Tensor, pinned: bool) -> torch.Tensor:
+    return values.pin_memory() if pinned else values.clone()
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["page-locked", "staged"])
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("of", DTYPES, ids=str)
+def test_copies(only_cuda: Accelerator, of: torch.dtype, to: torch.dtype, pinned: bool) -> None:
+    values, link = torch.randn(SIZE).to(of), _link()
+    there = torch.empty(SIZE, dtype=to, device="cuda")
+    link.copy(there, _host(values, pinned))
+    torch.cuda.synchronize()
+    assert torch.equal(there.cpu(), values.to(to))
+    back = _host(torch.empty(SIZE, dtype=of), pinned)
+    link.copy(back, there)
+    torch.cuda.synchronize()
+    assert torch.equal(back, values.to(to).to(of))
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["page-locked", "staged"])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("of", DTYPES, ids=str)
+def test_landing(only_cuda: Accelerator, of: torch.dtype, to: torch.dtype, add: bool, pinned: bool) -> None:
+    gradient, before = torch.randn(SIZE).to(of), torch.randn(SIZE).to(to)
+    expected, got = before.clone(), _host(before, pinned)
+    squares = HostLink().land(expected, gradient, add)
+    found = _link().land(got, gradient.cuda(), add)
+    torch.cuda.synchronize()
+    assert torch.equal(got, expected)
+    assert float(found) == pytest.approx(float(squares), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_a_table(only_cuda: Accelerator, dtype: torch.dtype) -> None:
+    table, rows = torch.randn(3001, 64).to(dtype), torch.randperm(3001)[:2003]
+    link = _link()
+    there = torch.empty(2003, 64, dtype=torch.float32, device="cuda")
+    link.gather(there, table, rows)
+    torch.cuda.synchronize()
+    assert torch.equal(there.cpu(), table[rows].float())
+    for add in (False, True):
+        expected, got = (torch.zeros(3001, 64, dtype=dtype) if not add else table.clone() for _ in range(2))
+        squares = HostLink().land_rows(expected, there.cpu(), rows, add)
+        found = link.land_rows(got, there, rows, add)
+        assert torch.equal(got, expected)
+        assert float(found) == pytest.approx(float(squares), rel=1e-5, abs=1e-3)
+
+
+class Refusing(CudaDevice):
+    """A machine that page-locks nothing."""
+
+    def register_host(self, buffers: Any) -> None:
+        self.registration_error = "refused"
+
+
+def test_memory_that_cannot_be_page_locked(only_cuda: Accelerator) -> None:
+    """Registered in place where that is possible; staged, with the same result, where it is not."""
+    losses = []
+    for device in (CudaDevice(), Refusing()):
+        model = horizon_lm.stream(
+            families.build("llama"), device, compile=False, attn_implementation="eager", boundaries="host"
+        )
+        optimizer = horizon_lm.AdamW(model, lr=1e-2)
+        for seed in range(3):
+            loss = model(**families.batch(seed=seed, padding="none")).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        slabs = model._horizon.engine.store.units.values()
+        in_place = all(s.weights.is_pinned() and s.grads.is_pinned() for s in slabs if s.weights.numel())
+        assert in_place == (device.registration_error is None)
+        assert in_place or isinstance(device, Refusing), device.registration_error
+    assert losses[0] == losses[1]

@@ -1,0 +1,135 @@
+"""On the device: gradients against plain Hugging Face autograd there, in fp32 and in bf16."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from tests import families
+from tests.gpu.conftest import Accelerator
+
+pytestmark = pytest.mark.gpu
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 32},
+    "gemma2": {"head_dim": 32},  # eager attention, soft caps
+    "mixtral": {},
+    "gpt2": {"n_embd": 128, "n_inner": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "whole head": {"head": "whole"},
+    "micro-batches": {"device_micro_batch_size": 2, "boundaries": "host"},
+    "held blocks": {"held_blocks": 2, "held_graphs": 1},
+    "compiled": {"compile": True},
+}
+
+
+def _build(family: str) -> Any:
+    return families.build(family, **SIZES | FAMILIES[family])
+
+
+def _batch(padding: str = "none") -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, SIZES["vocab_size"], (4, 64), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if padding == "right":
+        mask[0, 40:], mask[2, 17:] = 0, 0
+    batch = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)}
+    return batch | ({"attention_mask": mask} if padding != "none" else {})
+
+
+def _plain(model: Any, batch: dict[str, torch.Tensor], accelerator: Accelerator, dtype: torch.dtype) -> Any:
+    """Loss and gradients of plain Hugging Face on the device, in fp32 on the CPU."""
+    plain = copy.deepcopy(model).to(accelerator.torch_device, dtype)
+    loss = plain(**{k: v.to(accelerator.torch_device) for k, v in batch.items()}, use_cache=False).loss
+    loss.backward()
+    return loss.float().cpu(), {name: p.grad.float().cpu() for name, p in plain.named_parameters()}
+
+
+def _streamed(model: Any, batch: dict[str, torch.Tensor], accelerator: Accelerator, **settings: Any) -> Any:
+    streamed = horizon_lm.stream(
+        copy.deepcopy(model), accelerator.open(), **{"compile": False, "check_recompute": True} | settings
+    )
+    for _ in range(2):  # the second time everything is planned and warm
+        streamed.zero_grad()
+        loss = streamed(**batch).loss
+        loss.backward()
+    return loss.float().cpu(), {name: p.grad.float() for name, p in streamed.named_parameters()}
+
+
+def _error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference of all gradients, relative."""
+    difference = sum((grads[name] - g).square().sum() for name, g in reference.items())
+    return float((difference / sum(g.square().sum() for g in reference.values())).sqrt())
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32(accelerator: Accelerator, family: str, settings: str) -> None:
+    model, batch = _build(family), _batch()
+    loss, reference = _plain(model, batch, accelerator, torch.float32)
+    got, grads = _streamed(model, batch, accelerator, precision="float32", **SETTINGS[settings])
+    equal = sum(torch.equal(grads[name], g) for name, g in reference.items())
+    print(
+        f"{family}, {settings}: error {_error(grads, reference):.1e}, {equal} of {len(reference)} gradients bit-equal"
+    )
+    torch.testing.assert_close(got, loss, rtol=1e-5, atol=0)
+    assert _error(grads, reference) < 2e-5
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16(accelerator: Accelerator, family: str, settings: str) -> None:
+    """Rounding errors are of the size of plain Hugging Face's in bf16, both against fp32."""
+    model, batch = _build(family).bfloat16().float(), _batch()  # weights that bf16 holds exactly
+    exact, reference = _plain(model, batch, accelerator, torch.float32)
+    theirs, their_grads = _plain(model, batch, accelerator, torch.bfloat16)
+    ours, our_grads = _streamed(
+        model.bfloat16(), batch, accelerator, precision="bf16", compute_dtype=torch.bfloat16, **SETTINGS[settings]
+    )
+    errors = _error(our_grads, reference), _error(their_grads, reference)
+    print(f"{family}, {settings}: error {errors[0]:.2e}, plain {errors[1]:.2e}")
+    assert errors[0] < 1.3 * errors[1]
+    assert abs(ours - exact) < 2 * abs(theirs - exact) + 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_padded_rows_without_a_mask(accelerator: Accelerator, dtype: torch.dtype) -> None:
+    model, batch = _build("llama").to(dtype).float(), _batch("right")
+    loss, reference = _plain(model, batch, accelerator, torch.float32)
+    got, grads = _streamed(
+        model, batch, accelerator, precision="float32", compute_dtype=dtype, attn_implementation="varlen"
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got, loss, rtol=tolerance, atol=0)
+    assert _error(grads, reference) < 2 * tolerance
+
+
+def test_training_equals_torch(accelerator: Accelerator) -> None:
+    """Ten steps with clipping against Hugging Face on the device and torch's AdamW there."""
+    model = _build("llama")
+    plain = copy.deepcopy(model).to(accelerator.torch_device)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
+    streamed = horizon_lm.stream(model, accelerator.open(), "float32", compile=False)
+    ours = horizon_lm.AdamW(streamed, lr=1e-3, weight_decay=0.0, max_grad_norm=1.0)
+    before = {name: p.detach().cpu().clone() for name, p in plain.named_parameters()}
+    for seed in range(10):
+        ids = torch.randint(3, SIZES["vocab_size"], (4, 32), generator=torch.Generator().manual_seed(seed))
+        device_ids = ids.to(accelerator.torch_device)
+        plain(input_ids=device_ids, labels=device_ids, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        theirs.step()
+        theirs.zero_grad()
+        streamed(input_ids=ids, labels=ids).loss.backward()
+        ours.step()
+        ours.zero_grad()
+    horizon_lm.synchronize(streamed)
+    final = {name: p.detach().cpu() for name, p in plain.named_parameters()}
+    moved = {name: final[name] - p for name, p in before.items()}
+    got = {name: p.detach() - before[name] for name, p in streamed.named_parameters()}
+    assert _error(got, moved) < 1e-3
