@@ -4,12 +4,13 @@
 SHELL := /bin/bash
 export TORCH
 
-.PHONY: help demo test lint wheel
+.PHONY: help demo test lint wheel gpu-check
 
 help:
 	@echo "make demo   fine-tune a real model under an enforced device capacity (FAST=1: a few steps)"
 	@echo "make test   lint, types, imports and the test suite"
 	@echo "make lint   lint, types and imports alone"
+	@echo "make gpu-check  what needs a GPU: tests and the quick benchmark, into runs/gpu-check (DEVICE=cpu: toys, to try it)"
 	@echo "make wheel  build wheel and sdist, and try the wheel outside the checkout"
 
 demo:
@@ -21,6 +22,9 @@ test: lint
 lint:
 	@python=$$(scripts/bootstrap.sh dev) && set -x && $$python -m ruff check . && $$python -m ruff format --check . \
 	  && $$python -m mypy && $$python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+gpu-check:
+	@python3 scripts/gpu_check.py --device $(or $(DEVICE),cuda) $(if $(OUT),--output $(OUT))
 
 wheel:
 	@python=$$(scripts/bootstrap.sh dev) && scripts/try_wheel.sh $$python

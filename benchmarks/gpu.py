@@ -3,10 +3,11 @@
 Every case runs in a process of its own, with random weights that are drawn on the device. Peers step through the same
 batches in as large parts as fit. What the machine can do at best is measured in the same run.
 
-    python benchmarks/gpu.py SUITE [--device cuda] [--minutes 9] [--output FILE.md] [--trace-dir DIR]
+    python benchmarks/gpu.py [SUITE ...] [--device cuda] [--minutes 9] [--output FILE.md] [--trace-dir DIR]
 
 Suites: quick, main, peers, depth, width, tokens, long, moe (`SUITES` says what is in them). With ``--device cpu`` every model
 is a toy of its family: no figure then means anything, but everything runs. DeepSpeed is optional, as in peers_cpu.py.
+Exit code 1 if something failed that was not to be expected; a peer that runs out of device memory is to be.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -112,6 +114,11 @@ def make_case(settings: dict[str, Any], device: str, steps: int) -> Case:
     return Case(device=device, steps=steps, **settings)
 
 
+def label(case: Case) -> str:
+    """The system, and what is not its default."""
+    return ", ".join([case.system, *(f"{name}={value}" for name, value in case.options.items())])
+
+
 # One case, in a process of its own
 
 
@@ -204,7 +211,8 @@ def measure(case: Case, timeout: float, trace_dir: Path | None) -> dict[str, Any
     trace_file = None
     if trace_dir is not None and case.system == "horizon":
         trace_dir.mkdir(parents=True, exist_ok=True)
-        trace_file = str(trace_dir / f"{case.name}_{case.tokens // K}k.json".replace(" ", "-").replace(",", ""))
+        words = f"{case.name} {case.tokens / K:g}k {label(case)}"
+        trace_file = str(trace_dir / f"{re.sub('[^a-zA-Z0-9.]+', '-', words)}.json")
     command = [sys.executable, __file__, "--worker", json.dumps([dataclasses.asdict(case), trace_file])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
@@ -212,7 +220,7 @@ def measure(case: Case, timeout: float, trace_dir: Path | None) -> dict[str, Any
         return {"error": f"not done in {timeout:.0f} s"}
     if done.returncode == OUT_OF_MEMORY:
         if case.system == "horizon" or case.rows_at_once == 1:
-            return {"error": "out of device memory"}
+            return {"error": "out of device memory", "expected": case.system != "horizon"}
         return measure(dataclasses.replace(case, rows_at_once=case.rows_at_once // 2), timeout, trace_dir)
     if done.returncode:
         print(done.stderr[-4000:], file=sys.stderr)
@@ -224,19 +232,19 @@ def report(
     results: list[tuple[Case, dict[str, Any]]], ceilings: dict[str, float], arguments: argparse.Namespace
 ) -> str:
     """The result file."""
-    device = torch.device(arguments.device)
+    device, suites = torch.device(arguments.device), " ".join(arguments.suites)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (toys: no figure means anything)"
     rates = ", ".join(
-        f"{name.replace('_', ' ')} {rate / 1e9:.1f}" for name, rate in ceilings.items() if "matmul" not in name
+        f"{name.replace('_', ' ')} {rate / 1e9:.3g}" for name, rate in ceilings.items() if "matmul" not in name
     )
-    products = ", ".join(f"{rate / 1e12:.0f}" for name, rate in ceilings.items() if "matmul" in name)
+    products = ", ".join(f"{rate / 1e12:.3g}" for name, rate in ceilings.items() if "matmul" in name)
     lines = [
-        f"# Training on an accelerator: {arguments.suite}",
+        f"# Training on an accelerator: {suites}",
         "",
         f"{date.today().isoformat()}, {where}; host {processor()}, {os.cpu_count()} cores. "
         f"{versions('torch', 'transformers', 'numba', 'deepspeed')}{_driver(device)}.",
         "",
-        f"Command: `python benchmarks/gpu.py {arguments.suite} --device {arguments.device} --steps {arguments.steps}`",
+        f"Command: `python benchmarks/gpu.py {suites} --device {arguments.device} --steps {arguments.steps}`",
         "",
         f"Measured in this run. A large bf16 product, alone and with copies beside it: {products} TFLOP/s. GB/s: {rates} "
         "(copies of page-locked memory, both directions together; host: read and written in place by all cores).",
@@ -259,20 +267,22 @@ def report(
 def _row(case: Case, result: dict[str, Any], peak: float, ceiling: float | None) -> str:
     batch = f"{case.tokens / K:g}k ({case.rows} x {case.length})"
     if "error" in result:
-        return f"| {case.name} | {batch} | {case.system} | {result['error'].replace('|', '/')} " + "| " * 8 + "|"
+        return f"| {case.name} | {batch} | {label(case)} | {result['error'].replace('|', '/')} " + "| " * 8 + "|"
     seconds = statistics.median(result["seconds"])
     rate = case.tokens / seconds
     flops = model_flops(make_config(case.model, case.length), case.tokens, case.length) / seconds
-    system = case.system if case.system == "horizon" else f"{case.system}, {result['rows_at_once']} rows at once"
+    system = label(case) if case.system == "horizon" else f"{case.system}, {result['rows_at_once']} rows at once"
     waited = result.get("waited")
     waits = (
         " / ".join(f"{waited[c] / seconds:.1%}" for c in ("copy_in", "update", "copy_out", "host")) if waited else ""
     )
-    stated = f"{result['stated'] / GIB:.1f}" if result.get("stated") else ""
+    stated, device_peak = (
+        f"{num_bytes / GIB:.3g}" if num_bytes else "" for num_bytes in (result.get("stated"), result["device_peak"])
+    )
     return (
         f"| {case.name} | {batch} | {system} | {seconds:.3f} ({min(result['seconds']):.3f} to {max(result['seconds']):.3f}) "
-        f"| {rate:,.0f} | {f'{rate / ceiling:.2f}' if ceiling else ''} | {flops / 1e12:.1f} | {flops / peak:.2f} | {stated} "
-        f"| {result['device_peak'] / GIB:.1f} | {result['host_peak'] / GIB:.1f} | {waits} |"
+        f"| {rate:,.0f} | {f'{rate / ceiling:.2f}' if ceiling else ''} | {flops / 1e12:.3g} | {flops / peak:.2g} | {stated} "
+        f"| {device_peak} | {result['host_peak'] / GIB:.3g} | {waits} |"
     )
 
 
@@ -296,7 +306,7 @@ def _choices(results: list[tuple[Case, dict[str, Any]]]) -> list[str]:
         chosen = "; ".join(f"{name}: {value}" for name, value in result.get("chosen", {}).items())
         losses = result["losses"]
         lines.append(
-            f"- {case.name}, {case.tokens / K:g}k, {case.system}: {total / 1e9:.2f}B parameters, {active / 1e9:.2f}B a token; first step "
+            f"- {case.name}, {case.tokens / K:g}k, {label(case)}: {total / 1e9:.2f}B parameters, {active / 1e9:.2f}B a token; first step "
             f"{result['first']:.1f} s; loss {losses[0]:.3f} to {losses[-1]:.3f}{'; ' + chosen if chosen else ''}"
             f"{'; not page-locked: ' + result['unregistered'] if result.get('unregistered') else ''}"
         )
@@ -313,15 +323,18 @@ def _driver(device: torch.device) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", nargs="?", choices=SUITES, default="quick")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each case")
     parser.add_argument("--systems", help="only these, separated by semicolons")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after so long")
+    parser.add_argument("--minutes", type=float, default=60.0, help="what is not done after so long is given up")
     parser.add_argument("--output", type=Path, help="a Markdown file; it is written anew after each case")
     parser.add_argument("--trace-dir", type=Path, help="a folder for the last traced steps of each case")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.suites = arguments.suites or ["quick"]
+    if unknown := set(arguments.suites) - set(SUITES):
+        parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
     if arguments.worker:
         settings, trace_file = json.loads(arguments.worker)
         try:
@@ -337,25 +350,27 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     results: list[tuple[Case, dict[str, Any]]] = []
-    for settings in SUITES[arguments.suite]():
+    for settings in (settings for suite in arguments.suites for settings in SUITES[suite]()):
         case = make_case(settings, arguments.device, arguments.steps)
         if arguments.systems and case.system not in arguments.systems.split(";"):
             continue
         left = 60 * arguments.minutes - (time.monotonic() - began)
         if case.system.startswith("ZeRO-3") and importlib.util.find_spec("deepspeed") is None:
-            result = {"error": "deepspeed is not installed"}
+            result = {"error": "deepspeed is not installed", "expected": True}
         elif left <= 0:
             result = {"error": "not begun: the time was over"}
         else:
-            result = measure(case, left + 60, arguments.trace_dir)
+            result = measure(case, left, arguments.trace_dir)
         results.append((case, result))
         brief = result.get("error") or f"{statistics.median(result['seconds']):.3f} s/step"
-        print(f"{case.name}, {case.tokens / K:g}k tokens, {case.system}: {brief}", flush=True)
+        print(f"{case.name}, {case.tokens / K:g}k tokens, {label(case)}: {brief}", flush=True)
         text = report(results, ceilings, arguments)
         if arguments.output:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(text)
     print(text)
+    if any("error" in result and not result.get("expected") for _, result in results):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
