@@ -1,5 +1,7 @@
 """Transfers of the device against those in host memory, number by number."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from horizon_lm.device.cuda import CudaDevice, CudaLink
 from horizon_lm.device.host_link import HostLink
 from tests import families
 from tests.gpu.conftest import Accelerator
+from tests.gpu.emulated import GPU, emulated_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -25,8 +28,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_STAGING_BYTES", 1 << 18)
 
 
-def _link() -> CudaLink:
-    return CudaLink(torch.device("cuda", torch.cuda.current_device()), Counters())
+@pytest.fixture
+def link(accelerator: Accelerator) -> Iterator[CudaLink]:
+    with nullcontext() if accelerator.is_cuda else emulated_gpu():
+        yield CudaLink(GPU, Counters())
 
 
 def _host(values: torch.Tensor, pinned: bool) -> torch.Tensor:
@@ -36,9 +41,9 @@ def _host(values: torch.Tensor, pinned: bool) -> torch.Tensor:
 @pytest.mark.parametrize("pinned", [True, False], ids=["page-locked", "staged"])
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("of", DTYPES, ids=str)
-def test_copies(only_cuda: Accelerator, of: torch.dtype, to: torch.dtype, pinned: bool) -> None:
-    values, link = torch.randn(SIZE).to(of), _link()
-    there = torch.empty(SIZE, dtype=to, device="cuda")
+def test_copies(link: CudaLink, of: torch.dtype, to: torch.dtype, pinned: bool) -> None:
+    values = torch.randn(SIZE).to(of)
+    there = torch.empty(SIZE, dtype=to, device=GPU)
     link.copy(there, _host(values, pinned))
     torch.cuda.synchronize()
     assert torch.equal(there.cpu(), values.to(to))
@@ -52,21 +57,21 @@ def test_copies(only_cuda: Accelerator, of: torch.dtype, to: torch.dtype, pinned
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("of", DTYPES, ids=str)
-def test_landing(only_cuda: Accelerator, of: torch.dtype, to: torch.dtype, add: bool, pinned: bool) -> None:
+def test_landing(link: CudaLink, of: torch.dtype, to: torch.dtype, add: bool, pinned: bool) -> None:
     gradient, before = torch.randn(SIZE).to(of), torch.randn(SIZE).to(to)
     expected, got = before.clone(), _host(before, pinned)
     squares = HostLink().land(expected, gradient, add)
-    found = _link().land(got, gradient.cuda(), add)
+    there = torch.empty(SIZE, dtype=of, device=GPU).copy_(gradient)
+    found = link.land(got, there, add)
     torch.cuda.synchronize()
     assert torch.equal(got, expected)
     assert float(found) == pytest.approx(float(squares), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_a_table(only_cuda: Accelerator, dtype: torch.dtype) -> None:
+def test_rows_of_a_table(link: CudaLink, dtype: torch.dtype) -> None:
     table, rows = torch.randn(3001, 64).to(dtype), torch.randperm(3001)[:2003]
-    link = _link()
-    there = torch.empty(2003, 64, dtype=torch.float32, device="cuda")
+    there = torch.empty(2003, 64, dtype=torch.float32, device=GPU)
     link.gather(there, table, rows)
     torch.cuda.synchronize()
     assert torch.equal(there.cpu(), table[rows].float())

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
+from horizon_lm.model import attention
 from horizon_lm.model.attention import find_segments
 from tests import families
 
@@ -75,6 +76,34 @@ def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     mask[0, 4:] = 0
     streamed(input_ids=tokens(2, 6), attention_mask=mask)
     assert seen == [None] * 3
+
+
+@pytest.mark.parametrize("limit", [2 * 12 * 12, 2 * 12 * 12 - 1], ids=["fits", "too large"])
+@pytest.mark.parametrize(
+    ("family", "implementation", "batch", "has_mask"),
+    [
+        ("llama", "sdpa", {}, False),
+        ("llama", "sdpa", {"attention_mask": torch.ones(2, 12)}, False),
+        ("llama", "sdpa", {"attention_mask": torch.ones(2, 12).tril(10)}, True),
+        ("llama", "sdpa", {"position_ids": torch.arange(12)[None] % 7}, True),
+        ("llama", "varlen", {"attention_mask": torch.ones(2, 12).tril(10)}, False),
+        ("mistral", "sdpa", {}, True),  # a window
+    ],
+)
+def test_a_large_mask_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, limit: int, family: str, implementation: str, batch: Any, has_mask: bool
+) -> None:
+    monkeypatch.setattr(attention, "LARGEST_MASK", limit)
+    settings = {"sliding_window": 6} if family == "mistral" else {}
+    model = horizon_lm.stream(
+        families.build(family, **settings), attn_implementation=implementation, precision="float32"
+    )
+    call = {"input_ids": tokens(2, 12), **batch}
+    if has_mask and limit < 2 * 12 * 12:
+        with pytest.raises(DoesNotFitError, match="'varlen'"):
+            model(**call)
+    else:
+        model(**call)
 
 
 @pytest.mark.parametrize("family", REFUSED)

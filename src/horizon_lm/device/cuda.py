@@ -164,7 +164,7 @@ class CudaLink:
         if source.dtype == destination.dtype:
             self._transfer(destination, source)
             return
-        for d, s in _pieces(destination, source):
+        for d, s in _pieces(destination, source, _PIECE):
             if source.device == self._device:
                 self._transfer(d, self._on_device(d.dtype, s.numel()).copy_(s))
             else:
@@ -185,7 +185,7 @@ class CudaLink:
             self._transfer(destination, source)
             return _squares(norms)
         norms = []
-        for d, s in _pieces(destination, source):
+        for d, s in _pieces(destination, source, _PIECE):
             kept = self._on_device(d.dtype, d.numel())
             if add:
                 self._transfer(kept, d)
@@ -245,7 +245,7 @@ class CudaLink:
         return self._scratch[dtype][:numel]
 
 
-def _pieces(a: torch.Tensor, b: torch.Tensor, size: int = _PIECE) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pieces(a: torch.Tensor, b: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     return zip(a.split(size), b.split(size), strict=True)
 
 

@@ -97,12 +97,14 @@ class Streaming:
         """A pass of the engine around ``compute``. ``head_grads``: it makes the head's gradients where it can."""
         engine = self.engine
         device = engine.device.torch_device
-        varlen = self._model.config.get_text_config()._attn_implementation == attention.NAME
-        self.blocks.segments = attention.segments_of_call(call, device) if varlen else None
-        call = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
         tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if tokens is None:
             raise ValueError("give input_ids or inputs_embeds")
+        config = self._model.config.get_text_config()
+        varlen = config._attn_implementation == attention.NAME
+        self.blocks.segments = attention.segments_of_call(call, device) if varlen else None
+        attention.refuse_large_mask(config, call, *tokens.shape[:2])
+        call = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
         inputs_need_grad = bool(call.get("inputs_embeds") is not None and call["inputs_embeds"].requires_grad)
         trains = inputs_need_grad or any(ref.param.requires_grad for ref in engine.refs.values())
         recording = torch.is_grad_enabled() and trains

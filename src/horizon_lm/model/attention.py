@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
+from horizon_lm.units import format_bytes
 
 NAME = "varlen"
+LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T); at 32k tokens a row's takes as much as a boolean
 _current = threading.local()  # of the thread that computes: its rows' segments
 
 
@@ -78,6 +80,32 @@ def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments 
     if segments is not None and (call.get("past_key_values") is not None or call.get("use_cache")):
         raise ModelNotSupportedError("attn_implementation='varlen' cannot generate from padded rows; choose 'sdpa'")
     return segments
+
+
+def refuse_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: int) -> None:
+    """DoesNotFitError when a forward would make a mask larger than `LARGEST_MASK`, before it is made.
+
+    Args:
+        config: of the text model.
+        call: arguments of its forward.
+        rows, length: of its input, B and T.
+    """
+    implementation, window = config._attn_implementation, getattr(config, "sliding_window", None)
+    mask = call.get("attention_mask")
+    if implementation not in ("eager", "sdpa") or (mask is not None and mask.ndim != 2):
+        return
+    num_bytes = rows * length**2 * (4 if implementation == "eager" else 1)
+    if num_bytes <= LARGEST_MASK:
+        return
+    windowed = window is not None and window < length
+    segments = find_segments(mask, call.get("position_ids"), torch.device("cpu"))
+    if implementation == "sdpa" and not windowed and segments is None:
+        return  # plain causal attention needs none
+    raise DoesNotFitError(
+        f"attn_implementation={implementation!r} makes a mask of {format_bytes(num_bytes)} for {rows} rows of {length} tokens; "
+        f"the limit is {format_bytes(LARGEST_MASK)}. Choose 'varlen' or 'flash_attention_2', which make none, where the model "
+        "can; else shorter rows, or fewer of them a step."
+    )
 
 
 @contextmanager
