@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from horizon_lm.device.base import Task
 from horizon_lm.device.moves import Link, Move
+from horizon_lm.device.threads import start_thread
 from horizon_lm.schedule.trace import Trace
 
 
@@ -58,9 +59,10 @@ class HostPool:
     def __init__(self, num_threads: int, num_while_computing: int, link: Link) -> None:
         self.num_threads, self.num_while_computing = num_threads, max(1, min(num_while_computing, num_threads))
         self._state = _State(link, num_threads)
-        weakref.finalize(self, _close, self._state)
+        state = self._state
+        weakref.finalize(self, _close, state).atexit = False
         for number in range(num_threads):
-            threading.Thread(target=_work, args=(self._state,), name=f"horizon-host-{number}", daemon=True).start()
+            start_thread(f"horizon-host-{number}", _work, (state,), lambda: _close(state))
 
     def submit(
         self, task: Task, ready: Callable[[], None] | None = None, trace: Trace | None = None, urgent: bool = False

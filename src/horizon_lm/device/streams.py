@@ -24,6 +24,7 @@ from horizon_lm.device.cores import usable_cores
 from horizon_lm.device.host_link import HostLink
 from horizon_lm.device.moves import Link
 from horizon_lm.device.pool import HostPool
+from horizon_lm.device.threads import start_thread
 from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.schedule.trace import Trace
 
@@ -259,8 +260,8 @@ class _Issuer:
         self._queue: queue.SimpleQueue[Task | Event | None] = queue.SimpleQueue()
         self._finished = threading.Condition()
         self._unfinished = 0
-        weakref.finalize(device, self._queue.put, None)
-        threading.Thread(target=self._work, args=(weakref.ref(device), stream, link), name=name, daemon=True).start()
+        weakref.finalize(device, self._queue.put, None).atexit = False
+        start_thread(name, self._work, (weakref.ref(device), stream, link), lambda: self._queue.put(None))
 
     def put(self, item: Task | Event) -> None:
         """Enqueue a task, or make what follows wait for an event."""
