@@ -13,8 +13,8 @@ from horizon_lm.device.base import Counters
 from horizon_lm.device.cuda import CudaDevice, CudaLink
 from horizon_lm.device.host_link import HostLink
 from tests import families
+from tests.emulated import GPU, emulated_gpu
 from tests.gpu.conftest import Accelerator
-from tests.gpu.emulated import GPU, emulated_gpu
 
 pytestmark = pytest.mark.gpu
 

@@ -25,7 +25,7 @@ RowProbe = Callable[[int], list[torch.Size]]  # block index -> shapes of its ten
 
 
 class ProbeDoneError(Exception):
-    """Ends the outer forward of a probe at the block whose inputs were wanted."""
+    """Ends a forward that was only to reach a block, and to see what that is given."""
 
 
 class Blocks:
@@ -48,6 +48,7 @@ class Blocks:
         self.segments: Segments | None = None  # of the running forward's rows, if its attention wants them
         self.probe_rows: RowProbe | None = None
         self.probing: tuple[int, list[torch.Size]] | None = None
+        self.planning: Callable[[DevicePlan], None] | None = None
 
     def forward(self, index: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stands in for ``module.forward``."""
@@ -55,8 +56,9 @@ class Blocks:
         call = BlockCall(args, kwargs)
         if self.probing is not None:
             return self._probe(index, call)
-        if index == 0 and self.engine.wants_plan:
-            self.engine.plan = self._plan(call)
+        if self.planning is not None:
+            self.planning(self._plan(call))
+            raise ProbeDoneError
         keys = capture.requested_keys()
         handle = self.engine.handle
         if handle is not None and index in handle.keeps:

@@ -38,6 +38,11 @@ class Growing:
         if self._slots is None or numel > self._size[0] or dtype != self._size[1]:
             if self._slots is not None:
                 self._device.synchronize()
-                self._slots.release()
+                self.release()
             self._slots, self._size = Slots(self._device, self._kind, self._count, numel, dtype), (numel, dtype)
         return self._slots[index][:numel]
+
+    def release(self) -> None:
+        if self._slots is not None:
+            self._slots.release()
+            self._slots = None

@@ -94,6 +94,10 @@ class Cursor:
             self._device.cancel([t for t in self._tasks if not t.done and not (t.issued and t.op.kind == Kind.UPDATE)])
             self._end()
 
+    def forget(self) -> None:
+        """Everything is finished: nobody has to wait for earlier passes, nor keep their buffers alive."""
+        self._last_use.clear()
+
     def _end(self) -> None:
         self.schedule, self._tasks = None, []
 

@@ -57,7 +57,7 @@ class Engine:
         self._torn: str | None = None
 
         self.memory = DeviceMemory(parts, store, device, options)
-        self.plan: DevicePlan | None = None  # for the next training forward on; None until its batch is known
+        self.plan: DevicePlan | None = None  # None until a first batch is known
         self._planned_tokens = 0
         self._handles: weakref.WeakSet[ForwardHandle] = weakref.WeakSet()
         self._set_residency(options.residency or Residency(0))
@@ -93,21 +93,18 @@ class Engine:
         """The host slabs of the unit that a parameter belongs to."""
         return self.store.units[self.store.unit_of[name]]
 
-    def _settle_residency(self, tokens: int) -> None:
-        """Before a training forward: do what was planned in an earlier one, or plan again for a larger batch."""
-        if any(not handle.consumed for handle in self._handles):
-            return
-        if tokens > self._planned_tokens:
-            self.plan, self._planned_tokens = None, tokens
-        residency = self.plan.residency if self.plan is not None else self.options.residency or Residency(0)
+    def needs_plan(self, tokens: int) -> bool:
+        """Whether training on so many tokens has to be planned: on a device of limited memory, and more than ever before."""
+        is_limited = self.device.spare_bytes() is not None
+        return is_limited and tokens > self._planned_tokens and all(handle.consumed for handle in self._handles)
+
+    def adopt(self, plan: DevicePlan | None, tokens: int) -> None:
+        """Train on up to so many tokens as planned; None: as if nothing were known, to plan again."""
+        self.plan, self._planned_tokens = plan, tokens
+        residency = plan.residency if plan is not None else self.options.residency or Residency(0)
         if residency != self.residency:
             self.drain()
             self._set_residency(residency)
-
-    @property
-    def wants_plan(self) -> bool:
-        """Whether a training forward is running, on a device whose memory is limited, for which nothing is planned."""
-        return self.handle is not None and self.plan is None and self.device.spare_bytes() is not None
 
     def _set_residency(self, residency: Residency) -> None:
         self.residency = residency
@@ -118,14 +115,12 @@ class Engine:
 
     @contextmanager
     def forward_pass(
-        self, *, recording: bool, rows: int, tokens: int, embed: bool, inputs_need_grad: bool, head_grads: bool
+        self, *, recording: bool, rows: int, embed: bool, inputs_need_grad: bool, head_grads: bool
     ) -> Iterator[None]:
         """A forward runs inside. ``recording``: for a later backward."""
         self.check_alive()
         if self.cursor.active:  # a backward that died in foreign code, or a nested call
             self.fault(StreamingError("the backward before this forward was not finished"))
-        if recording:
-            self._settle_residency(tokens)
         keeps = self._kept_blocks(inputs_need_grad) if recording else frozenset()
         if recording:
             self.allocate_grads()
@@ -412,3 +407,5 @@ class Engine:
         """Block until nothing is on its way, and all updates are done."""
         self.device.synchronize()
         self.finish_updates()
+        if not self.cursor.active:
+            self.cursor.forget()

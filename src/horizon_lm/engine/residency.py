@@ -13,7 +13,7 @@ from horizon_lm.plan.capacity import BufferSettings, device_buffers, slab_elemen
 from horizon_lm.plan.spare import LOGIT_BYTES, Working, spend
 
 _MARGIN = 0.05  # of what is spare, for what the allocator cannot use
-_HIDDEN_COPIES = 4  # of the whole batch's hidden states, in flight between two units
+_HIDDEN_AT_HEAD = 2  # the last block's output and its gradient, of the whole batch
 
 
 def plan_device(engine: Engine, footprint: Footprint, hidden: torch.Tensor) -> DevicePlan:
@@ -36,19 +36,19 @@ def plan_device(engine: Engine, footprint: Footprint, hidden: torch.Tensor) -> D
     at_once = min(tokens, options.head_chunk_tokens) if options.head == "chunked" else tokens
     num_blocks = engine.parts.num_blocks
     graph = footprint.graph * len(engine.micro_batches())
-    working = Working(graph, footprint.peak, at_once * sizes.vocabulary * LOGIT_BYTES, num_blocks)
-    in_flight = _HIDDEN_COPIES * boundary
+    head = at_once * sizes.vocabulary * LOGIT_BYTES[options.head] + _HIDDEN_AT_HEAD * boundary
+    working = Working(graph, footprint.peak, head, num_blocks)
 
     residency = options.residency
     if residency is None:
         spare = engine.device.spare_bytes()
         assert spare is not None
         to_come = sum(device_buffers(sizes, settings).values()) - engine.device.counters.allocated_total
-        left = int(spare * (1 - _MARGIN)) - max(0, to_come) - in_flight
+        left = int(spare * (1 - _MARGIN)) - max(0, to_come)
         weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
         residency = Residency(*spend(left, boundary, weights, working))
     kept = replace(settings, offloaded=num_blocks - residency.boundaries, held=residency.weights)
-    peak = sum(device_buffers(sizes, kept).values()) + residency.boundaries * boundary + in_flight
+    peak = sum(device_buffers(sizes, kept).values()) + residency.boundaries * boundary
     return DevicePlan(residency, peak + working.with_graphs(residency.graphs))
 
 

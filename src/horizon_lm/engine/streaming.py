@@ -14,6 +14,7 @@ from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.head import Head
 from horizon_lm.engine.logprobs import LogprobRun, TokenLogprobs, logprobs_of_logits
 from horizon_lm.engine.loss import LossRun
+from horizon_lm.engine.memory import DevicePlan
 from horizon_lm.engine.outer import Outer
 from horizon_lm.engine.table import Table
 from horizon_lm.errors import StreamingError
@@ -114,11 +115,13 @@ class Streaming:
             raise StreamingError("use_cache=True is for generation; in training it would keep every block's keys")
 
         self.blocks.signature = tuple(sorted((k, _rank(v)) for k, v in call.items()))
+        rows, num_tokens, embed = tokens.shape[0], tokens.shape[0] * tokens.shape[1], call.get("inputs_embeds") is None
+        if recording and engine.needs_plan(num_tokens):
+            self._plan(call, rows, num_tokens, embed)
         with engine.forward_pass(
             recording=recording,
-            rows=tokens.shape[0],
-            tokens=tokens.shape[0] * tokens.shape[1],
-            embed=call.get("inputs_embeds") is None,
+            rows=rows,
+            embed=embed,
             inputs_need_grad=inputs_need_grad,
             head_grads=head_grads and recording and engine.head_buffer.holder is None,
         ):
@@ -126,6 +129,26 @@ class Streaming:
             with self.outer.in_place(outer):
                 output = compute(call, outer)
         return output
+
+    def _plan(self, call: dict[str, Any], rows: int, num_tokens: int, embed: bool) -> None:
+        """Plan what may stay on the device: call the model up to its first block, and see what that is given."""
+        engine = self.engine
+        engine.adopt(None, num_tokens)  # what stayed there until now is free for the new plan
+        plans: list[DevicePlan] = []
+        state = engine.device.rng_state()
+        self.blocks.planning = plans.append
+        try:
+            with (
+                torch.no_grad(),
+                engine.forward_pass(recording=False, rows=rows, embed=embed, inputs_need_grad=False, head_grads=False),
+                self.outer.in_place(self.outer.load()),
+            ):
+                self._whole_forward(call)
+        except ProbeDoneError:
+            engine.adopt(plans[0], num_tokens)
+        finally:
+            self.blocks.planning = None
+            engine.device.set_rng_state(state)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind(self._model, *args, **kwargs).arguments

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-LOGIT_BYTES = 16  # of one logit: in the compute dtype and fp32, its log-probability, and the gradients of both
+# Of one logit, counted: in the compute dtype and in fp32, its log-probability, and gradients; in chunks not all at once.
+LOGIT_BYTES = {"chunked": 12, "whole": 16}
 _CHUNK_SHARE, _MOST_CHUNK_BYTES = 16, 4 * 2**30  # of spare memory for a chunk of logits, beyond which nothing is gained
 
 
@@ -13,7 +14,7 @@ def head_chunk_tokens(spare: int | None, vocabulary: int) -> int:
     if spare is None:
         return max(64, 64 * 2**20 // (4 * vocabulary))
     num_bytes = min(spare // _CHUNK_SHARE, _MOST_CHUNK_BYTES)
-    return max(64, num_bytes // (LOGIT_BYTES * vocabulary) // 64 * 64)
+    return max(64, num_bytes // (LOGIT_BYTES["chunked"] * vocabulary) // 64 * 64)
 
 
 class Spent(NamedTuple):

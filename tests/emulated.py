@@ -1,0 +1,206 @@
+"""A GPU that is not there: tensors in host memory that say they are on one, and as much of ``torch.cuda`` as we call.
+
+It shows what the CPU cannot: an operation that mixes host and device raises, as on a GPU, unless it copies; an operation for
+whose result the host would have to wait is written down. Everything happens at once: races are for other tests.
+"""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from horizon_lm.model import attention
+
+GPU = torch.device("cuda", 0)
+_FACTORIES = ["arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "tensor", "zeros", "zeros_like"]  # fmt: skip
+_BY_VALUE = ["__bool__", "__float__", "__index__", "__int__", "cpu", "equal", "item", "masked_select", "nonzero", "numpy", "repeat_interleave", "tolist", "unique", "unique_consecutive"]  # fmt: skip
+_WITH_BOTH = ("copy_", "__get__", "__set__", "register_hook")
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the emulated GPU; what is computed from it is there as well."""
+
+    device = GPU  # type: ignore[assignment]
+    is_cuda = True  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+class EmulatedGpu:
+    """What happened: ``waits`` has the operations for which the host would have waited, and where they stand."""
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+        self._locked: list[tuple[int, int]] = []  # addresses of page-locked memory
+        self._kept: list[torch.Tensor] = []  # so that no other memory gets such an address
+
+    def lock(self, start: int, num_bytes: int, flags: int = 0) -> int:
+        self._locked.append((start, start + num_bytes))
+        return 0
+
+    def unlock(self, start: int) -> int:
+        self._locked = [range_ for range_ in self._locked if range_[0] != start]
+        return 0
+
+    def is_locked(self, tensor: torch.Tensor) -> bool:
+        start = tensor.data_ptr()
+        stop = start + tensor.numel() * tensor.element_size()
+        return any(first <= start and stop <= last for first, last in self._locked)
+
+    def waited(self, name: str) -> None:
+        frames = [f for f in traceback.extract_stack() if "horizon_lm" in f.filename or "transformers" in f.filename]
+        self.waits.append(f"{name} at {frames[-1].filename}:{frames[-1].lineno}" if frames else name)
+
+
+_gpu: EmulatedGpu | None = None
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation in host memory, and say where its result is."""
+    assert _gpu is not None
+    name = getattr(func, "__name__", str(func))
+    plain = torch._C.DisableTorchFunctionSubclass
+    with plain():
+        sized = [t for t in _tensors((args, kwargs)) if t.ndim]
+        uses_mask = name == "__getitem__" and any(t.dtype == torch.bool for t in _tensors(args[1:]))
+    on_gpu = any(isinstance(t, OnGpu) for t in _tensors((args, kwargs)))
+    if len({isinstance(t, OnGpu) for t in sized}) > 1 and name not in _WITH_BOTH:
+        raise RuntimeError(f"{name}: tensors in host memory and on the GPU")
+    if on_gpu and (uses_mask or (name in _BY_VALUE and kwargs.get("output_size") is None)):
+        _gpu.waited(name)
+    if name == "copy_":
+        _copies(args[0], args[1], kwargs.get("non_blocking", False))
+    to_gpu, args, kwargs = _placed(name, args, kwargs, on_gpu)
+    if name == "histc":  # on a CPU for floating-point numbers only
+        args = (args[0].float(), *args[1:])
+    with plain():
+        result = func(*args, **kwargs)
+    if name == "copy_":
+        return args[0]
+    if name == "__get__" and not isinstance(result, torch.Tensor):
+        return result
+    return tree_map(lambda leaf: _said_to_be(leaf, to_gpu), result)
+
+
+def _copies(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+    """A copy between host and device makes the host wait, unless it is asked not to and the memory is page-locked."""
+    assert _gpu is not None
+    if isinstance(destination, OnGpu) == isinstance(source, OnGpu):
+        return
+    host = source if isinstance(destination, OnGpu) else destination
+    if not (non_blocking and _gpu.is_locked(host)):
+        _gpu.waited("copy_")
+
+
+def _placed(name: str, args: Any, kwargs: dict[str, Any], on_gpu: bool) -> tuple[bool, Any, dict[str, Any]]:
+    """Where a result belongs, and arguments that ask for host memory instead."""
+    assert _gpu is not None
+    host, asked = torch.device("cpu"), [kwargs["device"]] if kwargs.get("device") is not None else []
+    if name == "to":
+        asked += [a for a in args[1:] if isinstance(a, (torch.device, str))]
+        asked += [a.device for a in args[1:] if isinstance(a, torch.Tensor)]
+        args = (args[0], *(host if isinstance(a, (torch.device, str)) else a for a in args[1:]))
+    if not asked:
+        return on_gpu and name != "cpu", args, kwargs
+    device = torch.device(asked[0])
+    if device.type == "meta":
+        return False, args, kwargs
+    to_gpu = device.type == "cuda"
+    if name == "to" and to_gpu != on_gpu:
+        kwargs = kwargs | {"copy": True}
+        if not (kwargs.get("non_blocking") and to_gpu):  # a few pageable bytes leave at once
+            _gpu.waited("to")
+    return to_gpu, args, kwargs | ({"device": host} if "device" in kwargs else {})
+
+
+def _said_to_be(leaf: Any, on_gpu: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, OnGpu) == on_gpu:
+        return leaf
+    return leaf.as_subclass(OnGpu if on_gpu else torch.Tensor)
+
+
+class _Event:
+    """Everything has happened when it is recorded."""
+
+    def __init__(self, blocking: bool = False, enable_timing: bool = False) -> None:
+        assert blocking  # a thread that waits for it sleeps
+
+    def record(self, stream: Any = None) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+
+class _Stream:
+    def __init__(self, device: Any = None) -> None:
+        assert device == GPU
+
+    def wait_event(self, event: _Event) -> None:
+        return
+
+
+_HostGenerator = torch.Generator
+
+
+class _Generator:
+    """In host memory, wherever it is asked for."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _HostGenerator()
+
+
+@contextmanager
+def emulated_gpu(free_bytes: int = 10**9) -> Iterator[EmulatedGpu]:
+    """Inside, ``cuda:0`` is emulated."""
+    global _gpu
+    _gpu = gpu = EmulatedGpu()
+    current = _Stream(GPU)
+    cuda: dict[str, Any] = {
+        "Event": _Event, "Stream": _Stream, "stream": lambda stream: nullcontext(), "current_stream": lambda *_: current,
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "synchronize": lambda *_: None,
+        "mem_get_info": lambda *_: (free_bytes, free_bytes), "memory_reserved": lambda *_: 0, "memory_allocated": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
+        # Numbers are drawn in host memory, whose state is kept as well.
+        "get_rng_state": lambda *_: None, "set_rng_state": lambda *_: None,
+        "cudart": lambda: type("Runtime", (), {"cudaHostRegister": gpu.lock, "cudaHostUnregister": gpu.unlock}),
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cuda.items():
+            patch.setattr(torch.cuda, name, value)
+        for name in _FACTORIES:
+            patch.setattr(torch, name, _factory(getattr(torch, name)))
+        to = torch.Tensor.to
+        patch.setattr(torch.Tensor, "to", lambda tensor, *args, **kwargs: _call(to, (tensor, *args), kwargs))
+        patch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: gpu.is_locked(tensor))
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: _locked(tensor.clone()))
+        patch.setattr(torch, "Generator", _Generator)
+        patch.setattr(attention, "_torch_can", lambda window: False)  # its kernel needs a real GPU
+        yield gpu
+    _gpu = None
+
+
+def _factory(make: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        pinned = kwargs.pop("pin_memory", False)
+        result = _call(make, args, kwargs)
+        return _locked(result) if pinned else result
+
+    return wrapped
+
+
+def _locked(tensor: torch.Tensor) -> torch.Tensor:
+    assert _gpu is not None
+    _gpu.lock(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    _gpu._kept.append(tensor)
+    return tensor
