@@ -1,9 +1,11 @@
 """A GPU that is not there: tensors in host memory that say they are on one, and as much of ``torch.cuda`` as we call.
 
 It shows what the CPU cannot: an operation that mixes host and device raises, as on a GPU, unless it copies; an operation for
-whose result the host would have to wait is written down. Everything happens at once: races are for other tests.
+whose result the caller would have to wait is written down. Everything happens at once: races are for other tests. Inside a
+backward only numbers are checked: tensors that autograd makes there say nothing of where they are.
 """
 
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +19,7 @@ from horizon_lm.model import attention
 
 GPU = torch.device("cuda", 0)
 _FACTORIES = ["arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "tensor", "zeros", "zeros_like"]  # fmt: skip
-_BY_VALUE = ["__bool__", "__float__", "__index__", "__int__", "cpu", "equal", "item", "masked_select", "nonzero", "numpy", "repeat_interleave", "tolist", "unique", "unique_consecutive"]  # fmt: skip
+_BY_VALUE = ["__bool__", "__float__", "__index__", "__int__", "cpu", "equal", "item", "masked_select", "nonzero", "numpy", "tolist", "unique", "unique_consecutive"]  # fmt: skip
 _WITH_BOTH = ("copy_", "__get__", "__set__", "register_hook")
 
 
@@ -54,6 +56,8 @@ class EmulatedGpu:
         return any(first <= start and stop <= last for first, last in self._locked)
 
     def waited(self, name: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # the threads of copy streams may
         frames = [f for f in traceback.extract_stack() if "horizon_lm" in f.filename or "transformers" in f.filename]
         self.waits.append(f"{name} at {frames[-1].filename}:{frames[-1].lineno}" if frames else name)
 
@@ -76,7 +80,8 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     on_gpu = any(isinstance(t, OnGpu) for t in _tensors((args, kwargs)))
     if len({isinstance(t, OnGpu) for t in sized}) > 1 and name not in _WITH_BOTH:
         raise RuntimeError(f"{name}: tensors in host memory and on the GPU")
-    if on_gpu and (uses_mask or (name in _BY_VALUE and kwargs.get("output_size") is None)):
+    by_value = name in _BY_VALUE or (name == "repeat_interleave" and len(_tensors((args, kwargs))) > 1)
+    if on_gpu and (uses_mask or by_value):
         _gpu.waited(name)
     if name == "copy_":
         _copies(args[0], args[1], kwargs.get("non_blocking", False))
@@ -143,7 +148,7 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         assert device == GPU
 
     def wait_event(self, event: _Event) -> None:
@@ -168,7 +173,7 @@ def emulated_gpu(free_bytes: int = 10**9) -> Iterator[EmulatedGpu]:
     current = _Stream(GPU)
     cuda: dict[str, Any] = {
         "Event": _Event, "Stream": _Stream, "stream": lambda stream: nullcontext(), "current_stream": lambda *_: current,
-        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "synchronize": lambda *_: None,
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "get_device_capability": lambda *_: (9, 0), "synchronize": lambda *_: None,
         "mem_get_info": lambda *_: (free_bytes, free_bytes), "memory_reserved": lambda *_: 0, "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
         # Numbers are drawn in host memory, whose state is kept as well.
@@ -187,7 +192,6 @@ def emulated_gpu(free_bytes: int = 10**9) -> Iterator[EmulatedGpu]:
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(attention, "_torch_can", lambda window: False)  # its kernel needs a real GPU
         yield gpu
-    _gpu = None
 
 
 def _factory(make: Any) -> Any:

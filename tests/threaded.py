@@ -159,5 +159,8 @@ class ThreadedDevice(StreamDevice):
         for event in [self._record(stream) for stream in self._streams]:
             event.synchronize()
 
+    def _start_clock(self) -> None:
+        return  # events have the host's
+
     def _seconds(self, event: _Event) -> float:
         return event.seconds

@@ -63,6 +63,15 @@ def test_an_urgent_task_is_next() -> None:
     assert seen == ["urgent", 0, 1, 2]
 
 
+def test_an_urgent_task_may_be_what_another_waits_for() -> None:
+    pool, gate, seen = HostPool(1, 1, HostLink()), threading.Event(), []
+    pool.submit(task(lambda: seen.append("waited")), lambda: gate.wait(30))
+    pool.submit(task(gate.set), urgent=True)
+    pool.wait()
+    assert seen == ["waited"]
+    assert gate.is_set()
+
+
 def test_fewer_threads_while_something_computes() -> None:
     pool = HostPool(4, 1, HostLink())
     lock, running, most = threading.Lock(), 0, 0

@@ -146,6 +146,13 @@ class Device(Protocol):
         ...
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor on the device. From page-locked memory, or the host might wait for what the device is doing."""
+    if tensor.device.type != "cpu" or device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def counted_empty(
     numel: int,
     dtype: torch.dtype,

@@ -4,6 +4,7 @@ Copies touch only buffers that this object or the engine allocated for good, so 
 """
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -45,6 +46,7 @@ class CudaDevice(StreamDevice):
         super().__init__(name, torch_device, capacity, host_threads)
         self.registration_error: str | None = None
         self._registered: list[torch.Tensor] = []
+        weakref.finalize(self, _unregister, self._registered, torch_device).atexit = False
         self._clock: tuple[torch.cuda.Event, float] | None = None
 
     def spare_bytes(self) -> int | None:
@@ -71,7 +73,7 @@ class CudaDevice(StreamDevice):
             for piece in raw.split(_REGISTER_PIECE):
                 code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
                 if int(code) != 0:
-                    self.registration_error = str(code)
+                    self.registration_error = torch.cuda.cudart().cudaGetErrorString(code)
                     self._clear_error()
                     return
                 self._registered.append(piece)  # the memory must outlive its registration
@@ -80,10 +82,6 @@ class CudaDevice(StreamDevice):
         """A failed registration leaves an error behind that the next kernel launch would report as its own."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
-
-    def __del__(self) -> None:
-        for piece in getattr(self, "_registered", ()):
-            torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
 
     # Randomness
 
@@ -101,7 +99,8 @@ class CudaDevice(StreamDevice):
     # Streams
 
     def _open_stream(self) -> tuple[Any, Link]:
-        return torch.cuda.Stream(self.torch_device), CudaLink(self.torch_device, self.counters)
+        # Their kernels are small: they go before what is left of a large product.
+        return torch.cuda.Stream(self.torch_device, priority=-1), CudaLink(self.torch_device, self.counters)
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
@@ -117,15 +116,23 @@ class CudaDevice(StreamDevice):
 
     def _synchronize_streams(self) -> None:
         torch.cuda.synchronize(self.torch_device)
-        if self.trace is not None and self._clock is None:
-            event = self._record(None)
-            event.synchronize()
-            self._clock = event, time.perf_counter()
+
+    def _start_clock(self) -> None:
+        event = torch.cuda.Event(blocking=True, enable_timing=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        event.synchronize()
+        self._clock = event, time.perf_counter()
 
     def _seconds(self, event: Any) -> float:
         assert self._clock is not None
         zero, at = self._clock
         return at + zero.elapsed_time(event) * 1e-3
+
+
+def _unregister(pieces: list[torch.Tensor], device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    for piece in pieces:
+        torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
 
 
 class AllocatorMeter:
@@ -181,9 +188,8 @@ class CudaLink:
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> Squares:
         """Rounded, added and squared on the device, with scratch space of one piece."""
         if not add and source.dtype == destination.dtype:
-            norms = [_norm(piece) for piece in source.split(_PIECE)]
             self._transfer(destination, source)
-            return _squares(norms)
+            return _squares([_norm(piece) for piece in source.split(_PIECE)])
         norms = []
         for d, s in _pieces(destination, source, _PIECE):
             kept = self._on_device(d.dtype, d.numel())
@@ -193,8 +199,8 @@ class CudaLink:
                 kept.copy_(total.copy_(kept).add_(s))
             else:
                 kept.copy_(s)
-            norms.append(_norm(kept))
             self._transfer(d, kept)
+            norms.append(_norm(kept))
         return _squares(norms)
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> Squares:

@@ -61,7 +61,8 @@ class HostPool:
         self._state = _State(link, num_threads)
         state = self._state
         weakref.finalize(self, _close, state).atexit = False
-        for number in range(num_threads):
+        # One more, because one may be waiting for a task to be ready, which an urgent one may have to come before.
+        for number in range(num_threads + 1):
             start_thread(f"horizon-host-{number}", _work, (state,), lambda: _close(state))
 
     def submit(
@@ -129,7 +130,7 @@ def _work(state: _State) -> None:
             piece = None if job.preparing else job.pieces.popleft()
             if not job.pieces:
                 state.queue.popleft()
-            state.active += 1
+            state.active += piece is not None
             job.running += 1
             job.started = job.started or time.perf_counter()
         try:
@@ -141,7 +142,7 @@ def _work(state: _State) -> None:
         except BaseException as error:
             job.error = job.error or error
         with state.changed:
-            state.active -= 1
+            state.active -= piece is not None
             _after(state, job)
         del job, piece, prepare  # while it waits, a thread keeps nothing alive
 

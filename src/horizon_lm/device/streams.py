@@ -63,7 +63,7 @@ class StreamDevice(ABC):
         self.name, self.torch_device, self.capacity = name, torch_device, capacity
         self.counters = Counters()
         self.link: Link = HostLink()  # of the threads; each copy stream has its own
-        self.trace: Trace | None = None
+        self._trace: Trace | None = None
         self._host_threads = host_threads or max(1, usable_cores() - _BUSY_THREADS)
         self._pool: HostPool | None = None
         self._issuers: dict[Stream, _Issuer] = {}
@@ -71,6 +71,17 @@ class StreamDevice(ABC):
         self._failed: list[Task] = []
         self._times: list[_Times] = []
         self._reached: tuple[Any, Any] | None = None
+
+    @property
+    def trace(self) -> Trace | None:
+        """Records every operation if there is one. Beginning a trace waits for what is enqueued."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        if trace is not None:
+            self._start_clock()
+        self._trace = trace
 
     # Memory
 
@@ -249,6 +260,10 @@ class StreamDevice(ABC):
         """Block the host until all streams are done."""
 
     @abstractmethod
+    def _start_clock(self) -> None:
+        """A trace begins: relate the device's clock to that of ``time.perf_counter``."""
+
+    @abstractmethod
     def _seconds(self, event: Any) -> float:
         """When a finished event of a traced step happened, on the clock of ``time.perf_counter``."""
 
@@ -278,11 +293,13 @@ class _Issuer:
             device = device_ref()
             if device is None:
                 return
-            if isinstance(item, Task):
-                device.enqueue(stream, link, item)
-            else:
-                device._wait_event(stream, item)
-            del device, item  # while it waits, a thread keeps nothing alive
-            with self._finished:
-                self._unfinished -= 1
-                self._finished.notify_all()
+            try:
+                if isinstance(item, Task):
+                    device.enqueue(stream, link, item)
+                else:
+                    device._wait_event(stream, item)
+            finally:  # whatever happens, nobody waits for ever
+                del device, item  # while it waits, a thread keeps nothing alive
+                with self._finished:
+                    self._unfinished -= 1
+                    self._finished.notify_all()

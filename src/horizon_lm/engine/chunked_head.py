@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from horizon_lm.device.base import send
 from horizon_lm.engine.head import Head
 from horizon_lm.engine.replay import Surroundings, no_autocast_cache
 from horizon_lm.errors import ModelNotSupportedError
@@ -50,7 +51,9 @@ class LossInputs:
         trained = (shifted.reshape(-1) != IGNORED).nonzero().squeeze(1)
         num_items = call.pop("num_items_in_batch", None)
         num_items = len(trained) if num_items is None else num_items
-        return cls(shifted.to(device, non_blocking=True), trained.to(device, non_blocking=True), num_items)
+        if isinstance(num_items, torch.Tensor):
+            num_items = send(num_items, device)
+        return cls(send(shifted, device), send(trained, device), num_items)
 
 
 def require_chunkable(parts: ModelParts) -> None:

@@ -107,8 +107,9 @@ class DeviceMemory:
 
     def hold(self, blocks: Iterable[int]) -> None:
         """From now on, these blocks' weights stay on the device. Nothing may be on its way."""
-        for buffers in (*self.held_weights.values(), self.weight_slots, self.ring):  # some may not be needed any more
-            buffers.release()
+        for slots in (*self.held_weights.values(), self.weight_slots):
+            slots.release()
+        self.ring.release()  # as the slots, it may not be needed any more
         self.held_weights = {index: self._new_held(index) for index in blocks}
 
     def grads_of(self, op: Op) -> torch.Tensor:

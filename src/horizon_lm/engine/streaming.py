@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.device.base import send
 from horizon_lm.engine.blocks import Blocks, ProbeDoneError
 from horizon_lm.engine.chunked_head import IGNORED, ChunkedHead, LossInputs
 from horizon_lm.engine.engine import Engine
@@ -105,7 +106,11 @@ class Streaming:
         varlen = config._attn_implementation == attention.NAME
         self.blocks.segments = attention.segments_of_call(call, device) if varlen else None
         attention.refuse_large_mask(config, call, *tokens.shape[:2])
-        call = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+        given = call.get("input_ids")
+        call = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+        self.table.known_ids = (
+            (call["input_ids"], given) if given is not None and given.device.type == "cpu" else (None, None)
+        )
         inputs_need_grad = bool(call.get("inputs_embeds") is not None and call["inputs_embeds"].requires_grad)
         trains = inputs_need_grad or any(ref.param.requires_grad for ref in engine.refs.values())
         recording = torch.is_grad_enabled() and trains

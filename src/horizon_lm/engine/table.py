@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from horizon_lm.device.base import send
 from horizon_lm.device.moves import GatherRows, Land, LandRows, Move
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.handle import ForwardHandle
@@ -24,6 +25,8 @@ class Table:
         (self._name,) = engine.store.units[EMBED].layout
         self.width = engine.store.weight(self._name).shape[1]
         self.probe_rows: int | None = None  # answer a probe with zeros for so many rows
+        # Ids on the device and the same ones in host memory, where the caller had them: fetching them would wait.
+        self.known_ids: tuple[torch.Tensor | None, Any] = (None, None)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Stands in for the embedding module's forward. ids (B, T) -> hidden states (B, T, H)."""
@@ -34,16 +37,22 @@ class Table:
             return torch.zeros(
                 (*ids.shape, table.shape[1]), dtype=engine.options.compute_dtype, device=engine.device.torch_device
             )
-        rows, positions = torch.unique(ids.to("cpu"), return_inverse=True)
+        rows, positions = torch.unique(self._on_host(ids), return_inverse=True)
         buffer = engine.memory.table_rows.get(rows.numel() * table.shape[1], engine.options.compute_dtype)
         received = buffer.view(rows.numel(), table.shape[1])
         if engine.pending_table is not None:
             engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.pending_table.rows(rows))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
-        use = _Use(self, rows, positions.to(engine.device.torch_device), engine.handle)
+        use = _Use(self, rows, send(positions, engine.device.torch_device), engine.handle)
         if engine.handle is not None and engine.trainable(EMBED):
             return _TableFunction.apply(use, received, engine.anchor)
         return use.forward(received)
+
+    def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
+        given, same = self.known_ids
+        if given is not None and given.data_ptr() == ids.data_ptr() and given.shape == ids.shape:
+            return same
+        return ids.to("cpu")
 
     def _table(self, slab: torch.Tensor) -> torch.Tensor:
         return self.engine.store.units[EMBED].layout.view(slab, self._name)

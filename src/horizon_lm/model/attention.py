@@ -9,7 +9,7 @@ import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -193,11 +193,11 @@ def _on_cuda(
 ) -> torch.Tensor:
     """A flash kernel for segments of different lengths: of flash-attn where it is installed, else torch's."""
     size, length = query.shape[0], query.shape[2]
-    segments = rows or (Segments([[length]] * size, query.device), 0, size)
+    segments = rows or (_whole_rows(size, length, query.device), 0, size)
     offsets, longest = segments[0].offsets(*segments[1:])
     flat = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     window = (sliding_window - 1 if sliding_window else -1, 0)
-    kernel = _flash_attn() if dropout or query.dtype in (torch.float16, torch.bfloat16) else None
+    kernel = _flash_attn() if query.dtype in (torch.float16, torch.bfloat16) else None
     if kernel is not None:
         output = kernel(
             *flat, offsets, offsets, longest, longest, dropout_p=dropout, softmax_scale=scaling, causal=True,
@@ -208,6 +208,11 @@ def _on_cuda(
     else:
         output = _torch_varlen(flat, offsets, longest, scaling, window)
     return output.unflatten(0, (size, length)).transpose(1, 2)
+
+
+@lru_cache(maxsize=8)
+def _whole_rows(size: int, length: int, device: torch.device) -> Segments:
+    return Segments([[length]] * size, device)
 
 
 @cache
