@@ -2,6 +2,8 @@
 
 import copy
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch._dynamo.utils import counters
 import horizon_lm
 from horizon_lm.errors import ConfigError
 from tests import families
+from tests.threaded import ThreadedDevice
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 
@@ -50,6 +53,25 @@ def test_recomputed_as_before(settings: dict[str, Any]) -> None:
         loss, grads = gradients(streamed, families.batch(rows=3, seed=seed))
         assert torch.isfinite(loss)
         assert all(g.isfinite().all() for g in grads)
+
+
+class Measured(ThreadedDevice):
+    """Says something about memory without watching operations, which would keep them from being compiled."""
+
+    def meter(self) -> Any:
+        return nullcontext(SimpleNamespace(current=10_000, peak=20_000))
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+def test_planning_compiles_nothing_of_its_own(padding: str) -> None:
+    device = Measured(1, spare=400_000)
+    model = horizon_lm.stream(families.build("llama"), device, precision="float32", compile=True, head_chunk_tokens=64)
+    torch._dynamo.reset()
+    counters.clear()
+    for seed in (0, 1):
+        gradients(model, families.batch(seed=seed, padding=padding))
+    assert model._horizon.engine.plan is not None
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_settings() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.memory import DevicePlan, Residency
+from horizon_lm.engine.replay import no_autocast_cache
 from horizon_lm.model.footprint import Footprint, block_footprint, measured_footprint
 from horizon_lm.model.template import BoundBlock
 from horizon_lm.plan.capacity import BufferSettings, device_buffers, slab_elements
@@ -59,6 +60,7 @@ def find_footprint(engine: Engine, bound: BoundBlock, args: tuple[Any, ...], kwa
         return block_footprint(bound.template.module, args, kwargs, dtype)
     state = engine.device.rng_state()
     try:
-        return measured_footprint(bound, args, kwargs, dtype, engine.device.torch_device, meter)
+        with no_autocast_cache():
+            return measured_footprint(bound, args, kwargs, dtype, engine.device.torch_device, meter)
     finally:
         engine.device.set_rng_state(state)

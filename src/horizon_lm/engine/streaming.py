@@ -122,7 +122,7 @@ class Streaming:
         self.blocks.signature = tuple(sorted((k, _rank(v)) for k, v in call.items()))
         rows, num_tokens, embed = tokens.shape[0], tokens.shape[0] * tokens.shape[1], call.get("inputs_embeds") is None
         if recording and engine.needs_plan(num_tokens):
-            self._plan(call, rows, num_tokens, embed)
+            self._plan(lambda outer: compute(dict(call), outer), rows, num_tokens, embed)
         with engine.forward_pass(
             recording=recording,
             rows=rows,
@@ -135,8 +135,8 @@ class Streaming:
                 output = compute(call, outer)
         return output
 
-    def _plan(self, call: dict[str, Any], rows: int, num_tokens: int, embed: bool) -> None:
-        """Plan what may stay on the device: call the model up to its first block, and see what that is given."""
+    def _plan(self, compute: Callable[[dict[str, torch.Tensor]], Any], rows: int, num_tokens: int, embed: bool) -> None:
+        """Plan what may stay on the device: compute up to the first block, and see what that is given."""
         engine = self.engine
         engine.adopt(None, num_tokens)  # what stayed there until now is free for the new plan
         plans: list[DevicePlan] = []
@@ -146,9 +146,9 @@ class Streaming:
             with (
                 torch.no_grad(),
                 engine.forward_pass(recording=False, rows=rows, embed=embed, inputs_need_grad=False, head_grads=False),
-                self.outer.in_place(self.outer.load()),
+                self.outer.in_place(outer := self.outer.load()),
             ):
-                self._whole_forward(call)
+                compute(outer)
         except ProbeDoneError:
             engine.adopt(plans[0], num_tokens)
         finally:

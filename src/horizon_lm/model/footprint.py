@@ -79,8 +79,8 @@ def measured_footprint(
         meter: gives the bytes in use inside, as ``current`` and ``peak``.
     """
     template = bound.template
-    params = {
-        name: nn.Parameter(0.02 * torch.randn(param.shape, dtype=dtype, device=device), param.requires_grad)
+    params = {  # plain tensors, as in training: another class would be compiled for again
+        name: (0.02 * torch.randn(param.shape, dtype=dtype, device=device)).requires_grad_(param.requires_grad)
         for name, param in template.module.named_parameters()
     }
     for param in (p for p in params.values() if p.requires_grad):
