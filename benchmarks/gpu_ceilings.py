@@ -1,6 +1,13 @@
-"""What a machine can do: matrix products, copies between host and device, alone and under load, and host memory."""
+"""What a machine can do: matrix products, copies between host and device, alone and under load, and host memory.
 
+    python benchmarks/gpu_ceilings.py [cuda]
+
+prints the rates as JSON, for gpu.py: in a process of its own, so that page-locked memory is free again.
+"""
+
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -101,3 +108,8 @@ def _overlapped(
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    chosen = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")
+    print(json.dumps(measure_ceilings(chosen, small=chosen.type == "cpu")))

@@ -79,11 +79,12 @@ def horizon(case: Case) -> System:
     return System(step, lambda: horizon_lm.synchronize(model), model)
 
 
-def resident(case: Case) -> System:
+def resident(case: Case, checkpointing: bool = True) -> System:
     """The ceiling: weights and gradients stay on the device, blocks are recomputed, there is no optimizer."""
     config = make_config(case.model, case.length)
     model = random_model(config, torch.bfloat16, case.torch_device, case.torch_device)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = _accumulate(model, ids.to(case.torch_device), case)
@@ -93,16 +94,20 @@ def resident(case: Case) -> System:
     return System(step, model=model)
 
 
-def resident_compiled(case: Case) -> System:
+def resident_compiled(case: Case, checkpointing: bool = True) -> System:
     """The same with blocks compiled."""
-    system = resident(case)
-    for block in system.model.model.layers:
-        block.compile()
+    system = resident(case, checkpointing)
+    _compile_blocks(system.model)
     return system
 
 
+def resident_kept(case: Case) -> System:
+    """The same with nothing recomputed: as fast as it gets where activations have room as well."""
+    return resident_compiled(case, checkpointing=False)
+
+
 def fsdp2(case: Case) -> System:
-    """PyTorch's fully_shard with parameters and optimizer on the CPU, in fp32; computation in bf16."""
+    """PyTorch's fully_shard with parameters and optimizer on the CPU, in fp32; computation in bf16, blocks compiled."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -118,6 +123,7 @@ def fsdp2(case: Case) -> System:
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
     }
+    _compile_blocks(model)
     for block in model.model.layers:
         fully_shard(block, **settings)
     fully_shard(model, **settings)
@@ -175,9 +181,15 @@ SYSTEMS: dict[str, Callable[[Case], System]] = {
     "horizon": horizon,
     "resident": resident,
     "resident, compiled": resident_compiled,
-    "FSDP2 CPU offload": fsdp2,
+    "resident, compiled, nothing recomputed": resident_kept,
+    "FSDP2 CPU offload, compiled": fsdp2,
     "ZeRO-3 offload": zero3,
 }
+
+
+def _compile_blocks(model: Any) -> None:
+    for block in model.model.layers:
+        block.compile()
 
 
 def _accumulate(

@@ -135,7 +135,7 @@ def test_training_goes_on_after_the_device_was_full(only_cuda: Accelerator) -> N
     optimizer = horizon_lm.AdamW(model)
     batch = families.batch(padding="none")
     _step(model, optimizer, batch)
-    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: torch.empty(2**48, device="cuda"))
+    hook = model.model.layers[1].register_forward_hook(lambda *_: torch.empty(2**48, device="cuda"))
     with pytest.raises(torch.OutOfMemoryError):
         model(**batch)
     hook.remove()

@@ -73,6 +73,7 @@ class Device(Protocol):
 
     name: str
     torch_device: torch.device
+    scratch_bytes: int  # of device memory that transfers take at most, besides what the engine asks for
     counters: Counters
     trace: Trace | None  # records every operation if there is one
 

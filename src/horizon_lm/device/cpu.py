@@ -25,6 +25,7 @@ class CpuDevice:
     """
 
     name = "cpu"
+    scratch_bytes = 0
 
     def __init__(self, capacity: int | None = None, host_threads: int | None = None) -> None:
         self.torch_device = torch.device("cpu")

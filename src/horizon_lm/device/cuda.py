@@ -36,6 +36,8 @@ class CudaDevice(StreamDevice):
             if all of it could.
     """
 
+    scratch_bytes = _PIECE * (2 + 4)  # gradients are summed and rounded in pieces
+
     def __init__(self, name: str = "cuda", capacity: int | None = None, host_threads: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(f"device is {name!r}, but torch finds no CUDA device; use device='cpu'")

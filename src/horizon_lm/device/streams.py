@@ -57,6 +57,8 @@ class StreamDevice(ABC):
         host_threads: threads for updates; None for the usable cores less those that everything else needs.
     """
 
+    scratch_bytes = 0
+
     def __init__(
         self, name: str, torch_device: torch.device, capacity: int | None = None, host_threads: int | None = None
     ) -> None:

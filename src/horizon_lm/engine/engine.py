@@ -372,12 +372,12 @@ class Engine:
 
     def _quiesce(self) -> None:
         """Wait until nothing runs. An update that could not begin because of a fault raises it here; it stays pending."""
-        quiet = False
-        while not quiet:
+        for _ in self.store.units:
             # A failed update is forgotten when it is raised; one that failed inside a kernel has torn the model.
             with suppress(Exception):
                 self.device.synchronize()
-                quiet = True
+                return
+        self.device.synchronize()  # what is raised now is no update
 
     def clear_grads(self) -> None:
         """All gradients are empty again, and a fault is forgiven. No memory is written."""

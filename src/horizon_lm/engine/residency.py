@@ -45,12 +45,12 @@ def plan_device(engine: Engine, footprint: Footprint, hidden: torch.Tensor) -> D
         spare = engine.device.spare_bytes()
         assert spare is not None
         to_come = sum(device_buffers(sizes, settings).values()) - engine.device.counters.allocated_total
-        left = int(spare * (1 - _MARGIN)) - max(0, to_come)
+        left = int(spare * (1 - _MARGIN)) - max(0, to_come) - engine.device.scratch_bytes
         weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
         residency = Residency(*spend(left, boundary, weights, working))
     kept = replace(settings, offloaded=num_blocks - residency.boundaries, held=residency.weights)
     peak = sum(device_buffers(sizes, kept).values()) + residency.boundaries * boundary
-    return DevicePlan(residency, peak + working.with_graphs(residency.graphs))
+    return DevicePlan(residency, peak + working.with_graphs(residency.graphs) + engine.device.scratch_bytes)
 
 
 def find_footprint(engine: Engine, bound: BoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Footprint:
