@@ -189,12 +189,34 @@ def test_the_peak_that_was_planned_is_reached(spare: int, options: dict[str, Any
     assert abs(meter.peak / model._horizon.engine.plan.peak - 1) < 0.05
 
 
-def test_a_larger_batch_is_planned_for_again() -> None:
-    device = ThreadedDevice(1, spare=400_000)
-    model = horizon_lm.stream(families.build("llama"), device, head_chunk_tokens=64)
-    for length in (6, 6, 24, 24, 6):
-        model(**families.batch(length=length)).loss.backward()
-    assert model._horizon.engine.residency.graphs < 2
+@pytest.mark.parametrize("update_in_backward", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # with dropout; with a tied head
+def test_a_larger_batch_is_planned_for_again(family: str, update_in_backward: bool) -> None:
+    """Updates may be on their way when the plan is made, the table's among them."""
+
+    def run(device: Any) -> tuple[Any, list[float], list[Any]]:
+        model = horizon_lm.stream(families.build(family), device, head_chunk_tokens=64)
+        optimizer = horizon_lm.AdamW(
+            model, lr=1e-2, max_grad_norm=None if update_in_backward else 0.5, update_in_backward=update_in_backward
+        )
+        torch.manual_seed(0)
+        losses, plans = [], []
+        for length in (6, 6, 24, 24, 6, 36, 6):
+            loss = model(**families.batch(length=length)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            plans.append(model._horizon.engine.plan)
+        horizon_lm.synchronize(model)
+        return model, losses, plans
+
+    expected, losses, _ = run("cpu")
+    got, got_losses, plans = run(ThreadedDevice(1, spare=400_000))
+    assert got_losses == losses
+    assert all(map(torch.equal, _weights(got), _weights(expected)))
+    assert len({id(plan) for plan in plans}) == 3
+    assert plans[-1].residency.graphs < plans[0].residency.graphs
 
 
 def test_a_trace_has_every_operation_and_its_waiting() -> None:
