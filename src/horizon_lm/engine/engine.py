@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from horizon_lm.device.base import Device, Task
+from horizon_lm.device.base import Device
 from horizon_lm.device.moves import Copy, Move
 from horizon_lm.engine.cursor import Cursor
 from horizon_lm.engine.grads import HostGrads
@@ -18,11 +18,11 @@ from horizon_lm.engine.handle import BoundaryPool, Claim, ForwardHandle
 from horizon_lm.engine.landing import LandingSlots
 from horizon_lm.engine.memory import DeviceMemory, DevicePlan, Options, Residency, block_index
 from horizon_lm.engine.replay import MicroBatchRandomness
-from horizon_lm.engine.updates import TableUpdate, UpdatesInBackward
-from horizon_lm.errors import ConfigError, ScheduleMismatchError, StreamingError, TornModelError
+from horizon_lm.engine.updates import PendingUpdates, TableUpdate, UpdatesInBackward
+from horizon_lm.errors import ConfigError, ScheduleMismatchError, StreamingError
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, Stream, block
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, block
 from horizon_lm.store.store import Store, UnitSlabs
 
 
@@ -50,11 +50,9 @@ class Engine:
         self._backward_of: ForwardHandle | None = None
         self._landed: set[str] = set()
         self._changed = True  # the weights, since the last forward
-        self._updates: list[Task] = []  # may still be running
-        self.pending_table: TableUpdate | None = None  # what the next forward does, its own rows first
+        self.updates = PendingUpdates(device)
         self._in_backward: UpdatesInBackward | None = None
         self._shape: tuple[Any, ...] = ()
-        self._torn: str | None = None
 
         self.memory = DeviceMemory(parts, store, device, options)
         self.plan: DevicePlan | None = None  # None until a first batch is known
@@ -134,7 +132,7 @@ class Engine:
             keeps=keeps,
             embed=embed,
             changed=self._changed,
-            table_update=self.pending_table is not None,
+            table_update=self.updates.table is not None,
             head_grads=head_grads and bool(self.trainable(HEAD)),
         )
         self.num_rows = rows
@@ -142,9 +140,9 @@ class Engine:
         try:
             self.cursor.start(schedule, self._moves)
             yield
-            self._updates += self.cursor.update_tasks()
+            self.updates.add(self.cursor.update_tasks())
             self.cursor.finish()
-            self._changed, self.pending_table = False, None
+            self._changed, self.updates.table = False, None
         except BaseException as error:
             self.fault(error)
             raise
@@ -254,7 +252,7 @@ class Engine:
             self.weights_changed()
             if EMBED in self._landed or (self.parts.tied and HEAD in self._landed):
                 assert self.grads.slots is not None
-                self.pending_table = self._in_backward.table(self.grads.slots.table_grads())
+                self.updates.table = self._in_backward.table(self.grads.slots.table_grads())
             return
         self.grads.publish(name for unit in self._landed for name in self.trainable(unit))
 
@@ -284,8 +282,8 @@ class Engine:
     def _update_moves(self, unit: str) -> Sequence[Move]:
         """The table's pending update in a forward, or a unit's own in a backward."""
         if self._backward_of is None:
-            assert self.pending_table is not None
-            return self.pending_table.rest()
+            assert self.updates.table is not None
+            return self.updates.table.rest()
         assert self._in_backward is not None
         assert self.grads.slots is not None
         return self._in_backward.moves(unit, self.grads.slots.of(unit))
@@ -301,29 +299,17 @@ class Engine:
             table: the table's part, for the next forward to do.
         """
         self.check_alive()
-        self.finish_updates()
+        self.updates.finish()
         self.weights_changed()
-        self.pending_table = table
+        self.updates.table = table
         self.cursor.start(schedule, lambda op: moves[op.unit])
-        self._updates = self.cursor.update_tasks()
+        self.updates.add(self.cursor.update_tasks())
         self.cursor.finish()
 
     def weights_changed(self) -> None:
         """The host's weights are new, or will be when the updates that are on their way are done."""
         self.store.version += 1
         self._changed = True
-
-    def finish_updates(self) -> None:
-        """Block until every update is done, the table's included."""
-        updates, self._updates = self._updates, []
-        self.device.wait(updates)
-        if self.pending_table is not None:
-            op = Op(Kind.UPDATE, EMBED, Stream.HOST)
-            task = Task(op, [], self.pending_table.rest())
-            self.device.announce([task])
-            self.device.issue(task)
-            self.device.wait([task])
-            self.pending_table = None
 
     def update_in_backward(self, updates: UpdatesInBackward) -> None:
         """From now on units are updated as their gradients land. ConfigError if there is a gradient store already."""
@@ -336,28 +322,16 @@ class Engine:
         self.allocate_grads()
         self.grads.slots = LandingSlots(self.store, self.device, self.parts)
 
-    def tear(self, error: BaseException) -> None:
-        """An update failed inside a kernel: some weights are new, some old."""
-        self._torn = f"{type(error).__name__}: {error}"
-
-    @property
-    def torn(self) -> bool:
-        return self._torn is not None
-
     def check_alive(self) -> None:
-        """Finish pending updates. TornModelError if one failed half-way."""
-        if self._torn is not None:
-            raise TornModelError(
-                f"an optimizer update was not completed ({self._torn}), so some weights are new and some old. "
-                "Load the model or a checkpoint again."
-            )
+        """Go on with an update pass that was broken off. TornModelError if an update failed half-way."""
+        self.updates.refuse_if_torn()
         if self.cursor.schedule is not None and self.cursor.schedule.name == "update":
             self.cursor.finish()
 
     def fault(self, error: BaseException) -> None:
         """Give up the running pass: free all slots and boundaries, and invalidate the step's gradients."""
         if self._backward_of is not None and self.cursor.update_begun():
-            self.tear(error)  # some units of this step are new, some old
+            self.updates.tear(error)  # some units of this step are new, some old
         self.cursor.abandon()
         self._quiesce()
         if self.handle is not None or self._backward_of is not None:  # an evaluation touches no gradient
@@ -387,8 +361,7 @@ class Engine:
     def hand_out_grad(self, param: nn.Parameter) -> None:
         """Somebody may read a gradient, or write to it: it must have landed, and no update may still need it."""
         self.wait_for_grads()
-        if self._updates or self.pending_table is not None:
-            self.finish_updates()
+        self.updates.finish()
         if id(param) in self._unit_of:
             self.grads.squares.forget(self._unit_of[id(param)])
 
@@ -400,12 +373,12 @@ class Engine:
             self.grads.wait()
         except Exception as error:
             if self._in_backward is not None:
-                self.tear(error)
+                self.updates.tear(error)
             raise
 
     def drain(self) -> None:
         """Block until nothing is on its way, and all updates are done."""
         self.device.synchronize()
-        self.finish_updates()
+        self.updates.finish()
         if not self.cursor.active:
             self.cursor.forget()

@@ -40,8 +40,8 @@ class Table:
         rows, positions = torch.unique(self._on_host(ids), return_inverse=True)
         buffer = engine.memory.table_rows.get(rows.numel() * table.shape[1], engine.options.compute_dtype)
         received = buffer.view(rows.numel(), table.shape[1])
-        if engine.pending_table is not None:
-            engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.pending_table.rows(rows))
+        if engine.updates.table is not None:
+            engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(rows))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
         use = _Use(self, rows, send(positions, engine.device.torch_device), engine.handle)
         if engine.handle is not None and engine.trainable(EMBED):
@@ -62,7 +62,7 @@ class Table:
         engine = self.engine
         if engine.grads.slots is not None and not engine.grads.slots.keeps(EMBED):
             report = engine.grads.squares.landing(EMBED, whole=True)
-            engine.finish_updates()  # the last one of the table reads the slot
+            engine.updates.finish()  # the last one of the table reads the slot
             return Land(engine.grads.slots.rows(rows).view(-1), outgoing.view(-1), False, report)
         # A tied head's gradient has landed on the same table earlier in this pass.
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))

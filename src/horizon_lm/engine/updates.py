@@ -1,11 +1,14 @@
-"""What the engine asks of an optimizer whose updates it runs."""
+"""Updates of weights: what the engine asks of an optimizer for them, and those that are not done yet."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
+from horizon_lm.device.base import Device, Task
 from horizon_lm.device.moves import Move
+from horizon_lm.errors import TornModelError
+from horizon_lm.schedule.ops import EMBED, Kind, Op, Stream
 
 
 class TableUpdate(Protocol):
@@ -41,3 +44,45 @@ class UpdatesInBackward(Protocol):
     def table(self, grads: TableGrads) -> TableUpdate | None:
         """The update of the table; None if the optimizer does not have it."""
         ...
+
+
+class PendingUpdates:
+    """Updates that may still be running, and the table's, which the next forward begins with its own rows.
+
+    Attributes:
+        table: what is left to do of the table; None if nothing is.
+        torn: why some weights are new and some old; None if they are not.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._running: list[Task] = []
+        self.table: TableUpdate | None = None
+        self.torn: str | None = None
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """These have been given to the device."""
+        self._running += tasks
+
+    def finish(self) -> None:
+        """Block until every update is done, the table's included."""
+        running, self._running = self._running, []
+        self._device.wait(running)
+        if self.table is not None:
+            task = Task(Op(Kind.UPDATE, EMBED, Stream.HOST), [], self.table.rest())
+            self._device.announce([task])
+            self._device.issue(task)
+            self._device.wait([task])
+            self.table = None
+
+    def tear(self, error: BaseException) -> None:
+        """An update failed inside a kernel: some weights are new, some old."""
+        self.torn = f"{type(error).__name__}: {error}"
+
+    def refuse_if_torn(self) -> None:
+        """TornModelError if an update failed half-way."""
+        if self.torn is not None:
+            raise TornModelError(
+                f"an optimizer update was not completed ({self.torn}), so some weights are new and some old. "
+                "Load the model or a checkpoint again."
+            )

@@ -143,7 +143,7 @@ class AdamW(torch.optim.Optimizer):
     @property
     def torn(self) -> bool:
         """Whether an update was not completed, so that the model has to be loaded again."""
-        return self._engine.torn
+        return self._engine.updates.torn is not None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
@@ -172,7 +172,7 @@ class AdamW(torch.optim.Optimizer):
                 f"{what}. It was not applied, but other units were updated as their gradients came, so the model is torn: "
                 f"load it or a checkpoint again. {remedy}"
             )
-            self._engine.tear(error)
+            self._engine.updates.tear(error)
             raise error
         if not self._skips:
             raise NonFiniteError(f"{what}; the weights are unchanged. {remedy}")
@@ -238,7 +238,7 @@ class AdamW(torch.optim.Optimizer):
         return [
             piece
             for run, scalars in self._runs(unit, names, clip)
-            for piece in span_pieces(arrays, run, values, scalars, self._engine.tear, guard)
+            for piece in span_pieces(arrays, run, values, scalars, self._engine.updates.tear, guard)
         ]
 
     def _runs(self, unit: str, names: list[str], clip: float) -> list[tuple[list[str], Scalars]]:
@@ -265,7 +265,7 @@ class AdamW(torch.optim.Optimizer):
         runs = self._runs(EMBED, list(self._store.units[EMBED].layout), clip)
         if not runs:
             return None
-        return TableRows(self._arrays[EMBED], grads, runs[0][1], self._engine.tear, self._guard(EMBED))
+        return TableRows(self._arrays[EMBED], grads, runs[0][1], self._engine.updates.tear, self._guard(EMBED))
 
     def _guard(self, unit: str) -> Callable[[], bool]:
         """Whether a unit may be updated when its turn comes. After a backward that is known; in one it is not."""
@@ -301,7 +301,7 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, once all updates are done. The moments are views, not copies."""
         self._engine.check_alive()
-        self._engine.finish_updates()
+        self._engine.updates.finish()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
