@@ -122,6 +122,22 @@ def test_the_emulation_sees_mistakes(gpu: EmulatedGpu) -> None:
     assert len(gpu.waits) == 4
 
 
+def test_ids_that_are_changed_on_the_way(gpu: EmulatedGpu) -> None:
+    """Ids are looked up where the caller had them, unless somebody wrote to those on the device."""
+
+    def change(module: Any, args: Any) -> None:
+        args[0][:, 2] = 5
+
+    losses = []
+    for device in (CudaDevice(), "cpu"):
+        model = horizon_lm.stream(
+            families.build("llama"), device, "float32", compile=False, attn_implementation="varlen"
+        )
+        model.model.embed_tokens.register_forward_pre_hook(change)
+        losses.append(_train(model, "none")[0])
+    assert losses[0] == losses[1]
+
+
 def test_a_program_ends_as_it_should() -> None:
     """A thread that was inside torch when the interpreter ended would abort the process."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)

@@ -13,6 +13,7 @@ import torch
 import horizon_lm
 from horizon_lm.device.base import Task
 from horizon_lm.device.streams import StreamDevice
+from horizon_lm.engine import residency
 from horizon_lm.engine.memory import Residency
 from horizon_lm.errors import StreamingError
 from horizon_lm.schedule.ops import Kind, Stream
@@ -60,7 +61,7 @@ def test_a_missing_wait_is_seen(
                 _slow_updates(device)
             if not same(train(device, expected, **options), expected):
                 return
-        except (ArithmeticError, RuntimeError):
+        except (ArithmeticError, StreamingError):
             return
     raise AssertionError(f"{waiting} did not wait for {for_}, and nobody noticed")
 
@@ -172,21 +173,89 @@ def test_spare_memory_is_spent_and_changes_nothing(spare: int, planned: Residenc
     assert all(torch.equal(a, b) for a, b in zip(got_weights, weights, strict=True))
 
 
-@pytest.mark.parametrize("spare", [8_000_000, 20_000_000, 200_000_000])
-@pytest.mark.parametrize("options", [{}, {"head": "whole"}, {"device_micro_batch_size": 2}], ids=str)
-@pytest.mark.parametrize("measures", [False, True], ids=["by shapes", "tried"])
-def test_the_peak_that_was_planned_is_reached(spare: int, options: dict[str, Any], measures: bool) -> None:
-    built = families.build("llama", hidden_size=128, intermediate_size=384, num_hidden_layers=8, vocab_size=997)
-    device = ThreadedDevice(1, delay=1e-4, spare=spare, measures=measures)
-    batch = families.batch(rows=4, length=64, padding="none")
+PEAKS: dict[str, dict[str, Any]] = {
+    "planned": {},
+    "whole head": {"head": "whole"},
+    "micro-batches": {"device_micro_batch_size": 2},
+    "one row at a time, nothing kept": {"device_micro_batch_size": 1, "boundaries": "host"},
+    "nothing kept": {"boundaries": "host"},
+    "update in backward": {"update_in_backward": True},
+    "after an evaluation": {"evaluate": True},
+    "the first block frozen": {"freeze": True},
+    "blocks of two kinds": {"family": "deepseek_v3"},
+    "experts": {"family": "mixtral"},
+    "eager attention": {"family": "gemma2"},
+    "longer rows": {"family": "gemma2", "then": (2, 256)},
+}
+
+
+def test_a_plan_that_failed_is_made_for_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory while planning, and the usual remedy."""
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    model = horizon_lm.stream(families.build("llama"), ThreadedDevice(1, spare=400_000, measures=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(residency, "measured_footprint", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(**families.batch(rows=4))
+    model(**families.batch(rows=2)).loss.backward()
+    engine = model._horizon.engine
+    assert engine.plan is not None
+    assert engine.residency == engine.plan.residency
+    assert engine.residency.boundaries == 3
+
+
+def test_a_stream_that_takes_nothing_any_more_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = _make(device := ThreadedDevice(1))
+    _step(model, optimizer, 1)
+    horizon_lm.synchronize(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "_wait_event", lambda stream, event: 1 / 0 if stream is not None else event.synchronize())
+        device.allocate(8, torch.float32, "table_rows")  # which the copy streams have to wait for
+        with pytest.raises(ZeroDivisionError):
+            _step(model, optimizer, 2)
+    optimizer.zero_grad()
+    assert torch.isfinite(torch.tensor(_step(model, optimizer, 3)))
+
+
+MAY_BE_LESS = ("the first block frozen", "blocks of two kinds", "longer rows")  # planned as if all were as the largest
+
+
+@pytest.mark.parametrize("spare", [20_000_000, 200_000_000])
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_that_was_planned_is_not_exceeded(spare: int, name: str) -> None:
+    options = dict(PEAKS[name])
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 997}
+    depth = {} if options.get("family") == "deepseek_v3" else {"num_hidden_layers": 8}
+    built = families.build(options.pop("family", "llama"), **sizes, **depth)
+    device = ThreadedDevice(1, delay=1e-4, spare=spare, measures=True)
+    shapes = [(8, 64), options.pop("then", (8, 64))]
+    evaluate, freeze = options.pop("evaluate", False), options.pop("freeze", False)
+    update_in_backward = options.pop("update_in_backward", False)
     with StorageMeter() as meter:
         model = horizon_lm.stream(built, device, **options)
-        for step in range(3):
-            if step == 2:
-                meter.peak = meter.current
-            model(input_ids=batch["input_ids"], labels=batch["labels"]).loss.backward()
-            horizon_lm.synchronize(model)
-    assert abs(meter.peak / model._horizon.engine.plan.peak - 1) < 0.05
+        optimizer = horizon_lm.AdamW(model, update_in_backward=True) if update_in_backward else None
+        if freeze:
+            for param in model.model.layers[0].parameters():
+                param.requires_grad_(False)
+        for rows, length in shapes:
+            ids = torch.randint(3, 997, (rows, length))
+            if evaluate:
+                with torch.no_grad():
+                    model(input_ids=ids)
+            for step in range(2):
+                if step == 1:  # what planning took is no step's
+                    meter.peak = meter.current
+                model(input_ids=ids, labels=ids).loss.backward()
+                if optimizer is not None:
+                    optimizer.step()
+                horizon_lm.synchronize(model)
+            plan = model._horizon.engine.plan
+            print(f"{plan.residency}, stated {plan.peak / 1e6:.1f} MB, counted {meter.peak / 1e6:.1f}")
+            assert meter.peak < 1.05 * plan.peak
+    assert meter.peak > (0.6 if name in MAY_BE_LESS else 0.85) * plan.peak
 
 
 @pytest.mark.parametrize("update_in_backward", [False, True])

@@ -78,6 +78,12 @@ def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [None] * 3
 
 
+def test_masks_that_are_given_as_a_whole_are_left_alone() -> None:
+    config = families.build("gemma3_text").config
+    for mask in ({"full_attention": torch.ones(1, 1, 9, 9)}, torch.ones(1, 1, 9, 9)):
+        attention.refuse_large_mask(config, {"attention_mask": mask}, 2**20, 2**20, 4)
+
+
 @pytest.mark.parametrize("limit", [2 * 12 * 12, 2 * 12 * 12 - 1], ids=["fits", "too large"])
 @pytest.mark.parametrize(
     ("family", "implementation", "batch", "has_mask"),

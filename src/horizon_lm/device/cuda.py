@@ -36,7 +36,7 @@ class CudaDevice(StreamDevice):
             if all of it could.
     """
 
-    scratch_bytes = _PIECE * (2 + 4)  # gradients are summed and rounded in pieces
+    scratch_bytes = _PIECE * 8  # of two links, which convert and sum in pieces, in the worst case
 
     def __init__(self, name: str = "cuda", capacity: int | None = None, host_threads: int | None = None) -> None:
         if not torch.cuda.is_available():

@@ -71,6 +71,7 @@ class StreamDevice(ABC):
         self._issuers: dict[Stream, _Issuer] = {}
         self._changed = threading.Condition()
         self._failed: list[Task] = []
+        self.broken: dict[Stream, BaseException] = {}  # streams that did not even take an event to wait for
         self._times: list[_Times] = []
         self._reached: tuple[Any, Any] | None = None
 
@@ -155,6 +156,7 @@ class StreamDevice(ABC):
         for task in self._failed:
             task.done = True  # of any pass: whoever waits for it from now on only wants it to be over
         self._failed.clear()
+        self.broken.clear()
 
     def _drain_streams(self) -> None:
         for issuer in self._issuers.values():
@@ -178,6 +180,8 @@ class StreamDevice(ABC):
             for before in self._failed:
                 if before.op.stream == task.op.stream and before.error is not None:
                     raise before.error
+            if task.op.stream in self.broken:
+                raise self.broken[task.op.stream]
             if task.op.kind == Kind.UPDATE_ROWS:  # host work in a copy stream: what the next copy takes
                 self.wait(task.waits)
                 self._host_pool().submit(task, trace=self.trace, urgent=True)
@@ -234,9 +238,7 @@ class StreamDevice(ABC):
 
     def _open_issuers(self) -> "dict[Stream, _Issuer]":
         if not self._issuers:
-            self._issuers = {
-                s: _Issuer(self, f"horizon-{s}", *self._open_stream()) for s in (Stream.COPY_IN, Stream.COPY_OUT)
-            }
+            self._issuers = {s: _Issuer(self, s, *self._open_stream()) for s in (Stream.COPY_IN, Stream.COPY_OUT)}
         return self._issuers
 
     # What a stream is
@@ -273,12 +275,14 @@ class StreamDevice(ABC):
 class _Issuer:
     """A thread that enqueues the tasks of one stream. It holds no reference to a device that has nothing to do."""
 
-    def __init__(self, device: StreamDevice, name: str, stream: Any, link: Link) -> None:
+    def __init__(self, device: StreamDevice, stream: Stream, of_device: Any, link: Link) -> None:
+        self._stream = stream
         self._queue: queue.SimpleQueue[Task | Event | None] = queue.SimpleQueue()
         self._finished = threading.Condition()
         self._unfinished = 0
         weakref.finalize(device, self._queue.put, None).atexit = False
-        start_thread(name, self._work, (weakref.ref(device), stream, link), lambda: self._queue.put(None))
+        args = (weakref.ref(device), of_device, link)
+        start_thread(f"horizon-{stream}", self._work, args, lambda: self._queue.put(None))
 
     def put(self, item: Task | Event) -> None:
         """Enqueue a task, or make what follows wait for an event."""
@@ -300,7 +304,9 @@ class _Issuer:
                     device.enqueue(stream, link, item)
                 else:
                     device._wait_event(stream, item)
-            finally:  # whatever happens, nobody waits for ever
+            except BaseException as error:
+                device.broken[self._stream] = error
+            finally:
                 del device, item  # while it waits, a thread keeps nothing alive
                 with self._finished:
                     self._unfinished -= 1

@@ -5,6 +5,7 @@ process.
 """
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -21,11 +22,15 @@ def start_thread(name: str, target: Callable[..., None], args: tuple[Any, ...], 
     Args:
         name: of the thread.
         target, args: what it does; they refer to the device weakly.
-        stop: makes ``target`` return when it has done what it was given. Called once at the interpreter's end.
+        stop: makes ``target`` return soon. Called once at the interpreter's end.
     """
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     _running[thread] = stop
     thread.start()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)  # a child has none of these threads
 
 
 @atexit.register

@@ -18,6 +18,7 @@ from horizon_lm.engine.rows import BlockCall, Path, RowOutputs, compare_rows, fl
 from horizon_lm.errors import RecomputeMismatchError
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
+from horizon_lm.model.footprint import Footprint
 from horizon_lm.model.template import BoundBlock, SharedBuffers, Template, structure_key
 from horizon_lm.schedule.ops import Kind, block
 
@@ -26,6 +27,27 @@ RowProbe = Callable[[int], list[torch.Size]]  # block index -> shapes of its ten
 
 class ProbeDoneError(Exception):
     """Ends a forward that was only to reach a block, and to see what that is given."""
+
+
+class Rehearsal:
+    """A forward that is only to show what blocks take: one of each structure is tried.
+
+    Attributes:
+        footprints: of those, for one micro-batch.
+        hidden: input of the first block, for the whole batch.
+        outputs: by template, of which only the structure matters.
+    """
+
+    def __init__(self) -> None:
+        self.footprints: list[Footprint] = []
+        self.hidden: torch.Tensor | None = None
+        self.outputs: dict[Template, RowOutputs] = {}
+
+    def plan(self, engine: Engine) -> DevicePlan:
+        """What may stay on the device, as if every block were like the largest."""
+        assert self.hidden is not None
+        largest = Footprint(max(f.graph for f in self.footprints), max(f.peak for f in self.footprints))
+        return plan_device(engine, largest, self.hidden)
 
 
 class Blocks:
@@ -48,7 +70,7 @@ class Blocks:
         self.segments: Segments | None = None  # of the running forward's rows, if its attention wants them
         self.probe_rows: RowProbe | None = None
         self.probing: tuple[int, list[torch.Size]] | None = None
-        self.planning: Callable[[DevicePlan], None] | None = None
+        self.rehearsal: Rehearsal | None = None
 
     def forward(self, index: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stands in for ``module.forward``."""
@@ -56,9 +78,8 @@ class Blocks:
         call = BlockCall(args, kwargs)
         if self.probing is not None:
             return self._probe(index, call)
-        if self.planning is not None:
-            self.planning(self._plan(call))
-            raise ProbeDoneError
+        if self.rehearsal is not None:
+            return self._rehearse(index, call, self.rehearsal)
         keys = capture.requested_keys()
         handle = self.engine.handle
         if handle is not None and index in handle.keeps:
@@ -73,13 +94,24 @@ class Blocks:
         capture.publish(captured)
         return output
 
-    def _plan(self, call: BlockCall) -> DevicePlan:
-        """What may stay on the device when the first block is called so."""
-        (start, stop), *_ = self.engine.micro_batches()
-        part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, self._dims(0, call), strict=True)]
-        with attending(self.segments, start, stop), capture.capture(()):
-            footprint = find_footprint(self.engine, self._bound[0], *call.rebuild(part))
-        return plan_device(self.engine, footprint, call.tensors[call.hidden])
+    def _rehearse(self, index: int, call: BlockCall, rehearsal: Rehearsal) -> Any:
+        """Try the block if it is the first one of its structure; otherwise its output is as good as that one's."""
+        bound = self._bound[index]
+        if bound.template not in rehearsal.outputs:
+            (start, stop), *_ = self.engine.micro_batches()
+            part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, self._dims(index, call), strict=True)]
+            with attending(self.segments, start, stop), capture.capture(()):
+                footprint, output = find_footprint(self.engine, bound, *call.rebuild(part))
+            outputs = rehearsal.outputs[bound.template] = RowOutputs(self.engine.num_rows)
+            outputs.add(start, stop, (output, {}))
+            outputs.release()
+            rehearsal.footprints.append(footprint)
+        if rehearsal.hidden is None:
+            rehearsal.hidden = call.tensors[call.hidden]
+        if index == self.engine.parts.num_blocks - 1:
+            raise ProbeDoneError
+        self._output_of[index] = outputs = rehearsal.outputs[bound.template]
+        return outputs.rebuild(outputs.imitate(self.engine.num_rows))[0]
 
     def compute_forward(
         self, index: int, call: BlockCall, keys: tuple[str, ...], kept: "_Kept | None" = None

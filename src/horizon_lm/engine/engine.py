@@ -16,7 +16,7 @@ from horizon_lm.engine.cursor import Cursor
 from horizon_lm.engine.grads import HostGrads
 from horizon_lm.engine.handle import BoundaryPool, Claim, ForwardHandle
 from horizon_lm.engine.landing import LandingSlots
-from horizon_lm.engine.memory import DeviceMemory, DevicePlan, Options, Residency, block_index
+from horizon_lm.engine.memory import BatchSize, DeviceMemory, DevicePlan, Options, Residency, block_index
 from horizon_lm.engine.replay import MicroBatchRandomness
 from horizon_lm.engine.updates import PendingUpdates, TableUpdate, UpdatesInBackward
 from horizon_lm.errors import ConfigError, ScheduleMismatchError, StreamingError
@@ -56,7 +56,7 @@ class Engine:
 
         self.memory = DeviceMemory(parts, store, device, options)
         self.plan: DevicePlan | None = None  # None until a first batch is known
-        self._planned_tokens = 0
+        self._planned = BatchSize()
         self._handles: weakref.WeakSet[ForwardHandle] = weakref.WeakSet()
         self._set_residency(options.residency or Residency(0))
 
@@ -91,15 +91,27 @@ class Engine:
         """The host slabs of the unit that a parameter belongs to."""
         return self.store.units[self.store.unit_of[name]]
 
-    def needs_plan(self, tokens: int) -> bool:
-        """Whether training on so many tokens has to be planned: on a device of limited memory, and more than ever before."""
-        is_limited = self.device.spare_bytes() is not None
-        return is_limited and tokens > self._planned_tokens and all(handle.consumed for handle in self._handles)
+    def needs_plan(self, size: BatchSize) -> bool:
+        """Whether training on such a batch has to be planned: it is larger than any before, and device memory is limited."""
+        unplanned = not self._planned.covers(size) and all(handle.consumed for handle in self._handles)
+        return unplanned and self.device.spare_bytes() is not None
 
-    def adopt(self, plan: DevicePlan | None, tokens: int) -> None:
-        """Train on up to so many tokens as planned; None: as if nothing were known, to plan again."""
-        self.plan, self._planned_tokens = plan, tokens
-        residency = plan.residency if plan is not None else self.options.residency or Residency(0)
+    @contextmanager
+    def planning(self, size: BatchSize) -> Iterator[list[DevicePlan]]:
+        """Inside, nothing stays on the device. A plan that is put into the list holds for such batches and all before."""
+        self.check_alive()
+        plans: list[DevicePlan] = []
+        self._reside(self.options.residency or Residency(0))
+        try:
+            yield plans
+            if plans:
+                self.plan = plans[0] if self.plan is None else self.plan.together_with(plans[0])
+                self._planned = self._planned.together_with(size)
+        finally:
+            if self.plan is not None:
+                self._reside(self.plan.residency)
+
+    def _reside(self, residency: Residency) -> None:
         if residency != self.residency:
             self.drain()
             self._set_residency(residency)
@@ -332,10 +344,10 @@ class Engine:
         """Give up the running pass: free all slots and boundaries, and invalidate the step's gradients."""
         if self._backward_of is not None and self.cursor.update_begun():
             self.updates.tear(error)  # some units of this step are new, some old
-        self.cursor.abandon()
-        self._quiesce()
         if self.handle is not None or self._backward_of is not None:  # an evaluation touches no gradient
             self.grads.invalid = True
+        self.cursor.abandon()
+        self._quiesce()
         for handle in (self._backward_of, self.handle):
             if handle is not None:
                 handle.consumed = True

@@ -1,7 +1,7 @@
 """The engine's buffers on the device, all of them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -28,16 +28,46 @@ class Residency:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchSize:
+    """What of a batch decides how much memory a step takes.
+
+    Attributes:
+        tokens: rows times their length.
+        length: of the rows.
+        tokens_at_once: of one device micro-batch.
+        is_masked: it has an attention mask.
+    """
+
+    tokens: int = 0
+    length: int = 0
+    tokens_at_once: int = 0
+    is_masked: bool = False
+
+    def covers(self, other: "BatchSize") -> bool:
+        return self.together_with(other) == self
+
+    def together_with(self, other: "BatchSize") -> "BatchSize":
+        """The largest of each."""
+        return BatchSize(*map(max, astuple(self), astuple(other)))
+
+
+@dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """What was planned for batches of one size.
+    """What was planned for batches up to some size.
 
     Attributes:
         residency: what stays on the device.
-        peak: bytes of device memory at most, from everything that a training step allocates there.
+        peak: bytes of device memory that a training step allocates at once: the engine's buffers exactly, what blocks and
+            head need for a while as counted when it was planned.
     """
 
     residency: Residency
     peak: int
+
+    def together_with(self, other: "DevicePlan") -> "DevicePlan":
+        """For the batches of both."""
+        residency = Residency(*map(min, astuple(self.residency), astuple(other.residency)))
+        return DevicePlan(residency, max(self.peak, other.peak))
 
 
 @dataclass(frozen=True, slots=True)

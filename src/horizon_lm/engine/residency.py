@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.memory import DevicePlan, Residency
@@ -15,6 +16,7 @@ from horizon_lm.plan.spare import LOGIT_BYTES, Working, spend
 
 _MARGIN = 0.05  # of what is spare, for what the allocator cannot use
 _HIDDEN_AT_HEAD = 2  # the last block's output and its gradient, of the whole batch
+_HIDDEN_IN_CHUNK = 3  # the same of a chunk of tokens, and what the norm makes of it
 
 
 def plan_device(engine: Engine, footprint: Footprint, hidden: torch.Tensor) -> DevicePlan:
@@ -36,9 +38,19 @@ def plan_device(engine: Engine, footprint: Footprint, hidden: torch.Tensor) -> D
     )
     at_once = min(tokens, options.head_chunk_tokens) if options.head == "chunked" else tokens
     num_blocks = engine.parts.num_blocks
-    graph = footprint.graph * len(engine.micro_batches())
-    head = at_once * sizes.vocabulary * LOGIT_BYTES[options.head] + _HIDDEN_AT_HEAD * boundary
-    working = Working(graph, footprint.peak, head, num_blocks)
+    num_micro_batches = len(engine.micro_batches())
+    # Several micro-batches are put together: a block's output when it is computed, its input's gradient when it is
+    # differentiated.
+    together = 2 * boundary if num_micro_batches > 1 else 0
+    of_chunk = sizes.vocabulary * LOGIT_BYTES[options.head] + _HIDDEN_IN_CHUNK * boundary // tokens
+    head = at_once * of_chunk + _HIDDEN_AT_HEAD * boundary
+    working = Working(
+        graph=footprint.graph * num_micro_batches,
+        peak=footprint.peak + together,
+        beside=footprint.peak - footprint.graph + together,
+        head=head,
+        num_blocks=num_blocks,
+    )
 
     residency = options.residency
     if residency is None:
@@ -53,14 +65,21 @@ def plan_device(engine: Engine, footprint: Footprint, hidden: torch.Tensor) -> D
     return DevicePlan(residency, peak + working.with_graphs(residency.graphs) + engine.device.scratch_bytes)
 
 
-def find_footprint(engine: Engine, bound: BoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Footprint:
-    """What a block takes when it is called so: tried on the device where that can tell, else found by its shapes."""
-    meter, dtype = engine.device.meter(), engine.options.compute_dtype
+def find_footprint(
+    engine: Engine, bound: BoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Footprint, Any]:
+    """What a block takes when it is called so: tried on the device where that can tell, else found by its shapes.
+
+    Returns:
+        That, and an output of the block's structure.
+    """
+    meter, dtype, device = engine.device.meter(), engine.options.compute_dtype, engine.device.torch_device
     if meter is None:
-        return block_footprint(bound.template.module, args, kwargs, dtype)
+        footprint, output = block_footprint(bound.template.module, args, kwargs, dtype)
+        return footprint, tree_map(lambda t: torch.zeros_like(t, device=device), output)
     state = engine.device.rng_state()
     try:
         with no_autocast_cache():
-            return measured_footprint(bound, args, kwargs, dtype, engine.device.torch_device, meter)
+            return measured_footprint(bound, args, kwargs, dtype, device, meter)
     finally:
         engine.device.set_rng_state(state)

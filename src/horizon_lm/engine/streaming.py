@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from horizon_lm.device.base import send
-from horizon_lm.engine.blocks import Blocks, ProbeDoneError
+from horizon_lm.engine.blocks import Blocks, ProbeDoneError, Rehearsal
 from horizon_lm.engine.chunked_head import IGNORED, ChunkedHead, LossInputs
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.head import Head
 from horizon_lm.engine.logprobs import LogprobRun, TokenLogprobs, logprobs_of_logits
 from horizon_lm.engine.loss import LossRun
-from horizon_lm.engine.memory import DevicePlan
+from horizon_lm.engine.memory import BatchSize
 from horizon_lm.engine.outer import Outer
 from horizon_lm.engine.table import Table
 from horizon_lm.errors import StreamingError
@@ -105,12 +105,11 @@ class Streaming:
         config = self._model.config.get_text_config()
         varlen = config._attn_implementation == attention.NAME
         self.blocks.segments = attention.segments_of_call(call, device) if varlen else None
-        attention.refuse_large_mask(config, call, *tokens.shape[:2])
+        rows, length = tokens.shape[:2]
+        attention.refuse_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
         given = call.get("input_ids")
         call = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-        self.table.known_ids = (
-            (call["input_ids"], given) if given is not None and given.device.type == "cpu" else (None, None)
-        )
+        self.table.expect(call.get("input_ids"), given)
         inputs_need_grad = bool(call.get("inputs_embeds") is not None and call["inputs_embeds"].requires_grad)
         trains = inputs_need_grad or any(ref.param.requires_grad for ref in engine.refs.values())
         recording = torch.is_grad_enabled() and trains
@@ -120,9 +119,11 @@ class Streaming:
             raise StreamingError("use_cache=True is for generation; in training it would keep every block's keys")
 
         self.blocks.signature = tuple(sorted((k, _rank(v)) for k, v in call.items()))
-        rows, num_tokens, embed = tokens.shape[0], tokens.shape[0] * tokens.shape[1], call.get("inputs_embeds") is None
-        if recording and engine.needs_plan(num_tokens):
-            self._plan(lambda outer: compute(dict(call), outer), rows, num_tokens, embed)
+        embed = call.get("inputs_embeds") is None
+        at_once = min(rows, engine.options.device_micro_batch_size or rows) * length
+        size = BatchSize(rows * length, length, at_once, call.get("attention_mask") is not None)
+        if recording and engine.needs_plan(size):
+            self._plan(lambda outer: compute(dict(call), outer), size, rows, embed)
         with engine.forward_pass(
             recording=recording,
             rows=rows,
@@ -135,25 +136,26 @@ class Streaming:
                 output = compute(call, outer)
         return output
 
-    def _plan(self, compute: Callable[[dict[str, torch.Tensor]], Any], rows: int, num_tokens: int, embed: bool) -> None:
-        """Plan what may stay on the device: compute up to the first block, and see what that is given."""
+    def _plan(self, compute: Callable[[dict[str, torch.Tensor]], Any], size: BatchSize, rows: int, embed: bool) -> None:
+        """Plan what may stay on the device: rehearse a forward up to the last block, and see what blocks take."""
         engine = self.engine
-        engine.adopt(None, num_tokens)  # what stayed there until now is free for the new plan
-        plans: list[DevicePlan] = []
         state = engine.device.rng_state()
-        self.blocks.planning = plans.append
-        try:
-            with (
-                torch.no_grad(),
-                engine.forward_pass(recording=False, rows=rows, embed=embed, inputs_need_grad=False, head_grads=False),
-                self.outer.in_place(outer := self.outer.load()),
-            ):
-                compute(outer)
-        except ProbeDoneError:
-            engine.adopt(plans[0], num_tokens)
-        finally:
-            self.blocks.planning = None
-            engine.device.set_rng_state(state)
+        with engine.planning(size) as plans:
+            rehearsal = self.blocks.rehearsal = Rehearsal()
+            try:
+                with (
+                    torch.no_grad(),
+                    engine.forward_pass(
+                        recording=False, rows=rows, embed=embed, inputs_need_grad=False, head_grads=False
+                    ),
+                    self.outer.in_place(outer := self.outer.load()),
+                ):
+                    compute(outer)
+            except ProbeDoneError:
+                plans.append(rehearsal.plan(engine))
+            finally:
+                self.blocks.rehearsal = None
+                engine.device.set_rng_state(state)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind(self._model, *args, **kwargs).arguments

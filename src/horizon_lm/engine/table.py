@@ -25,8 +25,7 @@ class Table:
         (self._name,) = engine.store.units[EMBED].layout
         self.width = engine.store.weight(self._name).shape[1]
         self.probe_rows: int | None = None  # answer a probe with zeros for so many rows
-        # Ids on the device and the same ones in host memory, where the caller had them: fetching them would wait.
-        self.known_ids: tuple[torch.Tensor | None, Any] = (None, None)
+        self._known: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Stands in for the embedding module's forward. ids (B, T) -> hidden states (B, T, H)."""
@@ -48,10 +47,17 @@ class Table:
             return _TableFunction.apply(use, received, engine.anchor)
         return use.forward(received)
 
+    def expect(self, ids: torch.Tensor | None, on_host: torch.Tensor | None) -> None:
+        """The coming forward's ids, and the same ones where the caller had them: fetching them would wait for the device."""
+        known = ids is not None and on_host is not None and on_host.device.type == "cpu"
+        self._known = (ids, ids._version, on_host) if known else None  # type: ignore[union-attr, assignment]
+
     def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
-        given, same = self.known_ids
-        if given is not None and given.data_ptr() == ids.data_ptr() and given.shape == ids.shape:
-            return same
+        if self._known is not None:
+            given, version, on_host = self._known
+            same_place = given.data_ptr() == ids.data_ptr() and given.stride() == ids.stride()
+            if same_place and given.shape == ids.shape and ids._version == version:
+                return on_host
         return ids.to("cpu")
 
     def _table(self, slab: torch.Tensor) -> torch.Tensor:

@@ -82,22 +82,24 @@ def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments 
     return segments
 
 
-def refuse_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: int) -> None:
+def refuse_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: int, itemsize: int) -> None:
     """DoesNotFitError when a forward would make a mask larger than `LARGEST_MASK`, before it is made.
 
     Args:
         config: of the text model.
         call: arguments of its forward.
         rows, length: of its input, B and T.
+        itemsize: bytes of a number of the hidden states.
     """
     implementation, window = config._attn_implementation, getattr(config, "sliding_window", None)
-    mask = call.get("attention_mask")
-    if implementation not in ("eager", "sdpa") or (mask is not None and mask.ndim != 2):
+    mask, kinds = call.get("attention_mask"), getattr(config, "layer_types", None) or ("sliding_attention",)
+    given = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)  # as a whole
+    if implementation not in ("eager", "sdpa") or given:
         return
-    num_bytes = rows * length**2 * (4 if implementation == "eager" else 1)
+    num_bytes = rows * length**2 * (itemsize if implementation == "eager" else 1)
     if num_bytes <= LARGEST_MASK:
         return
-    windowed = window is not None and window < length
+    windowed = window is not None and window < length and "sliding_attention" in kinds
     segments = find_segments(mask, call.get("position_ids"), torch.device("cpu"))
     if implementation == "sdpa" and not windowed and segments is None:
         return  # plain causal attention needs none

@@ -1,7 +1,8 @@
 """What a block's computation takes on the device: tried there, or found by running it on the meta device.
 
-On the meta device nothing is computed. Storages are followed from the operation that makes them until Python drops them, as the device's allocator would. An
-attention kernel that keeps its inputs, its output and a number per query and head stands in for the fused ones.
+Devices that can tell what memory is in use are asked. On the meta device, for all others, nothing is computed: storages
+are followed from the operation that makes them until Python drops them, as a device's allocator would, and an attention
+kernel that keeps its inputs, its output and a number per query and head stands in for the fused ones.
 """
 
 import weakref
@@ -35,8 +36,10 @@ class Footprint:
     peak: int
 
 
-def block_footprint(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Footprint:
-    """The footprint of a block called with arguments of these shapes and dtypes.
+def block_footprint(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[Footprint, Any]:
+    """The footprint of a block called with arguments of these shapes and dtypes, and its output on the meta device.
 
     Args:
         block: a decoder block, with weights anywhere.
@@ -61,16 +64,16 @@ def block_footprint(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         for param in module.parameters():
             param.register_post_accumulate_grad_hook(_drop)  # into its slot
         torch.autograd.backward(tensors, [torch.empty_like(t) for t in tensors])
-    return Footprint(graph, storages.peak)
+    return Footprint(graph, storages.peak), _detached(output)
 
 
 def measured_footprint(
     bound: BoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device,
     meter: AbstractContextManager[Any],
-) -> Footprint:  # fmt: skip
-    """The footprint of a block as its template runs it on a device, compiled if it is.
+) -> tuple[Footprint, Any]:  # fmt: skip
+    """The footprint of a block as its template runs it on a device, compiled if it is; and its output.
 
-    Weights are drawn for it; it is left bound to them.
+    Weights are drawn for it, all of them trainable, whatever the template was bound to before.
 
     Args:
         bound: the block.
@@ -80,25 +83,32 @@ def measured_footprint(
     """
     template = bound.template
     params = {  # plain tensors, as in training: another class would be compiled for again
-        name: (0.02 * torch.randn(param.shape, dtype=dtype, device=device)).requires_grad_(param.requires_grad)
+        name: (0.02 * torch.randn(param.shape, dtype=dtype, device=device)).requires_grad_()
         for name, param in template.module.named_parameters()
     }
-    for param in (p for p in params.values() if p.requires_grad):
+    for param in params.values():
         param.register_post_accumulate_grad_hook(_drop)
     template.set_training(bound.training_flags())
     template.bind(bound, params)
-    args, kwargs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+    args, kwargs = _detached((args, kwargs))
     hidden = args[0] if args else kwargs["hidden_states"]
     hidden.requires_grad_()
     for _ in range(2):  # the first time, compilers and tuning take memory of their own
         hidden.grad = None
         with meter as used, torch.enable_grad():
-            tensors = _differentiable(template.forward(*args, hooked=False, **kwargs))
+            output = template.forward(*args, hooked=False, **kwargs)
+            tensors = _differentiable(output)
             graph = used.current
             torch.autograd.backward(tensors, [torch.zeros_like(t) for t in tensors])
             peak = used.peak
+        output = _detached(output)
         del tensors
-    return Footprint(graph, peak)
+    template.bind(bound, {name: param.detach().to("meta") for name, param in params.items()})  # frees what was drawn
+    return Footprint(graph, peak), output
+
+
+def _detached(output: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
 
 
 def _differentiable(output: Any) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Of one logit, counted: in the compute dtype and in fp32, its log-probability, and gradients; in chunks not all at once.
+# Counted, of one logit with its log-probability and gradients. The vocabulary's mean and entropy take half as much again.
 LOGIT_BYTES = {"chunked": 12, "whole": 16}
 _CHUNK_SHARE, _MOST_CHUNK_BYTES = 16, 4 * 2**30  # of spare memory for a chunk of logits, beyond which nothing is gained
 
@@ -32,12 +32,14 @@ class Working:
     Attributes:
         graph: what one block's computation of the whole batch keeps, without its input.
         peak: the most that a block's forward and backward hold at once.
+        beside: what the backward of a kept graph holds beside it.
         head: the most that the head holds at once.
         num_blocks: of the model.
     """
 
     graph: int
     peak: int
+    beside: int
     head: int
     num_blocks: int
 
@@ -47,7 +49,7 @@ class Working:
         Those are all there when the head computes, and when the last block is differentiated; they are gone when the
         blocks before them are computed again.
         """
-        there = graphs * self.graph + max(self.head, self.peak - self.graph if graphs else 0)
+        there = graphs * self.graph + max(self.head, self.beside if graphs else 0)
         return max(there, self.peak if graphs < self.num_blocks else 0)
 
 
