@@ -11,43 +11,16 @@ from horizon_lm.device.moves import Copy
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.grad_sink import GradSink
 from horizon_lm.engine.handle import ForwardHandle
-from horizon_lm.engine.memory import DevicePlan
+from horizon_lm.engine.rehearsal import Rehearsal
 from horizon_lm.engine.replay import Surroundings, no_autocast_cache, replaying
-from horizon_lm.engine.residency import find_footprint, plan_device
-from horizon_lm.engine.rows import BlockCall, Path, RowOutputs, compare_rows, flatten, slice_rows
+from horizon_lm.engine.rows import BlockCall, Path, ProbeDoneError, RowOutputs, compare_rows, flatten, slice_rows
 from horizon_lm.errors import RecomputeMismatchError
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
-from horizon_lm.model.footprint import Footprint
 from horizon_lm.model.template import BoundBlock, SharedBuffers, Template, structure_key
 from horizon_lm.schedule.ops import Kind, block
 
 RowProbe = Callable[[int], list[torch.Size]]  # block index -> shapes of its tensor inputs with one more row
-
-
-class ProbeDoneError(Exception):
-    """Ends a forward that was only to reach a block, and to see what that is given."""
-
-
-class Rehearsal:
-    """A forward that is only to show what blocks take: one of each structure is tried.
-
-    Attributes:
-        footprints: of those, for one micro-batch.
-        hidden: input of the first block, for the whole batch.
-        outputs: by template, of which only the structure matters.
-    """
-
-    def __init__(self) -> None:
-        self.footprints: list[Footprint] = []
-        self.hidden: torch.Tensor | None = None
-        self.outputs: dict[Template, RowOutputs] = {}
-
-    def plan(self, engine: Engine) -> DevicePlan:
-        """What may stay on the device, as if every block were like the largest."""
-        assert self.hidden is not None
-        largest = Footprint(max(f.graph for f in self.footprints), max(f.peak for f in self.footprints))
-        return plan_device(engine, largest, self.hidden)
 
 
 class Blocks:
@@ -79,7 +52,7 @@ class Blocks:
         if self.probing is not None:
             return self._probe(index, call)
         if self.rehearsal is not None:
-            return self._rehearse(index, call, self.rehearsal)
+            return self.rehearsal.forward(index, call)
         keys = capture.requested_keys()
         handle = self.engine.handle
         if handle is not None and index in handle.keeps:
@@ -94,24 +67,10 @@ class Blocks:
         capture.publish(captured)
         return output
 
-    def _rehearse(self, index: int, call: BlockCall, rehearsal: Rehearsal) -> Any:
-        """Try the block if it is the first one of its structure; otherwise its output is as good as that one's."""
-        bound = self._bound[index]
-        if bound.template not in rehearsal.outputs:
-            (start, stop), *_ = self.engine.micro_batches()
-            part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, self._dims(index, call), strict=True)]
-            with attending(self.segments, start, stop), capture.capture(()):
-                footprint, output = find_footprint(self.engine, bound, *call.rebuild(part))
-            outputs = rehearsal.outputs[bound.template] = RowOutputs(self.engine.num_rows)
-            outputs.add(start, stop, (output, {}))
-            outputs.release()
-            rehearsal.footprints.append(footprint)
-        if rehearsal.hidden is None:
-            rehearsal.hidden = call.tensors[call.hidden]
-        if index == self.engine.parts.num_blocks - 1:
-            raise ProbeDoneError
-        self._output_of[index] = outputs = rehearsal.outputs[bound.template]
-        return outputs.rebuild(outputs.imitate(self.engine.num_rows))[0]
+    def rehearse(self) -> Rehearsal:
+        """The coming forward only shows what blocks take."""
+        self.rehearsal = Rehearsal(self.engine, self._bound, self._dims, self._output_of, self.segments)
+        return self.rehearsal
 
     def compute_forward(
         self, index: int, call: BlockCall, keys: tuple[str, ...], kept: "_Kept | None" = None

@@ -69,6 +69,10 @@ def compare_rows(
     return dims
 
 
+class ProbeDoneError(Exception):
+    """Ends a forward that was only to reach a block, and to see what that is given."""
+
+
 def slice_rows(tensor: torch.Tensor, dim: int | None, start: int, stop: int) -> torch.Tensor:
     """Rows ``[start, stop)`` of a tensor; all of it when it has no row dimension."""
     return tensor if dim is None else tensor.narrow(dim, start, stop - start)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from horizon_lm.device.base import send
-from horizon_lm.engine.blocks import Blocks, ProbeDoneError, Rehearsal
+from horizon_lm.engine.blocks import Blocks
 from horizon_lm.engine.chunked_head import IGNORED, ChunkedHead, LossInputs
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.head import Head
@@ -17,6 +17,7 @@ from horizon_lm.engine.logprobs import LogprobRun, TokenLogprobs, logprobs_of_lo
 from horizon_lm.engine.loss import LossRun
 from horizon_lm.engine.memory import BatchSize
 from horizon_lm.engine.outer import Outer
+from horizon_lm.engine.rows import ProbeDoneError
 from horizon_lm.engine.table import Table
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import attention
@@ -141,7 +142,7 @@ class Streaming:
         engine = self.engine
         state = engine.device.rng_state()
         with engine.planning(size) as plans:
-            rehearsal = self.blocks.rehearsal = Rehearsal()
+            rehearsal = self.blocks.rehearse()
             try:
                 with (
                     torch.no_grad(),
@@ -152,7 +153,7 @@ class Streaming:
                 ):
                     compute(outer)
             except ProbeDoneError:
-                plans.append(rehearsal.plan(engine))
+                plans.append(rehearsal.plan())
             finally:
                 self.blocks.rehearsal = None
                 engine.device.set_rng_state(state)

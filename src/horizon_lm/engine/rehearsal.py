@@ -1,0 +1,67 @@
+"""A forward that only shows what blocks take on the device, so that it can be planned what stays there."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.engine import Engine
+from horizon_lm.engine.memory import DevicePlan
+from horizon_lm.engine.residency import find_footprint, plan_device
+from horizon_lm.engine.rows import BlockCall, ProbeDoneError, RowOutputs, slice_rows
+from horizon_lm.model import capture
+from horizon_lm.model.attention import Segments, attending
+from horizon_lm.model.footprint import Footprint
+from horizon_lm.model.template import BoundBlock, Template
+
+
+class Rehearsal:
+    """Stands in for the blocks in one forward. Of each structure one block is tried; what the others give is made up.
+
+    Args:
+        engine: of the model.
+        bound: its blocks.
+        dims_of: the row dimensions of a block's inputs.
+        outputs: by block, takes the structure of what it gives.
+        segments: of the batch's rows.
+    """
+
+    def __init__(
+        self, engine: Engine, bound: Sequence[BoundBlock], dims_of: Callable[[int, BlockCall], list[int | None]],
+        outputs: dict[int, RowOutputs], segments: Segments | None,
+    ) -> None:  # fmt: skip
+        self._engine, self._bound, self._dims_of, self._outputs = engine, bound, dims_of, outputs
+        self._segments = segments
+        self._tried: dict[Template, RowOutputs] = {}
+        self._footprints: list[Footprint] = []
+        self._hidden: torch.Tensor | None = None  # input of the first block, for the whole batch
+
+    def forward(self, index: int, call: BlockCall) -> Any:
+        """In the place of a block's forward. ProbeDoneError at the last one."""
+        template = self._bound[index].template
+        if self._hidden is None:
+            self._hidden = call.tensors[call.hidden]
+        if template not in self._tried:
+            self._tried[template] = self._try(index, call)
+        if index == len(self._bound) - 1:
+            raise ProbeDoneError
+        outputs = self._outputs[index] = self._tried[template]
+        return outputs.rebuild(outputs.imitate(self._engine.num_rows))[0]
+
+    def _try(self, index: int, call: BlockCall) -> RowOutputs:
+        (start, stop), *_ = self._engine.micro_batches()
+        dims = self._dims_of(index, call)
+        part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, dims, strict=True)]
+        with attending(self._segments, start, stop), capture.capture(()):
+            footprint, output = find_footprint(self._engine, self._bound[index], *call.rebuild(part))
+        self._footprints.append(footprint)
+        outputs = RowOutputs(self._engine.num_rows)
+        outputs.add(start, stop, (output, {}))  # as a block that captured nothing
+        outputs.release()
+        return outputs
+
+    def plan(self) -> DevicePlan:
+        """What may stay on the device, as if every block were like the largest."""
+        assert self._hidden is not None
+        largest = Footprint(max(f.graph for f in self._footprints), max(f.peak for f in self._footprints))
+        return plan_device(self._engine, largest, self._hidden)
