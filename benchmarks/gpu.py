@@ -31,7 +31,7 @@ from gpu_models import MODELS, count_parameters, make_config, model_flops, toy, 
 from gpu_systems import SYSTEMS, Case, System
 from peers_cpu import processor, versions
 
-from horizon_lm.device.streams import StreamDevice
+from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.schedule.trace import Trace, exposed_seconds
 
 K = 1024
@@ -167,11 +167,8 @@ def _of_horizon(system: System, ids: torch.Tensor, trace_file: str | None) -> di
         "held graphs": residency.graphs, "held blocks": residency.weights, "boundaries on the device": residency.boundaries,
         "tokens of logits at once": engine.options.head_chunk_tokens, "compiled": engine.options.compile,
     }  # fmt: skip
-    if isinstance(engine.device, StreamDevice):
-        result = {"unregistered": getattr(engine.device, "registration_error", None)}
-    else:
-        result = {}
-    return result | {
+    return {
+        "unregistered": engine.device.registration_error if isinstance(engine.device, CudaDevice) else None,
         "waited": waited,
         "chosen": chosen,
         "stated": engine.plan.peak if engine.plan is not None else None,

@@ -74,8 +74,8 @@ def _train(
     return [loss.item() for loss in losses], waits
 
 
-def _both(family: str, padding: str, gpu: EmulatedGpu, **settings: Any) -> list[str]:
-    """Train on the emulated GPU and on the CPU; returns the waits of the former."""
+def _assert_same_as_on_the_cpu(family: str, padding: str, gpu: EmulatedGpu, **settings: Any) -> list[str]:
+    """Train on the emulated GPU and on the CPU to the same bits; returns the waits of the former."""
     settings = {"precision": "float32", "compile": False} | settings
     model = horizon_lm.stream(families.build(family), CudaDevice(), **settings)
     attention = model.config._attn_implementation
@@ -90,14 +90,14 @@ def _both(family: str, padding: str, gpu: EmulatedGpu, **settings: Any) -> list[
 @pytest.mark.parametrize("padding", ["none", "right"])
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_families(gpu: EmulatedGpu, family: str, padding: str) -> None:
-    files = {wait.rpartition(":")[0].rpartition("/")[2] for wait in _both(family, padding, gpu)}
+    files = {wait.rpartition(":")[0].rpartition("/")[2] for wait in _assert_same_as_on_the_cpu(family, padding, gpu)}
     assert files <= ({"masking_utils.py"} if family in LOOKS_AT_MASKS else set())
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_settings(gpu: EmulatedGpu, family: str, settings: str) -> None:
-    _both(family, "right", gpu, **SETTINGS[settings])
+    _assert_same_as_on_the_cpu(family, "right", gpu, **SETTINGS[settings])
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

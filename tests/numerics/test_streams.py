@@ -14,8 +14,8 @@ import horizon_lm
 from horizon_lm.device.base import Task
 from horizon_lm.device.streams import StreamDevice
 from horizon_lm.engine import residency
-from horizon_lm.engine.memory import Residency
 from horizon_lm.errors import StreamingError
+from horizon_lm.plan.residency import Residency
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
 from tests import families

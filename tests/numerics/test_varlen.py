@@ -82,6 +82,8 @@ def test_masks_that_are_given_as_a_whole_are_left_alone() -> None:
     config = families.build("gemma3_text").config
     for mask in ({"full_attention": torch.ones(1, 1, 9, 9)}, torch.ones(1, 1, 9, 9)):
         attention.refuse_large_mask(config, {"attention_mask": mask}, 2**20, 2**20, 4)
+    with pytest.raises(DoesNotFitError):  # the control: the same size, to be made
+        attention.refuse_large_mask(config, {}, 2**20, 2**20, 4)
 
 
 @pytest.mark.parametrize("limit", [2 * 12 * 12, 2 * 12 * 12 - 1], ids=["fits", "too large"])

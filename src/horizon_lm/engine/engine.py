@@ -16,11 +16,12 @@ from horizon_lm.engine.cursor import Cursor
 from horizon_lm.engine.grads import HostGrads
 from horizon_lm.engine.handle import BoundaryPool, Claim, ForwardHandle
 from horizon_lm.engine.landing import LandingSlots
-from horizon_lm.engine.memory import BatchSize, DeviceMemory, DevicePlan, Options, Residency, block_index
+from horizon_lm.engine.memory import DeviceMemory, Options, block_index
 from horizon_lm.engine.replay import MicroBatchRandomness
 from horizon_lm.engine.updates import PendingUpdates, TableUpdate, UpdatesInBackward
 from horizon_lm.errors import ConfigError, ScheduleMismatchError, StreamingError
 from horizon_lm.model.parts import ModelParts, ParamRef
+from horizon_lm.plan.residency import BatchSize, DevicePlan, Residency
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, block
 from horizon_lm.store.store import Store, UnitSlabs

@@ -1,73 +1,16 @@
 """The engine's buffers on the device, all of them."""
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from horizon_lm.device.base import Device
 from horizon_lm.engine.buffers import Growing, Slots
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.plan.residency import Residency
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Op, block
 from horizon_lm.store.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """What stays on the device between a forward and its backward, each for so many of the last blocks.
-
-    Attributes:
-        boundaries: inputs of blocks; those of earlier blocks wait in host memory.
-        weights: these blocks are streamed in once after an update, not again for the backward.
-        graphs: and these are not computed again either; at most as many as have boundaries and weights.
-    """
-
-    boundaries: int
-    weights: int = 0
-    graphs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSize:
-    """What of a batch decides how much memory a step takes.
-
-    Attributes:
-        tokens: rows times their length.
-        length: of the rows.
-        tokens_at_once: of one device micro-batch.
-        is_masked: it has an attention mask.
-    """
-
-    tokens: int = 0
-    length: int = 0
-    tokens_at_once: int = 0
-    is_masked: bool = False
-
-    def covers(self, other: "BatchSize") -> bool:
-        return self.together_with(other) == self
-
-    def together_with(self, other: "BatchSize") -> "BatchSize":
-        """The largest of each."""
-        return BatchSize(*map(max, astuple(self), astuple(other)))
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePlan:
-    """What was planned for batches up to some size.
-
-    Attributes:
-        residency: what stays on the device.
-        peak: bytes of device memory that a training step allocates at once: the engine's buffers exactly, what blocks and
-            head need for a while as counted when it was planned.
-    """
-
-    residency: Residency
-    peak: int
-
-    def together_with(self, other: "DevicePlan") -> "DevicePlan":
-        """For the batches of both."""
-        residency = Residency(*map(min, astuple(self.residency), astuple(other.residency)))
-        return DevicePlan(residency, max(self.peak, other.peak))
 
 
 @dataclass(frozen=True, slots=True)

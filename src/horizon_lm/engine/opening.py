@@ -12,12 +12,13 @@ from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.chunked_head import require_chunkable
-from horizon_lm.engine.memory import Options, Residency
+from horizon_lm.engine.memory import Options
 from horizon_lm.engine.streamed import StreamedModel, attach
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model import attention, capture, source
 from horizon_lm.model.parts import ModelParts, ParamRef, find_parts
 from horizon_lm.model.skeleton import build_skeleton
+from horizon_lm.plan.residency import Residency
 from horizon_lm.plan.spare import head_chunk_tokens
 from horizon_lm.store.load import Checkpoint, load_weights
 from horizon_lm.store.precision import Precision, get_precision

@@ -1,4 +1,4 @@
-"""Planning what stays on the device, from the first batch's shape and the memory that is left."""
+"""Planning what stays on the device, from what blocks take for a batch and the memory that is left."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from horizon_lm.engine.engine import Engine
-from horizon_lm.engine.memory import DevicePlan, Residency
 from horizon_lm.engine.replay import no_autocast_cache
 from horizon_lm.model.footprint import Footprint, block_footprint, measured_footprint
 from horizon_lm.model.template import BoundBlock
 from horizon_lm.plan.capacity import BufferSettings, device_buffers, slab_elements
+from horizon_lm.plan.residency import DevicePlan
 from horizon_lm.plan.spare import LOGIT_BYTES, Working, spend
 
 _MARGIN = 0.05  # of what is spare, for what the allocator cannot use
@@ -59,7 +59,7 @@ def plan_device(engine: Engine, footprint: Footprint, hidden: torch.Tensor) -> D
         to_come = sum(device_buffers(sizes, settings).values()) - engine.device.counters.allocated_total
         left = int(spare * (1 - _MARGIN)) - max(0, to_come) - engine.device.scratch_bytes
         weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
-        residency = Residency(*spend(left, boundary, weights, working))
+        residency = spend(left, boundary, weights, working)
     kept = replace(settings, offloaded=num_blocks - residency.boundaries, held=residency.weights)
     peak = sum(device_buffers(sizes, kept).values()) + residency.boundaries * boundary
     return DevicePlan(residency, peak + working.with_graphs(residency.graphs) + engine.device.scratch_bytes)

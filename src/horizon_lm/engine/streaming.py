@@ -15,13 +15,13 @@ from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.head import Head
 from horizon_lm.engine.logprobs import LogprobRun, TokenLogprobs, logprobs_of_logits
 from horizon_lm.engine.loss import LossRun
-from horizon_lm.engine.memory import BatchSize
 from horizon_lm.engine.outer import Outer
 from horizon_lm.engine.rows import ProbeDoneError
 from horizon_lm.engine.table import Table
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.plan.residency import BatchSize
 
 
 class Streaming:

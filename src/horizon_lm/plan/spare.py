@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from horizon_lm.plan.residency import Residency
 
 # Counted, of one logit with its log-probability and gradients. The vocabulary's mean and entropy take half as much again.
 LOGIT_BYTES = {"chunked": 12, "whole": 16}
@@ -15,14 +16,6 @@ def head_chunk_tokens(spare: int | None, vocabulary: int) -> int:
         return max(64, 64 * 2**20 // (4 * vocabulary))
     num_bytes = min(spare // _CHUNK_SHARE, _MOST_CHUNK_BYTES)
     return max(64, num_bytes // (LOGIT_BYTES["chunked"] * vocabulary) // 64 * 64)
-
-
-class Spent(NamedTuple):
-    """For so many of the last blocks, what stays on the device between forward and backward."""
-
-    boundaries: int
-    weights: int
-    graphs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +46,7 @@ class Working:
         return max(there, self.peak if graphs < self.num_blocks else 0)
 
 
-def spend(spare: int, boundary: int, weights: Sequence[int], working: Working) -> Spent:
+def spend(spare: int, boundary: int, weights: Sequence[int], working: Working) -> Residency:
     """What fits into spare device memory.
 
     A boundary on the device saves its way to the host and back. A kept graph saves a quarter of its block's work and a
@@ -68,7 +61,7 @@ def spend(spare: int, boundary: int, weights: Sequence[int], working: Working) -
     num_blocks = len(weights)
     boundaries = max(0, min(num_blocks, (spare - working.with_graphs(0)) // boundary))
     if boundaries < num_blocks:
-        return Spent(boundaries, 0, 0)
+        return Residency(boundaries, 0, 0)
     spare -= num_blocks * boundary
     held = graphs = 0
     for num_bytes in reversed(weights):
@@ -80,4 +73,4 @@ def spend(spare: int, boundary: int, weights: Sequence[int], working: Working) -
         if spare < num_bytes:
             break
         spare, held = spare - num_bytes, held + 1
-    return Spent(boundaries, held, graphs)
+    return Residency(boundaries, held, graphs)
