@@ -12,7 +12,9 @@ from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.residency import Residency
 from horizon_lm.plan.seconds import step_time
-from horizon_lm.preflight import RowShape, other_machine, plan_run
+from horizon_lm.preflight.machine import other_machine
+from horizon_lm.preflight.rows import RowShape
+from horizon_lm.preflight.run import plan_run
 
 LENGTH = 1024
 PRECISIONS = ({}, {"precision": "bf16"}, {"precision": "bf16", "moments": "bfloat16"})  # ours: the first that fits

@@ -24,7 +24,10 @@ from horizon_lm.doctor.rounds import Rounds
 from horizon_lm.engine.opening import open_device
 from horizon_lm.plan.hardware import Hardware
 from horizon_lm.plan.plan import Plan
-from horizon_lm.preflight import RowShape, open_source, plan_run, this_machine
+from horizon_lm.preflight.machine import this_machine
+from horizon_lm.preflight.rows import RowShape
+from horizon_lm.preflight.run import plan_run
+from horizon_lm.preflight.source import open_source
 from horizon_lm.schedule.ops import UPDATES
 from horizon_lm.schedule.trace import Span, Trace, busy_seconds, overlap_seconds
 

@@ -19,7 +19,10 @@ from horizon_lm.plan.device import device_use
 from horizon_lm.plan.hardware import find_profile
 from horizon_lm.plan.known import find_known
 from horizon_lm.plan.plan import Plan
-from horizon_lm.preflight import RowShape, Source, other_machine, plan_run
+from horizon_lm.preflight.machine import other_machine
+from horizon_lm.preflight.rows import RowShape
+from horizon_lm.preflight.run import plan_run
+from horizon_lm.preflight.source import Source
 from horizon_lm.units import format_bytes
 
 DATE = "2026-11-21"

@@ -16,7 +16,9 @@ from horizon_lm.config import PlanConfig
 from horizon_lm.plan.hardware import find_profile
 from horizon_lm.plan.seconds import StepTime
 from horizon_lm.plan.step import Step, rates, update_bytes
-from horizon_lm.preflight import RowShape, other_machine, plan_run
+from horizon_lm.preflight.machine import other_machine
+from horizon_lm.preflight.rows import RowShape
+from horizon_lm.preflight.run import plan_run
 from horizon_lm.schedule.ops import UPDATES
 from horizon_lm.schedule.simulate import step_seconds
 

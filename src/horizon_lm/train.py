@@ -12,7 +12,8 @@ from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, fir
 from horizon_lm.interrupts import Interrupts
 from horizon_lm.metrics import Metrics, Reporter
 from horizon_lm.plan.text import summary_lines
-from horizon_lm.preflight import Admission, settle
+from horizon_lm.preflight.admission import Admission
+from horizon_lm.preflight.run import settle
 from horizon_lm.run_folder import RunFolder
 from horizon_lm.tracing import Tracing
 

@@ -13,15 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from horizon_lm.cli import app
 from tests.e2e import tiny
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_model(tmp_path_factory.mktemp("model"))
+from tests.e2e.command import run
 
 
 @pytest.fixture
@@ -34,14 +28,6 @@ def run_file(tmp_path: Path, model: Path) -> Path:
         "device: cpu\nper_device_train_batch_size: 4\nlearning_rate: 1e-2\nlogging_steps: 2\n"
     )
     return path
-
-
-def run(*arguments: Any) -> Any:
-    """A command in this process; whatever is not an error of ours comes through."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

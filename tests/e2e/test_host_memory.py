@@ -13,6 +13,7 @@ from tests.e2e.host_memory_child import CHUNK, LENGTH, ROWS
 
 HIDDEN, INTERMEDIATE, BLOCKS, VOCABULARY = 768, 2048, 14, 16384
 MIB = 2**20
+HEAPS = 24 * MIB  # of the engine's threads, which keep what they freed: 20 to 30 MiB more than a tiny model's, as measured
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 
@@ -44,8 +45,8 @@ def test_peak_of_load_steps_and_save(folder: Path, tmp_path: Path, precision: st
     largest_tensor = VOCABULARY * HIDDEN * 4 * 2  # of the source, and converted
     stated = {
         "loaded": got["weights"] + largest_tensor,
-        "trained": slabs + got["device"] + activations,
-        "saved": slabs + got["device"] + activations,
+        "trained": slabs + got["device"] + activations + HEAPS,
+        "saved": slabs + got["device"] + activations + HEAPS,
     }
     for moment, bound in stated.items():
         measured = got[moment] - got["interpreter"]

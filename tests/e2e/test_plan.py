@@ -9,20 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from horizon_lm.cli import app
 from horizon_lm.plan.hardware import own_profile_path
 from horizon_lm.store import ram
 from tests.e2e import tiny
+from tests.e2e.command import run
 from tests.outlines import machine
 
 GIB = 2**30
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -34,14 +28,6 @@ def run_file(tmp_path: Path, model: Path) -> Path:
         "per_device_train_batch_size: 2\ngradient_accumulation_steps: 3\nmax_length: 128\n"
     )
     return path
-
-
-def run(*arguments: Any) -> Any:
-    """A command in this process; whatever is not an error of ours comes through."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def plan(*arguments: Any) -> dict[str, Any]:

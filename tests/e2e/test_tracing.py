@@ -6,19 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from horizon_lm.cli import app
 from horizon_lm.plan.hardware import own_profile_path
 from tests.e2e import tiny
+from tests.e2e.command import run
 from tests.outlines import machine
-
-
-def run(*arguments: Any) -> Any:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,9 @@ import horizon_lm
 from horizon_lm.config import PlanConfig
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.plan.residency import Residency
-from horizon_lm.preflight import open_source, plan_run, settle, this_machine
+from horizon_lm.preflight.machine import this_machine
+from horizon_lm.preflight.run import plan_run, settle
+from horizon_lm.preflight.source import open_source
 from tests import families
 from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
 

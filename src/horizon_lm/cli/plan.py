@@ -39,7 +39,7 @@ def plan(
         from horizon_lm.cli.planning import plan_largest, plan_one
         from horizon_lm.plan.as_json import plan_as_json
         from horizon_lm.plan.text import plan_lines
-        from horizon_lm.preflight import does_not_fit
+        from horizon_lm.preflight.run import does_not_fit
 
     if largest and model is not None:
         raise ConfigError("--largest tries all known models; remove --model")

@@ -12,7 +12,9 @@ from horizon_lm.plan.host import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.remedies import Remedy
 from horizon_lm.plan.request import Machine
-from horizon_lm.preflight import Source, open_source, other_machine, plan_run, remedies_of, this_machine
+from horizon_lm.preflight.machine import other_machine, this_machine
+from horizon_lm.preflight.run import plan_run, remedies_of
+from horizon_lm.preflight.source import Source, open_source
 from horizon_lm.train import choose_device, count_steps
 from horizon_lm.units import parse_bytes
 

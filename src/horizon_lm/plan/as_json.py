@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.plan.budget import Budget
+from horizon_lm.plan.curve import Curve
+from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.remedies import Remedy
+from horizon_lm.plan.seconds import StepTime
 from horizon_lm.schedule.trace import write_chrome
 
 VERSION = 1
@@ -16,64 +19,77 @@ VERSION = 1
 
 def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
     """Everything that a plan says, as JSON has it. ``device``: the run's setting."""
-    outline, request, settings, time = plan.step.outline, plan.request, plan.step.settings, plan.time
-    curve = plan.curve
     return {
         "version": VERSION,
         "fits": plan.fits,
-        "model": {
-            "name": outline.name,
-            "parameters": outline.sizes.num_parameters,
-            "active_parameters": outline.active,
-            "num_blocks": outline.num_blocks,
-            "hidden": outline.sizes.hidden,
-            "vocabulary": outline.sizes.vocabulary,
-        },
-        "run": {
-            "rows": request.rows,
-            "length": outline.length,
-            "tokens": plan.step.tokens,
-            "num_steps": request.num_steps,
-            "precision": request.precision,
-            "device": device,
-            "settings": {
-                "device_micro_batch_size": settings.micro_batch,
-                "slices": settings.slices,
-                "head_chunk_tokens": settings.head_chunk_tokens if settings.chunked_head else None,
-                "boundaries": settings.residency.boundaries,
-                "held_blocks": settings.residency.weights,
-                "held_graphs": settings.residency.graphs,
-                "attn_implementation": outline.attention,
-            },
-            "reasons": list(plan.reasons),
-        },
+        "model": _model(plan.step.outline),
+        "run": _run(plan, device),
         **{budget.place: _budget(budget) for budget in plan.budgets},
         "hardware": None if plan.machine.hardware is None else asdict(plan.machine.hardware),
-        "step": None
-        if time is None
-        else {
-            "seconds": time.seconds,
-            "tokens_per_second": time.tokens_per_second,
-            "model_tflops": time.model_tflops,
-            "limited_by": time.limited_by,
-            "exposed_seconds": dict(time.exposed_seconds),
-            "exposed_update_seconds": time.exposed_update_seconds,
-            "busy": dict(time.busy),
-            "hidden_from_tokens": dict(time.hidden_from_tokens),
-            "run_seconds": plan.run_seconds,
-        },
-        "memory": None
-        if curve is None
-        else {"seconds": list(curve.seconds), "device": list(curve.device), "host": list(curve.host)},
+        "step": None if plan.time is None else {**_step(plan.time), "run_seconds": plan.run_seconds},
+        "memory": _memory(plan.curve),
         "problems": list(plan.problems),
-        "remedies": [
-            {
-                "settings": dict(remedy.settings),
-                "cost": remedy.cost,
-                "bytes": {budget.place: budget.num_bytes for budget in remedy.plan.budgets},
-            }
-            for remedy in remedies
-        ],
+        "remedies": [_remedy(remedy) for remedy in remedies],
+    }
+
+
+def _model(outline: ModelOutline) -> dict[str, Any]:
+    return {
+        "name": outline.name,
+        "parameters": outline.sizes.num_parameters,
+        "active_parameters": outline.active,
+        "num_blocks": outline.num_blocks,
+        "hidden": outline.sizes.hidden,
+        "vocabulary": outline.sizes.vocabulary,
+    }
+
+
+def _run(plan: Plan, device: str) -> dict[str, Any]:
+    outline, request, settings = plan.step.outline, plan.request, plan.step.settings
+    return {
+        "rows": request.rows,
+        "length": outline.length,
+        "tokens": plan.step.tokens,
+        "num_steps": request.num_steps,
+        "precision": request.precision,
+        "device": device,
+        "settings": {
+            "device_micro_batch_size": settings.micro_batch,
+            "slices": settings.slices,
+            "head_chunk_tokens": settings.head_chunk_tokens if settings.chunked_head else None,
+            "boundaries": settings.residency.boundaries,
+            "held_blocks": settings.residency.weights,
+            "held_graphs": settings.residency.graphs,
+            "attn_implementation": outline.attention,
+        },
+        "reasons": list(plan.reasons),
+    }
+
+
+def _step(time: StepTime) -> dict[str, Any]:
+    return {
+        "seconds": time.seconds,
+        "tokens_per_second": time.tokens_per_second,
+        "model_tflops": time.model_tflops,
+        "limited_by": time.limited_by,
+        "exposed_seconds": dict(time.exposed_seconds),
+        "exposed_update_seconds": time.exposed_update_seconds,
+        "busy": dict(time.busy),
+        "hidden_from_tokens": dict(time.hidden_from_tokens),
+    }
+
+
+def _memory(curve: Curve | None) -> dict[str, Any] | None:
+    if curve is None:
+        return None
+    return {"seconds": list(curve.seconds), "device": list(curve.device), "host": list(curve.host)}
+
+
+def _remedy(remedy: Remedy) -> dict[str, Any]:
+    return {
+        "settings": dict(remedy.settings),
+        "cost": remedy.cost,
+        "bytes": {budget.place: budget.num_bytes for budget in remedy.plan.budgets},
     }
 
 

@@ -55,17 +55,10 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
     return StepSettings(
         rows=request.rows,
         micro_batch=micro_batch,
-        precision=request.precision,
-        moments=request.moments,
-        grad_bytes=request.grad_bytes,
-        update_in_backward=request.update_in_backward,
         chunked_head=request.head == "chunked",
         head_chunk_tokens=chunk,
         residency=_smallest_residency(outline, request, room),
-        compiled=request.compiled,
-        eval_rows=request.eval_rows,
-        eval_length=request.eval_length,
-        distinct_tokens=request.distinct_tokens,
+        **request.given,
     )
 
 

@@ -1,21 +1,45 @@
 """What a plan is asked for: a run's settings as far as memory and time depend on them, and a machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from horizon_lm.plan.budget import Limit
 from horizon_lm.plan.hardware import Hardware
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Settings of a run, with the names that they have there; None where the plan is to choose.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What of a run's settings and rows is not the plan's to choose, and shapes a step.
 
     Attributes:
+        precision, moments, update_in_backward: as in a run's settings.
         grad_bytes: of an element of the gradient store.
         compiled: blocks are compiled.
         eval_rows, eval_length: of a batch of held-out rows; 0 without them.
         distinct_tokens: that there are in all rows; None if that is not known.
+    """
+
+    precision: str = "fp32_master"
+    moments: str = "float32"
+    grad_bytes: int = 2
+    update_in_backward: bool = False
+    compiled: bool = False
+    eval_rows: int = 0
+    eval_length: int = 0
+    distinct_tokens: int | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """These alone, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(Given)}
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Given):
+    """Settings of a run, with the names that they have there; None where the plan is to choose.
+
+    Attributes:
         tokens_per_step: without padding, as steps go; None for as many as there are places.
         num_steps: None if it is not known.
         export_bytes: of an element of the exported model.
@@ -27,20 +51,12 @@ class Request:
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     device_micro_batch_size: int | None = None
-    precision: str = "fp32_master"
-    moments: str = "float32"
-    grad_bytes: int = 2
-    update_in_backward: bool = False
     head: str = "chunked"
     head_chunk_tokens: int | None = None
     boundaries: str | int = "auto"
     held_blocks: int | None = None
     held_graphs: int | None = None
     device_memory: int | None = None
-    compiled: bool = False
-    eval_rows: int = 0
-    eval_length: int = 0
-    distinct_tokens: int | None = None
     tokens_per_step: float | None = None
     num_steps: int | None = None
     export_bytes: int = 2

@@ -7,6 +7,7 @@ from horizon_lm.plan.capacity import BufferSettings, ModelSizes
 from horizon_lm.plan.hardware import Hardware
 from horizon_lm.plan.host import MOMENT_BYTES, WEIGHT_BYTES, HostSettings
 from horizon_lm.plan.outline import ModelOutline
+from horizon_lm.plan.request import Given
 from horizon_lm.plan.residency import Residency
 from horizon_lm.plan.work import Work
 from horizon_lm.schedule import build
@@ -19,34 +20,22 @@ _WEIGHT_TRAFFIC = {"fp32_master": 8, "bf16": 4, "float32": 8}  # of an update, p
 
 
 @dataclass(frozen=True, slots=True)
-class StepSettings:
+class StepSettings(Given):
     """What of a run's settings, and of what was chosen for it, shapes a step.
 
     Attributes:
         rows: of a step.
         micro_batch: rows on the device at once inside a block; None for all.
-        precision, moments, grad_bytes, update_in_backward: as in `HostSettings`.
         chunked_head: the loss is computed over chunks of tokens.
         head_chunk_tokens: so many at once.
         residency: what stays on the device.
-        compiled: blocks are compiled.
-        eval_rows, eval_length: of a batch of held-out rows.
-        distinct_tokens: that there are in all rows; None if that is not known.
     """
 
     rows: int
     micro_batch: int | None = None
-    precision: str = "fp32_master"
-    moments: str = "float32"
-    grad_bytes: int = 2
-    update_in_backward: bool = False
     chunked_head: bool = True
     head_chunk_tokens: int = 64
     residency: Residency = field(default_factory=lambda: Residency(0))
-    compiled: bool = False
-    eval_rows: int = 0
-    eval_length: int = 0
-    distinct_tokens: int | None = None
 
     @property
     def slices(self) -> list[int]:

@@ -65,24 +65,24 @@ def disk_free(path: Path) -> int:
     Raises:
         OSError: if the file system does not answer, or may not be asked.
     """
-    target = Path(os.path.realpath(path))  # a link to what does not exist yet may lead to another disk
-    for folder in (target, *target.parents):
-        try:
-            answer = os.statvfs(folder)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        return answer.f_bavail * answer.f_frsize
-    raise FileNotFoundError(f"neither {target} nor any folder above it exists")
+    answer = os.statvfs(_nearest(path))
+    return answer.f_bavail * answer.f_frsize
 
 
 def file_system(path: Path) -> int:
     """The number of the file system that ``path`` is on, or will be; OSError if it may not be asked."""
-    target = Path(os.path.realpath(path))
-    for folder in (target, *target.parents):
+    return os.stat(_nearest(path)).st_dev
+
+
+def _nearest(path: Path) -> Path:
+    """The last part of ``path`` that exists; OSError if it may not be asked for."""
+    target = Path(os.path.realpath(path))  # a link to what does not exist yet may lead to another disk
+    for place in (target, *target.parents):
         try:
-            return os.stat(folder).st_dev
+            os.stat(place)
         except (FileNotFoundError, NotADirectoryError):
             continue
+        return place
     raise FileNotFoundError(f"neither {target} nor any folder above it exists")
 
 

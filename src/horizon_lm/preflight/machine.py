@@ -1,0 +1,123 @@
+"""The machine of a run: this one, as it is now, or another by its profile."""
+
+import gc
+from pathlib import Path
+
+from horizon_lm.config import RunConfig
+from horizon_lm.errors import ConfigError
+from horizon_lm.plan.budget import Limit
+from horizon_lm.plan.hardware import Hardware, match_profile, own_profile_path, read_profile
+from horizon_lm.plan.request import Machine
+from horizon_lm.units import format_bytes
+
+LIBRARIES_BYTES = 2**30  # of a process on a machine that is not this one: interpreter, torch, transformers
+FIRST_STEPS_BYTES = 160 * 2**20  # what compiled kernels, threads and library caches add once training begins
+CONTEXT_BYTES = 2**30  # on a device that is not here; with a context of this process, only its libraries' workspaces
+WORKSPACE_BYTES = 2**28
+SCRATCH_BYTES = 2**27  # as device.cuda has it for two links
+STAGING_BYTES = 2**28
+_TRIAL_BYTES = 2**26  # more than RLIMIT_MEMLOCK usually allows
+_ADDRESS_BYTES = 2**29  # libraries and threads reserve addresses that they never touch
+
+
+def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
+    """What a run may take here. ``run.device`` is one that exists, not ``auto``."""
+    import torch
+
+    from horizon_lm.device.cores import usable_cores
+    from horizon_lm.store.ram import memory_limits, resident_bytes
+
+    on_host = run.device == "cpu"
+    # First: it makes the device's context.
+    gpu, device_limits, notes = ("", [], []) if on_host else _look_at_device(run.device)
+    gc.collect()  # a model of before is no part of the process
+    limits = [
+        Limit(limit.name, limit.room - (_ADDRESS_BYTES if limit.name.startswith("RLIMIT") else 0))
+        for limit in memory_limits()
+    ]
+    if run.host_memory is not None:
+        limits.append(Limit("host_memory", run.host_memory))
+    disk, download = _disk_limits(Path(run.output_dir).expanduser())
+    return Machine(
+        name=f"this machine, {gpu}" if gpu else "this machine",
+        on_host=on_host,
+        hardware=hardware or own_profile("cpu" if on_host else "cuda", gpu) or match_profile(gpu),
+        host_limits=limits,
+        device_limits=device_limits,
+        disk_limits=disk,
+        download_limits=download,
+        process_bytes=resident_bytes() + FIRST_STEPS_BYTES,
+        device_context_bytes=0 if on_host else WORKSPACE_BYTES,
+        scratch_bytes=0 if on_host else SCRATCH_BYTES,
+        staging_bytes=0 if on_host else STAGING_BYTES,
+        notes=notes,
+        compile_workers=min(32, usable_cores()),
+        computing_threads=torch.get_num_threads() if on_host else None,
+    )
+
+
+def _look_at_device(device: str) -> tuple[str, list[Limit], list[str]]:
+    """A GPU's name, what its driver would give and torch has from it without using it, and whether memory can be locked.
+
+    RLIMIT_MEMLOCK does not bind every driver, so a trial decides.
+    """
+    import torch
+
+    from horizon_lm.device.cuda import CudaDevice
+    from horizon_lm.store.ram import memlock_limit
+
+    notes = []
+    if error := CudaDevice(device).try_registering(_TRIAL_BYTES):
+        limit = memlock_limit()
+        allowed = "unlimited" if limit is None else format_bytes(limit)
+        notes.append(
+            f"host memory cannot be page-locked ({error}; RLIMIT_MEMLOCK is {allowed}), so transfers go through staging "
+            "buffers, which is slower"
+        )
+    where = torch.device(device)
+    index = torch.cuda.current_device() if where.index is None else where.index
+    free, total = torch.cuda.mem_get_info(index)
+    unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    gpu = torch.cuda.get_device_properties(index).name
+    return gpu, [Limit(f"free of {total:,} bytes on {gpu}", free + unused)], notes
+
+
+def _disk_limits(output_dir: Path) -> tuple[list[Limit], list[Limit]]:
+    """What is free for the run's folder, and for downloads where these go to another disk."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from horizon_lm.store.ram import disk_free, file_system
+
+    try:
+        disk = [Limit(f"free in {output_dir}", disk_free(output_dir))]
+        cache = Path(HF_HUB_CACHE)
+        same = file_system(cache) == file_system(output_dir)
+        return disk, [] if same else [Limit(f"free in {cache}", disk_free(cache))]
+    except OSError:  # not to be looked at; whoever writes there will say so
+        return [], []
+
+
+def other_machine(hardware: Hardware, host_memory: int | None) -> Machine:
+    """A machine that is not here, by its profile; with another amount of host memory, if that is given."""
+    host = host_memory or hardware.host_memory
+    on_host = hardware.on_host
+    return Machine(
+        hardware.name,
+        on_host,
+        hardware,
+        [Limit("host_memory" if host_memory else "host memory of this profile", host)],
+        [] if on_host else [Limit(f"memory of {hardware.name}", hardware.device_memory)],
+        process_bytes=LIBRARIES_BYTES + FIRST_STEPS_BYTES,
+        device_context_bytes=0 if on_host else CONTEXT_BYTES,
+        scratch_bytes=0 if on_host else SCRATCH_BYTES,
+        staging_bytes=0 if on_host else STAGING_BYTES,
+    )
+
+
+def own_profile(device: str, gpu: str = "") -> Hardware | None:
+    """What ``horizon-lm doctor`` measured here, if it did for this device."""
+    try:
+        profile = read_profile(own_profile_path())
+    except ConfigError:  # there is none, or not one of this version: a plan goes without seconds
+        return None
+    return profile if profile.device == device and profile.gpu == gpu else None

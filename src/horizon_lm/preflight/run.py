@@ -1,0 +1,130 @@
+"""The plan of a run, and what follows from it: settings, or an error with what would help."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from horizon_lm.config import RunConfig
+from horizon_lm.errors import ConfigError, DoesNotFitError
+from horizon_lm.plan.outline import ModelOutline
+from horizon_lm.plan.plan import Plan, describe_deficit, make_plan
+from horizon_lm.plan.remedies import Remedy, find_remedies
+from horizon_lm.plan.request import Machine, Request
+from horizon_lm.plan.text import remedy_lines
+from horizon_lm.preflight.rows import RowShape
+from horizon_lm.preflight.source import Source
+
+
+def plan_run(
+    run: RunConfig,
+    source: Source,
+    machine: Machine,
+    *,
+    rows: RowShape | None = None,
+    num_steps: int | None = None,
+    priced: bool = True,
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+        run: its settings; ``device`` is not ``auto``.
+        rows: None for the longest that its settings allow.
+        num_steps: of the run, if known.
+        priced: with seconds, if the machine's rates are known.
+
+    Raises:
+        ConfigError: rows may have any length.
+    """
+    if rows is None:
+        if run.max_length is None:
+            raise ConfigError("max_length is null, so rows may take any memory; give --max_length for the plan")
+        rows = RowShape(run.max_length, run.max_length)
+    outline = source.outline(run, length=rows.length, masked=rows.masked)
+    usual = None
+    if rows.usual_length and machine.hardware is not None:
+        usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
+    request = make_request(run, source, num_steps, rows, outline.sizes.num_parameters)
+    plan = make_plan(outline, request, machine, priced, usual)
+    return replace(plan, problems=_problems(source, plan, rows))
+
+
+def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
+    """What the engine would refuse in the first step."""
+    from horizon_lm.model.attention import large_mask
+
+    outline, config = plan.step.outline, source.config.get_text_config()
+    shapes = (plan.request.rows, rows.length), (plan.request.eval_rows, plan.request.eval_length)
+    problems = [
+        large_mask(config, outline.attention, *shape, outline.compute_bytes, lambda: rows.masked) for shape in shapes
+    ]
+    return [problem for problem in problems if problem is not None]
+
+
+def make_request(run: RunConfig, source: Source, num_steps: int | None, rows: RowShape, num_parameters: int) -> Request:
+    """A run's settings as the plan has them."""
+    grad = run.grad_dtype or ("float32" if run.precision == "float32" else "bfloat16")
+    evaluates = bool(run.eval_datasets)
+    return Request(
+        per_device_train_batch_size=run.per_device_train_batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        device_micro_batch_size=run.device_micro_batch_size,
+        precision=run.precision,
+        moments=run.moments,
+        grad_bytes=4 if grad == "float32" else 2,
+        has_grad_dtype=run.grad_dtype is not None,
+        update_in_backward=run.update_in_backward,
+        skips_steps=run.non_finite == "skip",
+        head=run.head,
+        head_chunk_tokens=run.head_chunk_tokens,
+        boundaries=run.boundaries,
+        held_blocks=run.held_blocks,
+        held_graphs=run.held_graphs,
+        device_memory=run.device_memory,
+        compiled=run.device != "cpu" if run.compile == "auto" else bool(run.compile),
+        eval_rows=run.per_device_eval_batch_size if evaluates else 0,
+        eval_length=rows.eval_length if evaluates else 0,
+        distinct_tokens=rows.distinct_tokens,
+        tokens_per_step=rows.tokens,
+        num_steps=num_steps,
+        export_bytes=source.stored_bytes,
+        download_bytes=0 if source.is_here else num_parameters * source.stored_bytes,
+    )
+
+
+def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
+    """What would make a plan fit."""
+    if plan.fits:
+        return []
+    length = plan.step.outline.length
+
+    def outline(length: int = length, mlp_chunk_tokens: int | None = None) -> ModelOutline:
+        return source.outline(run, length=length, mlp_chunk_tokens=mlp_chunk_tokens)
+
+    return find_remedies(plan, outline)
+
+
+def does_not_fit(plan: Plan, remedies: Sequence[Remedy]) -> DoesNotFitError:
+    """The error of a plan that does not fit, with the numbers and the remedies."""
+    deficits = (f"  {describe_deficit(budget)}" for budget in plan.budgets if budget.deficit)
+    return DoesNotFitError("\n".join(["this run does not fit", *deficits, *remedy_lines(plan, remedies)]))
+
+
+def settle(run: RunConfig, plan: Plan) -> RunConfig:
+    """The run with the settings that the plan chose in the place of those that were left open.
+
+    Where the plan could not tell what blocks compute, what stays on the device stays open, and the engine decides when it
+    sees the first batch.
+    """
+    settings = plan.step.settings
+    if plan.step.outline.unknown:
+        return run.model_copy(update={"device_micro_batch_size": settings.micro_batch})
+    residency = settings.residency
+    chosen: dict[str, Any] = {
+        "device_micro_batch_size": settings.micro_batch,
+        "boundaries": residency.boundaries,
+        "held_blocks": residency.weights,
+        "held_graphs": residency.graphs,
+    }
+    if settings.chunked_head:
+        chosen["head_chunk_tokens"] = settings.head_chunk_tokens
+    return run.model_copy(update=chosen)

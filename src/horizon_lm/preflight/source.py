@@ -1,0 +1,71 @@
+"""The model of a run, as far as its config tells."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.config import RunConfig
+from horizon_lm.plan.outline import ModelOutline
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model of which a config is known.
+
+    Attributes:
+        name: as it was asked for.
+        config: Hugging Face's.
+        stored_bytes: of an element of its weights.
+        is_here: its weights need not be fetched.
+    """
+
+    name: str
+    config: Any
+    stored_bytes: int
+    is_here: bool
+    _outlines: dict[Any, ModelOutline] = field(default_factory=dict)
+
+    def outline(
+        self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
+    ) -> ModelOutline:
+        """Its outline for a run. Arguments: as `model.outline.outline_config` has them."""
+        import torch
+
+        from horizon_lm.model.outline import outline_config
+
+        accelerated = run.device != "cpu"
+        options: dict[str, Any] = {
+            "length": length,
+            "dtype": torch.bfloat16 if accelerated and run.precision != "float32" else torch.float32,
+            "masked": masked,
+            "attn_implementation": run.attn_implementation,
+            "on_accelerator": accelerated,
+            "mlp_chunk_tokens": mlp_chunk_tokens or run.mlp_chunk_tokens,
+            "trust_remote_code": run.trust_remote_code,
+        }
+        key = tuple(options.values())
+        if key not in self._outlines:
+            self._outlines[key] = outline_config(self.config, self.name, **options)
+        return self._outlines[key]
+
+
+def open_source(run: RunConfig) -> Source:
+    """The config of a run's model: from a folder, of a published model that is known, or fetched from the hub.
+
+    Raises:
+        ConfigError: there is none, or transformers cannot read it.
+        ModelNotSupportedError: not a causal language model.
+    """
+    from horizon_lm.model import source
+    from horizon_lm.plan.known import find_known
+
+    name = run.model_name_or_path
+    if Path(name).expanduser().is_dir():
+        folder = Path(name).expanduser()
+        config = source.load_config(folder, run.trust_remote_code, run.gguf_file)
+        stored = 2 if run.gguf_file else source.stored_bytes(folder, config)
+        return Source(name, config, stored, is_here=True)
+    known = find_known(name)
+    hub_id = source.full_name(name)
+    config = source.known_config(known) if known else source.fetch_config(name, run.trust_remote_code)
+    return Source(name, config, source.config_bytes(config), source.is_cached(hub_id))
