@@ -13,7 +13,7 @@ from tests.e2e.host_memory_child import CHUNK, LENGTH, ROWS
 
 HIDDEN, INTERMEDIATE, BLOCKS, VOCABULARY = 768, 2048, 14, 16384
 MIB = 2**20
-HEAPS = 24 * MIB  # of the engine's threads, which keep what they freed: 20 to 30 MiB more than a tiny model's, as measured
+HEAPS = 24 * MIB  # of the engine's threads, which keep what they freed; measured 20 to 30 MiB more than a tiny model's
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 

@@ -62,10 +62,6 @@ class Cursor:
         self._position = index + 1
         self._issue_copies()
 
-    def expects(self, kind: Kind, unit: str) -> bool:
-        """Whether that computation is still to come in the running pass."""
-        return any((t.op.kind, t.op.unit) == (kind, unit) for t in self._tasks[self._position :])
-
     def landing_tasks(self) -> list[Task]:
         """Tasks of the running pass that bring gradients to the host."""
         return [t for t in self._tasks if t.op.kind == Kind.STREAM_OUT]

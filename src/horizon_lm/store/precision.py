@@ -22,11 +22,6 @@ class Precision:
     grad_dtype: torch.dtype
     low_half: bool
 
-    @property
-    def weight_bytes(self) -> int:
-        """Host bytes per parameter for weights, low half included."""
-        return self.weight_dtype.itemsize + (2 if self.low_half else 0)
-
 
 PRECISIONS = {
     mode.name: mode
