@@ -100,3 +100,11 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings) -> Mapping[str, 
         "boundary_ring": 2 * settings.tokens * sizes.hidden * compute if settings.offloaded else 0,
     }
     return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}
+
+
+def smallest_device_capacity(sizes: ModelSizes, settings: BufferSettings) -> int:
+    """The smallest device capacity with which a step of these settings runs, whatever its tokens are.
+
+    Activations of one block and of one chunk of logits come on top; the framework's allocator holds those.
+    """
+    return sum(device_buffers(sizes, settings).values())
