@@ -6,7 +6,7 @@ from functools import cache
 from field_schedule import FieldSettings, FieldStep, FieldTime, field_time, most_rows
 from simulated_models import source_of
 
-from horizon_lm.config import PlanConfig
+from horizon_lm.config import plan_config
 from horizon_lm.plan.hardware import Hardware, find_profile
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.plan import Plan
@@ -66,7 +66,7 @@ class Case:
 
 @cache
 def _outline(model: str, length: int, layers: int | None) -> ModelOutline:
-    run = PlanConfig(model_name_or_path=model, device="cuda")
+    run = plan_config(model_name_or_path=model, device="cuda")
     return source_of(f"Qwen2.5-{model}", **_changes(layers)).outline(run, length=length, masked=False)
 
 
@@ -151,7 +151,7 @@ def ours(case: Case, rows: int) -> Ours:
     model = f"Qwen2.5-{case.model}"
     source, machine = source_of(model, **_changes(case.layers)), other_machine(case.hardware, None)
     for settings in PRECISIONS:
-        run = PlanConfig(model_name_or_path=model, device="cuda", per_device_train_batch_size=rows, **settings)
+        run = plan_config(model_name_or_path=model, device="cuda", per_device_train_batch_size=rows, **settings)
         plan = plan_run(run, source, machine, rows=RowShape(case.length, case.length, masked=False))
         if plan.fits:
             break

@@ -18,7 +18,7 @@ import torch
 from peers_cpu import processor, versions
 
 import horizon_lm
-from horizon_lm.config import PlanConfig
+from horizon_lm.config import plan_config
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.rounds import Rounds
 from horizon_lm.engine.opening import open_device
@@ -71,7 +71,7 @@ class Run:
 def predict(folder: str, shape: tuple[int, int], hardware: Hardware) -> Plan:
     """The plan of such steps: rows of one length, every token of them trained."""
     rows, length = shape
-    run = PlanConfig(
+    run = plan_config(
         model_name_or_path=folder, device="cpu", per_device_train_batch_size=rows, max_length=length, max_grad_norm=1.0
     )
     return plan_run(run, open_source(run), this_machine(run, hardware), rows=RowShape(length, length, masked=False))

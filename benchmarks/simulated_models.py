@@ -10,9 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.cli.planning import MODES
 from horizon_lm.cli.run_file import parse_overrides
-from horizon_lm.config import PlanConfig
+
+from horizon_lm.cli.planning import MODES
+from horizon_lm.config import plan_config
 from horizon_lm.model.source import known_config
 from horizon_lm.plan.budget import Budget
 from horizon_lm.plan.device import device_use
@@ -84,7 +85,7 @@ def source_of(name: str, **changes: Any) -> Source:
 
 def plan_of(case: Case, mode: str, tokens: int, priced: bool = True) -> Plan:
     settings = parse_overrides([text for key, value in MODES[mode].items() for text in (f"--{key}", value)])
-    run = PlanConfig(
+    run = plan_config(
         model_name_or_path=case.model, device="cuda", per_device_train_batch_size=tokens // LENGTH, max_length=LENGTH,
         **settings,
     )  # fmt: skip

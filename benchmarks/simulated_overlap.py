@@ -12,7 +12,7 @@ from pathlib import Path
 
 from simulated_models import DATE, source_of
 
-from horizon_lm.config import PlanConfig
+from horizon_lm.config import plan_config
 from horizon_lm.plan.hardware import find_profile
 from horizon_lm.plan.seconds import StepTime
 from horizon_lm.plan.step import Step, rates, update_bytes
@@ -34,7 +34,7 @@ MODES = {"after the backward, clipped": False, "in the backward": True}
 def simulated(machine: str, mode: str, tokens: int) -> tuple[Step, StepTime]:
     """A planned step that keeps all boundaries on the device and no weights, and what it takes."""
     in_backward = MODES[mode]
-    run = PlanConfig(
+    run = plan_config(
         model_name_or_path=MODEL, device="cuda", per_device_train_batch_size=tokens // LENGTH, max_length=LENGTH,
         boundaries="device", held_blocks=0, update_in_backward=in_backward, max_grad_norm=0.0 if in_backward else 1.0,
     )  # fmt: skip

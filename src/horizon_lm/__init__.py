@@ -8,9 +8,12 @@ if TYPE_CHECKING:
     from horizon_lm.engine.opening import from_config, from_pretrained, stream
     from horizon_lm.engine.statistics import stats, synchronize
     from horizon_lm.optim.adamw import AdamW
+    from horizon_lm.training.loop import train
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "__version__", "from_config", "from_pretrained", "stats", "stream", "synchronize", "token_logprobs"]
+__all__ = [
+    "AdamW", "__version__", "from_config", "from_pretrained", "stats", "stream", "synchronize", "token_logprobs", "train",
+]  # fmt: skip
 
 _HOME = {
     "AdamW": "horizon_lm.optim.adamw",
@@ -20,6 +23,7 @@ _HOME = {
     "stream": "horizon_lm.engine.opening",
     "synchronize": "horizon_lm.engine.statistics",
     "token_logprobs": "horizon_lm.engine.logprobs",
+    "train": "horizon_lm.training.loop",
 }
 
 

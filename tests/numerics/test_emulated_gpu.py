@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.config import PlanConfig
+from horizon_lm.config import plan_config
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.plan.residency import Residency
 from horizon_lm.preflight.machine import this_machine
@@ -151,7 +151,7 @@ def test_a_plan_for_a_gpu_that_is_here(gpu: EmulatedGpu, tmp_path: Path, monkeyp
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "model"
     families.build("llama", vocab_size=600).save_pretrained(folder)
-    run = PlanConfig(
+    run = plan_config(
         model_name_or_path=str(folder),
         device="cuda",
         max_length=16,

@@ -6,11 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
-from horizon_lm.config import DatasetConfig, RunConfig
-from horizon_lm.data.formats import read_conversations
+from horizon_lm.config import DatasetConfig, SftConfig
 from horizon_lm.data.loader import Sampler, collate
-from horizon_lm.data.tokenize import tokenize_rows
-from horizon_lm.train import train
+from horizon_lm.data.prepare import Recipe, prepare
+from horizon_lm.training.loop import train
 from tests.e2e import tiny
 
 
@@ -27,7 +26,7 @@ def test_equals_a_loop_in_plain_torch(tmp_path: Path, settings: dict[str, object
     folder = tiny.save_model(tmp_path / "model")
     rows_file = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(10))
     dataset = DatasetConfig(path=str(rows_file), columns=None)
-    config = RunConfig(
+    config = SftConfig(
         **{
             "model_name_or_path": str(folder), "datasets": [dataset], "output_dir": str(tmp_path / "run"),
             "device": "cpu", "precision": "float32", "per_device_train_batch_size": 4, "learning_rate": 1e-2,
@@ -47,7 +46,7 @@ def test_equals_a_loop_in_plain_torch(tmp_path: Path, settings: dict[str, object
         ],
         lr=1e-2,
     )
-    rows, _ = tokenize_rows(read_conversations([dataset]), AutoTokenizer.from_pretrained(folder), 1024)
+    rows, _ = prepare([dataset], AutoTokenizer.from_pretrained(folder), Recipe("sft", max_length=1024))
     sampler = Sampler(len(rows), 4, seed=42)
     assert result.num_steps == 9
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 2, 9)

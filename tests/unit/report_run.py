@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config import RunConfig, to_yaml
+from horizon_lm.config import SftConfig
+from horizon_lm.config.text import to_yaml
 from horizon_lm.schedule.ops import Kind, Stream
 
 NUM_BLOCKS, NUM_STEPS, TRACED = 30, 200, 3
@@ -183,7 +184,7 @@ def write_run(folder: Path, name: str = "Meadow-8B-Instruct") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     rows.write_text("")
-    config = RunConfig(
+    config = SftConfig(
         model_name_or_path=name, datasets=str(rows), eval_datasets=str(rows), output_dir="runs/meadow", max_steps=200
     )
     (folder / "config.yaml").write_text(to_yaml(config))

@@ -1,4 +1,4 @@
-"""Rows to conversations, to tokens and labels, to batches."""
+"""Rows to examples, to tokens and labels, to batches."""
 
 import json
 from pathlib import Path
@@ -11,53 +11,128 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizon_lm.config import DatasetConfig
-from horizon_lm.data.formats import Conversation, read_conversations
+from horizon_lm.data.chat import ChatRenderer, Rendered
+from horizon_lm.data.examples import Completion, Conversation, Preference, Text
+from horizon_lm.data.files import read_rows
+from horizon_lm.data.forms import find_form, rename
 from horizon_lm.data.loader import NOT_TRAINED, Sampler, collate, in_order
-from horizon_lm.data.tokenize import ChatTokenizer, Row, locate_answers, tokenize_rows
+from horizon_lm.data.messages import RowError
+from horizon_lm.data.prepare import Recipe, prepare
+from horizon_lm.data.spans import locate_answers
+from horizon_lm.data.table import Row
+from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import ConfigError, DataError
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "Who?\nNow"}, {"role": "assistant", "content": "The keeper."}
 
 
-def read(tmp_path: Path, rows: Any, columns: dict[str, str] | None = None, name: str = "rows.jsonl") -> Any:
+def write(tmp_path: Path, rows: Any, name: str = "rows.jsonl") -> Path:
     path = tmp_path / name
-    text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_text(text, encoding="utf-8")
-    return read_conversations([DatasetConfig(path=str(path), columns=columns)])
+    path.write_text(
+        rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
+    return path
 
 
-# Formats
+def prepared(path: Path, *, objective: str = "sft", chat_template: str | None = CHATML, **options: Any) -> Any:
+    dataset = {name: options.pop(name) for name in ("columns", "format", "fraction", "weight") if name in options}
+    recipe = Recipe(objective, **options)
+    return prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), recipe)
+
+
+def example(row: Any, objective: str = "sft", columns: dict[str, str] | None = None) -> Any:
+    row = rename(row, columns or {})
+    return find_form(row, None, objective).convert(row)
+
+
+# Forms
 
 
 @pytest.mark.parametrize(
     ("row", "columns"),
     [
         ({"messages": [USER, ANSWER]}, None),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "The keeper."}]}]}, None),
+        ({"conversations": [{"from": "human", "value": "Who?\nNow"}, {"from": "gpt", "value": "The keeper."}]}, None),
         ({"instruction": "Who?", "input": "Now", "output": "The keeper."}, None),
-        ({"prompt": "Who?\nNow", "completion": "The keeper."}, None),
         ({"prompt": [USER], "completion": [ANSWER]}, None),
-        ({"q": "Who?\nNow", "a": "The keeper."}, {"prompt": "q", "completion": "a"}),
+        ({"q": "Who?\nNow", "a": "The keeper."}, {"instruction": "q", "output": "a"}),
     ],
 )
-def test_shapes_mean_the_same(tmp_path: Path, row: dict[str, Any], columns: dict[str, str] | None) -> None:
-    (conversation,) = read(tmp_path, [row], columns)
-    assert conversation.messages == [USER, ANSWER]
-    assert conversation.place == f"{tmp_path / 'rows.jsonl'}:1"
+def test_forms_mean_the_same(row: dict[str, Any], columns: dict[str, str] | None) -> None:
+    assert example(row, columns=columns).messages == [USER, ANSWER]
+
+
+def test_text_is_not_made_a_conversation() -> None:
+    assert example({"text": "Dusk."}) == Text("Dusk.")
+    assert example({"prompt": "At", "completion": " dusk."}) == Completion("At", " dusk.")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [{"role": "assistant", "content": "No."}]},
+        {"chosen": [USER, ANSWER], "rejected": [USER, {"role": "assistant", "content": "No."}]},
+        {"conversations": [USER], "chosen": ANSWER, "rejected": {"from": "gpt", "value": "No."}},
+        {"instruction": "Who?", "input": "Now", "chosen": "The keeper.", "rejected": "No."},
+    ],
+)
+def test_preferences_with_and_without_their_prompt(row: dict[str, Any]) -> None:
+    pair = example(row, "dpo")
+    assert isinstance(pair, Preference)
+    assert pair.chosen.messages == [USER, ANSWER]
+    assert pair.rejected.messages == [USER, {"role": "assistant", "content": "No."}]
+    assert pair.chosen.num_prompt == 1
+
+
+def test_preference_of_texts() -> None:
+    pair = example({"chosen": "At dusk. Yes.", "rejected": "At dusk. No."}, "dpo")
+    assert pair == Preference(Completion("At dusk.", " Yes."), Completion("At dusk.", " No."))
+
+
+def test_tools_and_what_the_template_is_given() -> None:
+    call = {"type": "function", "function": {"name": "count", "arguments": {"of": "stars"}}}
+    row = {
+        "messages": [
+            USER, {"role": "assistant", "tool_calls": [{"function": {"name": "count", "arguments": '{"of": "stars"}'}}]},
+            {"role": "tool", "content": "7", "name": "count"}, ANSWER,
+        ],
+        "tools": '[{"type": "function", "function": {"name": "count"}}]',
+        "chat_template_kwargs": {"enable_thinking": False},
+    }  # fmt: skip
+    conversation = example(row)
+    assert conversation.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert conversation.tools == [{"type": "function", "function": {"name": "count"}}]
+    assert conversation.template_options == {"enable_thinking": False}
 
 
 def test_json_list_and_lines_are_the_same(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}?", "completion": f"{n}!"} for n in range(3)]
-    lines = read(tmp_path, "\ufeff" + "\n\n".join(map(json.dumps, rows)))
-    whole = read(tmp_path, json.dumps(rows, indent=1), name="rows.json")
-    assert [c.messages for c in lines] == [c.messages for c in whole]
-    assert [c.place.rpartition("/")[2] for c in lines] == ["rows.jsonl:1", "rows.jsonl:3", "rows.jsonl:5"]
-    assert whole[2].place.endswith("rows.json, row 3")
+    lines = list(read_rows(str(write(tmp_path, "\ufeff" + "\n\n".join(map(json.dumps, rows))))))
+    whole = list(read_rows(str(write(tmp_path, json.dumps(rows, indent=1), name="rows.json"))))
+    assert [row for _, row in lines] == [row for _, row in whole] == rows
+    assert [place.rpartition("/")[2] for place, _ in lines] == ["rows.jsonl:1", "rows.jsonl:3", "rows.jsonl:5"]
+    assert whole[2][0].endswith("rows.json, row 3")
 
 
-def test_system_message(tmp_path: Path) -> None:
-    (row,) = read(tmp_path, [{"instruction": "Who?", "output": "I.", "system": "Be short."}])
-    assert [m["role"] for m in row.messages] == ["system", "user", "assistant"]
+@given(
+    st.lists(st.recursive(st.none() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=9))
+)
+@settings(max_examples=60, deadline=None)
+def test_a_list_is_read_piece_by_piece(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+    """However little of the file is read at once."""
+    path = tmp_path_factory.mktemp("rows") / "rows.json"
+    path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    for piece in (1, 7, 1000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("horizon_lm.data.files._PIECE", piece)
+            assert [row for _, row in read_rows(str(path))] == rows
+
+
+def test_system_message() -> None:
+    row = {"instruction": "Who?", "output": "I.", "system": "Be short.", "history": [["Where?", "Here."]]}
+    assert [m["role"] for m in example(row).messages] == ["system", "user", "assistant", "user", "assistant"]
 
 
 @pytest.mark.parametrize(
@@ -65,35 +140,66 @@ def test_system_message(tmp_path: Path) -> None:
     [
         ('{"prompt": "a"\n', "rows.jsonl:1:15: not valid JSON"),
         ('[{"prompt": 1},\n', "one JSON list"),
+        ('[{"prompt": 1}\n {"prompt": 2}]\n', "rows.jsonl:2:2: not valid JSON (expecting ',')"),
+        ("[1] 2\n", "rows.jsonl:1:5: not valid JSON (there is more after the list)"),
         ("", "has no rows"),
         ("[]", "has no rows"),
         ("7\n", "a row must be an object"),
-        ('{"text": "a"}\n', "the fields 'text' make no known shape"),
-        ('{"prompt": "a", "completion": null}\n', "rows.jsonl:1: field 'completion' must be text, but is missing or"),
-        ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', "rows.jsonl:2: field 'completion' is missing"),
+        ('{"txt": "a"}\n', "the fields 'txt' make no known form"),
+        ('{"chosen": "a", "rejected": "b"}\n', "rows of the form preference are not used with objective: sft"),
+        ('{"prompt": "a", "completion": null}\n', "rows.jsonl:1: field 'completion' must be text or a list of"),
+        ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', "rows.jsonl:2: field 'completion' must be text or a"),
+        (
+            '{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}\n',
+            "both must be text, or both lists",
+        ),
         ('{"messages": []}\n', "must be a list of"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', "nothing to learn"),
         ('{"messages": [{"role": "bot", "content": "a"}]}\n', "messages[0].role is 'bot'"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}\n', "messages[0].content must be text"),
         (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',
+            "a part of type 'image'; only text is read",
+        ),
+        (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, '
             '{"role": "assistant", "content": "c"}]}\n',
             "turns 1 and 2 are both the user's",
         ),
-        ('{"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]}\n', "tool_calls is not read"),
-        ('{"instruction": "a", "output": "b", "history": [["c", "d"]]}\n', "'history' is not read"),
+        ('{"messages": [{"role": "user", "content": "a", "audio": 1}]}\n', "messages[0].audio is not read"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [1]}]}\n', "tool_calls must be a list of calls"),
+        ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "{"}\n', "field 'tools' is not valid JSON"),
+        ('{"instruction": "a", "output": "b", "history": ["c"]}\n', "'history' must be a list of pairs"),
     ],
 )
 def test_malformed_rows_name_their_place(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
-        read(tmp_path, text)
+        prepared(write(tmp_path, text))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+        ({"chosen": "a", "rejected": "b"}, "do not begin alike"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty"),
+        ({"chosen": 1, "rejected": "b"}, "field 'chosen' must be text or a list"),
+        ({"chosen": "a", "rejected": [ANSWER]}, "must both be text, or both lists"),
+        ({"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]}, "no message of the assistant after the prompt"),
+        ({"text": "a"}, "rows of the form text are not used with objective: dpo"),
+    ],
+)
+def test_preferences_that_cannot_be_used(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        prepared(write(tmp_path, [row]), objective="dpo")
     assert message in str(caught.value)
 
 
 def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"prompt": "a", "completion": "b"}, *({"prompt": n} for n in range(9))]
     with pytest.raises(DataError) as caught:
-        read(tmp_path, rows)
+        prepared(write(tmp_path, rows))
     lines = str(caught.value).splitlines()
     assert lines[0] == "9 rows cannot be used:"
     assert lines[-1] == "... and 4 more"
@@ -101,14 +207,14 @@ def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
 
 def test_column_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="field 'ask', which columns names, is missing"):
-        read(tmp_path, [{"q": "a", "completion": "b"}], {"prompt": "ask"})
+        prepared(write(tmp_path, [{"q": "a", "completion": "b"}]), columns={"prompt": "ask"})
 
 
 def test_bytes_that_are_not_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(DataError, match="not UTF-8"):
-        read_conversations([DatasetConfig(path=str(path), columns=None)])
+        prepared(path)
 
 
 # Tokens
@@ -116,11 +222,11 @@ def test_bytes_that_are_not_text(tmp_path: Path) -> None:
 
 def conversation(*contents: str) -> Conversation:
     roles = ("user", "assistant")
-    return Conversation([{"role": roles[n % 2], "content": c} for n, c in enumerate(contents)], "rows.jsonl:1")
+    return Conversation([{"role": roles[n % 2], "content": c} for n, c in enumerate(contents)])
 
 
-def trained_text(tokenizer: Any, row: Row) -> str:
-    return tokenizer.decode(row.input_ids[row.trained])
+def trained_text(tokenizer: Any, row: Rendered) -> str:
+    return tokenizer.decode(row.ids[row.assistant])
 
 
 @given(st.lists(st.text(alphabet="ab ?.é星\n", min_size=1, max_size=8), min_size=2, max_size=6))
@@ -128,72 +234,199 @@ def trained_text(tokenizer: Any, row: Row) -> str:
 def test_rendering_and_generation_marks_agree(contents: list[str]) -> None:
     """Two ways to find the assistant's tokens that share no code: the template's marks, and locating the answers."""
     contents = [f"{n}{c}{n}" for n, c in enumerate(contents[: len(contents) // 2 * 2])]
-    row, ends = _TOKENIZERS[CHATML].tokenize(conversation(*contents))
-    marked, _ = _TOKENIZERS[CHATML_WITH_MARKS].tokenize(conversation(*contents))
-    assert ends
-    assert row.input_ids.tolist() == marked.input_ids.tolist()
-    assert row.trained.tolist() == marked.trained.tolist()
+    row = _RENDERERS[CHATML].render(conversation(*contents))
+    marked = _RENDERERS[CHATML_WITH_MARKS].render(conversation(*contents))
+    assert row.ends
+    assert marked.ends
+    assert row.ids.tolist() == marked.ids.tolist()
+    assert row.assistant.tolist() == marked.assistant.tolist()
 
 
-_TOKENIZERS = {template: ChatTokenizer(build_tokenizer(template)) for template in (CHATML, CHATML_WITH_MARKS)}
+_RENDERERS = {template: ChatRenderer(build_tokenizer(template)) for template in (CHATML, CHATML_WITH_MARKS)}
 
 
 def test_loss_is_on_answers_and_their_ends() -> None:
     tokenizer = build_tokenizer()
-    row, _ = ChatTokenizer(tokenizer).tokenize(conversation("Who?", "The keeper.", "When?", "At dusk."))
+    row = ChatRenderer(tokenizer).render(conversation("Who?", "The keeper.", "When?", "At dusk."))
     assert trained_text(tokenizer, row) == "The keeper.<|im_end|>At dusk.<|im_end|>"
 
 
 def test_answer_that_is_also_in_the_question() -> None:
     """Placed by its turn, not by the first occurrence of its text."""
     tokenizer = build_tokenizer()
-    row, _ = ChatTokenizer(tokenizer).tokenize(conversation("Say dusk.", "dusk"))
-    assert np.flatnonzero(row.trained)[0] > len(row.input_ids) // 2
+    row = ChatRenderer(tokenizer).render(conversation("Say dusk.", "dusk"))
+    assert np.flatnonzero(row.assistant)[0] > len(row.ids) // 2
     assert trained_text(tokenizer, row) == "dusk<|im_end|>"
+
+
+def test_what_the_template_writes_before_an_answer_is_trained_on() -> None:
+    """A model has to generate it: an empty thinking block, say."""
+    template = CHATML.replace(
+        "+ message['content'] +",
+        "+ ('<think></think>' if message['role'] == 'assistant' else '') + message['content'] +",
+    )
+    tokenizer = build_tokenizer(template)
+    assert (
+        trained_text(tokenizer, ChatRenderer(tokenizer).render(conversation("Who?", "I.")))
+        == "<think></think>I.<|im_end|>"
+    )
 
 
 def test_answer_in_several_places_is_refused() -> None:
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "a"}]
-    with pytest.raises(ValueError, match="several places"):
+    with pytest.raises(RowError, match="several places"):
         locate_answers("Q a a", messages)
     assert locate_answers("a Q a", messages) == [(4, 5)]
 
 
 def test_template_that_changes_answers_is_refused() -> None:
     tokenizer = build_tokenizer("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}")
-    with pytest.raises(DataError, match=r"rows.jsonl:1: the assistant's answer 'yes' is not in"):
-        ChatTokenizer(tokenizer).tokenize(conversation("Well?", "yes"))
+    with pytest.raises(RowError, match=r"the assistant's answer 'yes' is not in"):
+        ChatRenderer(tokenizer).render(conversation("Well?", "yes"))
+
+
+def test_tool_calls_cannot_be_located() -> None:
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+    }
+    with pytest.raises(RowError, match="the tokens of tool calls"):
+        ChatRenderer(build_tokenizer()).render(Conversation([USER, call]))
 
 
 def test_template_that_refuses_a_row() -> None:
     tokenizer = build_tokenizer("{{ raise_exception('no system') }}")
-    with pytest.raises(DataError, match="refuses this row: no system"):
-        ChatTokenizer(tokenizer).tokenize(conversation("Well?", "yes"))
+    with pytest.raises(RowError, match="refuses this row: no system"):
+        ChatRenderer(tokenizer).render(conversation("Well?", "yes"))
 
 
 def test_tokenizer_without_template() -> None:
     with pytest.raises(ConfigError, match="has no chat template"):
-        ChatTokenizer(build_tokenizer(chat_template=None))
+        ChatRenderer(build_tokenizer(chat_template=None))
 
 
-def test_long_rows_lose_their_end_and_empty_ones_are_left_out() -> None:
-    rows, report = tokenize_rows(
-        [conversation("Who?", "The keeper."), conversation("q" * 60, "never seen"), conversation("Who?", "I" * 60)],
-        build_tokenizer(),
-        max_length=30,
-    )
-    assert (len(rows), len(report.truncated), len(report.dropped)) == (2, 2, 1)
-    assert len(rows[1].input_ids) == 30
-    assert report.num_trained == sum(int(row.trained.sum()) for row in rows)
+@pytest.mark.parametrize(
+    ("example", "train_on", "trained"),
+    [
+        (conversation("Who?", "I.", "When?", "At dusk."), None, "I.<|im_end|>At dusk.<|im_end|>"),
+        (conversation("Who?", "I.", "When?", "At dusk."), "completion", "At dusk.<|im_end|>\n"),
+        (
+            Conversation(conversation("Who?", "I.", "When?", "Now.").messages, num_prompt=1),
+            None,
+            "I.<|im_end|>\n<|im_start|>user\nWhen?<|im_end|>\n<|im_start|>assistant\nNow.<|im_end|>\n",
+        ),
+        (Conversation(conversation("Who?", "I.").messages, num_prompt=1), "assistant", "I.<|im_end|>"),
+        (conversation("Who?", "I."), "all", "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nI.<|im_end|>\n"),
+        (Completion("At", " dusk."), None, " dusk.<|im_end|>"),
+        (Completion("At", " dusk.<|im_end|>"), "completion", " dusk.<|im_end|>"),
+        (Completion("At", " dusk."), "all", "At dusk.<|im_end|>"),
+        (Text("At dusk."), None, "At dusk.<|im_end|>"),
+    ],
+)
+def test_what_is_trained_on(example: Any, train_on: str | None, trained: str) -> None:
+    tokenizer = build_tokenizer()
+    (tokens,) = ExampleTokenizer(tokenizer, train_on, max_length=None).tokenize(example)
+    assert tokenizer.decode(tokens.ids[tokens.trained]) == trained
+    assert tokens.ends
+
+
+@pytest.mark.parametrize(
+    ("example", "train_on"), [(Text("a"), "assistant"), (Text("a"), "completion"), (Completion("a", "b"), "assistant")]
+)
+def test_parts_that_an_example_does_not_have(example: Any, train_on: str) -> None:
+    with pytest.raises(RowError, match="train_on"):
+        ExampleTokenizer(build_tokenizer(), train_on, max_length=None).tokenize(example)
+
+
+def messages(*contents: str) -> dict[str, Any]:
+    return {"messages": list(conversation(*contents).messages)}
+
+
+def test_long_rows_lose_their_end_and_empty_ones_are_left_out(tmp_path: Path) -> None:
+    rows = [messages("Who?", "The keeper."), messages("q" * 60, "never seen"), messages("Who?", "I" * 60)]
+    table, report = prepared(write(tmp_path, rows), max_length=30)
+    assert (len(table), report.cut.count, report.left_out.count) == (2, 2, 1)
+    assert table[1].sequences[0].ids.shape == (30,)
+    assert report.num_targets == sum(row.sequences[0].num_targets for row in table)
     assert "1 rows were left out" in "\n".join(report.lines(30))
     with pytest.raises(DataError, match="no row has a token to train on"):
-        tokenize_rows([conversation("q" * 60, "never seen")], build_tokenizer(), max_length=30)
+        prepared(write(tmp_path, rows[1:2], "others.jsonl"), max_length=30)
 
 
-def test_template_without_end_of_turn_is_reported() -> None:
-    tokenizer = build_tokenizer("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
-    _, report = tokenize_rows([conversation("Who?", "I.")], tokenizer, max_length=None)
+def test_template_without_end_of_turn_is_reported(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    _, report = prepared(write(tmp_path, [messages("Who?", "I.")]), chat_template=template)
     assert "may not learn to stop" in "\n".join(report.lines(None))
+
+
+def test_what_was_tokenized_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, [messages("Who?", "I."), messages("When?", "At dusk.")])
+    first, _ = prepared(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(ExampleTokenizer, "tokenize", lambda *args: pytest.fail("tokenized again"))
+        again, _ = prepared(path)
+    assert [row.sequences[0].ids.tolist() for row in again] == [row.sequences[0].ids.tolist() for row in first]
+    write(tmp_path, [messages("Who?", "I am."), messages("When?", "At dawn")])
+    assert prepared(path)[0][0].sequences[0].ids.tolist() != first[0].sequences[0].ids.tolist()
+    cut, _ = prepared(path, max_length=20)
+    assert cut.lengths.max() == 20
+
+
+def test_a_share_of_the_rows(tmp_path: Path) -> None:
+    path = write(tmp_path, [messages(f"{n}?", f"{n}!") for n in range(20)])
+    chosen, _ = prepared(path, fraction=0.3, seed=1)
+    again, _ = prepared(path, fraction=0.3, seed=1)
+    other, _ = prepared(path, fraction=0.3, seed=2)
+    places = [[row.place for row in table] for table in (chosen, again, other)]
+    assert len(chosen) == 6
+    assert places[0] == places[1] != places[2]
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_packed_rows_hold_what_the_rows_hold(tmp_path: Path, strategy: str) -> None:
+    path = write(tmp_path, [{"text": "dusk " * (n + 1)} for n in range(12)])
+    plain, _ = prepared(path)
+    packed, report = prepared(path, max_length=32, packing=strategy)
+    assert packed.lengths.max() <= 32
+    assert (report.num_documents, report.num_rows) == (12, len(packed))
+    tokens = sorted(
+        token for row in plain for token in row.sequences[0].ids[: 32 if strategy == "bfd" else None].tolist()
+    )
+    assert sorted(token for row in packed for token in row.sequences[0].ids.tolist()) == tokens
+    for row in packed:
+        assert sum(row.segments or [len(row)]) == len(row)
+        assert (row.segments is None) == (strategy == "wrapped")
+    assert any(" + " in row.place for row in packed)
+
+
+def test_packed_rows_in_a_batch(tmp_path: Path) -> None:
+    ids = np.arange(1, 9, dtype=np.int32)
+    tokens = Tokens(ids, np.ones(8, dtype=bool))
+    batch = collate([Row([tokens], [5, 3], "a"), Row([Tokens(ids[:6], tokens.trained[:6])], [6], "b")])
+    assert batch.attention_mask is None
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1]]
+    no = NOT_TRAINED  # the first token of each row: nothing that it sees comes before it
+    assert batch.labels.tolist() == [[no, 2, 3, 4, 5, no, 7, 8], [no, 2, 3, 4, 5, 6, no, no]]
+    assert (batch.num_trained, batch.num_tokens) == (11, 14)
+
+
+def test_preferences_in_a_batch(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "At", "chosen": " dusk.", "rejected": " dawn it is."},
+        {"prompt": "By", "chosen": " day.", "rejected": " night."},
+    ]
+    table, _ = prepared(write(tmp_path, rows), objective="dpo")
+    batch = collate(table[:2], (0, 1))
+    tokenizer = build_tokenizer()
+    texts = [
+        tokenizer.decode(row[mask.bool()]) for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)
+    ]
+    end = "<|im_end|>"
+    assert texts == [f"At dusk.{end}", f"By day.{end}", f"At dawn it is.{end}", f"By night.{end}"]
+    answers = [tokenizer.decode(row[row >= 0]) for row in batch.labels]
+    assert answers == [f" dusk.{end}", f" day.{end}", f" dawn it is.{end}", f" night.{end}"]
+    assert batch.rows == (0, 1)
 
 
 # Batches
@@ -201,7 +434,7 @@ def test_template_without_end_of_turn_is_reported() -> None:
 
 def rows_of(*lengths: int) -> list[Row]:
     return [
-        Row(np.arange(1, n + 1, dtype=np.int32), np.arange(n) >= n // 2, f"rows.jsonl:{i}")
+        Row([Tokens(np.arange(1, n + 1, dtype=np.int32), np.arange(n) >= n // 2)], None, f"rows.jsonl:{i}")
         for i, n in enumerate(lengths)
     ]
 
@@ -224,6 +457,19 @@ def test_every_epoch_has_every_row_once(num_rows: int, rows_per_step: int, seed:
         assert sorted(index for step in steps for index in sampler.rows(step)) == list(range(num_rows))
     # a step's rows do not depend on the steps asked for before
     assert Sampler(num_rows, rows_per_step, seed).rows(sampler.steps_per_epoch) == sampler.rows(sampler.steps_per_epoch)
+
+
+def test_weights_say_how_often_rows_come() -> None:
+    sampler = Sampler((10, 4), 7, 0, (0.5, 2.0))
+    assert sampler.rows_per_epoch == 5 + 8
+    epochs = []
+    for epoch in range(2):
+        steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
+        epochs.append(sorted(index for step in steps for index in sampler.rows(step)))
+    for rows in epochs:
+        assert [rows.count(index) for index in range(10, 14)] == [2] * 4
+        assert len({index for index in rows if index < 10}) == 5
+    assert epochs[0] != epochs[1]  # another half
 
 
 def test_order_depends_on_epoch_and_seed() -> None:

@@ -10,7 +10,7 @@ import pytest
 from field_schedule import FieldSettings, FieldStep, field_pass, field_time
 from simulated_models import source_of
 
-from horizon_lm.config import PlanConfig
+from horizon_lm.config import plan_config
 from horizon_lm.plan.hardware import Hardware, find_profile
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.residency import Residency
@@ -29,7 +29,7 @@ MACHINES = ["rtx-3090", "gh200"]
 
 @cache
 def outline(model: str = "SmolLM2-135M", num_blocks: int = NUM_BLOCKS, length: int = 256) -> ModelOutline:
-    run = PlanConfig(model_name_or_path=model, device="cuda")
+    run = plan_config(model_name_or_path=model, device="cuda")
     return source_of(model, num_hidden_layers=num_blocks).outline(run, length=length, masked=False)
 
 

@@ -39,7 +39,7 @@ def doctor(
     from horizon_lm.doctor.report import describe_profile, section
     from horizon_lm.doctor.rounds import Rounds
     from horizon_lm.engine.opening import open_device
-    from horizon_lm.train import choose_device
+    from horizon_lm.training.setup import choose_device
 
     name = choose_device(device)
     if name.partition(":")[0] not in ("cpu", "cuda"):

@@ -45,7 +45,7 @@ def _open(
     """The streamed model and its tokenizer."""
     import horizon_lm
     from horizon_lm.model.source import local_folder
-    from horizon_lm.train import choose_device, open_tokenizer
+    from horizon_lm.training.setup import choose_device, open_tokenizer
 
     folder: Path = local_folder(name)
     model = horizon_lm.from_pretrained(

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horizon_lm.cli.run_file import parse_overrides, read_config, split_arguments
-from horizon_lm.config import PlanConfig
+from horizon_lm.config import RunConfig
+from horizon_lm.config.file import parse_overrides, read_run_config, split_arguments
 from horizon_lm.errors import ConfigError
 from horizon_lm.plan.hardware import Hardware, find_profile
 from horizon_lm.plan.host import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
@@ -15,7 +15,7 @@ from horizon_lm.plan.request import Machine
 from horizon_lm.preflight.machine import other_machine, this_machine
 from horizon_lm.preflight.run import plan_run, remedies_of
 from horizon_lm.preflight.source import Source, open_source
-from horizon_lm.train import choose_device, count_steps
+from horizon_lm.training.setup import choose_device, count_steps
 from horizon_lm.units import parse_bytes
 
 
@@ -39,7 +39,7 @@ def plan_one(arguments: Sequence[str], model: str | None, device: str | None, ho
     hardware = _other(device)
     if device is not None and hardware is None:
         overrides += ["--device", device]
-    run = read_config(path, overrides, PlanConfig)
+    run = read_run_config(path, overrides, without_rows=True)
     run, machine = _place(run, hardware)
     source = open_source(run)
     plan = plan_run(run, source, machine, num_steps=count_steps(run))
@@ -53,7 +53,7 @@ def _other(device: str | None) -> Hardware | None:
     return find_profile(device)
 
 
-def _place(run: PlanConfig, hardware: Hardware | None) -> tuple[PlanConfig, Machine]:
+def _place(run: RunConfig, hardware: Hardware | None) -> tuple[RunConfig, Machine]:
     """The run with its device decided, and the machine that it is for."""
     if hardware is None:
         run = run.model_copy(update={"device": choose_device(run.device)})
@@ -137,7 +137,7 @@ def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str 
     runs = {}
     for mode, settings in MODES.items():
         chosen = [text for key, value in settings.items() for text in (f"--{key}", value)]
-        runs[mode] = read_config(path, [*overrides, "--model_name_or_path", "-", *chosen], PlanConfig)
+        runs[mode] = read_run_config(path, [*overrides, "--model_name_or_path", "-", *chosen], without_rows=True)
     search = _Search()
     rows = []
     for amount in amounts:
@@ -160,7 +160,7 @@ class _Search:
         self._known = list(reversed(known_models()))
         self._sources: dict[str, Source] = {}
 
-    def largest(self, run: PlanConfig, machine: Machine) -> list[tuple[str, int]]:
+    def largest(self, run: RunConfig, machine: Machine) -> list[tuple[str, int]]:
         """The largest dense model and the largest mixture of experts, where that is larger."""
         found: list[tuple[str, int]] = []
         for known in self._known:
@@ -176,13 +176,13 @@ class _Search:
                     return found
         return found
 
-    def _open(self, run: PlanConfig, name: str) -> Source:
+    def _open(self, run: RunConfig, name: str) -> Source:
         if name not in self._sources:
             self._sources[name] = open_source(run.model_copy(update={"model_name_or_path": name}))
         return self._sources[name]
 
 
-def _at_least(run: PlanConfig, parameters: int) -> int:
+def _at_least(run: RunConfig, parameters: int) -> int:
     """Bytes that a run takes in any case, so that most models need no plan."""
     weights = WEIGHT_BYTES[run.precision] + LOW_HALF_BYTES[run.precision]
     return parameters * (weights + 2 * MOMENT_BYTES[run.moments] + (0 if run.update_in_backward else 2))

@@ -20,12 +20,12 @@ def train(
     settings: Annotated[bool, typer.Option("--settings", help="List all settings with their defaults.")] = False,
 ) -> None:
     """Fine-tune a model as a YAML file says, and export it to OUTPUT_DIR/model."""
-    from horizon_lm.cli.run_file import describe_settings, read_run_config, split_arguments
+    from horizon_lm.config.file import describe_settings, read_run_config, split_arguments
 
     if settings:
         print(describe_settings())
         return
     config = read_run_config(*split_arguments(run or []))
-    from horizon_lm.train import train as run_training
+    from horizon_lm.training.loop import train as run_training
 
     run_training(config)

@@ -1,1 +1,1 @@
-"""Rows of files to conversations, to tokens with a mask, to the batch of any step."""
+"""Rows of files to examples, to tokens with their targets, to the batch of any step."""

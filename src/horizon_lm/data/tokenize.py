@@ -1,241 +1,122 @@
-"""Conversations to tokens, and which of them are trained on: the assistant's, up to the end of each turn.
+"""Examples to tokens, and which of them are trained on."""
 
-The chat template renders a whole conversation once. Rendering its beginnings would not do: for many templates the
-rendering of one turn does not begin the rendering of two.
-"""
-
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from horizon_lm.data.formats import Conversation, Message
-from horizon_lm.errors import ConfigError, DataError
-
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+from horizon_lm.data.chat import ChatRenderer, require_offsets
+from horizon_lm.data.examples import Completion, Conversation, Example, Preference, Text
+from horizon_lm.data.messages import RowError
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A tokenized conversation.
+class Tokens:
+    """A tokenized sequence.
 
     Attributes:
-        input_ids: int32 (T,).
-        trained: bool (T,), whether a token is a target. The first token never is one: nothing predicts it.
-        place: where the row comes from, for messages.
+        ids: int32 (T,).
+        trained: bool (T,), whether a token is a target. The first of a sequence never is: nothing predicts it.
+        ends: every answer is followed by a token that ends it.
+        is_cut: it lost its end.
     """
 
-    input_ids: np.ndarray
+    ids: np.ndarray
     trained: np.ndarray
-    place: str
+    ends: bool = True
+    is_cut: bool = False
 
-    def __len__(self) -> int:
-        """Tokens."""
-        return len(self.input_ids)
+    @property
+    def num_targets(self) -> int:
+        return int(self.trained[1:].sum())
 
-
-@dataclass
-class RowReport:
-    """What became of the rows of a data set.
-
-    Attributes:
-        num_rows: rows that are trained on.
-        num_tokens, num_trained: tokens in them, and those that are targets.
-        truncated: places of rows that lost their end.
-        dropped: places of rows left out because no token would be trained on.
-        without_end: places of rows with an answer that no end-of-turn token follows.
-    """
-
-    num_rows: int = 0
-    num_tokens: int = 0
-    num_trained: int = 0
-    truncated: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    without_end: list[str] = field(default_factory=list)
-
-    def lines(self, max_length: int | None) -> list[str]:
-        """The report for people: one line, and one for each thing that deserves a look."""
-        lines = [f"{self.num_rows} rows, {self.num_tokens:,} tokens, {self.num_trained:,} of them trained on"]
-        for places, what in (
-            (self.truncated, f"lost their end at max_length {max_length}"),
-            (self.dropped, "were left out: no token of an answer is within max_length, or answers are empty"),
-            (self.without_end, "have an answer without an end-of-turn token: the model may not learn to stop"),
-        ):
-            if places:
-                more = ", ..." if len(places) > 3 else ""
-                lines.append(f"{len(places)} rows {what} ({', '.join(places[:3])}{more})")
-        return lines
+    def cut(self, length: int | None) -> "Tokens":
+        """Its first ``length`` tokens."""
+        if length is None or len(self.ids) <= length:
+            return self
+        return Tokens(self.ids[:length], self.trained[:length], self.ends, is_cut=True)
 
 
-class ChatTokenizer:
-    """Renders conversations with a tokenizer's chat template and marks the assistant's tokens.
+class ExampleTokenizer:
+    """Tokenizes examples for an objective.
 
     Args:
-        tokenizer: of transformers, with a chat template.
-
-    Raises:
-        ConfigError: no chat template, or a tokenizer that cannot say which characters its tokens come from.
+        tokenizer: of transformers.
+        train_on: the tokens that are trained on, ``assistant``, ``completion`` or ``all``; None for what suits an example:
+            a conversation's assistant, what follows a prompt, or all of a text.
+        max_length: tokens beyond are dropped; None for none.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        if tokenizer.chat_template is None:
-            raise ConfigError(
-                f"{tokenizer.name_or_path}: the tokenizer has no chat template, so conversations cannot be rendered; "
-                "add chat_template.jinja to the folder (of the model's instruct version, say)"
-            )
-        if not tokenizer.is_fast:
-            raise ConfigError(
-                f"{tokenizer.name_or_path}: the tokenizer does not tell the characters its tokens come from; add its "
-                "tokenizer.json to the folder"
-            )
-        self._has_marks = _GENERATION_MARK.search(tokenizer.get_chat_template()) is not None
-        self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
+    def __init__(self, tokenizer: Any, train_on: str | None, max_length: int | None) -> None:
+        require_offsets(tokenizer)
+        self._tokenizer, self._train_on, self._max_length = tokenizer, train_on, max_length
+        self._renderer: ChatRenderer | None = None
 
-    def tokenize(self, conversation: Conversation) -> tuple[Row, bool]:
-        """The row, and whether each answer is followed by an end-of-turn token (always true where marks decide).
+    def tokenize(self, example: Example) -> list[Tokens]:
+        """One sequence; two for a preference. RowError for what cannot be tokenized or masked."""
+        if isinstance(example, Preference):
+            return [
+                self._continued(answer, "completion").cut(self._max_length)
+                for answer in (example.chosen, example.rejected)
+            ]
+        if isinstance(example, Text):
+            return [self._text(example).cut(self._max_length)]
+        return [self._continued(example, self._train_on).cut(self._max_length)]
 
-        Raises:
-            DataError: the template refuses the conversation, or an answer cannot be located in its rendering.
-        """
-        import jinja2
+    def _text(self, example: Text) -> Tokens:
+        if self._train_on in ("assistant", "completion"):
+            raise RowError(f"a text has no part to tell apart for train_on: {self._train_on}; remove train_on")
+        ids = np.array(self._tokenizer(self._with_end(example.text))["input_ids"], dtype=np.int32)
+        return Tokens(ids, np.ones(len(ids), dtype=bool), ends=self._tokenizer.eos_token is not None)
 
-        try:
-            if self._has_marks:
-                return self._from_marks(conversation), True
-            return self._from_rendering(conversation)
-        except jinja2.TemplateError as error:
-            raise DataError(f"{conversation.place}: the chat template refuses this row: {error}") from error
+    def _continued(self, example: Conversation | Completion, train_on: str | None) -> Tokens:
+        if isinstance(example, Completion):
+            return self._completion(example, train_on)
+        rendered = self.renderer.render(example)
+        default = "assistant" if example.num_prompt is None else "completion"
+        trained = _CHOOSE[train_on or default](rendered.assistant, example)
+        return Tokens(rendered.ids.astype(np.int32), trained, rendered.ends)
 
-    def _from_marks(self, conversation: Conversation) -> Row:
-        """The template says itself what the assistant generates."""
-        encoded = self._tokenizer.apply_chat_template(
-            conversation.messages, return_dict=True, return_assistant_tokens_mask=True
+    @property
+    def renderer(self) -> ChatRenderer:
+        """Made for the first conversation: not all rows need a chat template."""
+        if self._renderer is None:
+            self._renderer = ChatRenderer(self._tokenizer)
+        return self._renderer
+
+    def _completion(self, example: Completion, train_on: str | None) -> Tokens:
+        if train_on == "assistant":
+            raise RowError("a prompt and its completion as text have no assistant; use train_on: completion")
+        text = self._with_end(example.prompt + example.completion)
+        encoded = self._tokenizer(text, return_offsets_mapping=True)
+        ids = np.array(encoded["input_ids"], dtype=np.int32)
+        starts, stops = np.array(encoded["offset_mapping"]).T
+        # A token of both belongs to the completion. What the tokenizer adds at the end has no characters.
+        completion = (stops > len(example.prompt)) | ((starts == stops) & (np.arange(len(ids)) > 0))
+        trained = np.ones(len(ids), dtype=bool) if train_on == "all" else completion
+        return Tokens(ids, trained, ends=self._tokenizer.eos_token is not None)
+
+    def _with_end(self, text: str) -> str:
+        end = self._tokenizer.eos_token
+        return text if end is None or text.endswith(end) else text + end
+
+
+def _completion_of(assistant: np.ndarray, example: Conversation) -> np.ndarray:
+    """All from the first answer after the prompt on; without a prompt, the last answer."""
+    starts = np.flatnonzero(assistant & ~np.insert(assistant[:-1], 0, False))
+    roles = [message["role"] for message in example.messages]
+    if len(starts) != roles.count("assistant"):
+        raise RowError(
+            f"{roles.count('assistant')} answers, but {len(starts)} places of the assistant in the rendering of the chat "
+            "template, so where the completion begins is not known; use train_on: assistant"
         )
-        return _row(encoded["input_ids"], np.array(encoded["assistant_masks"], dtype=bool), conversation.place)
-
-    def _from_rendering(self, conversation: Conversation) -> tuple[Row, bool]:
-        text = self._tokenizer.apply_chat_template(conversation.messages, tokenize=False)
-        try:
-            spans = locate_answers(text, conversation.messages)
-        except ValueError as error:
-            raise DataError(f"{conversation.place}: {error}") from error
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
-        trained, ends = np.zeros(len(ids), dtype=bool), []
-        for start, end in spans:
-            inside = (offsets[:, 0] < end) & (offsets[:, 1] > start)
-            stop = self._end_of_turn(text, ids, offsets, end)
-            ends.append(stop is not None)
-            trained |= inside
-            if stop is not None:
-                trained[np.flatnonzero(inside)[-1] : stop + 1] = True
-        return _row(ids, trained, conversation.place), all(ends)
-
-    def _end_of_turn(self, text: str, ids: np.ndarray, offsets: np.ndarray, end: int) -> int | None:
-        """Index of the special token that follows a span, at most spaces away."""
-        after = np.flatnonzero(
-            (offsets[:, 0] >= end) & (offsets[:, 1] > offsets[:, 0]) & np.isin(ids, self._special_ids)
-        )
-        if not len(after) or text[end : offsets[after[0], 0]].strip(" "):
-            return None
-        return int(after[0])
+    before = roles[: example.num_prompt].count("assistant") if example.num_prompt is not None else len(starts) - 1
+    return np.arange(len(assistant)) >= starts[before]
 
 
-def locate_answers(text: str, messages: list[Message]) -> list[tuple[int, int]]:
-    """Character spans of the assistant's contents in the rendering of a conversation.
-
-    All contents are placed in order without overlap, once as early and once as late as possible; where both agree, no
-    other placement exists.
-
-    Raises:
-        ValueError: a content is not there, or could be in several places.
-    """
-    contents = [_as_rendered(text, message) for message in messages]
-    anchors = [index for index, content in enumerate(contents) if content]
-    early, late = _place_early(text, contents, anchors), _place_late(text, contents, anchors)
-    spans = []
-    for index in anchors:
-        if messages[index]["role"] != "assistant":
-            continue
-        if early[index] != late[index]:
-            raise ValueError(
-                f"the assistant's answer {_shorten(contents[index])} (message {index + 1}) could be in several places "
-                "of the conversation as the chat template renders it; reword the row or leave it out, or use a "
-                "template with {% generation %} marks"
-            )
-        spans.append((early[index], early[index] + len(contents[index])))
-    return spans
-
-
-def _as_rendered(text: str, message: Message) -> str:
-    """A content as the template writes it: many strip it. Empty where nothing can be located by it."""
-    content = message["content"]
-    if content not in text:
-        content = content.strip()
-    if content in text or message["role"] != "assistant":
-        return content if content in text else ""
-    raise ValueError(
-        f"the assistant's answer {_shorten(content)} is not in the conversation as the chat template renders it; the "
-        "template changes it, so its tokens cannot be told apart. Use a template with {% generation %} marks"
-    )
-
-
-def _place_early(text: str, contents: list[str], anchors: list[int]) -> dict[int, int]:
-    starts, position = {}, 0
-    for index in anchors:
-        starts[index] = text.find(contents[index], position)
-        if starts[index] < 0:
-            raise ValueError(
-                f"message {index + 1} {_shorten(contents[index])} is not in its place in the conversation as the chat "
-                "template renders it; leave the row out, or use a template with {% generation %} marks"
-            )
-        position = starts[index] + len(contents[index])
-    return starts
-
-
-def _place_late(text: str, contents: list[str], anchors: list[int]) -> dict[int, int]:
-    starts, limit = {}, len(text)
-    for index in reversed(anchors):
-        limit = starts[index] = text.rfind(contents[index], 0, limit)
-    return starts
-
-
-def _shorten(content: str) -> str:
-    return repr(content if len(content) <= 40 else content[:37] + "...")
-
-
-def _row(ids: Any, trained: np.ndarray, place: str) -> Row:
-    trained[:1] = False
-    return Row(np.asarray(ids, dtype=np.int32), trained, place)
-
-
-def tokenize_rows(
-    conversations: Iterable[Conversation], tokenizer: Any, max_length: int | None
-) -> tuple[list[Row], RowReport]:
-    """Tokenize, cut to ``max_length`` tokens (the beginning stays), and leave out what would train nothing.
-
-    Raises:
-        ConfigError: the tokenizer cannot render conversations.
-        DataError: a row that cannot be rendered or masked, or no row with anything to train on.
-    """
-    chat, rows, report = ChatTokenizer(tokenizer), [], RowReport()
-    for conversation in conversations:
-        row, ends = chat.tokenize(conversation)
-        if not ends:
-            report.without_end.append(row.place)
-        if max_length is not None and len(row.input_ids) > max_length:
-            report.truncated.append(row.place)
-            row = Row(row.input_ids[:max_length], row.trained[:max_length], row.place)
-        if not row.trained.any():
-            report.dropped.append(row.place)
-            continue
-        rows.append(row)
-        report.num_tokens += len(row.input_ids)
-        report.num_trained += int(row.trained.sum())
-    report.num_rows = len(rows)
-    if not rows:
-        raise DataError("no row has a token to train on:\n" + "\n".join(report.lines(max_length)[1:]))
-    return rows, report
+_CHOOSE: dict[str, Callable[[np.ndarray, Conversation], np.ndarray]] = {
+    "assistant": lambda assistant, example: assistant,
+    "completion": _completion_of,
+    "all": lambda assistant, example: np.ones(len(assistant), dtype=bool),
+}

@@ -11,6 +11,7 @@ from horizon_lm.model.head_run import head_peak, head_work
 from horizon_lm.model.parts import ModelParts, find_parts
 from horizon_lm.model.probe import BlockCalls, find_calls
 from horizon_lm.model.source import skeleton_of
+from horizon_lm.model.trainable import freeze
 from horizon_lm.plan.outline import BlockKind, Linear, ModelOutline
 from horizon_lm.plan.work import Work
 from horizon_lm.schedule.ops import block
@@ -29,6 +30,7 @@ def outline_config(
     on_accelerator: bool = False,
     mlp_chunk_tokens: int | None = None,
     trust_remote_code: bool = False,
+    trainable: str | None = None,
 ) -> ModelOutline:
     """The outline of the model that a config describes.
 
@@ -41,6 +43,7 @@ def outline_config(
         attn_implementation: as in `horizon_lm.stream`.
         on_accelerator: attention is chosen as for a GPU.
         mlp_chunk_tokens: as in `horizon_lm.stream`.
+        trainable: patterns of the names of weights that are trained, as in `model.trainable.freeze`.
 
     Raises:
         ConfigError: a setting that is not possible.
@@ -50,6 +53,7 @@ def outline_config(
     model = skeleton_of(
         config, name, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code or None
     ).train()
+    freeze(model, trainable)
     parts = find_parts(model)
     used = attention.choose(model, attn_implementation, on_accelerator)
     try:

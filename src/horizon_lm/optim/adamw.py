@@ -49,6 +49,7 @@ class AdamW(torch.optim.Optimizer):
 
     Attributes:
         grad_norm: global norm of the gradients of the last step, before clipping.
+        unit_grad_norms: the same of each unit.
         num_skipped: steps left out because a gradient was not finite.
     """
 
@@ -89,6 +90,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(list(params) if params is not None else self._trainable(), defaults)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
+        self.unit_grad_norms: dict[str, float] = {}
         self.num_skipped = 0
         self._seed, self._step, self._skips, self._in_backward = seed, 0, non_finite == "skip", update_in_backward
         self._hyper: dict[int, Hyperparameters] = {}
@@ -133,6 +135,7 @@ class AdamW(torch.optim.Optimizer):
             self._refuse(bad)
             return loss
         self.grad_norm = sum(squares.values()) ** 0.5
+        self.unit_grad_norms = {unit: square**0.5 for unit, square in squares.items()}
         if not self._in_backward:
             self._update(present)
         elif self._hyper:

@@ -68,7 +68,8 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
 def _choose_rows(outline: ModelOutline, request: Request, machine: Machine, room: int | None) -> tuple[Step, str]:
     """The most rows at once that fit, while everything waits in host memory."""
     per_device, rows = request.per_device_train_batch_size, request.rows
-    step_is = f"{rows} rows a step = {per_device} x {request.gradient_accumulation_steps}; "
+    step_is = f"{rows} rows a step = {per_device} x {request.gradient_accumulation_steps}"
+    step_is += "; " if request.sequences == 1 else f" x {request.sequences}, a row for each answer; "
     wanted = [request.device_micro_batch_size] if request.device_micro_batch_size else None
     sizes = wanted or list(_sizes(outline, request, machine))
     for size in sizes:
@@ -91,7 +92,7 @@ def _choose_rows(outline: ModelOutline, request: Request, machine: Machine, room
 
 def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterator[int]:
     """Numbers of rows to try, the largest first. Where activations are not known, it is the run that has to know."""
-    per_device = request.per_device_train_batch_size
+    per_device = request.per_device_train_batch_size * request.sequences
     if outline.unknown:
         yield per_device
         return

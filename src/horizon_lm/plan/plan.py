@@ -215,4 +215,8 @@ def _host_items(step: Step, use: DeviceUse, request: Request, machine: Machine) 
 
 def _disk_items(step: Step, request: Request) -> list[Item]:
     exported = step.outline.sizes.num_parameters * request.export_bytes
-    return [Item("exported model", exported, f"{request.export_bytes} bytes per parameter")]
+    items = [Item("exported model", exported, f"{request.export_bytes} bytes per parameter")]
+    if request.num_checkpoints:
+        kept = f"{request.num_checkpoints} kept on the way; save_total_limit keeps fewer"
+        items.append(Item("checkpoints", request.num_checkpoints * exported, kept))
+    return items

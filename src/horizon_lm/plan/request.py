@@ -40,9 +40,11 @@ class Request(Given):
     """Settings of a run, with the names that they have there; None where the plan is to choose.
 
     Attributes:
+        sequences: of tokens in a row: two in a preference.
         tokens_per_step: without padding, as steps go; None for as many as there are places.
         num_steps: None if it is not known.
         export_bytes: of an element of the exported model.
+        num_checkpoints: exports on the way that are there at once.
         download_bytes: of the checkpoint to start from, if it has to be fetched.
         has_grad_dtype: the run says how gradients are kept.
         skips_steps: a step with a gradient that is not finite is left out.
@@ -50,6 +52,7 @@ class Request(Given):
 
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
+    sequences: int = 1
     device_micro_batch_size: int | None = None
     head: str = "chunked"
     head_chunk_tokens: int | None = None
@@ -60,14 +63,15 @@ class Request(Given):
     tokens_per_step: float | None = None
     num_steps: int | None = None
     export_bytes: int = 2
+    num_checkpoints: int = 0
     download_bytes: int = 0
     has_grad_dtype: bool = False
     skips_steps: bool = False
 
     @property
     def rows(self) -> int:
-        """Of a step."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+        """Sequences of a step: rows of its batch."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.sequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """Nothing begins that there is no room for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Loader
-from horizon_lm.data.tokenize import Row
+from horizon_lm.data.table import TokenTable
 from horizon_lm.plan.plan import Plan
 from horizon_lm.preflight.machine import this_machine
 from horizon_lm.preflight.rows import RowShape
@@ -29,10 +29,13 @@ class Admission:
         if not plan.fits and not plan_run(run, self._source, machine, rows=shortest, priced=False).fits:
             self._refuse(plan)
 
-    def admit(self, loader: Loader, held_out: Sequence[Row], num_steps: int) -> Plan:
+    def admit(self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, num_checkpoints: int) -> Plan:
         """The plan for these rows; DoesNotFitError with what would make it fit."""
         shape = RowShape.of(loader, held_out)
-        plan = plan_run(self._run, self._source, this_machine(self._run), rows=shape, num_steps=num_steps)
+        plan = plan_run(
+            self._run, self._source, this_machine(self._run), rows=shape, num_steps=num_steps,
+            num_checkpoints=num_checkpoints,
+        )  # fmt: skip
         if not plan.fits:
             self._refuse(plan)
         return plan

@@ -1,10 +1,12 @@
 """The rows of a run, as far as memory and time depend on them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from horizon_lm.data.loader import Loader
-from horizon_lm.data.tokenize import Row
+from horizon_lm.data.table import TokenTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +29,24 @@ class RowShape:
     tokens: float | None = None
 
     @classmethod
-    def of(cls, loader: Loader, held_out: Sequence[Row]) -> "RowShape":
+    def of(cls, loader: Loader, held_out: Iterable[TokenTable]) -> "RowShape":
         """Of rows that are there, and of the steps that they are trained in."""
-        import numpy as np
-
-        rows, lengths, present = loader.rows, [len(row) for row in loader.rows], np.zeros(0, dtype=bool)
-        for row in (*rows, *held_out):
-            if (largest := int(row.input_ids.max())) >= len(present):
+        rows, held_out, present = loader.rows, list(held_out), np.zeros(1, dtype=bool)
+        assert isinstance(rows, TokenTable)
+        for ids in (ids for table in (rows, *held_out) for ids in table.token_ids() if len(ids)):
+            if (largest := int(ids.max())) >= len(present):
                 present = np.pad(present, (0, 2 * largest + 1 - len(present)))
-            present[row.input_ids] = True
+            present[ids] = True
         # Where rows are padded there is the padding's token, too.
         distinct = int(present.sum()) + 1
-        steps = [[lengths[i] for i in loader.sampler.rows(step)] for step in range(loader.sampler.steps_per_epoch)]
-        usual = sum(max(step) * len(step) for step in steps) / sum(map(len, steps))
+        steps = [rows.lengths[loader.sampler.rows(step)] for step in range(loader.sampler.steps_per_epoch)]
+        usual = sum(step.max() * len(step) for step in steps) / sum(map(len, steps))
+        in_epoch = sum(rows.num_tokens[loader.sampler.rows(step)].sum() for step in range(len(steps)))
         return cls(
-            max(lengths),
-            max(map(len, held_out), default=0),
-            masked=min(lengths) < max(lengths),
+            int(rows.lengths.max()),
+            max((int(table.lengths.max()) for table in held_out), default=0),
+            masked=int(rows.lengths.min()) < int(rows.lengths.max()),
             distinct_tokens=distinct,
             usual_length=round(usual),
-            tokens=sum(lengths) / len(steps),
+            tokens=float(in_epoch) / len(steps),
         )

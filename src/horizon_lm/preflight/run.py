@@ -22,6 +22,7 @@ def plan_run(
     *,
     rows: RowShape | None = None,
     num_steps: int | None = None,
+    num_checkpoints: int = 0,
     priced: bool = True,
 ) -> Plan:
     """The plan of a run.
@@ -30,6 +31,7 @@ def plan_run(
         run: its settings; ``device`` is not ``auto``.
         rows: None for the longest that its settings allow.
         num_steps: of the run, if known.
+        num_checkpoints: exports on the way that are there at once.
         priced: with seconds, if the machine's rates are known.
 
     Raises:
@@ -43,7 +45,7 @@ def plan_run(
     usual = None
     if rows.usual_length and machine.hardware is not None:
         usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
-    request = make_request(run, source, num_steps, rows, outline.sizes.num_parameters)
+    request = make_request(run, source, rows, outline.sizes.num_parameters, num_steps, num_checkpoints)
     plan = make_plan(outline, request, machine, priced, usual)
     return replace(plan, problems=_problems(source, plan, rows))
 
@@ -60,13 +62,16 @@ def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
     return [problem for problem in problems if problem is not None]
 
 
-def make_request(run: RunConfig, source: Source, num_steps: int | None, rows: RowShape, num_parameters: int) -> Request:
+def make_request(
+    run: RunConfig, source: Source, rows: RowShape, num_parameters: int, num_steps: int | None, num_checkpoints: int
+) -> Request:
     """A run's settings as the plan has them."""
     grad = run.grad_dtype or ("float32" if run.precision == "float32" else "bfloat16")
-    evaluates = bool(run.eval_datasets)
+    sequences = 2 if run.objective == "dpo" else 1
     return Request(
         per_device_train_batch_size=run.per_device_train_batch_size,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
+        sequences=sequences,
         device_micro_batch_size=run.device_micro_batch_size,
         precision=run.precision,
         moments=run.moments,
@@ -81,11 +86,12 @@ def make_request(run: RunConfig, source: Source, num_steps: int | None, rows: Ro
         held_graphs=run.held_graphs,
         device_memory=run.device_memory,
         compiled=run.device != "cpu" if run.compile == "auto" else bool(run.compile),
-        eval_rows=run.per_device_eval_batch_size if evaluates else 0,
-        eval_length=rows.eval_length if evaluates else 0,
+        eval_rows=run.per_device_eval_batch_size * sequences if run.has_held_out else 0,
+        eval_length=rows.eval_length if run.has_held_out else 0,
         distinct_tokens=rows.distinct_tokens,
         tokens_per_step=rows.tokens,
         num_steps=num_steps,
+        num_checkpoints=num_checkpoints,
         export_bytes=source.stored_bytes,
         download_bytes=0 if source.is_here else num_parameters * source.stored_bytes,
     )

@@ -42,6 +42,7 @@ class Source:
             "on_accelerator": accelerated,
             "mlp_chunk_tokens": mlp_chunk_tokens or run.mlp_chunk_tokens,
             "trust_remote_code": run.trust_remote_code,
+            "trainable": run.trainable,
         }
         key = tuple(options.values())
         if key not in self._outlines:

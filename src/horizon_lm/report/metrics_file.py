@@ -14,7 +14,7 @@ from horizon_lm.report.checked import NotJsonError, check_json, read_bytes
 
 @dataclass(frozen=True, slots=True)
 class TrainingLine:
-    """What the report shows of a training line; its fields are told in `horizon_lm.metrics`."""
+    """What the report shows of a training line; its fields are told in `horizon_lm.training.metrics`."""
 
     step: int
     loss: float | None

@@ -6,8 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config import RunConfig, to_yaml
-from horizon_lm.errors import ConfigError
+from horizon_lm.config import RunConfig
+from horizon_lm.config.text import to_yaml
+from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.plan.as_json import write_plan
 from horizon_lm.plan.plan import Plan
 
@@ -23,6 +24,7 @@ class RunFolder:
         self.path = Path(config.output_dir).expanduser()
         self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
         self.trace_file = self.path / "trace.json"
+        self._keep = config.save_total_limit
         if self.model_dir.exists() and not config.overwrite_output_dir:
             raise ConfigError(
                 f"output_dir: {self.path} holds a finished run; choose another folder, or set "
@@ -40,6 +42,8 @@ class RunFolder:
         (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         for stale in (self.trace_file, self.path / "predicted_trace.json"):
             stale.unlink(missing_ok=True)
+        for checkpoint in self._checkpoints():  # of an earlier run
+            shutil.rmtree(checkpoint, ignore_errors=True)
         write_plan(plan, config.device, self.path)
         if self.metrics_file.exists():
             number = 1
@@ -49,15 +53,44 @@ class RunFolder:
 
     def export(self, model: Any, tokenizer: Any) -> None:
         """Write the model's folder; it has its name when it is complete, and only then an old one goes."""
-        part, old = self.path / "model.part", self.path / "model.old"
+        self._write(model, tokenizer, self.model_dir)
+
+    @staticmethod
+    def _write(model: Any, tokenizer: Any, target: Path) -> None:
+        part, old = (target.with_name(f"{target.name}.{what}") for what in ("part", "old"))
         for leftover in (part, old):
             shutil.rmtree(leftover, ignore_errors=True)
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
-        if self.model_dir.exists():
-            self.model_dir.rename(old)
-        part.rename(self.model_dir)
+        if target.exists():
+            target.rename(old)
+        part.rename(target)
         shutil.rmtree(old, ignore_errors=True)
+
+    def save(self, model: Any, tokenizer: Any, step: int) -> None:
+        """Export the model as it is after a step, and let older exports go that are too many."""
+        self._write(model, tokenizer, self.path / f"checkpoint-{step}")
+        kept = sorted(self._checkpoints(), key=lambda folder: int(folder.name.rpartition("-")[2]))
+        for old in kept[: -self._keep] if self._keep else []:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _checkpoints(self) -> list[Path]:
+        return [folder for folder in self.path.glob("checkpoint-*") if folder.name.rpartition("-")[2].isdigit()]
+
+    def push(self, config: RunConfig) -> str:
+        """Upload the exported model; a sentence of where it is. What fails here is said: the model is safe in its folder."""
+        from huggingface_hub import HfApi
+
+        name = config.hub_model_id or self.path.resolve().name
+        try:
+            api = HfApi()
+            repo = api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
+            api.upload_folder(
+                repo_id=repo.repo_id, folder_path=self.model_dir, commit_message="Trained with Horizon-LM"
+            )
+        except Exception as error:  # of the network, of permissions, of the hub: the run is finished in any case
+            return f"push_to_hub: the model was not uploaded ({first_line(error)}); it is in {self.model_dir}"
+        return f"the trained model is at {repo}"
 
     def draw_loss(self) -> None:
         """A picture of the metrics. The run is finished: what goes wrong here is not worth an error."""

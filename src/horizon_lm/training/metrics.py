@@ -3,12 +3,15 @@
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 from horizon_lm.data.loader import Batch
+from horizon_lm.objective.base import Loss
+from horizon_lm.plan.plan import Plan
 from horizon_lm.store.ram import resident_bytes
 from horizon_lm.units import format_bytes, format_seconds
 
@@ -19,74 +22,110 @@ class Metrics:
     Args:
         num_steps: steps of the run.
         steps_per_epoch: to tell the epoch.
-        log_every: steps between two lines; the first and the last step are logged too.
+        plan: what was planned for it.
     """
 
-    def __init__(self, num_steps: int, steps_per_epoch: int, log_every: int) -> None:
-        self._num_steps, self._steps_per_epoch, self._log_every = num_steps, steps_per_epoch, log_every
-        self.tokens_trained = self.tokens_total = 0
+    def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan) -> None:
+        self._num_steps, self._steps_per_epoch, self._plan = num_steps, steps_per_epoch, plan
+        self.last_loss = math.nan
+        self._flops_per_token = plan.step.outline.step_flops(plan.step.tokens) / plan.step.tokens
+        self.tokens_trained = self.tokens_total = self._rows = 0
         self.started = time.perf_counter()
         self._window_started = self.started
         self._losses: list[float] = []
+        self._sums: dict[str, float] = {}
+        self._weight = 0.0
         self._window_steps = self._window_trained = self._window_total = 0
 
-    def add(self, step: int, loss: float, batch: Batch) -> bool:
-        """Count a step, from 1; true if it is to be logged."""
-        if math.isfinite(loss):  # of a step that was left out
-            self._losses.append(loss)
+    def add(self, value: float, loss: Loss, batch: Batch) -> None:
+        """Count a step with its loss."""
+        self.last_loss = value
+        if math.isfinite(value):  # else it is of a step that is left out
+            self._losses.append(value)
+            self._weight += loss.weight
+            for name, each in loss.metrics.items():
+                self._sums[name] = self._sums.get(name, 0.0) + each
         self._window_steps += 1
+        self._rows += len(batch.places)
         self._window_trained += batch.num_trained
         self._window_total += batch.num_tokens
-        return step == 1 or step % self._log_every == 0 or step == self._num_steps
 
-    def line(self, step: int, optimizer: Any, learning_rate: float, device_bytes_peak: int) -> dict[str, Any]:
+    def line(
+        self, step: int, optimizer: Any, learning_rate: float, model: Any, unit_norms: bool = False
+    ) -> dict[str, Any]:
         """A line of ``metrics.jsonl``, over the steps since the last one.
 
         Returns:
-            ``loss``: mean over these steps of the loss per trained token, null if all were skipped; ``grad_norm``: of the
-            last applied step, before clipping; ``steps_skipped`` since the run began; ``learning_rate``: used in this step; ``tokens_*``: since the run began, without padding;
-            ``*_per_second``: over these steps; ``device_bytes_peak``: of the engine's buffers; ``host_bytes``: of this process,
-            without page cache, as the plan counts them;
-            ``seconds`` since the run began; ``eta_seconds``.
+            ``loss``: mean over these steps of the step's loss, null if all were skipped, and what else the objective measures;
+            ``grad_norm``: of the last applied step, before clipping, and ``grad_norm/UNIT`` on request; ``steps_skipped``
+            since the run began; ``learning_rate``: used in this step; ``rows_seen`` and ``tokens_*``: since the run began,
+            without padding; ``*_per_second``: over these steps; ``model_tflops``: operations that the model asks for (6·N·T
+            and attention), per second; ``of_planned_speed``: tokens per second over those of the plan, null if it has none;
+            ``device_bytes_peak``: of the engine's buffers, and ``of_planned_device``; ``host_bytes``: of this process, without
+            page cache, and ``of_planned_host``; ``seconds`` since the run began; ``eta_seconds``.
         """
-        now = time.perf_counter()
+        import horizon_lm
+
+        plan, now = self._plan, time.perf_counter()
         seconds = now - self._window_started
         self.tokens_trained += self._window_trained
         self.tokens_total += self._window_total
+        device_bytes, host_bytes = horizon_lm.stats(model)["device_bytes_peak"], resident_bytes()
         line = {
             "step": step,
             "epoch": round(step / self._steps_per_epoch, 4),
             "loss": sum(self._losses) / len(self._losses) if self._losses else None,
+            **{name: total / self._weight for name, total in self._sums.items()},
             "grad_norm": optimizer.grad_norm,
+            **({f"grad_norm/{unit}": norm for unit, norm in optimizer.unit_grad_norms.items()} if unit_norms else {}),
             "steps_skipped": optimizer.num_skipped,
             "learning_rate": learning_rate,
+            "rows_seen": self._rows,
             "tokens_trained": self.tokens_trained,
             "tokens_total": self.tokens_total,
             "trained_tokens_per_second": round(self._window_trained / seconds, 3),
             "tokens_per_second": round(self._window_total / seconds, 3),
-            "device_bytes_peak": device_bytes_peak,
-            "host_bytes": resident_bytes(),
+            "model_tflops": round(self._flops_per_token * self._window_total / seconds / 1e12, 4),
+            "of_planned_speed": _ratio(
+                self._window_total / seconds, plan.time.tokens_per_second if plan.time else None
+            ),
+            "device_bytes_peak": device_bytes,
+            "of_planned_device": _ratio(device_bytes, plan.buffers.num_bytes),
+            "host_bytes": host_bytes,
+            "of_planned_host": _ratio(host_bytes, plan.host.num_bytes),
             "seconds": round(now - self.started, 3),
             "eta_seconds": round(seconds / self._window_steps * (self._num_steps - step), 1),
         }
-        self._window_started, self._losses = now, []
+        self._window_started, self._losses, self._sums, self._weight = now, [], {}, 0.0
         self._window_steps = self._window_trained = self._window_total = 0
         return line
 
 
+def _ratio(value: float, of: float | None) -> float | None:
+    return round(value / of, 4) if of else None
+
+
 def describe(line: dict[str, Any], num_steps: int) -> str:
     """A line of metrics for people."""
+    begin = f"step {line['step']}/{num_steps}  "
+    if "samples" in line:
+        return "\n".join(f"{begin}{each['prompt']!r} -> {each['answer']!r}" for each in line["samples"])
     if "eval_loss" in line:
-        return (
-            f"step {line['step']}/{num_steps}  held-out loss {line['eval_loss']:.4f} ({line['eval_tokens']:,} tokens)"
-        )
+        tokens = f" ({line['eval_tokens']:,} tokens)" if "eval_tokens" in line else ""
+        return f"{begin}held-out loss {line['eval_loss']:.4f}{tokens}{_others(line, 'eval_')}"
     return (
-        f"step {line['step']}/{num_steps}  epoch {line['epoch']:.2f}  loss {_number(line['loss'], '.4f')}  "
+        f"{begin}epoch {line['epoch']:.2f}  loss {_number(line['loss'], '.4f')}{_others(line, '')}  "
         f"grad norm {_number(line['grad_norm'], '.2f')}  lr {line['learning_rate']:.2e}  "
         f"tokens/s {line['trained_tokens_per_second']:.0f} trained, {line['tokens_per_second']:.0f} in all  "
         f"device {format_bytes(line['device_bytes_peak'])}  host {format_bytes(line['host_bytes'])}  "
         f"left {format_seconds(line['eta_seconds'])}"
     )
+
+
+def _others(line: dict[str, Any], prefix: str) -> str:
+    """What of an objective's measures deserves a place on a line."""
+    known = {"perplexity": "perplexity", "rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+    return "".join(f"  {name} {line[prefix + key]:.3f}" for key, name in known.items() if prefix + key in line)
 
 
 def _number(value: float | None, form: str) -> str:
@@ -149,6 +188,24 @@ class Reporter:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self.say(describe(line, self._num_steps))
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """What comes before the loop and takes long; told how much of how much is done."""
+        if self._bar is None:
+            said = [time.perf_counter()]
+
+            def say(done: int, total: int) -> None:
+                if time.perf_counter() - said[0] > 10:
+                    said[0] = time.perf_counter()
+                    self.say(f"{what}: {done:,} of {total:,}")
+
+            yield say
+            return
+        task = self._bar.add_task(what, total=None, loss="")
+        self._bar.start()
+        yield lambda done, total: self._bar.update(task, completed=done, total=total)
+        self._bar.remove_task(task)
 
     def stop_bar(self) -> None:
         """The loop is over; what is said from now on stays below the bar."""

@@ -1,55 +1,30 @@
 """From a run's YAML file and ``--key value`` overrides to a `RunConfig`, with every error in one report."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from horizon_lm.config import DatasetConfig, RunConfig
+from horizon_lm.config import SCHEMAS, WITHOUT_ROWS, DatasetConfig, RunConfig
+from horizon_lm.config.elsewhere import ELSEWHERE
+from horizon_lm.config.text import describe
 from horizon_lm.errors import ConfigError
-
-# Settings of other trainers that have no place here, and what does their work.
-_ELSEWHERE = {
-    "train_file": "name the file in datasets",
-    "dataset_name": "name the file in datasets",
-    "validation_file": "name the file in eval_datasets",
-    "eval_dataset": "name the file in eval_datasets",
-    "model": "the model's name goes into model_name_or_path",
-    "max_seq_length": "TRL calls it max_length",
-    "warmup_ratio": "warmup_steps takes a share of all steps below 1",
-    "num_epochs": "transformers calls it num_train_epochs",
-    "micro_batch_size": "use per_device_train_batch_size",
-    "gradient_checkpointing": "every block is recomputed in any case; remove it",
-    "bf16": "use precision",
-    "fp16": "use precision",
-    "deepspeed": "weights stream from host memory without it; remove it",
-    "fsdp": "weights stream from host memory without it; remove it",
-    "optim": "the optimizer is AdamW; remove it",
-}
 
 _LENGTHS = {"num_train_epochs", "max_steps"}  # of which a run has one
 
 
-def read_run_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """`read_config` for a run that is to be trained."""
-    return read_config(path, overrides, RunConfig)
-
-
-Config = TypeVar("Config", bound=RunConfig)
-
-
-def read_config(path: str | None, overrides: Sequence[str], schema: type[Config]) -> Config:
+def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_rows: bool = False) -> RunConfig:
     """Read a run's file, lay the overrides over it, and validate once.
 
     Args:
         path: a YAML 1.2 file; None for overrides only.
         overrides: command-line tokens, ``--key value`` or ``--key=value``; values are read as YAML.
-        schema: what is wanted.
+        without_rows: ``datasets`` may be missing.
 
     Raises:
         ConfigError: all that is wrong, each with its place, value and remedy.
@@ -59,21 +34,37 @@ def read_config(path: str | None, overrides: Sequence[str], schema: type[Config]
     if len(changed.keys() & _LENGTHS) == 1:  # the other one, in the file, gives way
         settings = {key: value for key, value in settings.items() if key not in _LENGTHS}
     places.overridden |= set(changed)
+    return _validated(settings | changed, places, without_rows)
+
+
+def _validated(merged: dict[str, Any], places: "_Places", without_rows: bool) -> RunConfig:
+    """The one validation of a run."""
+    objective = merged.get("objective", "sft")
+    schema = SCHEMAS.get(objective if isinstance(objective, str) else "", SCHEMAS["sft"])
     try:
-        return schema.model_validate(settings | changed)
+        return schema.model_validate(merged, context=WITHOUT_ROWS if without_rows else None)
     except ValidationError as error:
         details = sorted(error.errors(include_url=False), key=lambda each: places.position(each["loc"]) or (0, 0))
-        problems = [_describe(each, places) for each in details]
+        problems = [_describe(each, places, schema) for each in details]
         heading = "" if len(problems) == 1 else f"{len(problems)} settings cannot be used:\n"
         raise ConfigError(heading + "\n".join(problems)) from error
 
 
+def as_config(run: RunConfig | Mapping[str, Any] | str | Path) -> RunConfig:
+    """A run's settings from themselves, from a mapping, or from the file that has them. ConfigError as above."""
+    if isinstance(run, RunConfig):
+        return run
+    if isinstance(run, Mapping):
+        return _validated(dict(run), _Places("train()", None, set()), without_rows=False)
+    return read_run_config(str(run))
+
+
 def describe_settings() -> str:
-    """All settings of a run with their defaults, as lines."""
-    lines = []
-    for name, field in RunConfig.model_fields.items():
-        default = "required" if field.is_required() else "null" if field.default is None else str(field.default)
-        lines.append(f"{name} ({default}): {field.description}")
+    """All settings with their defaults: those of the first objective, then what the others have besides or otherwise."""
+    lines: list[str] = []
+    for objective, schema in SCHEMAS.items():
+        new = [line for line in describe(schema) if line not in lines]
+        lines += [f"# {'all settings of' if not lines else 'with'} objective: {objective}", *new]
     return "\n".join(lines)
 
 
@@ -114,8 +105,8 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
 
 def _parse_value(key: str, text: str) -> Any:
     """A value as YAML would read it; as it is where text is asked for, so that paths need no quotes."""
-    field = RunConfig.model_fields.get(key)
-    if field is not None and field.annotation in (str, str | None) and text != "null":
+    fields = [schema.model_fields[key] for schema in SCHEMAS.values() if key in schema.model_fields]
+    if fields and fields[0].annotation in (str, str | None) and text != "null":
         return text
     try:
         return YAML(typ="safe", pure=True).load(text)
@@ -180,23 +171,26 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], _Places]:
     return settings, _Places(path, marks, set())
 
 
-def _describe(details: Any, places: _Places) -> str:
+def _describe(details: Any, places: _Places, schema: type[RunConfig]) -> str:
     """One error of pydantic as a line: place, setting, value, what to do."""
     loc = details["loc"]
-    known = RunConfig.model_fields if len(loc) == 1 else DatasetConfig.model_fields
-    if details["type"] == "missing":
+    known = schema.model_fields if len(loc) == 1 else DatasetConfig.model_fields
+    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if details["type"] == "missing" or message == "is missing":
         return f"{places.of(loc)} is missing. {known[str(loc[-1])].description}"
     if details["type"] == "extra_forbidden":
-        return f"{places.of(loc)} is not a setting; {_suggest(str(loc[-1]), list(known))}"
-    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        return f"{places.of(loc)} is not a setting{_suggest(str(loc[-1]), list(known), len(loc) == 1)}"
     return f"{places.of(loc)}: {_shorten(details['input'])}: {message}"
 
 
-def _suggest(key: str, known: list[str]) -> str:
-    if key in _ELSEWHERE:
-        return _ELSEWHERE[key]
+def _suggest(key: str, known: list[str], of_run: bool) -> str:
+    others = [objective for objective, schema in SCHEMAS.items() if of_run and key in schema.model_fields]
+    if others:
+        return f" of this objective, but of objective: {' or '.join(others)}; remove it, or change the objective"
+    if key in ELSEWHERE:
+        return f"; {ELSEWHERE[key]}"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else "horizon-lm train --settings lists those there are"
+    return f"; did you mean {close[0]}?" if close else "; horizon-lm train --settings lists those there are"
 
 
 def _shorten(value: Any) -> str:

@@ -1,0 +1,67 @@
+"""Where rows are, and what of them is used."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator
+
+from horizon_lm.config.types import Names, Settings
+
+FORMATS = ("text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference")
+_FILE_ENDINGS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
+
+
+def _place_of_rows(path: str) -> str:
+    """A file, a folder, or what may be the name of a dataset on the hub."""
+    if Path(path).expanduser().exists():
+        return path
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith(".")
+    if not is_name or path.endswith(_FILE_ENDINGS):
+        raise ValueError(f"there is no such file or folder; a relative path starts in {Path.cwd()}")
+    return path
+
+
+class DatasetConfig(Settings):
+    """Rows of one kind, in one place."""
+
+    path: Annotated[str, AfterValidator(_place_of_rows)] = Field(
+        description="A file of rows (JSON, JSONL, Parquet, CSV, text), a folder of such files, or a dataset of the hub."
+    )
+    name: str | None = Field(None, description="The configuration of a dataset of the hub.")
+    data_dir: str | None = Field(None, description="The folder in that dataset to read.")
+    data_files: Names | None = Field(None, description="The files in that dataset to read; wildcards are allowed.")
+    split: str | None = Field(
+        None, description="The part of that dataset, such as train or train[:10%]; null for train."
+    )
+    columns: dict[str, str] | None = Field(
+        None, description="Where fields have other names: the name expected here, and theirs."
+    )
+    format: Literal["text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"] | None = Field(
+        None, description="The form of the rows; null for what their fields say."
+    )
+    fraction: float | None = Field(
+        None, gt=0, lt=1, description="The share of the rows to use, chosen once by data_seed; null for all."
+    )
+    weight: PositiveFloat = Field(
+        1.0, description="How often each row comes in an epoch; a fraction takes another part of the rows every epoch."
+    )
+
+    @field_validator("name", "data_dir", "data_files", "split")
+    @classmethod
+    def _has_parts(cls, value: Any, info: ValidationInfo) -> Any:
+        path = info.data.get("path")
+        if value is not None and path is not None and Path(path).expanduser().is_file():
+            raise ValueError(f"is not used for a file, which {path} is; remove it")
+        return value
+
+
+def _as_list(value: Any) -> Any:
+    """One path, or one entry, stands for a list of one."""
+    entries = [value] if isinstance(value, str | dict | DatasetConfig) else value
+    if not isinstance(entries, list):
+        raise ValueError("must be a path, or a list of paths or of {path, columns, ...}")
+    return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
+
+
+DatasetList = Annotated[list[DatasetConfig], BeforeValidator(_as_list), Field(min_length=1)]

@@ -1,0 +1,76 @@
+"""Settings as text that people read: the file of a run, a file to start from, and the page of the documentation."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from io import StringIO
+from typing import Any
+
+from horizon_lm.config.run import RunConfig
+
+
+def to_yaml(config: RunConfig) -> str:
+    """A configuration as a file that reads back as the same, each setting under its sentence."""
+    lines = ["# The settings of this run, defaults included."]
+    for name, value in config.model_dump().items():
+        lines += ["", f"# {type(config).model_fields[name].description}", _entry(name, value)]
+    return "\n".join(lines) + "\n"
+
+
+def groups(schema: type[RunConfig]) -> Iterator[tuple[str, list[str]]]:
+    """The settings of a schema by the class that brought them: its heading, and their names."""
+    left = list(schema.model_fields)
+    for cls in reversed(schema.__mro__):
+        names = [name for name in left if name in inspect.get_annotations(cls)]
+        if names:
+            yield str(cls.__doc__).rstrip("."), names
+            left = [name for name in left if name not in names]
+
+
+def start_file(schema: type[RunConfig], values: Mapping[str, Any], heading: str) -> str:
+    """A file to begin with: ``values`` are set, all other settings are there as comments with their defaults."""
+    lines = [f"# {line}".rstrip() for line in heading.splitlines()]
+    for title, names in groups(schema):
+        lines += ["", "", f"# --- {title} ---"]
+        for name in names:
+            entry = _entry(name, values[name] if name in values else schema.model_fields[name].default)
+            if name not in values:
+                entry = "\n".join(f"# {line}" for line in entry.splitlines())
+            lines += ["", f"## {schema.model_fields[name].description}", entry]
+    return "\n".join(lines) + "\n"
+
+
+def describe(schema: type[RunConfig]) -> list[str]:
+    """All settings with their defaults, a line each."""
+    lines = []
+    for name, field in schema.model_fields.items():
+        default = "required" if field.is_required() or name == "datasets" else _inline(field.default)
+        lines.append(f"{name} ({default}): {field.description}")
+    return lines
+
+
+def _inline(value: Any) -> str:
+    """A default on one line, as YAML has it."""
+    return _entry("_", value).removeprefix("_:").strip().replace("\n", ", ").replace("- ", "")
+
+
+def _entry(name: str, value: Any) -> str:
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style, yaml.width = False, 1000
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    stream = StringIO()
+    yaml.dump({name: _short(value)}, stream)
+    return stream.getvalue().removesuffix("...\n").rstrip()
+
+
+def _short(value: Any) -> Any:
+    """A dataset is written without what is left at its default, and as a path where nothing else is said."""
+    if isinstance(value, list) and value and all(isinstance(entry, dict) and "path" in entry for entry in value):
+        return [_said(entry) for entry in value]
+    return value
+
+
+def _said(entry: dict[str, Any]) -> Any:
+    said = {key: each for key, each in entry.items() if each is not None and (key, each) != ("weight", 1.0)}
+    return said["path"] if list(said) == ["path"] else said

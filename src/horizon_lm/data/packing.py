@@ -1,0 +1,60 @@
+"""Several rows in one, each of which sees only itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from horizon_lm.data import trl_helpers
+from horizon_lm.data.sources import digest
+from horizon_lm.data.table import Part
+
+_ROW = "row_of_token"  # which row a token comes from
+
+
+def pack(
+    table: Any, place: Callable[[int], str], indices: np.ndarray, strategy: str, length: int, weight: float
+) -> Part:
+    """The rows ``indices`` of a table of tokens, in their order, packed into rows of at most ``length`` tokens."""
+    import datasets
+
+    features = datasets.Features(
+        input_ids=table.features["input_ids"], trained=table.features["trained"], **{_ROW: table.features["input_ids"]}
+    )
+    fingerprint = digest(table._fingerprint, indices.tolist(), strategy, length)
+    usable = np.zeros(len(table), dtype=bool)
+    usable[indices] = True
+
+    def with_rows(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+        """The rows in use, and beside each token the row that it comes from: packing does not tell."""
+        used = [n for n, number in enumerate(numbers) if usable[number]]
+        return {
+            "input_ids": [columns["input_ids"][n] for n in used],
+            "trained": [columns["trained"][n] for n in used],
+            _ROW: [[numbers[n]] * len(columns["input_ids"][n]) for n in used],
+        }
+
+    rows = table.map(
+        with_rows, batched=True, with_indices=True, remove_columns=table.column_names, features=features,
+        new_fingerprint=fingerprint, desc="choosing rows to pack",
+    )  # fmt: skip
+    packed = trl_helpers.pack(rows, length, strategy, new_fingerprint=digest(fingerprint, "packed"), desc="packing")
+    packed = packed.map(
+        _count_targets, batched=True, new_fingerprint=digest(fingerprint, "counted"), desc="counting targets"
+    )
+
+    def place_of_packed(index: int) -> str:
+        numbers = np.unique(packed.data.column(_ROW)[index].values.to_numpy()).tolist()
+        return " + ".join(place(number) for number in numbers)
+
+    return Part(packed, place_of_packed, np.arange(len(packed)), weight)
+
+
+def _count_targets(columns: dict[str, list[Any]]) -> dict[str, list[int]]:
+    counts = []
+    for index, trained in enumerate(columns["trained"]):
+        mask = np.asarray(trained, dtype=bool)
+        segments = columns["seq_lengths"][index] if "seq_lengths" in columns else [len(mask)]
+        firsts = np.cumsum([0, *segments[:-1]])
+        counts.append(int(mask.sum() - mask[firsts].sum()))
+    return {"num_targets": counts}

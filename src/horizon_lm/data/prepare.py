@@ -1,0 +1,257 @@
+"""From the entries of ``datasets`` to tokens on disk, made once and found again by what they were made from."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from horizon_lm.config import DatasetConfig
+from horizon_lm.data.forms import Form, find_form, rename
+from horizon_lm.data.messages import RowError
+from horizon_lm.data.packing import pack
+from horizon_lm.data.progress import progress_bars
+from horizon_lm.data.sources import Source, digest, open_source
+from horizon_lm.data.table import Part, TokenTable
+from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
+from horizon_lm.errors import DataError
+
+VERSION = 1  # of what is cached
+_MAX_SHOWN = 5  # problems listed in one error
+_PLACES_SHOWN = 3  # rows of one kind in a report
+CUT, ENDLESS = 1, 2  # bits of a row's flags: it lost its end; an answer in it has no end of turn
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What becomes of rows.
+
+    Attributes:
+        objective, train_on, max_length: of the run.
+        packing: the strategy; None for rows as they are.
+        num_proc: processes; None for one.
+        seed: of the choice of a fraction.
+    """
+
+    objective: str
+    train_on: str | None = None
+    max_length: int | None = None
+    packing: str | None = None
+    num_proc: int | None = None
+    seed: int = 0
+
+
+@dataclass
+class Tally:
+    """Rows of some kind: how many, and where the first of them come from."""
+
+    count: int = 0
+    places: list[str] = field(default_factory=list)
+
+    def add(self, indices: np.ndarray, place: Callable[[int], str]) -> None:
+        self.count += len(indices)
+        self.places += [place(int(index)) for index in indices[: _PLACES_SHOWN - len(self.places)]]
+
+    def __str__(self) -> str:
+        return ", ".join(self.places) + (", ..." if self.count > len(self.places) else "")
+
+
+@dataclass
+class Report:
+    """What became of the rows of some data sets.
+
+    Attributes:
+        num_rows: rows that are trained on; packed ones, if they are packed.
+        num_documents: rows in them.
+        num_tokens, num_targets: tokens in them, and those that are trained on.
+        cut, left_out, endless: rows that lost their end, that have nothing to train on, and with an answer that no
+            end-of-turn token follows.
+    """
+
+    num_rows: int = 0
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_targets: int = 0
+    cut: Tally = field(default_factory=Tally)
+    left_out: Tally = field(default_factory=Tally)
+    endless: Tally = field(default_factory=Tally)
+
+    def lines(self, max_length: int | None) -> list[str]:
+        """The report for people: one line, and one for each thing that deserves a look."""
+        packed = f"{self.num_documents:,} rows in " if self.num_documents != self.num_rows else ""
+        share = self.num_targets / max(1, self.num_tokens)
+        lines = [
+            f"{packed}{self.num_rows:,} {'packed ' if packed else ''}rows, {self.num_tokens:,} tokens, "
+            f"{self.num_targets:,} of them trained on ({share:.0%})"
+        ]
+        for tally, what in (
+            (self.cut, f"lost their end at max_length {max_length}"),
+            (self.left_out, "were left out: no token to train on is within max_length, or answers are empty"),
+            (self.endless, "have an answer without an end-of-turn token: the model may not learn to stop"),
+        ):
+            if tally.count:
+                lines.append(f"{tally.count:,} rows {what} ({tally})")
+        return lines
+
+
+def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe) -> tuple[TokenTable, Report]:
+    """Read, tokenize, cut and pack the rows of some data sets.
+
+    Raises:
+        ConfigError: the tokenizer cannot do what the rows need.
+        DataError: files or rows that cannot be used, or no row with anything to train on.
+    """
+    report, parts = Report(), []
+    problems: list[str] = []
+    with progress_bars():
+        for config in datasets:
+            source = open_source(config)
+            table = _tokenized(source, _form(source, recipe, problems), tokenizer, recipe)
+            if table is None:
+                continue
+            problems += _problems(source, table)
+            if not problems:
+                parts.append(_part(source, table, recipe, report))
+    _refuse(problems)
+    tokens = TokenTable(parts)
+    report.num_rows = len(tokens)
+    report.num_tokens, report.num_targets = int(tokens.num_tokens.sum()), int(tokens.num_targets.sum())
+    if not len(tokens):
+        raise DataError("no row has a token to train on:\n" + "\n".join(report.lines(recipe.max_length)[1:]))
+    return tokens, report
+
+
+def _form(source: Source, recipe: Recipe, problems: list[str]) -> Form | None:
+    """The form of a data set, as its first row shows it."""
+    try:
+        first = source.row(0)
+        return find_form(_renamed(first, source), source.config.format, recipe.objective)
+    except RowError as error:  # without a form every further row would say the same
+        problems.append(f"{source.place(0)}: {error}")
+        return None
+
+
+def _renamed(row: Any, source: Source) -> Any:
+    return rename(row, source.config.columns) if source.config.columns and isinstance(row, dict) else row
+
+
+def _tokenized(source: Source, form: Form | None, tokenizer: Any, recipe: Recipe) -> Any:
+    """The tokens of all rows, from the cache if they are there."""
+    import datasets
+
+    if form is None:
+        return None
+    fingerprint = digest(
+        VERSION, source.fingerprint, source.config.columns, form.name, recipe.objective, recipe.train_on,
+        _length_of_rows(recipe), _state(tokenizer),
+    )  # fmt: skip
+    pair = recipe.objective == "dpo"
+    features = {
+        **{name: datasets.List(datasets.Value("int32")) for name in ("input_ids", *(["rejected_ids"] if pair else []))},
+        **{
+            name: datasets.List(datasets.Value("bool")) for name in ("trained", *(["rejected_trained"] if pair else []))
+        },
+        "num_targets": datasets.Value("int32"),
+        "flags": datasets.Value("int8"),
+        "problem": datasets.Value("string"),
+    }
+    make = ExampleTokenizer(tokenizer, recipe.train_on, _length_of_rows(recipe))
+    return source.table.map(
+        partial(_tokenize_rows, source=source.without_table(), form=form, make=make, num_sequences=1 + pair),
+        batched=True,
+        batch_size=200,
+        num_proc=recipe.num_proc,
+        remove_columns=source.table.column_names,
+        features=datasets.Features(features),
+        new_fingerprint=fingerprint,
+        load_from_cache_file=True,
+        desc=f"tokenizing {source.config.path}",
+    )
+
+
+def _length_of_rows(recipe: Recipe) -> int | None:
+    """To what rows are cut before they are packed; some ways of packing keep the rest."""
+    return recipe.max_length if recipe.packing in (None, "bfd") else None
+
+
+def _state(tokenizer: Any) -> list[Any]:
+    """What of a tokenizer decides on its tokens."""
+    import tokenizers
+    import transformers
+
+    from horizon_lm.data import trl_helpers
+
+    return [
+        transformers.__version__, tokenizers.__version__, trl_helpers.version(), type(tokenizer).__name__,
+        digest(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.name_or_path,
+        tokenizer.chat_template, tokenizer.special_tokens_map,
+    ]  # fmt: skip
+
+
+def _tokenize_rows(
+    columns: dict[str, list[Any]], *, source: Source, form: Form, make: ExampleTokenizer, num_sequences: int
+) -> dict[str, list[Any]]:
+    """A batch of rows. What is wrong with a row is written down in its place: all are to be told at once."""
+    made: list[tuple[list[Tokens], str | None]] = []
+    for row in source.rows(columns):
+        try:
+            if not isinstance(row, dict):
+                find_form(row, None, "sft")  # says what it is
+            made.append((make.tokenize(form.convert(_renamed(row, source))), None))
+        except RowError as error:
+            made.append(([Tokens(np.zeros(0, np.int32), np.zeros(0, bool))] * num_sequences, str(error)))
+    sequences = [tokens for tokens, _ in made]
+    result: dict[str, list[Any]] = {
+        "num_targets": [_targets(each) for each in sequences],
+        "flags": [_flags(each) for each in sequences],
+        "problem": [problem for _, problem in made],
+    }
+    for index, (ids, trained) in enumerate(
+        (("input_ids", "trained"), ("rejected_ids", "rejected_trained"))[:num_sequences]
+    ):
+        result[ids] = [each[index].ids for each in sequences]
+        result[trained] = [each[index].trained for each in sequences]
+    return result
+
+
+def _targets(sequences: Sequence[Tokens]) -> int:
+    """Targets of a row; of a preference of which one answer has none, none."""
+    numbers = [each.num_targets for each in sequences]
+    return sum(numbers) if all(numbers) else 0
+
+
+def _flags(sequences: Sequence[Tokens]) -> int:
+    return CUT * any(each.is_cut for each in sequences) | ENDLESS * (not all(each.ends for each in sequences))
+
+
+def _problems(source: Source, table: Any) -> list[str]:
+    import pyarrow.compute as pc
+
+    problems = table.data.column("problem")
+    wrong = np.flatnonzero(pc.is_valid(problems).to_numpy())
+    return [f"{source.place(int(index))}: {problems[int(index)].as_py()}" for index in wrong]
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        heading = "" if len(problems) == 1 else f"{len(problems)} rows cannot be used:\n"
+        more = f"\n... and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+        raise DataError(heading + "\n".join(problems[:_MAX_SHOWN]) + more)
+
+
+def _part(source: Source, table: Any, recipe: Recipe, report: Report) -> Part:
+    """The rows of a data set that are used, counted."""
+    chosen = np.arange(len(table))
+    if source.config.fraction is not None:
+        number = max(1, round(source.config.fraction * len(table)))
+        chosen = np.sort(np.random.default_rng((recipe.seed, len(table))).permutation(len(table))[:number])
+    flags, targets = (table.data.column(name).to_numpy() for name in ("flags", "num_targets"))
+    report.cut.add(chosen[(flags[chosen] & CUT) != 0], source.place)
+    report.endless.add(chosen[(flags[chosen] & ENDLESS) != 0], source.place)
+    report.left_out.add(chosen[targets[chosen] == 0], source.place)
+    chosen = chosen[targets[chosen] > 0]
+    report.num_documents += len(chosen)
+    if recipe.packing is None or not len(chosen):
+        return Part(table, source.place, chosen, source.config.weight)
+    return pack(table, source.place, chosen, recipe.packing, recipe.max_length or 0, source.config.weight)

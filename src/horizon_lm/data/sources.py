@@ -1,0 +1,168 @@
+"""Where rows are, to rows that can be reached by their number without being in memory."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.config import DatasetConfig
+from horizon_lm.data.files import ENDINGS, read_rows
+from horizon_lm.data.progress import progress_bars
+from horizon_lm.errors import DataError, first_line
+
+_BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
+_JSON, _PLACE = "row", "place"  # columns of rows that were read from JSON
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of one entry of ``datasets``, on disk.
+
+    Attributes:
+        config: the entry.
+        table: a `datasets.Dataset`; with JSON text and its place where rows were read from JSON.
+        fingerprint: of the content: of files, their names, sizes and times.
+    """
+
+    config: DatasetConfig
+    table: Any
+    fingerprint: str
+
+    @property
+    def is_json(self) -> bool:
+        return list(self.table.column_names) == [_JSON, _PLACE]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def without_table(self) -> "Source":
+        """The same for another process, which is handed columns and needs no rows of its own."""
+        return replace(self, table=self.table.select([]))
+
+    def rows(self, columns: Mapping[str, Sequence[Any]]) -> list[Any]:
+        """Rows from some columns of the table, as `datasets` hands them out. Fields that are null are left out."""
+        if self.is_json:
+            return [json.loads(text) for text in columns[_JSON]]
+        names, values = list(columns), list(columns.values())
+        return [_without_nulls(dict(zip(names, row, strict=True))) for row in zip(*values, strict=True)]
+
+    def row(self, index: int) -> Any:
+        return self.rows(self.table[index : index + 1])[0]
+
+    def place(self, index: int) -> str:
+        """Where a row comes from, for messages."""
+        if self.is_json:
+            return str(self.table[index][_PLACE])
+        return f"{self.config.path}, row {index + 1}"
+
+
+def open_source(config: DatasetConfig) -> Source:
+    """The rows of an entry of ``datasets``.
+
+    Raises:
+        DataError: files that cannot be read, or without rows; a name that nothing has.
+    """
+    files = _json_files(config)
+    with progress_bars():
+        source = _read_json(config, files) if files else _load(config)
+    if not len(source):
+        raise DataError(f"{config.path}: there are no rows")
+    return source
+
+
+# JSON: as it is written
+
+
+def _json_files(config: DatasetConfig) -> list[Path]:
+    """The files of an entry that is JSON and nothing else; none for others, which `datasets` reads."""
+    path = Path(config.path).expanduser()
+    if path.is_file():
+        return [path] if path.suffix in ENDINGS else []
+    if not path.is_dir() or config.data_files or config.name or config.split:
+        return []
+    folder = path / config.data_dir if config.data_dir else path
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
+    data = [file for file in files if file.suffix not in (".md", ".yaml", ".yml", "")]
+    return data if all(file.suffix in ENDINGS for file in data) else []
+
+
+def _read_json(config: DatasetConfig, files: Sequence[Path]) -> Source:
+    names = [config.path] if Path(config.path).expanduser().is_file() else [str(file) for file in files]
+    state = [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in zip(names, files, strict=True)]
+    fingerprint = digest(os.path.realpath(files[0].parent), state)
+    return Source(config, _generated(names, fingerprint), fingerprint)
+
+
+def _generated(names: list[str], fingerprint: str) -> Any:
+    import datasets
+
+    if next(_lines(names), None) is None:
+        raise DataError(f"{', '.join(names)}: the file has no rows")
+    features = datasets.Features({_JSON: datasets.Value("large_string"), _PLACE: datasets.Value("string")})
+    try:
+        return datasets.Dataset.from_generator(
+            _lines, features=features, gen_kwargs={"files": names}, fingerprint=fingerprint
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        if isinstance(error.__cause__, DataError):
+            raise error.__cause__ from None
+        raise DataError(f"{', '.join(names)}: {first_line(error.__cause__ or error)}") from error
+
+
+def _lines(files: list[str]) -> Iterator[dict[str, str]]:
+    for file in files:
+        for place, row in read_rows(file):
+            yield {_JSON: json.dumps(row, ensure_ascii=False), _PLACE: place}
+
+
+# Everything else: as `datasets` reads it
+
+
+def _load(config: DatasetConfig) -> Source:
+    import datasets
+
+    path = Path(config.path).expanduser()
+    if path.is_file():
+        builder = _BUILDERS.get(path.suffix) or ("json" if ".json" in path.name else None)
+        if builder is None:
+            raise DataError(
+                f"{config.path}: files ending in {path.suffix or 'nothing'} are not read; use .json, .jsonl, "
+                f"{', '.join(_BUILDERS)}"
+            )
+        options: dict[str, Any] = {
+            "path": builder,
+            "data_files": str(path),
+            **({"sep": "\t"} if path.suffix == ".tsv" else {}),
+        }
+    else:
+        wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
+        options = {"path": str(path) if path.is_dir() else config.path, **{k: v for k, v in wanted.items() if v}}
+    try:
+        table = datasets.load_dataset(**options, split=config.split or "train")
+    except Exception as error:  # whatever a reader of some format, or the hub, has to say
+        raise DataError(f"{config.path}: {_reason(error)}") from error
+    return Source(config, table, digest(table._fingerprint))
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost of the errors that lie around each other: the others say that something went wrong."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"cannot be read as a dataset ({type(error).__name__}: {first_line(error)})"
+
+
+def _without_nulls(value: Any) -> Any:
+    """A table has every field in every row; what is null was not written."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    return value
+
+
+def digest(*parts: Any) -> str:
+    """A name for what these values are, the same in every process."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -1,0 +1,145 @@
+"""Tokenized rows, on disk, by their number."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+from horizon_lm.data.sources import digest
+from horizon_lm.data.tokenize import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is trained on at once: one sequence of tokens, or the two of a preference.
+
+    Attributes:
+        sequences: with their tokens and targets.
+        segments: for packed rows, the lengths of the rows in it; None for others.
+        place: where the row comes from, for messages.
+    """
+
+    sequences: Sequence[Tokens]
+    segments: Sequence[int] | None
+    place: str
+
+    def __len__(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(sequence.ids) for sequence in self.sequences)
+
+
+class TokenTable(Sequence[Row]):
+    """Rows of which only those that are asked for are in memory.
+
+    Attributes:
+        lengths: int (n,), tokens of each row, of the longer sequence where there are two.
+        num_tokens: int (n,), tokens of each row in all.
+        num_targets: int (n,).
+    """
+
+    def __init__(self, parts: Sequence["Part"]) -> None:
+        self._parts = list(parts)
+        self._ends = np.cumsum([len(part.indices) for part in self._parts])
+        empty = [np.zeros(0, dtype=np.int64)]
+        self.lengths = np.concatenate([part.lengths[part.indices] for part in self._parts] or empty)
+        self.num_tokens = np.concatenate([part.num_tokens[part.indices] for part in self._parts] or empty)
+        self.num_targets = np.concatenate([part.num_targets[part.indices] for part in self._parts] or empty)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        part = self._parts[number]
+        return part.row(int(part.indices[index - (self._ends[number] - len(part.indices))]))
+
+    def part_sizes(self) -> list[int]:
+        """Rows of each data set, in order."""
+        return [len(part.indices) for part in self._parts]
+
+    def weights(self) -> list[float]:
+        """How often the rows of each data set come in an epoch."""
+        return [part.weight for part in self._parts]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows and their order."""
+        return digest(*(part.fingerprint for part in self._parts))
+
+    def token_ids(self) -> Iterator[np.ndarray]:
+        """All tokens of all rows, some at a time."""
+        for part in self._parts:
+            yield from part.token_ids()
+
+    def split(self, held_out: np.ndarray) -> tuple["TokenTable", "TokenTable"]:
+        """The rows of a mask (n,), and the others."""
+        inside, outside, start = [], [], 0
+        for part in self._parts:
+            mask = held_out[start : start + len(part.indices)]
+            inside.append(part.only(part.indices[mask]))
+            outside.append(part.only(part.indices[~mask]))
+            start += len(part.indices)
+        return TokenTable(inside), TokenTable(outside)
+
+
+class Part:
+    """The rows of one data set that are used.
+
+    Args:
+        table: a `datasets.Dataset` of tokens: ``input_ids``, ``trained``, ``num_targets``, and for preferences also
+            ``rejected_ids`` and ``rejected_trained``; ``seq_lengths`` where rows are packed.
+        place: from a row's number to where it comes from.
+        indices: numbers of the rows in use.
+        weight: how often each comes in an epoch.
+    """
+
+    def __init__(self, table: Any, place: Callable[[int], str], indices: np.ndarray, weight: float = 1.0) -> None:
+        self._table, self._place, self.indices, self.weight = table, place, indices, weight
+        each = np.stack([_list_lengths(table.data.column(name)) for name in self._names])
+        self.lengths, self.num_tokens = each.max(0), each.sum(0)
+        self.num_targets = table.data.column("num_targets").to_numpy().astype(np.int64)
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name in ("input_ids", "rejected_ids") if name in self._table.column_names]
+
+    @property
+    def fingerprint(self) -> str:
+        return digest(self._table._fingerprint, hashlib.sha256(self.indices.tobytes()).hexdigest())
+
+    def only(self, indices: np.ndarray) -> "Part":
+        """Other rows of it."""
+        return Part(self._table, self._place, indices, self.weight)
+
+    def row(self, index: int) -> Row:
+        entry = self._table.data.fast_slice(index, 1)
+
+        def values(name: str) -> np.ndarray:
+            return np.array(entry.column(name)[0].values.to_numpy(zero_copy_only=False))
+
+        masks = ("trained", "rejected_trained")
+        sequences = [Tokens(values(ids), values(mask)) for ids, mask in zip(self._names, masks, strict=False)]
+        segments = values("seq_lengths").tolist() if "seq_lengths" in entry.column_names else None
+        return Row(sequences, segments, self._place(index))
+
+    def token_ids(self) -> Iterator[np.ndarray]:
+        for name in self._names:
+            for chunk in self._table.data.column(name).chunks:
+                yield chunk.flatten().to_numpy(zero_copy_only=False)
+
+
+def _list_lengths(column: Any) -> np.ndarray:
+    """Lengths of the lists in a column, from their offsets alone."""
+    import pyarrow.compute as pc
+
+    return np.asarray(pc.list_value_length(column).to_numpy(), dtype=np.int64)

@@ -1,0 +1,50 @@
+"""What an objective is."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from horizon_lm.data.loader import Batch
+from horizon_lm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What an objective makes of a batch.
+
+    Attributes:
+        value: a scalar with its graph; the mean over ``weight`` things.
+        weight: of the batch in a mean over several: its trained tokens, or its pairs.
+        metrics: sums over the same things, by name; they are logged as means.
+    """
+
+    value: torch.Tensor
+    weight: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """A loss of a batch. The rows of a step are one batch, however few of them are on the device at once."""
+
+    def __call__(self, model: Any, batch: Batch) -> Loss: ...
+
+
+class OwnObjective:
+    """A user's function as an objective.
+
+    Args:
+        function: given the streamed model and a `Batch`, returns the loss, a scalar tensor, or the loss and a dict of numbers
+            to log.
+    """
+
+    def __init__(self, function: Callable[[Any, Batch], Any]) -> None:
+        self._function = function
+
+    def __call__(self, model: Any, batch: Batch) -> Loss:
+        result = self._function(model, batch)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ConfigError("an objective returns the loss as a tensor of one number, or it and a dict of numbers")
+        return Loss(loss, 1.0, {name: float(value) for name, value in metrics.items()})

@@ -1,0 +1,35 @@
+"""Losses of each token: supervised fine-tuning and pre-training. The loss of a step is the mean over its targets."""
+
+from typing import Any
+
+from horizon_lm.data.loader import Batch
+from horizon_lm.objective.base import Loss
+
+
+def nll(model: Any, batch: Batch) -> Loss:
+    """Negative log-likelihood of the targets, as Hugging Face's model computes it."""
+    output = model(**batch.inputs(), labels=batch.labels, num_items_in_batch=batch.num_trained)
+    return Loss(output.loss, batch.num_trained)
+
+
+def dft(model: Any, batch: Batch) -> Loss:
+    """Each target's loss weighed by its probability (arXiv 2508.05629, equation 9)."""
+    from horizon_lm.engine.logprobs import token_logprobs
+
+    logprobs = token_logprobs(model, labels=batch.labels, **batch.inputs()).logprobs
+    return Loss(-(logprobs * logprobs.exp().detach()).sum() / batch.num_trained, batch.num_trained)
+
+
+class SmoothedNll:
+    """Negative log-likelihood with a share of each target spread over the vocabulary (arXiv 1512.00567, section 7)."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def __call__(self, model: Any, batch: Batch) -> Loss:
+        from horizon_lm.engine.logprobs import token_logprobs
+
+        output = token_logprobs(model, labels=batch.labels, **batch.inputs(), statistics=True)
+        assert output.mean is not None
+        total = (1 - self._share) * output.logprobs.sum() + self._share * output.mean.sum()
+        return Loss(-total / batch.num_trained, batch.num_trained)

@@ -1,0 +1,134 @@
+"""transformers' callbacks: those behind ``report_to``, and the user's own. They are told of a run as a Trainer would."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.config import RunConfig
+from horizon_lm.errors import ConfigError, first_line
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What callbacks ask for after a step."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    stop: bool = False
+
+
+class Callbacks:
+    """Tells callbacks what happens, and listens to what they ask for. Without callbacks nothing is imported.
+
+    Args:
+        config: of the run.
+        own: instances or classes of `transformers.TrainerCallback`.
+
+    Raises:
+        ConfigError: a service of ``report_to`` whose package is not installed.
+    """
+
+    def __init__(self, config: RunConfig, own: Sequence[Any], num_steps: int, steps_per_epoch: int) -> None:
+        self._steps_per_epoch = steps_per_epoch
+        self._wanted = [*_reporters(config.report_to), *own]
+        self._handler: Any = None
+        if not self._wanted:
+            return
+        from transformers import TrainerControl, TrainerState, TrainingArguments
+
+        try:
+            self._args = TrainingArguments(**_shared(config))
+        except ImportError as error:
+            raise ConfigError(f"callbacks need accelerate, which is not installed ({first_line(error)})") from error
+        self._state, self._control = TrainerState(max_steps=num_steps, log_history=[]), TrainerControl()
+
+    def begin(self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any) -> None:
+        """Training begins."""
+        if not self._wanted:
+            return
+        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+        class OurFlow(DefaultFlowCallback):  # type: ignore[misc]
+            """The loop itself decides when to log, evaluate and save."""
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+                return control
+
+            def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+                return control
+
+        self._handler = CallbackHandler([OurFlow(), *self._wanted], model, tokenizer, optimizer, scheduler)
+        self._tell("on_init_end")
+        self._tell("on_train_begin")
+
+    def before_step(self, step: int) -> None:
+        """Step ``step``, from 1, begins."""
+        if self._handler is not None and (step - 1) % self._steps_per_epoch == 0:
+            self._tell("on_epoch_begin")
+        self._tell("on_step_begin")
+
+    def before_update(self) -> None:
+        """Gradients are there."""
+        self._tell("on_pre_optimizer_step")
+
+    def after_step(self, step: int) -> Wishes:
+        """Step ``step`` is done; what callbacks wish for now."""
+        if self._handler is None:
+            return Wishes()
+        self._state.global_step, self._state.epoch = step, step / self._steps_per_epoch
+        self._tell("on_optimizer_step")
+        self._tell("on_step_end")
+        if step % self._steps_per_epoch == 0:
+            self._tell("on_epoch_end")
+        control = self._control
+        return Wishes(control.should_log, control.should_evaluate, control.should_save, control.should_training_stop)
+
+    def logged(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics was written."""
+        if self._handler is None:
+            return
+        logs = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
+        self._state.log_history.append({**logs, "step": line["step"]})
+        self._tell("on_log", logs=logs)
+        if "eval_loss" in line:
+            self._tell("on_evaluate", metrics=logs)
+
+    def saved(self) -> None:
+        """The model was exported."""
+        self._tell("on_save")
+
+    def end(self) -> None:
+        """Training is over."""
+        self._tell("on_train_end")
+
+    def _tell(self, event: str, **details: Any) -> None:
+        if self._handler is not None:
+            self._control = getattr(self._handler, event)(self._args, self._state, self._control, **details)
+
+
+def _reporters(wanted: str | Sequence[str]) -> list[Any]:
+    if wanted in ("none", ["none"]):
+        return []
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    reporters = []
+    for callback in get_reporting_integration_callbacks("all" if names == ["all"] else names):
+        try:
+            reporters.append(callback())
+        except (RuntimeError, ImportError) as error:
+            raise ConfigError(f"report_to: {first_line(error)}") from error
+    return reporters
+
+
+def _shared(config: RunConfig) -> dict[str, Any]:
+    """A run's settings as far as transformers' TrainingArguments have them."""
+    from transformers import TrainingArguments
+
+    theirs = {field.name for field in fields(TrainingArguments) if field.init}
+    ours = {name: value for name, value in config.model_dump().items() if name in theirs and value is not None}
+    # nothing is to be done by these: the loop does it
+    ours |= {"report_to": "none", "push_to_hub": False, "eval_strategy": "no", "use_cpu": config.device == "cpu"}
+    return {**ours, "output_dir": str(Path(config.output_dir).expanduser())}

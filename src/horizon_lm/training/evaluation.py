@@ -1,0 +1,109 @@
+"""Held-out rows, and answers to sample prompts: forward passes alone."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from horizon_lm.config import RunConfig
+from horizon_lm.data.loader import in_order
+from horizon_lm.data.table import TokenTable
+from horizon_lm.errors import NonFiniteError
+from horizon_lm.objective.base import Objective
+
+
+def evaluate(
+    model: Any, objectives: Mapping[str, Objective], held_out: Mapping[str, TokenTable], batch_size: int, step: int
+) -> dict[str, Any] | None:
+    """Mean losses over held-out rows, as a line of metrics; None without rows.
+
+    Returns:
+        ``eval_loss`` over all rows, and what else the objective measures, under ``eval_``; with several data sets also
+        under ``eval_NAME_``. Where the loss is that of tokens, ``eval_perplexity`` and ``eval_tokens``.
+
+    Raises:
+        NonFiniteError: a loss is NaN or infinite.
+    """
+    if not held_out:
+        return None
+    totals = {name: _total(model, objectives[name], rows, batch_size) for name, rows in held_out.items()}
+    line: dict[str, Any] = {"step": step, **_means(totals.values(), "eval_")}
+    if len(totals) > 1:
+        for name, total in totals.items():
+            line |= _means([total], f"eval_{name}_")
+    if not math.isfinite(line["eval_loss"]):
+        raise NonFiniteError(f"after step {step}: the held-out loss is {line['eval_loss']}; nothing was exported")
+    return line
+
+
+class _Total:
+    """Sums over the rows of a data set."""
+
+    def __init__(self) -> None:
+        self.loss = self.weight = 0.0
+        self.metrics: dict[str, float] = {}
+        self.of_tokens = True
+
+    def add(self, loss: float, weight: float, metrics: Mapping[str, float], num_trained: int) -> None:
+        self.loss += loss * weight
+        self.weight += weight
+        self.of_tokens &= weight == num_trained
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+
+def _total(model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> _Total:
+    import torch
+
+    total, was_training = _Total(), model.training
+    model.eval()
+    with torch.no_grad():
+        for batch in in_order(rows, batch_size):
+            loss = objective(model, batch)
+            total.add(float(loss.value), loss.weight, loss.metrics, batch.num_trained)
+    model.train(was_training)
+    return total
+
+
+def _means(totals: Any, prefix: str) -> dict[str, float]:
+    totals = list(totals)
+    weight = sum(total.weight for total in totals)
+    loss = sum(total.loss for total in totals) / weight
+    line = {f"{prefix}loss": loss}
+    if all(total.of_tokens for total in totals):
+        line |= {f"{prefix}perplexity": math.exp(min(loss, 700.0)), f"{prefix}tokens": int(weight)}
+    for name in totals[0].metrics:
+        line[f"{prefix}{name}"] = sum(total.metrics[name] for total in totals) / weight
+    return line
+
+
+def answer(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+    """What the model says to each prompt, greedily; through the chat template, if there is one."""
+    import torch
+
+    was_training = model.training
+    model.eval()
+    answers = []
+    for prompt in prompts:
+        if tokenizer.chat_template is None:
+            inputs = tokenizer(prompt, return_tensors="pt")
+        else:
+            message = [{"role": "user", "content": prompt}]
+            inputs = tokenizer.apply_chat_template(
+                message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        length = inputs["input_ids"].shape[1]
+        with torch.no_grad():
+            output = model.generate(
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], do_sample=False,
+                max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            )  # fmt: skip
+        answers.append(tokenizer.decode(output[0, length:], skip_special_tokens=True))
+    model.train(was_training)
+    return answers
+
+
+def sample(model: Any, tokenizer: Any, config: RunConfig, step: int) -> dict[str, Any]:
+    """The answers to a run's sample prompts, as a line of metrics."""
+    prompts = config.sample_prompts or []
+    answers = answer(model, tokenizer, prompts, config.sample_max_new_tokens)
+    return {"step": step, "samples": [{"prompt": p, "answer": a} for p, a in zip(prompts, answers, strict=True)]}

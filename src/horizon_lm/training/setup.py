@@ -1,0 +1,238 @@
+"""What a run is made of before its loop: tokenizer, rows, model, optimizer."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from horizon_lm.config import DatasetConfig, DpoConfig, RunConfig, SftConfig, TextConfig
+from horizon_lm.data.loader import Loader, Sampler
+from horizon_lm.data.prepare import Recipe, prepare
+from horizon_lm.data.sources import open_source
+from horizon_lm.data.table import TokenTable
+from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.training.metrics import Reporter
+
+
+def choose_device(name: str) -> str:
+    """The device that ``auto`` stands for here; others as they are. ConfigError for one that is not here."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but torch finds no CUDA device; use cpu, or auto")
+    if name != "cpu" and (torch.device(name).index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name!r}, but there are only {torch.cuda.device_count()} CUDA devices")
+    return name
+
+
+# Tokenizer
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    """The tokenizer of the run's model, whose folder is checked on the way.
+
+    Raises:
+        ConfigError: no such model, or no tokenizer with it.
+        ModelNotSupportedError: not a causal language model.
+    """
+    from horizon_lm.model import source
+
+    folder = source.local_folder(config.model_name_or_path)
+    if config.gguf_file is None:
+        source.load_config(folder, config.trust_remote_code)  # refuse before minutes go into the data
+    elif not (folder / config.gguf_file).is_file():
+        raise ConfigError(f"gguf_file: {folder / config.gguf_file} is missing")
+    tokenizer = open_tokenizer(folder, gguf_file=config.gguf_file, trust_remote_code=config.trust_remote_code)
+    if config.chat_template_path is not None:
+        tokenizer.chat_template = Path(config.chat_template_path).expanduser().read_text(encoding="utf-8")
+    return tokenizer
+
+
+def open_tokenizer(folder: Path, **options: Any) -> Any:
+    """The tokenizer in a folder; ConfigError if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, **{k: v for k, v in options.items() if v})
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model_name_or_path: {folder} has no tokenizer that can be read ({first_line(error)}); copy "
+            "tokenizer.json and tokenizer_config.json into it"
+        ) from error
+
+
+# Rows
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The rows of a run.
+
+    Attributes:
+        loader: batches to train on.
+        held_out: rows to evaluate on, by the name of their data set.
+    """
+
+    loader: Loader
+    held_out: dict[str, TokenTable]
+
+
+def recipe_of(config: RunConfig, packing: bool | None = None) -> Recipe:
+    """What becomes of the rows of a run. ``packing``: instead of what the run says."""
+    packs = packing if packing is not None else isinstance(config, TextConfig) and config.packing
+    return Recipe(
+        objective=config.objective,
+        train_on=config.train_on if isinstance(config, SftConfig) else None,
+        max_length=config.max_length,
+        packing=config.packing_strategy if packs and isinstance(config, TextConfig) else None,
+        num_proc=config.dataset_num_proc,
+        seed=_data_seed(config),
+    )
+
+
+def _data_seed(config: RunConfig) -> int:
+    return config.seed if config.data_seed is None else config.data_seed
+
+
+def load_rows(
+    name: str, datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe, reporter: Reporter
+) -> TokenTable:
+    """Tokenized rows, with a word about what was cut or left out."""
+    rows, report = prepare(datasets, tokenizer, recipe)
+    for line in report.lines(recipe.max_length):
+        reporter.say(f"{name}: {line}")
+    return rows
+
+
+def load_data(config: RunConfig, tokenizer: Any, reporter: Reporter) -> RunData:
+    """The rows to train on, and those held out."""
+    recipe = recipe_of(config)
+    rows = load_rows("training data", config.datasets or (), tokenizer, recipe, reporter)
+    held_out: dict[str, TokenTable] = {}
+    if config.test_split_size is not None:
+        held, rows = _split(rows, config.test_split_size, _data_seed(config))
+        held_out["held_out"] = held
+        reporter.say(f"held-out data: {len(held):,} of these rows")
+    for dataset in config.eval_datasets or ():
+        eval_packing = config.eval_packing if isinstance(config, TextConfig) else None
+        name = _unused_name(Path(dataset.path).stem, held_out)
+        held_out[name] = load_rows("held-out data", [dataset], tokenizer, recipe_of(config, eval_packing), reporter)
+    sampler = Sampler(tuple(rows.part_sizes()), config.rows_per_step, _data_seed(config), tuple(rows.weights()))
+    return RunData(Loader(rows, sampler), held_out)
+
+
+def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
+    number = int(size) if size >= 1 else math.ceil(size * len(rows))
+    if number >= len(rows):
+        raise ConfigError(f"test_split_size is {size:g}, but there are only {len(rows)} rows; hold fewer out")
+    held_out = np.zeros(len(rows), dtype=bool)
+    held_out[np.random.default_rng((seed, 0)).permutation(len(rows))[:number]] = True
+    return rows.split(held_out)
+
+
+def _unused_name(name: str, names: dict[str, Any]) -> str:
+    return name if name not in names else next(n for i in range(2, 1000) if (n := f"{name}_{i}") not in names)
+
+
+def count_steps(config: RunConfig) -> int | None:
+    """Optimizer steps of a run, without tokenizing its rows; None if it has none yet, or they are packed."""
+    if config.max_steps > 0:
+        return config.max_steps
+    if not config.datasets or (isinstance(config, TextConfig) and config.packing):
+        return None
+    sizes = [round(len(open_source(each)) * (each.fraction or 1)) for each in config.datasets]
+    weights = tuple(each.weight for each in config.datasets)
+    return Sampler(tuple(sizes), config.rows_per_step, 0, weights).num_steps(config.num_train_epochs)
+
+
+# Model and optimizer
+
+
+def load_model(config: RunConfig) -> Any:
+    """The run's model, streamed and in the mode that it is trained in."""
+    import torch
+    import transformers
+
+    import horizon_lm
+    from horizon_lm.model.trainable import freeze
+
+    transformers.set_seed(config.seed)
+    model = horizon_lm.from_pretrained(
+        config.model_name_or_path,
+        device=choose_device(config.device),
+        precision=config.precision,
+        device_micro_batch_size=config.device_micro_batch_size,
+        head=config.head,
+        head_chunk_tokens=config.head_chunk_tokens,
+        boundaries=config.boundaries,
+        held_blocks=config.held_blocks,
+        held_graphs=config.held_graphs,
+        mlp_chunk_tokens=config.mlp_chunk_tokens,
+        compile=config.compile,
+        device_memory=config.device_memory,
+        gguf_file=config.gguf_file,
+        trust_remote_code=config.trust_remote_code,
+        attn_implementation=config.attn_implementation,
+        grad_dtype=None if config.grad_dtype is None else getattr(torch, config.grad_dtype),
+    )
+    freeze(model, config.trainable)
+    # Evaluation mode is training without dropout; nothing else of a model depends on it.
+    return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
+
+
+def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any, Any]:
+    """AdamW and the schedule of its learning rate."""
+    from transformers import get_scheduler
+
+    import horizon_lm
+
+    optimizer = horizon_lm.AdamW(
+        model,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm or None,
+        params=_decay_groups(model, config.weight_decay),
+        seed=config.seed,
+        moments=config.moments,
+        non_finite=config.non_finite,
+        update_in_backward=config.update_in_backward,
+    )
+    num_warmup_steps = in_steps(config.warmup_steps, num_steps)
+    try:
+        scheduler = get_scheduler(
+            config.lr_scheduler_type, optimizer, num_warmup_steps, num_steps, config.lr_scheduler_kwargs
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"lr_scheduler_kwargs: {config.lr_scheduler_type} refuses them: {first_line(error)}"
+        ) from error
+    return optimizer, scheduler
+
+
+def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | None:
+    """transformers' rule: biases and the weights of norms do not decay."""
+    if not weight_decay:
+        return None
+    from torch import nn
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    not_decayed = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], not_decayed))
+    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for name, param in params if name in decayed], "weight_decay": weight_decay},
+        {"params": [param for name, param in params if name not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def in_steps(number_or_share: float, num_steps: int) -> int:
+    """transformers' rule for settings that are a number of steps, or a share of all steps below 1."""
+    return int(number_or_share) if number_or_share >= 1 else math.ceil(number_or_share * num_steps)
