@@ -8,6 +8,7 @@ from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model import attention
 from horizon_lm.model.chunking import chunk_mlps
 from horizon_lm.model.head_run import head_peak, head_work
+from horizon_lm.model.packing import require_packable
 from horizon_lm.model.parts import ModelParts, find_parts
 from horizon_lm.model.probe import BlockCalls, find_calls
 from horizon_lm.model.source import skeleton_of
@@ -31,6 +32,7 @@ def outline_config(
     mlp_chunk_tokens: int | None = None,
     trust_remote_code: bool = False,
     trainable: str | None = None,
+    packed: bool = False,
 ) -> ModelOutline:
     """The outline of the model that a config describes.
 
@@ -43,6 +45,7 @@ def outline_config(
         attn_implementation: as in `horizon_lm.stream`.
         on_accelerator: attention is chosen as for a GPU.
         mlp_chunk_tokens: as in `horizon_lm.stream`.
+        packed: rows are packed, which not every model can keep apart.
         trainable: patterns of the names of weights that are trained, as in `model.trainable.freeze`.
 
     Raises:
@@ -56,6 +59,8 @@ def outline_config(
     freeze(model, trainable)
     parts = find_parts(model)
     used = attention.choose(model, attn_implementation, on_accelerator)
+    if packed:
+        require_packable(parts, used)
     try:
         computation = _computation(parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens)
     except HorizonError:

@@ -90,7 +90,7 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool)
         indices.setdefault(structure_key(block), []).append(index)
     copies = [meta_copy(parts.blocks[same[0]]) for same in indices.values()]  # with forwards of their own
     kinds = {index: copy for copy, same in zip(copies, indices.values(), strict=True) for index in same}
-    seen = [_record(parts, kinds, dtype, rows, tokens, length, masked) for rows, tokens in _shapes()]
+    seen = [_record(parts, kinds, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
     return [
         _compare(copy, [calls[same[0]] for calls in seen], tuple(same))
         for copy, same in zip(copies, indices.values(), strict=True)
@@ -133,14 +133,35 @@ def _extent(number: int, more_rows: int, more_tokens: int) -> _Extent:
     return _Extent(number // (_ROWS[0] if by_rows else 1) // (_LENGTH[0] if by_length else 1), by_rows, by_length)
 
 
+def call_of_each_block(parts: ModelParts, dtype: torch.dtype, inputs: Mapping[str, torch.Tensor]) -> dict[int, Call]:
+    """What each block is called with in one forward; tensors of a few tokens, with their values.
+
+    Args:
+        parts: of a skeleton.
+        inputs: of the model's forward, ``input_ids`` (B, T) among them.
+    """
+    kinds = {index: meta_copy(block) for index, block in enumerate(parts.blocks)}
+    return _record(parts, kinds, dtype, inputs, inputs["input_ids"].shape[1])
+
+
+def _batch(rows: int, tokens: int, masked: bool) -> dict[str, torch.Tensor]:
+    ids = torch.zeros((rows, tokens), dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0 if masked else 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 class _DoneError(Exception):
     """Ends a forward at its last block."""
 
 
 def _record(
-    parts: ModelParts, kinds: Mapping[int, nn.Module], dtype: torch.dtype, rows: int, tokens: int, length: int,
-    masked: bool,
-) -> dict[int, Call]:  # fmt: skip
+    parts: ModelParts,
+    kinds: Mapping[int, nn.Module],
+    dtype: torch.dtype,
+    inputs: Mapping[str, torch.Tensor],
+    length: int,
+) -> dict[int, Call]:
     """The arguments of each block in one forward of the model. ``kinds``: a block of the same structure for each."""
     calls: dict[int, Call] = {}
     outputs: dict[nn.Module, Any] = {}
@@ -157,15 +178,12 @@ def _record(
 
         return forward
 
-    ids = torch.zeros((rows, tokens), dtype=torch.long)
-    mask = torch.ones_like(ids)
-    mask[0, -1] = 0 if masked else 1
     (table,) = parts.units[EMBED]
     replaced: dict[nn.Module, Any] = {block: stand_in(index) for index, block in enumerate(parts.blocks)}
     replaced[parts.embed] = lambda ids: torch.zeros((*ids.shape, table.param.shape[1]), dtype=dtype)
     with _outer_parameters(parts, dtype), forwards(replaced), _short_window(parts, length), torch.no_grad():
         try:
-            parts.model(input_ids=ids, attention_mask=mask, use_cache=False)
+            parts.model(**inputs, use_cache=False)
         except _DoneError:
             return calls
     raise AssertionError("the last block was not reached")

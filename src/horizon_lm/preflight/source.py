@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config import RunConfig
+from horizon_lm.config import RunConfig, TextConfig
 from horizon_lm.plan.outline import ModelOutline
 
 
@@ -43,6 +43,7 @@ class Source:
             "mlp_chunk_tokens": mlp_chunk_tokens or run.mlp_chunk_tokens,
             "trust_remote_code": run.trust_remote_code,
             "trainable": run.trainable,
+            "packed": isinstance(run, TextConfig) and bool(run.packing or run.eval_packing),
         }
         key = tuple(options.values())
         if key not in self._outlines:

@@ -1,0 +1,126 @@
+"""Packed rows do not see each other, in every family that offers packing; the others are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model import attention
+from horizon_lm.model.packing import require_packable
+from horizon_lm.model.parts import find_parts
+from horizon_lm.model.skeleton import build_skeleton
+from horizon_lm.training.loop import train
+from tests import families
+from tests.e2e import tiny
+
+# Convolutions and states that run through, or masks that the model makes of its own accord.
+REFUSED = ("opt", "qwen3_next", "gpt_oss", "falcon")
+WITHOUT_SDPA = ("gemma2", "gpt_oss")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
+FIRST, LENGTH = 5, 13
+
+
+def packed(seed: int) -> dict[str, torch.Tensor]:
+    """Two rows of two packed rows each, of which ``seed`` changes the first; only the second is trained on."""
+    ids = torch.randint(3, families.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids[:, :FIRST] = torch.randint(3, families.VOCABULARY, (2, FIRST), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, : FIRST + 1] = -100
+    positions = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)]).expand(2, -1).clone()
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def second(family: str, attn: str, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of the second rows, and the gradients of all weights but those of the first rows' tokens."""
+    attention.register()
+    options = {"output_router_logits": False} if family in families.MOE_WITH_AUXILIARY_LOSS else {}
+    model = families.build(family, **options)
+    model = horizon_lm.stream(model, precision="float32", head="whole", attn_implementation=attn)
+    inputs = packed(seed)
+    output = model(**inputs)
+    output.loss.backward()
+    grads = {name: param.grad.clone() for name, param in model.named_parameters()}
+    table = next(name for name, param in model.named_parameters() if param is model.get_input_embeddings().weight)
+    if not model.config.tie_word_embeddings:
+        grads[table] = grads[table][inputs["input_ids"][:, FIRST:].unique()]
+    return output.logits[:, FIRST:].detach(), grads
+
+
+CASES = [
+    (family, attn)
+    for family in families.FAMILIES
+    for attn in ("sdpa", "eager")
+    if family not in REFUSED and not (attn == "sdpa" and family in WITHOUT_SDPA)
+]
+
+
+@pytest.mark.parametrize(("family", "attn"), CASES)
+def test_a_change_of_one_row_changes_nothing_of_the_next(family: str, attn: str) -> None:
+    (logits, grads), (again, other) = (second(family, attn, seed) for seed in (1, 2))
+    if family in EXPERTS:  # experts multiply the tokens of both at once, in other batches: the last bit may differ
+        torch.testing.assert_close(logits, again)
+        torch.testing.assert_close(grads, other)
+        return
+    assert torch.equal(logits, again)
+    for name in grads:
+        assert torch.equal(grads[name], other[name]), name
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_what_would_leak_is_refused(family: str) -> None:
+    """By looking at the masks that the model makes: no list of names."""
+    model = families.build(family)
+    parts = find_parts(build_skeleton(model.config))
+    used = model.config._attn_implementation
+    if family in REFUSED:
+        with pytest.raises(ModelNotSupportedError, match="packing is not possible: block 0"):
+            require_packable(parts, used)
+    else:
+        require_packable(parts, used)
+
+
+@pytest.mark.parametrize("family", ["falcon", "qwen3_next"])
+def test_the_refused_ones_do_leak(family: str) -> None:
+    """So that a refusal that is no longer needed is seen."""
+    attn = families.build(family).config._attn_implementation
+    logits, again = (second(family, attn, seed)[0] for seed in (1, 2))
+    assert not torch.allclose(logits, again)
+
+
+def test_a_run_that_would_leak_does_not_begin(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    families.build("falcon", vocab_size=400).save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
+    rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
+    run = {
+        "model_name_or_path": str(folder),
+        "datasets": str(rows),
+        "output_dir": str(tmp_path / "run"),
+        "device": "cpu",
+    }
+    with pytest.raises(ModelNotSupportedError, match="packing is not possible"):
+        train({**run, "packing": True, "max_length": 64}, say=lambda text: None)
+
+
+def test_rows_of_a_step_do_not_depend_on_how_it_is_written(tmp_path: Path) -> None:
+    """8 x 1 and 1 x 8: the same loss, the same gradient, bit for bit."""
+    folder = tiny.save_model(tmp_path / "model")
+    rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(20))
+
+    def run(name: str, rows_at_once: int, factor: int) -> list[dict[str, Any]]:
+        result = train(
+            {
+                "model_name_or_path": str(folder), "datasets": str(rows), "output_dir": str(tmp_path / name), "device": "cpu",
+                "precision": "float32", "per_device_train_batch_size": rows_at_once, "max_steps": 4, "logging_steps": 1,
+                "gradient_accumulation_steps": factor, "device_micro_batch_size": 2, "learning_rate": 1e-2,
+            },
+            say=lambda text: None,
+        )  # fmt: skip
+        return [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+
+    one, other = run("8x1", 8, 1), run("1x8", 1, 8)
+    assert [(line["loss"], line["grad_norm"]) for line in one] == [(line["loss"], line["grad_norm"]) for line in other]
