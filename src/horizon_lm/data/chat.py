@@ -17,6 +17,7 @@ from horizon_lm.data.spans import Span, locate_answers
 from horizon_lm.data.trl_helpers import training_template
 from horizon_lm.errors import ConfigError
 
+_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -133,7 +134,9 @@ class ChatRenderer:
                 without, opened = self.text(asked), self.text(asked, add_generation_prompt=True)
             except jinja2.TemplateError:
                 without = opened = ""
-            self._openings[key] = opened.removeprefix(without) if opened.startswith(without) else ""
+            opening = opened.removeprefix(without) if opened.startswith(without) else ""
+            # A thinking block that the template opens, or leaves empty, is the model's own in what it has said.
+            self._openings[key] = _THINKING.sub("", opening)
         return self._openings[key]
 
 

@@ -38,7 +38,7 @@ def locate_answers(text: str, messages: Sequence[Message], opening: str = "") ->
                     f"the assistant's answer {shorten(contents[index])} (message {index + 1}) could be in several places "
                     f"of the conversation as the chat template renders it; reword the row or leave it out, or {_MARKS}"
                 )
-            opened = text.rfind(opening, before, start) if opening else -1
+            opened = text.find(opening, before, start) if opening else -1
             spans.append((start if opened < 0 else opened + len(opening), start + len(contents[index])))
         before = start + len(contents[index])
     return spans

@@ -1,0 +1,161 @@
+"""Our masks beside those of the templates that TRL trains with, for all of TRL's pairs of templates: docs/masks.md.
+
+``python -m tests.template_pairs`` prints the page.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from horizon_lm.data.chat import ChatRenderer
+from horizon_lm.data.examples import Conversation
+from horizon_lm.data.messages import RowError
+from tests.e2e.tiny import build_tokenizer
+
+_CALL = {"type": "function", "function": {"name": "count", "arguments": {"of": "stars"}}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "count", "description": "Counts.",
+        "parameters": {"type": "object", "properties": {"of": {"type": "string"}}},
+    },
+}  # fmt: skip
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+CONVERSATIONS = {
+    "one turn": Conversation([_user("Who are you?"), _assistant("The keeper.")]),
+    "two turns": Conversation([_user("Who?"), _assistant("The keeper."), _user("When is it?"), _assistant("At dusk.")]),
+    "system": Conversation([{"role": "system", "content": "Be short."}, _user("Who?"), _assistant("The keeper.")]),
+    "thinking": Conversation([_user("Who?"), _assistant("The keeper.", reasoning_content="It asks for me.")]),
+    "thinking inline": Conversation([_user("Who?"), _assistant("<think>\nIt asks.\n</think>\n\nThe keeper.")]),
+    "tools": Conversation(
+        [
+            _user("How many?"), _assistant("", tool_calls=[_CALL]), {"role": "tool", "name": "count", "content": "7"},
+            _assistant("Seven."),
+        ],
+        tools=[_TOOL],
+    ),
+}  # fmt: skip
+
+EQUAL, OTHERWISE, REFUSED, IMPOSSIBLE, DIFFERENT = "equal", "otherwise", "refused", "-", "different"
+
+
+def pairs() -> list[str]:
+    """Names of the templates that TRL has a training version of."""
+    return sorted(path.name.removesuffix("_training.jinja") for path in _folder().glob("*_training.jinja"))
+
+
+def _folder() -> Path:
+    import trl
+
+    return Path(trl.__file__).parent / "chat_templates"
+
+
+def tokenizer_for(name: str) -> tuple[Any, str]:
+    """A tokenizer with a plain template, all of whose marks it knows as special tokens, and the training template."""
+    plain, training = ((_folder() / f"{name}{suffix}.jinja").read_text() for suffix in ("", "_training"))
+    tokenizer = build_tokenizer(plain)
+    marks = set(re.findall(r"<\|?[A-Za-z_]+\|?>|<｜[^｜>]+｜>|<end_of_turn>|<turn\|>", plain + training))
+    marks = {mark for mark in marks if mark not in ("<think>", "<tool_call>", "<tools>", "<tool_response>")}
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
+    return tokenizer, training
+
+
+def compare(name: str, conversation: Conversation, use_training_template: bool = True) -> tuple[str, str]:
+    """What becomes of a conversation, and a detail: why it is refused, or what of the trained text differs."""
+    tokenizer, training = tokenizer_for(name)
+    plain = tokenizer.chat_template
+    options = {"tools": conversation.tools, "tokenize": False}
+    try:
+        text = tokenizer.apply_chat_template(conversation.messages, chat_template=plain, **options)
+        theirs = tokenizer.apply_chat_template(conversation.messages, chat_template=training, **options)
+    except (jinja2.TemplateError, TypeError) as error:
+        return IMPOSSIBLE, str(error)
+    encoded = tokenizer.apply_chat_template(
+        conversation.messages, tools=conversation.tools, chat_template=training, return_dict=True,
+        return_assistant_tokens_mask=True,
+    )  # fmt: skip
+    wanted = np.array(encoded["assistant_masks"], dtype=bool)
+    try:
+        ours = ChatRenderer(tokenizer, use_training_template).render(conversation)
+    except RowError as error:
+        return REFUSED, str(error)
+    if text == theirs:
+        if ours.assistant.tolist() == wanted.tolist():
+            return EQUAL, ""
+        return DIFFERENT, _trained(tokenizer, ours.ids, ours.assistant)
+    return OTHERWISE, _trained(tokenizer, ours.ids, ours.assistant)
+
+
+def trained_by_template(name: str, conversation: Conversation) -> str:
+    """The text that the training template trains on."""
+    tokenizer, training = tokenizer_for(name)
+    encoded = tokenizer.apply_chat_template(
+        conversation.messages, tools=conversation.tools, chat_template=training, return_dict=True,
+        return_assistant_tokens_mask=True,
+    )  # fmt: skip
+    return _trained(tokenizer, np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool))
+
+
+def _trained(tokenizer: Any, ids: np.ndarray, mask: np.ndarray) -> str:
+    return str(tokenizer.decode(ids[mask]))
+
+
+HEAD = """# Masks: ours beside those of TRL's training templates
+
+TRL ships templates with `{% generation %}` marks for many models that have none. This page compares, for each pair, which
+tokens of a conversation we train on. It is made by `python -m tests.template_pairs`, and a test keeps it true
+(`tests/unit/test_template_pairs.py`).
+
+- **equal**: the same tokens, one by one. Where TRL is installed (`pip install 'horizon-lm[post-training]'`) and its template
+  renders the conversation as the model's own does, its marks are used.
+- **otherwise**: its template renders this conversation in another way, so its marks cannot be used. The model's own rendering
+  is trained on, with the answers located in it; what that comes to is listed below.
+- **refused**: the row is refused with the reason below.
+- **-**: the model's own template does not take such a conversation.
+
+In brackets: the answers located in the rendering alone, as for a template that nobody knows, or without TRL. There **different**
+means the same answers and ends, but not each mark around them; the differences are listed below.
+
+"""
+
+
+def page() -> str:
+    """docs/masks.md."""
+    kinds = list(CONVERSATIONS)
+    lines = [f"| template | {' | '.join(kinds)} |", f"|---|{'---|' * len(kinds)}"]
+    notes: dict[str, list[str]] = {}
+    for name in pairs():
+        cells = []
+        for kind, conversation in CONVERSATIONS.items():
+            found, detail = compare(name, conversation)
+            alone, of_spans = compare(name, conversation, use_training_template=False)
+            cells.append(found if found in (OTHERWISE, IMPOSSIBLE, alone) else f"{found} ({alone})")
+            for what, text in ((found, detail), (alone, of_spans)):
+                if what == REFUSED:
+                    notes.setdefault(f"refused: {text}", []).append(f"{name}, {kind}")
+                elif what in (OTHERWISE, DIFFERENT) and (what != DIFFERENT or kind == "one turn"):
+                    theirs = trained_by_template(name, conversation)
+                    notes.setdefault(f"{what}: we train on {text!r}, TRL's template on {theirs!r}", []).append(
+                        f"{name}, {kind}"
+                    )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "## What differs, and why rows are refused", ""]
+    for note, where in sorted(notes.items()):
+        lines.append(f"- {note}: {'; '.join(dict.fromkeys(where))}.")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
