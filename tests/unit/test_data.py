@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizon_lm.config import DatasetConfig
+from horizon_lm.data.audit import audit, refuse
 from horizon_lm.data.chat import ChatRenderer, Rendered
 from horizon_lm.data.examples import Completion, Conversation, Preference, Text
 from horizon_lm.data.files import read_rows
@@ -346,10 +347,12 @@ def messages(*contents: str) -> dict[str, Any]:
 def test_long_rows_lose_their_end_and_empty_ones_are_left_out(tmp_path: Path) -> None:
     rows = [messages("Who?", "The keeper."), messages("q" * 60, "never seen"), messages("Who?", "I" * 60)]
     table, report = prepared(write(tmp_path, rows), max_length=30)
-    assert (len(table), report.cut.count, report.left_out.count) == (2, 2, 1)
+    assert (len(table), report.cut.count, report.cut_answer.count, report.left_out.count) == (2, 2, 1, 1)
     assert table[1].sequences[0].ids.shape == (30,)
     assert report.num_targets == sum(row.sequences[0].num_targets for row in table)
-    assert "1 rows were left out" in "\n".join(report.lines(30))
+    found = "\n".join(map(str, audit(report, build_tokenizer())))
+    assert "1 rows have no token to train on" in found
+    assert "1 rows lost tokens to train on at max_length" in found
     with pytest.raises(DataError, match="no row has a token to train on"):
         prepared(write(tmp_path, rows[1:2], "others.jsonl"), max_length=30)
 
@@ -357,7 +360,39 @@ def test_long_rows_lose_their_end_and_empty_ones_are_left_out(tmp_path: Path) ->
 def test_template_without_end_of_turn_is_reported(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     _, report = prepared(write(tmp_path, [messages("Who?", "I.")]), chat_template=template)
-    assert "may not learn to stop" in "\n".join(report.lines(None))
+    assert "may not learn to stop" in str(audit(report, build_tokenizer(template))[0])
+
+
+def test_audit_of_rows(tmp_path: Path) -> None:
+    """Each fault is found in the rows that have it, and in no other."""
+    thinking = CHATML.replace("+ message['content'] +", "+ message['content'] +", 1)
+    tokenizer = build_tokenizer(thinking)
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    rows = [
+        messages("Who?", "I."), messages("Why?", "<think>\n\n</think>\n\nSo."), messages("Who?", "I."),
+        messages("Why <think></think>?", "Because."), messages("How?", "<think>\nHm.\n</think>\n\nWell."),
+    ]  # fmt: skip
+    path = write(tmp_path, rows)
+    _, report = prepare([DatasetConfig(path=str(path))], tokenizer, Recipe("sft"))
+    found = {finding.what: finding.rows for finding in audit(report, tokenizer)}
+    assert {
+        what: (tally.count, [place.rpartition(":")[2] for place in tally.places]) for what, tally in found.items()
+    } == {
+        "train on an empty thinking block": (1, ["2"]),
+        "are copies of others": (1, ["3"]),
+    }
+
+
+def test_doubled_begin_is_refused(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.bos_token = "<|im_start|>"
+    path = write(tmp_path, [{"text": "<|im_start|><|im_start|>Dusk."}, {"text": "<|im_start|>Dawn."}])
+    _, report = prepare([DatasetConfig(path=str(path))], tokenizer, Recipe("sft"))
+    findings = audit(report, tokenizer)
+    with pytest.raises(
+        DataError, match=r"1 rows begin with two begin-of-sequence tokens \(.*rows.jsonl:1\): the text and"
+    ):
+        refuse(findings)
 
 
 def test_what_was_tokenized_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Several rows in one, each of which sees only itself."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,18 +11,17 @@ from horizon_lm.data.table import Part
 _ROW = "row_of_token"  # which row a token comes from
 
 
-def pack(
-    table: Any, place: Callable[[int], str], indices: np.ndarray, strategy: str, length: int, weight: float
-) -> Part:
-    """The rows ``indices`` of a table of tokens, in their order, packed into rows of at most ``length`` tokens."""
+def pack(part: Part, strategy: str, length: int) -> Part:
+    """Rows in their order, packed into rows of at most ``length`` tokens."""
     import datasets
 
+    table = part.table
     features = datasets.Features(
         input_ids=table.features["input_ids"], trained=table.features["trained"], **{_ROW: table.features["input_ids"]}
     )
-    fingerprint = digest(table._fingerprint, indices.tolist(), strategy, length)
+    fingerprint = digest(part.fingerprint, strategy, length)
     usable = np.zeros(len(table), dtype=bool)
-    usable[indices] = True
+    usable[part.indices] = True
 
     def with_rows(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
         """The rows in use, and beside each token the row that it comes from: packing does not tell."""
@@ -45,9 +43,9 @@ def pack(
 
     def place_of_packed(index: int) -> str:
         numbers = np.unique(packed.data.column(_ROW)[index].values.to_numpy()).tolist()
-        return " + ".join(place(number) for number in numbers)
+        return " + ".join(part.place(number) for number in numbers)
 
-    return Part(packed, place_of_packed, np.arange(len(packed)), weight)
+    return Part(packed, place_of_packed, np.arange(len(packed)), part.weight)
 
 
 def _count_targets(columns: dict[str, list[Any]]) -> dict[str, list[int]]:

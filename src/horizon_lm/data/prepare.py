@@ -17,10 +17,10 @@ from horizon_lm.data.table import Part, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import DataError
 
-VERSION = 1  # of what is cached
+VERSION = 2  # of what is cached
 _MAX_SHOWN = 5  # problems listed in one error
 _PLACES_SHOWN = 3  # rows of one kind in a report
-CUT, ENDLESS = 1, 2  # bits of a row's flags: it lost its end; an answer in it has no end of turn
+CUT, ENDLESS, CUT_ANSWER = 1, 2, 4  # bits of a row's flags, as `Report` tells them
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +65,30 @@ class Report:
         num_rows: rows that are trained on; packed ones, if they are packed.
         num_documents: rows in them.
         num_tokens, num_targets: tokens in them, and those that are trained on.
-        cut, left_out, endless: rows that lost their end, that have nothing to train on, and with an answer that no
-            end-of-turn token follows.
+        documents: the rows before they are packed.
+        cut, cut_answer: rows that lost their end, and those of them that lost tokens to train on.
+        left_out: rows that have nothing to train on.
+        endless: rows with an answer that no end-of-turn token follows.
     """
 
     num_rows: int = 0
     num_documents: int = 0
     num_tokens: int = 0
     num_targets: int = 0
+    documents: TokenTable = field(default_factory=lambda: TokenTable([]))
     cut: Tally = field(default_factory=Tally)
+    cut_answer: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)
     endless: Tally = field(default_factory=Tally)
 
-    def lines(self, max_length: int | None) -> list[str]:
-        """The report for people: one line, and one for each thing that deserves a look."""
+    def summary(self) -> str:
+        """How much there is, in a line."""
         packed = f"{self.num_documents:,} rows in " if self.num_documents != self.num_rows else ""
         share = self.num_targets / max(1, self.num_tokens)
-        lines = [
+        return (
             f"{packed}{self.num_rows:,} {'packed ' if packed else ''}rows, {self.num_tokens:,} tokens, "
             f"{self.num_targets:,} of them trained on ({share:.0%})"
-        ]
-        for tally, what in (
-            (self.cut, f"lost their end at max_length {max_length}"),
-            (self.left_out, "were left out: no token to train on is within max_length, or answers are empty"),
-            (self.endless, "have an answer without an end-of-turn token: the model may not learn to stop"),
-        ):
-            if tally.count:
-                lines.append(f"{tally.count:,} rows {what} ({tally})")
-        return lines
+        )
 
 
 def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe) -> tuple[TokenTable, Report]:
@@ -102,7 +98,7 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe) -
         ConfigError: the tokenizer cannot do what the rows need.
         DataError: files or rows that cannot be used, or no row with anything to train on.
     """
-    report, parts = Report(), []
+    report, documents = Report(), []
     problems: list[str] = []
     with progress_bars():
         for config in datasets:
@@ -112,13 +108,18 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe) -
                 continue
             problems += _problems(source, table)
             if not problems:
-                parts.append(_part(source, table, recipe, report))
-    _refuse(problems)
-    tokens = TokenTable(parts)
+                documents.append(_used(source, table, recipe, report))
+        _refuse(problems)
+        report.documents = TokenTable(documents)
+        tokens = report.documents
+        if recipe.packing is not None and len(tokens):
+            tokens = TokenTable([pack(part, recipe.packing, recipe.max_length or 0) for part in documents if len(part)])
     report.num_rows = len(tokens)
     report.num_tokens, report.num_targets = int(tokens.num_tokens.sum()), int(tokens.num_targets.sum())
     if not len(tokens):
-        raise DataError("no row has a token to train on:\n" + "\n".join(report.lines(recipe.max_length)[1:]))
+        raise DataError(
+            f"no row has a token to train on within max_length {recipe.max_length}, or answers are empty ({report.left_out})"
+        )
     return tokens, report
 
 
@@ -222,7 +223,12 @@ def _targets(sequences: Sequence[Tokens]) -> int:
 
 
 def _flags(sequences: Sequence[Tokens]) -> int:
-    return CUT * any(each.is_cut for each in sequences) | ENDLESS * (not all(each.ends for each in sequences))
+    kinds = {
+        CUT: any(each.is_cut for each in sequences),
+        ENDLESS: not all(each.ends for each in sequences),
+        CUT_ANSWER: any(each.lost_targets for each in sequences),
+    }
+    return sum(bit for bit, is_so in kinds.items() if is_so)
 
 
 def _problems(source: Source, table: Any) -> list[str]:
@@ -240,7 +246,7 @@ def _refuse(problems: Sequence[str]) -> None:
         raise DataError(heading + "\n".join(problems[:_MAX_SHOWN]) + more)
 
 
-def _part(source: Source, table: Any, recipe: Recipe, report: Report) -> Part:
+def _used(source: Source, table: Any, recipe: Recipe, report: Report) -> Part:
     """The rows of a data set that are used, counted."""
     chosen = np.arange(len(table))
     if source.config.fraction is not None:
@@ -251,7 +257,6 @@ def _part(source: Source, table: Any, recipe: Recipe, report: Report) -> Part:
     report.endless.add(chosen[(flags[chosen] & ENDLESS) != 0], source.place)
     report.left_out.add(chosen[targets[chosen] == 0], source.place)
     chosen = chosen[targets[chosen] > 0]
+    report.cut_answer.add(chosen[(flags[chosen] & CUT_ANSWER) != 0], source.place)
     report.num_documents += len(chosen)
-    if recipe.packing is None or not len(chosen):
-        return Part(table, source.place, chosen, source.config.weight)
-    return pack(table, source.place, chosen, recipe.packing, recipe.max_length or 0, source.config.weight)
+    return Part(table, source.place, chosen, source.config.weight)

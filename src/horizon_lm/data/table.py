@@ -63,6 +63,11 @@ class TokenTable(Sequence[Row]):
         part = self._parts[number]
         return part.row(int(part.indices[index - (self._ends[number] - len(part.indices))]))
 
+    @property
+    def parts(self) -> Sequence["Part"]:
+        """Its data sets."""
+        return self._parts
+
     def part_sizes(self) -> list[int]:
         """Rows of each data set, in order."""
         return [len(part.indices) for part in self._parts]
@@ -104,25 +109,29 @@ class Part:
     """
 
     def __init__(self, table: Any, place: Callable[[int], str], indices: np.ndarray, weight: float = 1.0) -> None:
-        self._table, self._place, self.indices, self.weight = table, place, indices, weight
+        self.table, self._place, self.indices, self.weight = table, place, indices, weight
         each = np.stack([_list_lengths(table.data.column(name)) for name in self._names])
         self.lengths, self.num_tokens = each.max(0), each.sum(0)
         self.num_targets = table.data.column("num_targets").to_numpy().astype(np.int64)
 
+    def __len__(self) -> int:
+        """Rows in use."""
+        return len(self.indices)
+
     @property
     def _names(self) -> list[str]:
-        return [name for name in ("input_ids", "rejected_ids") if name in self._table.column_names]
+        return [name for name in ("input_ids", "rejected_ids") if name in self.table.column_names]
 
     @property
     def fingerprint(self) -> str:
-        return digest(self._table._fingerprint, hashlib.sha256(self.indices.tobytes()).hexdigest())
+        return digest(self.table._fingerprint, hashlib.sha256(self.indices.tobytes()).hexdigest())
 
     def only(self, indices: np.ndarray) -> "Part":
         """Other rows of it."""
-        return Part(self._table, self._place, indices, self.weight)
+        return Part(self.table, self._place, indices, self.weight)
 
     def row(self, index: int) -> Row:
-        entry = self._table.data.fast_slice(index, 1)
+        entry = self.table.data.fast_slice(index, 1)
 
         def values(name: str) -> np.ndarray:
             return np.array(entry.column(name)[0].values.to_numpy(zero_copy_only=False))
@@ -132,9 +141,29 @@ class Part:
         segments = values("seq_lengths").tolist() if "seq_lengths" in entry.column_names else None
         return Row(sequences, segments, self._place(index))
 
+    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """Rows in use, many at once: their numbers (n,), where their tokens end (n,), all their tokens, and their targets.
+
+        Of a preference, the chosen answers alone.
+        """
+        used = np.zeros(len(self.lengths), dtype=bool)
+        used[self.indices] = True
+        start, columns = 0, (self.table.data.column(name).chunks for name in ("input_ids", "trained"))
+        for ids, trained in zip(*columns, strict=True):
+            lengths = ids.value_lengths().to_numpy()
+            mask = used[start : start + len(lengths)]
+            keep = np.repeat(mask, lengths)
+            values = (each.flatten().to_numpy(zero_copy_only=False)[keep] for each in (ids, trained))
+            yield start + np.flatnonzero(mask), np.cumsum(lengths[mask]), *values
+            start += len(lengths)
+
+    def place(self, index: int) -> str:
+        """Where a row comes from."""
+        return self._place(index)
+
     def token_ids(self) -> Iterator[np.ndarray]:
         for name in self._names:
-            for chunk in self._table.data.column(name).chunks:
+            for chunk in self.table.data.column(name).chunks:
                 yield chunk.flatten().to_numpy(zero_copy_only=False)
 
 

@@ -20,12 +20,14 @@ class Tokens:
         trained: bool (T,), whether a token is a target. The first of a sequence never is: nothing predicts it.
         ends: every answer is followed by a token that ends it.
         is_cut: it lost its end.
+        lost_targets: and with it tokens that would have been trained on.
     """
 
     ids: np.ndarray
     trained: np.ndarray
     ends: bool = True
     is_cut: bool = False
+    lost_targets: bool = False
 
     @property
     def num_targets(self) -> int:
@@ -35,7 +37,8 @@ class Tokens:
         """Its first ``length`` tokens."""
         if length is None or len(self.ids) <= length:
             return self
-        return Tokens(self.ids[:length], self.trained[:length], self.ends, is_cut=True)
+        lost = bool(self.trained[length:].any())
+        return Tokens(self.ids[:length], self.trained[:length], self.ends, is_cut=True, lost_targets=lost)
 
 
 class ExampleTokenizer:

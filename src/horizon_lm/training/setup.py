@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.config import DatasetConfig, DpoConfig, RunConfig, SftConfig, TextConfig
+from horizon_lm.data.audit import audit, refuse
 from horizon_lm.data.loader import Loader, Sampler
 from horizon_lm.data.prepare import Recipe, prepare
 from horizon_lm.data.sources import open_source
@@ -102,10 +103,13 @@ def _data_seed(config: RunConfig) -> int:
 def load_rows(
     name: str, datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe, reporter: Reporter
 ) -> TokenTable:
-    """Tokenized rows, with a word about what was cut or left out."""
+    """Tokenized rows, with a word about what was cut or left out, and what else the audit finds."""
     rows, report = prepare(datasets, tokenizer, recipe)
-    for line in report.lines(recipe.max_length):
-        reporter.say(f"{name}: {line}")
+    reporter.say(f"{name}: {report.summary()}")
+    findings = audit(report, tokenizer)
+    for finding in findings:
+        reporter.say(f"{name}: {finding}")
+    refuse(findings)
     return rows
 
 
@@ -122,8 +126,12 @@ def load_data(config: RunConfig, tokenizer: Any, reporter: Reporter) -> RunData:
         eval_packing = config.eval_packing if isinstance(config, TextConfig) else None
         name = _unused_name(Path(dataset.path).stem, held_out)
         held_out[name] = load_rows("held-out data", [dataset], tokenizer, recipe_of(config, eval_packing), reporter)
-    sampler = Sampler(tuple(rows.part_sizes()), config.rows_per_step, _data_seed(config), tuple(rows.weights()))
-    return RunData(Loader(rows, sampler), held_out)
+    return RunData(Loader(rows, training_sampler(config, rows)), held_out)
+
+
+def training_sampler(config: RunConfig, rows: TokenTable) -> Sampler:
+    """Which rows each step has."""
+    return Sampler(tuple(rows.part_sizes()), config.rows_per_step, _data_seed(config), tuple(rows.weights()))
 
 
 def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenTable]:

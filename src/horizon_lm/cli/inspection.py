@@ -1,0 +1,159 @@
+"""What ``horizon-lm inspect`` finds, and how it shows it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from horizon_lm.config import RunConfig
+from horizon_lm.data.audit import Finding, audit, refuse
+from horizon_lm.data.loader import NOT_TRAINED, Batch, Loader
+from horizon_lm.data.prepare import Report, prepare
+from horizon_lm.data.table import TokenTable
+from horizon_lm.training.setup import load_tokenizer, recipe_of, training_sampler
+
+_TRAINED, _GIVEN, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A run's rows, looked at.
+
+    Attributes:
+        rows: tokenized, packed if the run packs them.
+        report, findings: what became of them, and what looks wrong.
+        loader: their batches.
+    """
+
+    config: RunConfig
+    tokenizer: Any
+    rows: TokenTable
+    report: Report
+    findings: Sequence[Finding]
+    loader: Loader
+
+    def numbers(self) -> dict[str, Any]:
+        """Of the rows that are trained on."""
+        report, lengths = self.report, self.report.documents.lengths
+        numbers: dict[str, Any] = {
+            "rows": report.num_documents,
+            "tokens": report.num_tokens,
+            "trained": report.num_targets,
+            "share_trained": round(report.num_targets / report.num_tokens, 4),
+            "length": {
+                name: int(np.quantile(lengths, share))
+                for name, share in (("shortest", 0), ("median", 0.5), ("90%", 0.9), ("99%", 0.99), ("longest", 1))
+            },
+            "cut": report.cut.count,
+            "left_out": report.left_out.count,
+            "steps_per_epoch": self.loader.sampler.steps_per_epoch,
+            "rows_per_step": self.config.rows_per_step,
+        }
+        if len(self.rows) != len(self.report.documents):
+            numbers["packed_rows"] = len(self.rows)
+            numbers["packed_fill"] = round(report.num_tokens / (len(self.rows) * (self.config.max_length or 1)), 4)
+        return numbers
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers and findings, for programs."""
+        findings = [
+            {
+                "error": finding.is_error, "rows": finding.rows.count, "what": finding.what, "remedy": finding.remedy,
+                "places": finding.rows.places,
+            }
+            for finding in self.findings
+        ]  # fmt: skip
+        return {"numbers": self.numbers(), "findings": findings}
+
+    def refuse(self) -> None:
+        """DataError for findings with which a run would be wrong."""
+        refuse(self.findings)
+
+
+def inspect_run(config: RunConfig) -> Inspection:
+    """Prepare the rows of a run as training would, without its model."""
+    tokenizer = load_tokenizer(config)
+    rows, report = prepare(config.datasets or (), tokenizer, recipe_of(config))
+    loader = Loader(rows, training_sampler(config, rows))
+    return Inspection(config, tokenizer, rows, report, audit(report, tokenizer), loader)
+
+
+def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
+    """Print batches, numbers and findings; in colour where there is any."""
+    console = Console(soft_wrap=True)
+    for step in range(num_batches):
+        _show_batch(console, inspection, inspection.loader.batch(step), step, num_rows)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in inspection.numbers().items():
+        shown = ", ".join(f"{key} {each:,}" for key, each in value.items()) if isinstance(value, dict) else f"{value:,}"
+        table.add_row(name.replace("_", " "), shown)
+    console.print(table)
+    for finding in inspection.findings:
+        style = "bold red" if finding.is_error else "yellow"
+        console.print(Text(f"{'error' if finding.is_error else 'look at this'}: {finding}", style=style))
+    if not inspection.findings:
+        console.print("nothing looks wrong")
+
+
+def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: int, num_rows: int) -> None:
+    num_sequences, length = batch.input_ids.shape
+    console.print(
+        f"batch {step + 1}: {num_sequences} rows of {length} tokens, {batch.num_trained:,} of them trained on"
+    )
+    console.print(
+        "trained tokens are green, between [[ and ]] where there is no colour; special tokens are as they are\n"
+    )
+    per_row = num_sequences // len(batch.places)
+    for index in range(min(num_rows, len(batch.places))):
+        for answer in range(per_row):
+            name = "" if per_row == 1 else (", chosen", ", rejected")[answer]
+            console.print(Text(f"{batch.places[index]}{name}", style="underline"))
+            console.print(_tokens(console, inspection.tokenizer, batch, index + answer * len(batch.places)), "\n")
+
+
+def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int) -> Text:
+    """One sequence of a batch as the model will see it."""
+    ids, labels = batch.input_ids[index].tolist(), batch.labels[index].tolist()
+    positions = None if batch.position_ids is None else batch.position_ids[index].tolist()
+    real = len(ids) if batch.attention_mask is None else int(batch.attention_mask[index].sum())
+    special, text, before = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text(), False
+    for run in _runs(ids[:real], labels[:real], positions, special):
+        if run.begins_row and text:
+            text.append("\n-- next row in this row --\n", style="cyan")
+        if console.color_system is None and run.trained != before:
+            text.append("[[" if run.trained else "]]")
+        before = run.trained
+        style = f"{_TRAINED if run.trained else _GIVEN} {_SPECIAL if run.special else ''}".strip()
+        text.append(tokenizer.decode(run.ids), style=style)
+    if console.color_system is None and before:
+        text.append("]]")
+    if real < len(ids):
+        text.append(f" + {len(ids) - real} of padding", style=_PADDING)
+    return text
+
+
+@dataclass
+class _Run:
+    """Tokens in a row that look alike."""
+
+    ids: list[int]
+    trained: bool
+    special: bool
+    begins_row: bool
+
+
+def _runs(ids: list[int], labels: list[int], positions: list[int] | None, special: set[int]) -> list[_Run]:
+    runs: list[_Run] = []
+    for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        trained, is_special = label != NOT_TRAINED, token in special
+        begins = positions is not None and positions[index] == 0
+        last = runs[-1] if runs else None
+        if last is not None and not begins and (last.trained, last.special) == (trained, is_special):
+            last.ids.append(token)
+        else:
+            runs.append(_Run([token], trained, is_special, begins))
+    return runs
