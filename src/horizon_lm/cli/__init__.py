@@ -7,6 +7,7 @@ import typer
 
 from horizon_lm.cli.doctor import doctor
 from horizon_lm.cli.generate import generate
+from horizon_lm.cli.init import init
 from horizon_lm.cli.inspect import inspect
 from horizon_lm.cli.plan import plan
 from horizon_lm.cli.report import report
@@ -29,6 +30,7 @@ _TAKES_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 app.command(context_settings=_TAKES_SETTINGS)(plan)
 app.command(context_settings=_TAKES_SETTINGS)(train)
 app.command(context_settings=_TAKES_SETTINGS)(inspect)
+app.command()(init)
 app.command()(generate)
 app.command()(report)
 app.command()(doctor)

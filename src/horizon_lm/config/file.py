@@ -29,7 +29,7 @@ def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_
     Raises:
         ConfigError: all that is wrong, each with its place, value and remedy.
     """
-    settings, places = _read_yaml(path) if path is not None else ({}, _Places("the command line", None, set()))
+    settings, places = read_yaml(path) if path is not None else ({}, _Places("the command line", None, set()))
     changed = parse_overrides(overrides)
     if len(changed.keys() & _LENGTHS) == 1:  # the other one, in the file, gives way
         settings = {key: value for key, value in settings.items() if key not in _LENGTHS}
@@ -143,7 +143,8 @@ def _has(node: CommentedMap | CommentedSeq, key: int | str) -> bool:
     return key in node if isinstance(node, CommentedMap) else isinstance(key, int) and key < len(node)
 
 
-def _read_yaml(path: str) -> tuple[dict[str, Any], _Places]:
+def read_yaml(path: str) -> tuple[dict[str, Any], _Places]:
+    """The settings in a YAML 1.2 file, and where each is. ConfigError for what is none."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except OSError as error:

@@ -1,0 +1,33 @@
+"""``horizon-lm init``."""
+
+from typing import Annotated
+
+import typer
+
+from horizon_lm.cli.exits import exits
+
+
+@exits
+def init(
+    objective: Annotated[
+        str | None, typer.Argument(help="sft, pretrain or dpo.", metavar="[sft|pretrain|dpo]", show_default=False)
+    ] = None,
+    translate: Annotated[
+        str | None,
+        typer.Option("--from", metavar="FILE", help="A file of TRL, LLaMA-Factory or Axolotl to translate."),
+    ] = None,
+) -> None:
+    """Print a run file to begin with: every setting under a sentence of its own, the rest of them as comments."""
+    from horizon_lm.config.run import SCHEMAS
+    from horizon_lm.config.start import START_HEADING, START_VALUES
+    from horizon_lm.config.text import start_file
+    from horizon_lm.config.translate import translate as translate_file
+    from horizon_lm.errors import ConfigError
+
+    if objective is not None and objective not in SCHEMAS:
+        raise ConfigError(f"{objective!r} is not an objective; there are {', '.join(SCHEMAS)}")
+    if translate is not None:
+        print(translate_file(translate, objective).text(), end="")
+        return
+    chosen = objective or "sft"
+    print(start_file(SCHEMAS[chosen], START_VALUES[chosen], START_HEADING[chosen]), end="")
