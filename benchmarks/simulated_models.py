@@ -10,10 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.cli.run_file import parse_overrides
-
 from horizon_lm.cli.planning import MODES
 from horizon_lm.config import plan_config
+from horizon_lm.config.file import parse_overrides
 from horizon_lm.model.source import known_config
 from horizon_lm.plan.budget import Budget
 from horizon_lm.plan.device import device_use

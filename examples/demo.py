@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 import transformers
-from horizon_lm.cli.run_file import read_run_config
 from rich.console import Console
 from rich.table import Table
 
 import horizon_lm
 from horizon_lm.cli.planning import plan_one
 from horizon_lm.config import RunConfig
+from horizon_lm.config.file import read_run_config
 from horizon_lm.model import source
 from horizon_lm.model.parts import find_parts
 from horizon_lm.plan.capacity import BufferSettings, ModelSizes, device_buffers, smallest_device_capacity

@@ -200,7 +200,7 @@ def _of_trl(theirs: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any
         entry = {"path": theirs["dataset_name"], "name": theirs.get("dataset_config"), "columns": columns}
         entry = {key: value for key, value in entry.items() if value is not None}
         split = theirs.get("dataset_train_split")
-        yield "datasets", [entry | ({"split": split} if split else {})]
+        yield "datasets", [entry | ({"split": split} if split and split != "train" else {})]
         if theirs.get("eval_strategy", "no") != "no":
             yield "eval_datasets", [entry | {"split": theirs.get("dataset_test_split", "test")}]
     elif theirs.get("datasets"):
