@@ -47,4 +47,8 @@ class OwnObjective:
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigError("an objective returns the loss as a tensor of one number, or it and a dict of numbers")
-        return Loss(loss, 1.0, {name: float(value) for name, value in metrics.items()})
+        return Loss(loss, 1.0, {name: _number(value) for name, value in metrics.items()})
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if isinstance(value, torch.Tensor) else value)

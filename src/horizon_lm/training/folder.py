@@ -1,5 +1,6 @@
 """The folder of a run: what is there before is kept until there is something to take its place."""
 
+import json
 import os
 import shutil
 from contextlib import suppress
@@ -24,6 +25,7 @@ class RunFolder:
         self.path = Path(config.output_dir).expanduser()
         self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
         self.trace_file = self.path / "trace.json"
+        self.samples_file = self.path / "samples.jsonl"
         self._keep = config.save_total_limit
         if self.model_dir.exists() and not config.overwrite_output_dir:
             raise ConfigError(
@@ -40,7 +42,7 @@ class RunFolder:
     def begin(self, config: RunConfig, plan: Plan) -> None:
         """Write the settings and the plan, and move an earlier run's metrics aside."""
         (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        for stale in (self.trace_file, self.path / "predicted_trace.json"):
+        for stale in (self.trace_file, self.samples_file, self.path / "predicted_trace.json"):
             stale.unlink(missing_ok=True)
         for checkpoint in self._checkpoints():  # of an earlier run
             shutil.rmtree(checkpoint, ignore_errors=True)
@@ -50,6 +52,11 @@ class RunFolder:
             while (aside := self.path / f"metrics-{number}.jsonl").exists():
                 number += 1
             self.metrics_file.rename(aside)
+
+    def keep_samples(self, line: dict[str, Any]) -> None:
+        """Add answers to ``samples.jsonl``."""
+        with self.samples_file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def export(self, model: Any, tokenizer: Any) -> None:
         """Write the model's folder; it has its name when it is complete, and only then an old one goes."""

@@ -127,7 +127,8 @@ def train(
             if calendar.evaluates(step) or wishes.evaluate:
                 hold_out(step)
             if calendar.samples(step) or (stop and config.sample_prompts):
-                reporter.write(sample(model, tokenizer, config, step))
+                folder.keep_samples(answers := sample(model, tokenizer, config, step))
+                reporter.tell(answers)
             if calendar.saves(step) or wishes.save:
                 folder.save(model, tokenizer, step)
                 listeners.saved()

@@ -187,6 +187,10 @@ class Reporter:
         assert self._file is not None
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        self.tell(line)
+
+    def tell(self, line: dict[str, Any]) -> None:
+        """A line for people alone."""
         self.say(describe(line, self._num_steps))
 
     @contextmanager

@@ -1,0 +1,233 @@
+"""What a run does besides its steps: evaluate, save, answer prompts, tell callbacks, freeze, learn what it is told to."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+import horizon_lm
+from horizon_lm.errors import ConfigError
+from tests.e2e import tiny
+from tests.e2e.command import run
+
+QUIET = {"say": lambda text: None}
+
+
+@pytest.fixture
+def base(tmp_path: Path, model: Path) -> dict[str, Any]:
+    rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(12))
+    return {
+        "model_name_or_path": str(model), "datasets": str(rows), "output_dir": str(tmp_path / "run"), "device": "cpu",
+        "precision": "float32", "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 2,
+    }  # fmt: skip
+
+
+def lines(base: dict[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(base["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_evaluates_and_saves_on_the_way(tmp_path: Path, base: dict[str, Any]) -> None:
+    texts = tiny.write_jsonl(tmp_path / "texts.jsonl", [{"text": "The keeper counts the stars."}] * 3)
+    held_out = tiny.write_jsonl(tmp_path / "held_out.jsonl", tiny.alpaca_rows(3))
+    horizon_lm.train(
+        {
+            **base, "eval_datasets": [str(held_out), str(texts)], "eval_strategy": "steps", "eval_steps": 4,
+            "save_strategy": "epoch", "save_total_limit": 1,
+        },
+        **QUIET,
+    )  # fmt: skip
+    evaluations = [line for line in lines(base) if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [0, 4, 8, 9]
+    for line in evaluations:
+        assert line["eval_perplexity"] == pytest.approx(torch.tensor(line["eval_loss"]).exp().item(), rel=1e-5)
+        total = sum(line[f"eval_{name}_loss"] * line[f"eval_{name}_tokens"] for name in ("held_out", "texts"))
+        assert line["eval_loss"] == pytest.approx(total / line["eval_tokens"])
+    assert evaluations[-1]["eval_held_out_loss"] < evaluations[0]["eval_held_out_loss"]
+    kept = sorted(path.name for path in Path(base["output_dir"]).iterdir() if path.is_dir())
+    assert kept == ["checkpoint-6", "model"]  # of 3 and 6; 9 is the model
+    assert (Path(base["output_dir"]) / "checkpoint-6" / "tokenizer.json").is_file()
+
+
+def test_holds_out_rows_of_its_own(base: dict[str, Any]) -> None:
+    horizon_lm.train({**base, "test_split_size": 0.25, "max_steps": 2}, **QUIET)
+    assert {line["step"] for line in lines(base) if "eval_loss" in line} == {0, 2}
+    assert lines(base)[-2]["rows_seen"] == 8
+
+
+def test_answers_prompts_on_the_way(base: dict[str, Any]) -> None:
+    settings = {"sample_prompts": ["What does the keeper do?", "Why?"], "sample_steps": 2, "sample_max_new_tokens": 5}
+    horizon_lm.train({**base, **settings, "max_steps": 3}, **QUIET)
+    samples = [json.loads(line) for line in (Path(base["output_dir"]) / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in samples] == [2, 3]
+    assert [each["prompt"] for each in samples[0]["samples"]] == settings["sample_prompts"]
+    assert all(isinstance(each["answer"], str) for line in samples for each in line["samples"])
+
+
+def test_trains_what_a_pattern_names(base: dict[str, Any], model: Path) -> None:
+    horizon_lm.train({**base, "trainable": "layers.1.* | lm_head", "max_steps": 2}, **QUIET)
+    before, after = (
+        load_file(model / "model.safetensors"),
+        load_file(Path(base["output_dir"]) / "model" / "model.safetensors"),
+    )
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if ".layers.1." in name or name.startswith("lm_head")}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("layers.1", None), ("layer.*", "did you mean layers"), ("heads", "'heads' fits no weight")],
+)
+def test_patterns_that_fit_nothing(base: dict[str, Any], pattern: str, message: str | None) -> None:
+    if message is None:
+        horizon_lm.train({**base, "trainable": pattern, "max_steps": 1}, **QUIET)
+        return
+    with pytest.raises(ConfigError, match=message):
+        horizon_lm.train({**base, "trainable": pattern}, **QUIET)
+
+
+class Listener(TrainerCallback):
+    """Writes down what it is told, and stops after step 4."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def told(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            self.events.append(f"{name} {state.global_step}")
+            if name == "on_log" and "loss" in kwargs["logs"]:
+                assert {"loss", "grad_norm", "learning_rate", "epoch"} <= set(kwargs["logs"])
+            if name == "on_step_end":
+                control.should_save = state.global_step == 1
+                control.should_training_stop = state.global_step == 4
+            return control
+
+        return told
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_callbacks_of_transformers_are_told_and_heard(base: dict[str, Any]) -> None:
+    listener = Listener()
+    result = horizon_lm.train({**base, "save_strategy": "no"}, callbacks=[listener], **QUIET)
+    assert result.num_steps == 4
+    assert listener.events[:3] == ["on_init_end 0", "on_train_begin 0", "on_epoch_begin 0"]
+    assert listener.events[-1] == "on_train_end 4"
+    assert listener.events.count("on_save 1") == 1
+    assert [event for event in listener.events if event.startswith("on_log")] == ["on_log 1", "on_log 2", "on_log 4"]
+    assert [event for event in listener.events if event.startswith("on_epoch")] == [
+        "on_epoch_begin 0", "on_epoch_end 3", "on_epoch_begin 3",
+    ]  # fmt: skip
+    assert (Path(base["output_dir"]) / "checkpoint-1").is_dir()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_reports_to_tensorboard(base: dict[str, Any]) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    horizon_lm.train({**base, "report_to": "tensorboard", "run_name": "a night", "max_steps": 4}, **QUIET)
+    (file,) = Path(base["output_dir"]).rglob("events.out.tfevents.*")
+    board = events.EventAccumulator(str(file)).Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 4]
+
+
+def test_service_that_is_not_installed(base: dict[str, Any]) -> None:
+    result = run(
+        "train", *(text for key, value in base.items() for text in (f"--{key}", value)), "--report_to", "comet_ml"
+    )
+    assert result.exit_code == 2
+    assert "report_to: " in result.stderr
+
+
+def test_an_objective_of_ones_own(base: dict[str, Any]) -> None:
+    """The same loss, computed by hand, gives the same run; what it measures is logged."""
+    horizon_lm.train({**base, "max_steps": 4}, **QUIET)
+    first = lines(base)
+
+    def nll(model: Any, batch: Any) -> Any:
+        logprobs = horizon_lm.token_logprobs(model, labels=batch.labels, **batch.inputs()).logprobs
+        loss = -logprobs.sum() / batch.num_trained
+        return loss, {"surprise": loss * 2}
+
+    horizon_lm.train({**base, "max_steps": 4, "overwrite_output_dir": True}, objective=nll, **QUIET)
+    for mine, theirs in zip(lines(base), first, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert mine["surprise"] == pytest.approx(2 * mine["loss"])
+    with pytest.raises(ConfigError, match="returns the loss as a tensor"):
+        horizon_lm.train({**base, "overwrite_output_dir": True}, objective=lambda model, batch: 1.0, **QUIET)
+
+
+def test_norms_of_units_make_the_norm(base: dict[str, Any]) -> None:
+    horizon_lm.train({**base, "log_unit_grad_norms": True, "max_steps": 2}, **QUIET)
+    for line in lines(base):
+        units = [value for name, value in line.items() if name.startswith("grad_norm/")]
+        assert {"grad_norm/embed", "grad_norm/block0", "grad_norm/block1", "grad_norm/head"} <= set(line)
+        assert sum(value**2 for value in units) ** 0.5 == pytest.approx(line["grad_norm"])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"loss_type": "dft"}, {"label_smoothing_factor": 0.1}, {"packing": True, "max_length": 64}]
+)
+def test_other_losses_of_tokens(base: dict[str, Any], settings: dict[str, Any]) -> None:
+    result = horizon_lm.train({**base, **settings, "test_split_size": 3, "max_steps": 6}, **QUIET)
+    assert result.eval_loss_after < result.eval_loss_before - 0.5
+
+
+def test_smoothed_loss_is_transformers(tmp_path: Path, model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    from horizon_lm.data.loader import Batch
+    from horizon_lm.objective.tokens import SmoothedNll
+
+    ids = torch.arange(3, 19).view(2, 8)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    batch = Batch(ids, torch.ones_like(ids), None, labels, int((labels[:, 1:] >= 0).sum()), 16, (0, 1), ("a", "b"))
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs = LabelSmoother(0.2)(plain(ids), labels, shift_labels=True)
+    theirs.backward()
+    streamed = horizon_lm.from_pretrained(model, precision="float32")
+    loss = SmoothedNll(0.2)(streamed, batch)
+    loss.value.backward()
+    assert loss.value.item() == pytest.approx(theirs.item(), rel=1e-6)
+    for name, param in streamed.named_parameters():
+        torch.testing.assert_close(param.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
+
+
+def test_preferences_from_the_command_line(
+    tmp_path: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Margins grow; the reference is computed once for a model and its rows, and found again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pairs = [
+        {"prompt": f"Night {n}? ", "chosen": "The keeper counts the stars.", "rejected": "Rain, rain, rain."}
+        for n in range(8)
+    ]
+    rows = tiny.write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    settings = {
+        **base,
+        "datasets": str(rows),
+        "objective": "dpo",
+        "learning_rate": 1e-3,
+        "test_split_size": 2,
+        "max_steps": 8,
+    }
+    arguments = [str(text) for key, value in settings.items() for text in (f"--{key}", value)]
+    result = run("train", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "margin" in result.stdout
+    training = [line for line in lines(base) if "loss" in line]
+    assert training[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert training[-1]["rewards/margins"] > training[0]["rewards/margins"] + 0.01
+    held_out = [line for line in lines(base) if "eval_loss" in line]
+    assert held_out[-1]["eval_rewards/accuracies"] == 1
+    cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")}
+    assert len(cached) == 2
+    again = run("train", *arguments, "--overwrite_output_dir", "true")
+    assert again.exit_code == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == cached
