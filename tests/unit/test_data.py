@@ -146,7 +146,7 @@ def test_system_message() -> None:
         ("", "has no rows"),
         ("[]", "has no rows"),
         ("7\n", "a row must be an object"),
-        ('{"txt": "a"}\n', "the fields 'txt' make no known form"),
+        ('{"txt": "a"}\n', "the row has 'txt', which make no known form"),
         ('{"chosen": "a", "rejected": "b"}\n', "rows of the form preference are not used with objective: sft"),
         ('{"prompt": "a", "completion": null}\n', "rows.jsonl:1: field 'completion' must be text or a list of"),
         ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', "rows.jsonl:2: field 'completion' must be text or a"),
@@ -351,8 +351,8 @@ def test_long_rows_lose_their_end_and_empty_ones_are_left_out(tmp_path: Path) ->
     assert table[1].sequences[0].ids.shape == (30,)
     assert report.num_targets == sum(row.sequences[0].num_targets for row in table)
     found = "\n".join(map(str, audit(report, build_tokenizer())))
-    assert "1 rows have no token to train on" in found
-    assert "1 rows lost tokens to train on at max_length" in found
+    assert "rows that have no token to train on: 1 (" in found
+    assert "rows that lost tokens to train on at max_length: 1 (" in found
     with pytest.raises(DataError, match="no row has a token to train on"):
         prepared(write(tmp_path, rows[1:2], "others.jsonl"), max_length=30)
 
@@ -390,7 +390,7 @@ def test_doubled_begin_is_refused(tmp_path: Path) -> None:
     _, report = prepare([DatasetConfig(path=str(path))], tokenizer, Recipe("sft"))
     findings = audit(report, tokenizer)
     with pytest.raises(
-        DataError, match=r"1 rows begin with two begin-of-sequence tokens \(.*rows.jsonl:1\): the text and"
+        DataError, match=r"rows that begin with two begin-of-sequence tokens: 1 \(.*rows.jsonl:1\); the text and"
     ):
         refuse(findings)
 

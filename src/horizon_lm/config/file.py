@@ -195,5 +195,5 @@ def _suggest(key: str, known: list[str], of_run: bool) -> str:
 
 
 def _shorten(value: Any) -> str:
-    text = repr(value)
+    text = repr(value) if not isinstance(value, bool) else str(value).lower()
     return text if len(text) <= 80 else text[:77] + "..."

@@ -29,7 +29,7 @@ class Finding:
     rows: Tally
 
     def __str__(self) -> str:
-        return f"{self.rows.count:,} rows {self.what} ({self.rows}): {self.remedy}"
+        return f"rows that {self.what}: {self.rows.count:,} ({self.rows}); {self.remedy}"
 
 
 def audit(report: Report, tokenizer: Any) -> list[Finding]:

@@ -48,7 +48,9 @@ def find_form(row: Any, wanted: str | None, objective: str) -> Form:
     if others:
         raise RowError(f"rows of the form {others[0]} are not used with objective: {objective}")
     expected = "; ".join(f"{' or '.join(' and '.join(f) for f in form.needed)} ({form.name})" for form in usable)
-    raise RowError(f"the fields {_names(row)} make no known form; rows have {expected}. Rename them with columns")
+    raise RowError(
+        f"the row has {_names(row)}, which make no known form; rows have {expected}. Rename fields with columns"
+    )
 
 
 def _text(row: Mapping[str, Any], name: str, optional: bool = False) -> str:

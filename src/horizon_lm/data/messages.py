@@ -46,7 +46,7 @@ def _message(entry: Any, where: str) -> Message:
     if not isinstance(entry, Mapping):
         raise RowError(f"{where} must be {{role, content}}, but is {kind(entry)}")
     entry = {key: value for key, value in entry.items() if value is not None}
-    if "role" not in entry and "content" not in entry and {"from", "value"} <= set(entry):
+    if "from" in entry and "role" not in entry:
         entry = _of_sharegpt(entry, where)
     role = entry.get("role")
     if not isinstance(role, str):
@@ -95,7 +95,9 @@ def _tool_calls(value: Any, where: str) -> list[Any]:
 
 def _of_sharegpt(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``from`` and ``value`` as role and content; a function call is the assistant's, and is JSON."""
-    role, value = entry["from"], entry["value"]
+    role, value = entry["from"], entry.get("value")
+    if value is None:
+        raise RowError(f"{where} has 'from', but no 'value'; a message is {{from, value}} or {{role, content}}")
     if role == "function_call" and isinstance(value, str):
         calls = _json(value, f"{where}.value")
         return {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
