@@ -121,3 +121,21 @@ def test_vocabulary_of_152k(objective: str) -> None:
     print(f"{objective}: {peaks[384] / 2**20:.0f} MiB beside the buffers, stated {stated / 2**20:.0f} MiB for logits")
     assert 0.5 * stated < peaks[384] < 1.05 * stated
     assert peaks[384] < peaks[192] + 2**20
+
+
+@pytest.mark.parametrize("family", families.MOE_WITH_AUXILIARY_LOSS)
+@pytest.mark.parametrize("head", ["chunked", "whole"])
+def test_the_balance_of_experts_is_not_lost(family: str, head: str) -> None:
+    """A loss made of log-probabilities and of what the model adds is the model's own loss, with its gradients."""
+    inputs = families.batch()
+    plain = families.build(family)
+    expected = plain(**inputs).loss
+    expected.backward()
+    streamed = horizon_lm.stream(families.build(family), precision="float32", head=head)
+    output = horizon_lm.token_logprobs(streamed, **inputs)
+    assert output.aux_loss is not None
+    loss = -output.logprobs.sum() / (inputs["labels"][:, 1:] != -100).sum() + output.aux_loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, param in streamed.named_parameters():
+        torch.testing.assert_close(param.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)

@@ -8,7 +8,7 @@ import pytest
 from horizon_lm.config import SCHEMAS
 from horizon_lm.config.elsewhere import ELSEWHERE
 from horizon_lm.config.file import describe_settings, parse_overrides, read_run_config, split_arguments
-from horizon_lm.config.text import to_yaml
+from horizon_lm.config.text import page, to_yaml
 from horizon_lm.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sft.yaml"
@@ -167,3 +167,7 @@ def test_every_setting_has_a_sentence() -> None:
     for line in describe_settings().splitlines():
         name, _, sentence = line.partition(": ")
         assert sentence.endswith(".") or name.startswith("# "), name
+
+
+def test_the_page_of_settings_is_true() -> None:
+    assert (EXAMPLE.parents[1] / "docs" / "settings.md").read_text(encoding="utf-8") == page()

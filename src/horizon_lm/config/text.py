@@ -74,3 +74,38 @@ def _short(value: Any) -> Any:
 def _said(entry: dict[str, Any]) -> Any:
     said = {key: each for key, each in entry.items() if each is not None and (key, each) != ("weight", 1.0)}
     return said["path"] if list(said) == ["path"] else said
+
+
+def page() -> str:
+    """docs/settings.md: every setting of every objective."""
+    from horizon_lm.config.dataset import DatasetConfig
+    from horizon_lm.config.run import SCHEMAS
+
+    lines = [
+        "# Settings", "",
+        "Of a run file, and of the command line as `--name value`. A name that TRL or transformers has keeps their meaning and",
+        "default; what is not used by a run is refused. `horizon-lm init sft` prints a file with all of them.", "",
+        "Made by `python -m horizon_lm.config.text`.",
+    ]  # fmt: skip
+    for title, names in groups(RunConfig):
+        lines += _table(title, RunConfig, names)
+    for objective, schema in SCHEMAS.items():
+        own = [name for name in schema.model_fields if name not in RunConfig.model_fields]
+        other = [name for name in RunConfig.model_fields if _row(schema, name) != _row(RunConfig, name)]
+        lines += _table(f"Besides, or otherwise, with `objective: {objective}`", schema, [*own, *other])
+    lines += _table("An entry of `datasets` and `eval_datasets`", DatasetConfig, list(DatasetConfig.model_fields))
+    return "\n".join(lines) + "\n"
+
+
+def _table(title: str, schema: Any, names: list[str]) -> list[str]:
+    return ["", f"## {title}", "", "| setting | default | |", "|---|---|---|", *(_row(schema, name) for name in names)]
+
+
+def _row(schema: Any, name: str) -> str:
+    field = schema.model_fields[name]
+    default = "required" if field.is_required() or name == "datasets" else f"`{_inline(field.default)}`"
+    return f"| `{name}` | {default} | {field.description} |".replace('"layers.20.*|lm_head"', '"layers.20.*\\|lm_head"')
+
+
+if __name__ == "__main__":
+    print(page(), end="")

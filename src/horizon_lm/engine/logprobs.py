@@ -18,11 +18,13 @@ class TokenLogprobs(NamedTuple):
         logprobs: natural logarithm of the token's probability.
         mean: of the log-probabilities of the whole vocabulary, for label smoothing; None unless asked for.
         entropy: of the distribution, in nats; None unless asked for.
+        aux_loss: what the model adds to its loss for the balance of experts, weighed; None if it adds nothing.
     """
 
     logprobs: torch.Tensor
     mean: torch.Tensor | None
     entropy: torch.Tensor | None
+    aux_loss: torch.Tensor | None = None
 
 
 def logprobs_of_logits(

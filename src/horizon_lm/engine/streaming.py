@@ -88,11 +88,19 @@ class Streaming:
             return self._run(
                 call, lambda call, outer: self._token_forward(call, outer, inputs, temperature, statistics), False
             )
-        logits = self._run(call, self._whole_forward, head_grads=False).logits
+        output = self._run(call, self._whole_forward, head_grads=False)
+        logits = output.logits
         labels = inputs.labels.reshape(-1)[inputs.trained]
         values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, temperature, statistics)
         nothing = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
-        return _by_token([nothing.index_put((inputs.trained,), v) for v in values], inputs.labels.shape)
+        return _by_token(
+            [nothing.index_put((inputs.trained,), v) for v in values], inputs.labels.shape, self._aux_loss(output)
+        )
+
+    def _aux_loss(self, output: Any) -> torch.Tensor | None:
+        """What a forward without labels would have added to its loss."""
+        aux = getattr(output, "aux_loss", None)
+        return None if aux is None else aux * self._model.router_aux_loss_coef  # type: ignore[attr-defined]
 
     def _run(
         self, call: dict[str, Any], compute: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], head_grads: bool
@@ -200,10 +208,10 @@ class Streaming:
         chunked = self.chunked
         assert chunked is not None
         with self._without_head():
-            self._whole_forward(call)
+            output = self._whole_forward(call)
             run = LogprobRun(chunked, inputs, self._head_options(call), temperature, statistics)
             values = chunked.compute(run, [outer[name] for name in chunked.norm_names])
-        return _by_token(values, inputs.labels.shape)
+        return _by_token(values, inputs.labels.shape, self._aux_loss(output))
 
     @contextmanager
     def _without_head(self) -> Iterator[None]:
@@ -244,12 +252,12 @@ _AUXILIARY = ("output_router_logits",)
 _DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
 
 
-def _by_token(values: Sequence[torch.Tensor], shape: torch.Size) -> TokenLogprobs:
+def _by_token(values: Sequence[torch.Tensor], shape: torch.Size, aux_loss: torch.Tensor | None) -> TokenLogprobs:
     """Flat values in the shape of the labels; one or all three of them."""
     logprobs, mean, entropy = (
         [v.view(shape) for v in values] if len(values) == 3 else (values[0].view(shape), None, None)
     )
-    return TokenLogprobs(logprobs, mean, entropy)
+    return TokenLogprobs(logprobs, mean, entropy, aux_loss)
 
 
 def _rank(value: Any) -> Any:

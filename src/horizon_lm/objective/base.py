@@ -25,6 +25,11 @@ class Loss:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def with_balance(loss: torch.Tensor, aux_loss: torch.Tensor | None) -> torch.Tensor:
+    """A loss with what the model adds to it for the balance of experts."""
+    return loss if aux_loss is None else loss + aux_loss.to(loss.device)
+
+
 class Objective(Protocol):
     """A loss of a batch. The rows of a step are one batch, however few of them are on the device at once."""
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.config import DpoConfig
 from horizon_lm.data.loader import NOT_TRAINED, Batch
-from horizon_lm.objective.base import Loss
+from horizon_lm.objective.base import Loss, with_balance
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,12 @@ def robust(ratios: Ratios, beta: float, smoothing: float) -> torch.Tensor:
 LOSSES: dict[str, PairLoss] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo, "robust": robust}
 
 
-def answer_logprobs(model: Any, batch: Batch) -> torch.Tensor:
-    """Log-probabilities (2, B) of the chosen and the rejected answers of a batch of pairs."""
+def answer_logprobs(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities (2, B) of the chosen and the rejected answers of a batch of pairs, and the model's own loss."""
     from horizon_lm.engine.logprobs import token_logprobs
 
-    return token_logprobs(model, labels=batch.labels, **batch.inputs()).logprobs.sum(1).view(2, -1)
+    output = token_logprobs(model, labels=batch.labels, **batch.inputs())
+    return output.logprobs.sum(1).view(2, -1), output.aux_loss
 
 
 class Dpo:
@@ -78,7 +79,7 @@ class Dpo:
 
     def __call__(self, model: Any, batch: Batch) -> Loss:
         beta = self._config.beta
-        logprobs = answer_logprobs(model, batch)
+        logprobs, aux_loss = answer_logprobs(model, batch)
         reference = torch.from_numpy(self._references(batch)).to(logprobs.device)
         lengths = (batch.labels[:, 1:] != NOT_TRAINED).sum(1).view(2, -1).to(logprobs.device)
         ratios = Ratios(*(logprobs - reference), *lengths)
@@ -93,4 +94,8 @@ class Dpo:
             "rewards/accuracies": (margins > 0).float(), "logps/chosen": logprobs[0], "logps/rejected": logprobs[1],
         }  # fmt: skip
         names, sums = list(metrics), torch.stack([values.detach().sum() for values in metrics.values()]).tolist()
-        return Loss(torch.stack(terms).sum(), float(margins.numel()), dict(zip(names, sums, strict=True)))
+        return Loss(
+            with_balance(torch.stack(terms).sum(), aux_loss),
+            float(margins.numel()),
+            dict(zip(names, sums, strict=True)),
+        )

@@ -49,7 +49,7 @@ def _compute(
     model.eval()
     with torch.no_grad():
         for batch in in_order(rows, batch_size):
-            yield answer_logprobs(model, batch).T.cpu().numpy()
+            yield answer_logprobs(model, batch)[0].T.cpu().numpy()
             advance(batch.rows[-1] + 1, len(rows))
     model.train(was_training)
 

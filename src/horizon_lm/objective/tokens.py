@@ -3,7 +3,7 @@
 from typing import Any
 
 from horizon_lm.data.loader import Batch
-from horizon_lm.objective.base import Loss
+from horizon_lm.objective.base import Loss, with_balance
 
 
 def nll(model: Any, batch: Batch) -> Loss:
@@ -16,8 +16,9 @@ def dft(model: Any, batch: Batch) -> Loss:
     """Each target's loss weighed by its probability (arXiv 2508.05629, equation 9)."""
     from horizon_lm.engine.logprobs import token_logprobs
 
-    logprobs = token_logprobs(model, labels=batch.labels, **batch.inputs()).logprobs
-    return Loss(-(logprobs * logprobs.exp().detach()).sum() / batch.num_trained, batch.num_trained)
+    output = token_logprobs(model, labels=batch.labels, **batch.inputs())
+    loss = -(output.logprobs * output.logprobs.exp().detach()).sum() / batch.num_trained
+    return Loss(with_balance(loss, output.aux_loss), batch.num_trained)
 
 
 class SmoothedNll:
@@ -32,4 +33,4 @@ class SmoothedNll:
         output = token_logprobs(model, labels=batch.labels, **batch.inputs(), statistics=True)
         assert output.mean is not None
         total = (1 - self._share) * output.logprobs.sum() + self._share * output.mean.sum()
-        return Loss(-total / batch.num_trained, batch.num_trained)
+        return Loss(with_balance(-total / batch.num_trained, output.aux_loss), batch.num_trained)
