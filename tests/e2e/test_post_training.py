@@ -52,6 +52,19 @@ def test_evaluates_and_saves_on_the_way(tmp_path: Path, base: dict[str, Any]) ->
     assert (Path(base["output_dir"]) / "checkpoint-6" / "tokenizer.json").is_file()
 
 
+def test_checkpoints_of_others_are_left_alone(base: dict[str, Any]) -> None:
+    theirs = Path(base["output_dir"]) / "checkpoint-500" / "optimizer.pt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("not ours")
+    with pytest.raises(ConfigError, match="holds checkpoint-500 of another run"):
+        horizon_lm.train({**base, "max_steps": 1}, **QUIET)
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "overwrite_output_dir": True}
+    horizon_lm.train({**base, **settings, "max_steps": 3}, **QUIET)
+    assert theirs.read_text() == "not ours"
+    kept = sorted(path.name for path in theirs.parents[1].iterdir() if path.is_dir())
+    assert kept == ["checkpoint-2", "checkpoint-500", "model"]
+
+
 def test_holds_out_rows_of_its_own(base: dict[str, Any]) -> None:
     horizon_lm.train({**base, "test_split_size": 0.25, "max_steps": 2}, **QUIET)
     assert {line["step"] for line in lines(base) if "eval_loss" in line} == {0, 2}

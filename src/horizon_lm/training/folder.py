@@ -26,11 +26,17 @@ class RunFolder:
         self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
         self.trace_file = self.path / "trace.json"
         self.samples_file = self.path / "samples.jsonl"
-        self._keep = config.save_total_limit
+        self._keep, self._saved = config.save_total_limit, list[Path]()
         if self.model_dir.exists() and not config.overwrite_output_dir:
             raise ConfigError(
                 f"output_dir: {self.path} holds a finished run; choose another folder, or set "
                 "overwrite_output_dir: true to replace its model once the new one is trained"
+            )
+        checkpoints = sorted(folder.name for folder in self.path.glob("checkpoint-*"))
+        if checkpoints and not config.overwrite_output_dir:
+            raise ConfigError(
+                f"output_dir: {self.path} holds {checkpoints[0]} of another run; choose another folder, or set "
+                "overwrite_output_dir: true to write beside it"
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -44,8 +50,6 @@ class RunFolder:
         (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         for stale in (self.trace_file, self.samples_file, self.path / "predicted_trace.json"):
             stale.unlink(missing_ok=True)
-        for checkpoint in self._checkpoints():  # of an earlier run
-            shutil.rmtree(checkpoint, ignore_errors=True)
         write_plan(plan, config.device, self.path)
         if self.metrics_file.exists():
             number = 1
@@ -77,12 +81,9 @@ class RunFolder:
     def save(self, model: Any, tokenizer: Any, step: int) -> None:
         """Export the model as it is after a step, and let older exports go that are too many."""
         self._write(model, tokenizer, self.path / f"checkpoint-{step}")
-        kept = sorted(self._checkpoints(), key=lambda folder: int(folder.name.rpartition("-")[2]))
-        for old in kept[: -self._keep] if self._keep else []:
-            shutil.rmtree(old, ignore_errors=True)
-
-    def _checkpoints(self) -> list[Path]:
-        return [folder for folder in self.path.glob("checkpoint-*") if folder.name.rpartition("-")[2].isdigit()]
+        self._saved.append(self.path / f"checkpoint-{step}")
+        while self._keep and len(self._saved) > self._keep:
+            shutil.rmtree(self._saved.pop(0), ignore_errors=True)
 
     def push(self, config: RunConfig) -> str:
         """Upload the exported model; a sentence of where it is. What fails here is said: the model is safe in its folder."""
