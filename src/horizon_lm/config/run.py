@@ -14,6 +14,7 @@ from pydantic import (
 
 from horizon_lm.config.data import WITHOUT_ROWS
 from horizon_lm.config.output import OutputSettings
+from horizon_lm.config.types import as_list
 
 
 class RunConfig(OutputSettings):
@@ -86,10 +87,6 @@ class PretrainConfig(TextConfig):
     )
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 DpoLoss = Literal["sigmoid", "hinge", "ipo", "robust"]
 
 
@@ -101,7 +98,7 @@ class DpoConfig(RunConfig):
     )
     learning_rate: PositiveFloat = Field(1e-6, description=RunConfig.model_fields["learning_rate"].description)
     beta: PositiveFloat = Field(0.1, description="How strongly the model is held to the one it starts from.")
-    loss_type: Annotated[list[DpoLoss], BeforeValidator(_as_list), Field(min_length=1)] = Field(
+    loss_type: Annotated[list[DpoLoss], BeforeValidator(as_list), Field(min_length=1)] = Field(
         ["sigmoid"], description="sigmoid, hinge, ipo or robust; or a list of them, whose sum is the loss."
     )
     loss_weights: list[NonNegativeFloat] | None = Field(

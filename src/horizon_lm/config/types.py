@@ -34,7 +34,7 @@ def _existing_file(path: str) -> str:
     return path
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """One entry stands for a list of one."""
     return [value] if isinstance(value, str) else value
 
@@ -42,7 +42,7 @@ def _as_list(value: Any) -> Any:
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 DeviceName = Annotated[str, AfterValidator(_device_name)]
 ExistingFile = Annotated[str, AfterValidator(_existing_file)]
-Names = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+Names = Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 StepsOrShare = Annotated[float, AfterValidator(_steps_or_share)]
 Interval = Annotated[StepsOrShare, Field(gt=0)]

@@ -16,13 +16,13 @@ from horizon_lm.plan.text import summary_lines
 from horizon_lm.preflight.admission import Admission
 from horizon_lm.preflight.run import settle
 from horizon_lm.training.calendar import Calendar
-from horizon_lm.training.callbacks import Callbacks
+from horizon_lm.training.callbacks import Callbacks, Wishes
 from horizon_lm.training.evaluation import evaluate, sample
 from horizon_lm.training.folder import RunFolder
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.metrics import Metrics, Reporter
-from horizon_lm.training.objectives import make_objectives
-from horizon_lm.training.setup import build_optimizer, choose_device, load_data, load_model, load_tokenizer
+from horizon_lm.training.objectives import Objectives, make_objectives
+from horizon_lm.training.setup import RunData, build_optimizer, choose_device, load_data, load_model, load_tokenizer
 from horizon_lm.training.tracing import Tracing
 
 
@@ -85,63 +85,103 @@ def train(
         folder.begin(config, plan)
         model = load_model(config)
         objectives = make_objectives(config, model, data, reporter)
-        learn: Objective = OwnObjective(objective) if objective is not None else objectives.training
         optimizer, scheduler = build_optimizer(model, config, num_steps)
-        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan)
-        tracing = Tracing(model, config.trace_steps, num_steps, folder.trace_file)
+        loop = _Loop(
+            config, folder, reporter, listeners, tokenizer, data, calendar, model, objectives,
+            OwnObjective(objective) if objective is not None else objectives.training, optimizer, scheduler,
+            Metrics(num_steps, sampler.steps_per_epoch, plan),
+        )  # fmt: skip
+        result = loop.run(interrupts, num_steps)
+        if config.push_to_hub:
+            reporter.say(folder.push(config))
+        reporter.say(folder.how_to_use())
+    return result
 
-        def record(line: dict[str, Any]) -> None:
-            reporter.write(line)
-            listeners.logged(line)
 
-        def hold_out(step: int) -> float | None:
-            line = evaluate(model, objectives.held_out, data.held_out, config.per_device_eval_batch_size, step)
-            if line is None:
-                return None
-            record(line)
-            return float(line["eval_loss"])
+@dataclass(frozen=True)
+class _Loop:
+    """A run whose parts are all there."""
 
-        reporter.begin(folder.metrics_file, num_steps)
+    config: RunConfig
+    folder: RunFolder
+    reporter: Reporter
+    listeners: Callbacks
+    tokenizer: Any
+    data: RunData
+    calendar: Calendar
+    model: Any
+    objectives: Objectives
+    learn: Objective
+    optimizer: Any
+    scheduler: Any
+    metrics: Metrics
+
+    def run(self, interrupts: Interrupts, num_steps: int) -> RunResult:
+        """All steps, and the export."""
+        folder, listeners = self.folder, self.listeners
+        tracing = Tracing(self.model, self.config.trace_steps, num_steps, folder.trace_file)
+        self.reporter.begin(folder.metrics_file, num_steps)
         interrupts.wait_for_boundary()
-        loss_before = hold_out(0)
-        listeners.begin(model, tokenizer, optimizer, scheduler)
+        loss_before = self.hold_out(0)
+        listeners.begin(self.model, self.tokenizer, self.optimizer, self.scheduler)
         step, stop = 0, False
         while step < num_steps and not stop:
             interrupts.check(step, num_steps, folder.metrics_file)
             step += 1
             tracing.before_step(step)
             listeners.before_step(step)
-            batch = data.loader.batch(step - 1)
-            loss = learn(model, batch)
-            metrics.add(finite(loss, step, batch, config, folder), loss, batch)
-            loss.value.backward()
-            listeners.before_update()
-            update(optimizer, step, batch, folder, reporter)
+            self.learn_from(self.data.loader.batch(step - 1), step)
             wishes = listeners.after_step(step)
             stop = wishes.stop
-            if calendar.logs(step) or wishes.log or stop:
-                record(metrics.line(step, optimizer, scheduler.get_last_lr()[0], model, config.log_unit_grad_norms))
-            scheduler.step()
-            optimizer.zero_grad()
-            reporter.advance(metrics.last_loss)
-            if calendar.evaluates(step) or wishes.evaluate:
-                hold_out(step)
-            if calendar.samples(step) or (stop and config.sample_prompts):
-                folder.keep_samples(answers := sample(model, tokenizer, config, step))
-                reporter.tell(answers)
-            if calendar.saves(step) or wishes.save:
-                folder.save(model, tokenizer, step)
-                listeners.saved()
+            self.finish_step(step, wishes)
         tracing.finish(step)
-        loss_after = hold_out(step)
-        folder.export(model, tokenizer)
+        loss_after = self.hold_out(step)
+        folder.export(self.model, self.tokenizer)
         listeners.end()
         folder.draw_loss()
-        reporter.stop_bar()
-        if config.push_to_hub:
-            reporter.say(folder.push(config))
-        reporter.say(folder.how_to_use())
-    return RunResult(folder.path, folder.model_dir, step, loss_before, loss_after)
+        self.reporter.stop_bar()
+        return RunResult(folder.path, folder.model_dir, step, loss_before, loss_after)
+
+    def learn_from(self, batch: Batch, step: int) -> None:
+        """Forward, backward and update."""
+        loss = self.learn(self.model, batch)
+        self.metrics.add(finite(loss, step, batch, self.config, self.folder), loss, batch)
+        loss.value.backward()
+        self.listeners.before_update()
+        update(self.optimizer, step, batch, self.folder, self.reporter)
+
+    def finish_step(self, step: int, wishes: Wishes) -> None:
+        """What is due after a step, by the calendar or because a callback wishes for it."""
+        config, calendar = self.config, self.calendar
+        if calendar.logs(step) or wishes.log or wishes.stop:
+            learning_rate = self.scheduler.get_last_lr()[0]
+            self.record(self.metrics.line(step, self.optimizer, learning_rate, self.model, config.log_unit_grad_norms))
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.reporter.advance(self.metrics.last_loss)
+        if calendar.evaluates(step) or wishes.evaluate:
+            self.hold_out(step)
+        if calendar.samples(step) or (wishes.stop and config.sample_prompts):
+            answers = sample(self.model, self.tokenizer, config, step)
+            self.folder.keep_samples(answers)
+            self.reporter.tell(answers)
+        if calendar.saves(step) or wishes.save:
+            self.folder.save(self.model, self.tokenizer, step)
+            self.listeners.saved()
+
+    def hold_out(self, step: int) -> float | None:
+        """Evaluate on held-out rows; their loss, or None without any."""
+        batch_size = self.config.per_device_eval_batch_size
+        line = evaluate(self.model, self.objectives.held_out, self.data.held_out, batch_size, step)
+        if line is None:
+            return None
+        self.record(line)
+        return float(line["eval_loss"])
+
+    def record(self, line: dict[str, Any]) -> None:
+        """A line of metrics, for everybody who listens."""
+        self.reporter.write(line)
+        self.listeners.logged(line)
 
 
 def finite(loss: Loss, step: int, batch: Batch, config: RunConfig, folder: RunFolder) -> float:
