@@ -85,7 +85,8 @@ def prepare(model: str, path: Path, num_proc: int) -> None:
     before = process.memory_info()
     threading.Thread(target=watch, daemon=True).start()
     begun = time.perf_counter()
-    rows, report = prepare_rows(config.datasets or (), tokenizer, recipe_of(config))
+    report = prepare_rows(config.datasets or (), tokenizer, recipe_of(config))
+    rows = report.rows
     prepared = time.perf_counter()
     findings = audit(report, tokenizer)
     audited = time.perf_counter()
@@ -95,7 +96,7 @@ def prepare(model: str, path: Path, num_proc: int) -> None:
     loader.batch(loader.sampler.steps_per_epoch - 1)
     batch = time.perf_counter()
     print(json.dumps({
-        "rows": len(rows), "tokens": report.num_tokens, "findings": len(findings), "prepare": prepared - begun,
+        "rows": len(rows), "tokens": int(rows.num_tokens.sum()), "findings": len(findings), "prepare": prepared - begun,
         "audit": audited - prepared, "shape": planned - audited, "batch": batch - planned,
         "before": before.rss - before.shared, "peak": peak[0],
     }))  # fmt: skip

@@ -46,7 +46,7 @@ def test_equals_a_loop_in_plain_torch(tmp_path: Path, settings: dict[str, object
         ],
         lr=1e-2,
     )
-    rows, _ = prepare([dataset], AutoTokenizer.from_pretrained(folder), Recipe("sft", max_length=1024))
+    rows = prepare([dataset], AutoTokenizer.from_pretrained(folder), Recipe("sft", max_length=1024)).rows
     sampler = Sampler(len(rows), 4, seed=42)
     assert result.num_steps == 9
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 2, 9)

@@ -18,7 +18,7 @@ from horizon_lm.data.files import read_rows
 from horizon_lm.data.forms import find_form, rename
 from horizon_lm.data.loader import NOT_TRAINED, Sampler, collate, in_order
 from horizon_lm.data.messages import RowError
-from horizon_lm.data.prepare import Recipe, prepare
+from horizon_lm.data.prepare import Recipe, pack_rows, prepare
 from horizon_lm.data.spans import locate_answers
 from horizon_lm.data.table import Row
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
@@ -39,7 +39,8 @@ def write(tmp_path: Path, rows: Any, name: str = "rows.jsonl") -> Path:
 def prepared(path: Path, *, objective: str = "sft", chat_template: str | None = CHATML, **options: Any) -> Any:
     dataset = {name: options.pop(name) for name in ("columns", "format", "fraction", "weight") if name in options}
     recipe = Recipe(objective, **options)
-    return prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), recipe)
+    report = prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), recipe)
+    return pack_rows(report.rows, recipe), report
 
 
 def example(row: Any, objective: str = "sft", columns: dict[str, str] | None = None) -> Any:
@@ -349,7 +350,7 @@ def test_long_rows_lose_their_end_and_empty_ones_are_left_out(tmp_path: Path) ->
     table, report = prepared(write(tmp_path, rows), max_length=30)
     assert (len(table), report.cut.count, report.cut_answer.count, report.left_out.count) == (2, 2, 1, 1)
     assert table[1].sequences[0].ids.shape == (30,)
-    assert report.num_targets == sum(row.sequences[0].num_targets for row in table)
+    assert table.num_targets.tolist() == [row.sequences[0].num_targets for row in table]
     found = "\n".join(map(str, audit(report, build_tokenizer())))
     assert "rows that have no token to train on: 1 (" in found
     assert "rows that lost tokens to train on at max_length: 1 (" in found
@@ -373,7 +374,7 @@ def test_audit_of_rows(tmp_path: Path) -> None:
         messages("Why <think></think>?", "Because."), messages("How?", "<think>\nHm.\n</think>\n\nWell."),
     ]  # fmt: skip
     path = write(tmp_path, rows)
-    _, report = prepare([DatasetConfig(path=str(path))], tokenizer, Recipe("sft"))
+    report = prepare([DatasetConfig(path=str(path))], tokenizer, Recipe("sft"))
     found = {finding.what: finding.rows for finding in audit(report, tokenizer)}
     assert {
         what: (tally.count, [place.rpartition(":")[2] for place in tally.places]) for what, tally in found.items()
@@ -387,7 +388,7 @@ def test_doubled_begin_is_refused(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
     path = write(tmp_path, [{"text": "<|im_start|><|im_start|>Dusk."}, {"text": "<|im_start|>Dawn."}])
-    _, report = prepare([DatasetConfig(path=str(path))], tokenizer, Recipe("sft"))
+    report = prepare([DatasetConfig(path=str(path))], tokenizer, Recipe("sft"))
     findings = audit(report, tokenizer)
     with pytest.raises(
         DataError, match=r"rows that begin with two begin-of-sequence tokens: 1 \(.*rows.jsonl:1\); the text and"
@@ -424,7 +425,7 @@ def test_packed_rows_hold_what_the_rows_hold(tmp_path: Path, strategy: str) -> N
     plain, _ = prepared(path)
     packed, report = prepared(path, max_length=32, packing=strategy)
     assert packed.lengths.max() <= 32
-    assert (report.num_documents, report.num_rows) == (12, len(packed))
+    assert len(report.rows) == 12
     tokens = sorted(
         token for row in plain for token in row.sequences[0].ids[: 32 if strategy == "bfd" else None].tolist()
     )

@@ -1,6 +1,5 @@
 """What ``horizon-lm inspect`` finds, and how it shows it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,92 +9,91 @@ from rich.table import Table
 from rich.text import Text
 
 from horizon_lm.config import RunConfig
-from horizon_lm.data.audit import Finding, audit, refuse
-from horizon_lm.data.loader import NOT_TRAINED, Batch, Loader
-from horizon_lm.data.prepare import Report, prepare
-from horizon_lm.data.table import TokenTable
-from horizon_lm.training.setup import load_tokenizer, recipe_of, training_sampler
+from horizon_lm.data.audit import Finding, refuse
+from horizon_lm.data.loader import NOT_TRAINED, Batch
+from horizon_lm.training.setup import RunData, load_data, load_tokenizer
 
 _TRAINED, _GIVEN, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A run's rows, looked at.
+    """A run's rows, as training would have them.
 
     Attributes:
-        rows: tokenized, packed if the run packs them.
-        report, findings: what became of them, and what looks wrong.
-        loader: their batches.
+        config, tokenizer: of the run.
+        data: its rows, and what became of them.
     """
 
     config: RunConfig
     tokenizer: Any
-    rows: TokenTable
-    report: Report
-    findings: Sequence[Finding]
-    loader: Loader
+    data: RunData
 
     def numbers(self) -> dict[str, Any]:
         """Of the rows that are trained on."""
-        report, lengths = self.report, self.report.documents.lengths
+        training = self.data.training
+        rows, packed, report = training.rows, training.packed, training.report
+        tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
         numbers: dict[str, Any] = {
-            "rows": report.num_documents,
-            "tokens": report.num_tokens,
-            "trained": report.num_targets,
-            "share_trained": round(report.num_targets / report.num_tokens, 4),
+            "rows": len(rows),
+            "tokens": tokens,
+            "trained": targets,
+            "share_trained": round(targets / tokens, 4),
             "length": {
-                name: int(np.quantile(lengths, share))
+                name: int(np.quantile(rows.lengths, share))
                 for name, share in (("shortest", 0), ("median", 0.5), ("90%", 0.9), ("99%", 0.99), ("longest", 1))
             },
             "cut": report.cut.count,
             "left_out": report.left_out.count,
-            "steps_per_epoch": self.loader.sampler.steps_per_epoch,
+            "held_out": {name: len(table) for name, table in self.data.held_out.items()},
+            "steps_per_epoch": self.data.loader.sampler.steps_per_epoch,
             "rows_per_step": self.config.rows_per_step,
         }
-        if len(self.rows) != len(self.report.documents):
-            numbers["packed_rows"] = len(self.rows)
-            numbers["packed_fill"] = round(report.num_tokens / (len(self.rows) * (self.config.max_length or 1)), 4)
-        return numbers
+        if packed is not rows:
+            numbers["packed_rows"] = len(packed)
+            numbers["packed_fill"] = round(tokens / (len(packed) * (self.config.max_length or 1)), 4)
+        return {name: value for name, value in numbers.items() if value != {}}
+
+    def findings(self) -> list[tuple[str, Finding]]:
+        """What looks wrong, with the name of the data."""
+        return [(prepared.name, finding) for prepared in self.data.parts for finding in prepared.findings]
 
     def as_json(self) -> dict[str, Any]:
         """Numbers and findings, for programs."""
         findings = [
             {
-                "error": finding.is_error, "rows": finding.rows.count, "what": finding.what, "remedy": finding.remedy,
-                "places": finding.rows.places,
+                "data": name, "error": finding.is_error, "rows": finding.rows.count, "what": finding.what,
+                "remedy": finding.remedy, "places": finding.rows.places,
             }
-            for finding in self.findings
+            for name, finding in self.findings()
         ]  # fmt: skip
         return {"numbers": self.numbers(), "findings": findings}
 
     def refuse(self) -> None:
         """DataError for findings with which a run would be wrong."""
-        refuse(self.findings)
+        refuse([finding for _, finding in self.findings()])
 
 
 def inspect_run(config: RunConfig) -> Inspection:
-    """Prepare the rows of a run as training would, without its model."""
+    """Prepare the rows of a run as training does, without its model."""
     tokenizer = load_tokenizer(config)
-    rows, report = prepare(config.datasets or (), tokenizer, recipe_of(config))
-    loader = Loader(rows, training_sampler(config, rows))
-    return Inspection(config, tokenizer, rows, report, audit(report, tokenizer), loader)
+    return Inspection(config, tokenizer, load_data(config, tokenizer))
 
 
 def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
     """Print batches, numbers and findings; in colour where there is any."""
     console = Console(soft_wrap=True)
     for step in range(num_batches):
-        _show_batch(console, inspection, inspection.loader.batch(step), step, num_rows)
+        _show_batch(console, inspection, inspection.data.loader.batch(step), step, num_rows)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in inspection.numbers().items():
         shown = ", ".join(f"{key} {each:,}" for key, each in value.items()) if isinstance(value, dict) else f"{value:,}"
         table.add_row(name.replace("_", " "), shown)
     console.print(table)
-    for finding in inspection.findings:
+    for name, finding in inspection.findings():
         style = "bold red" if finding.is_error else "yellow"
-        console.print(Text(f"{'error' if finding.is_error else 'look at this'}: {finding}", style=style))
-    if not inspection.findings:
+        console.print(Text(f"{'error' if finding.is_error else 'look at this'}: {name}: {finding}", style=style))
+    if not inspection.findings():
         console.print("nothing looks wrong")
 
 
@@ -112,14 +110,15 @@ def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: in
         for answer in range(per_row):
             name = "" if per_row == 1 else (", chosen", ", rejected")[answer]
             console.print(Text(f"{batch.places[index]}{name}", style="underline"))
-            console.print(_tokens(console, inspection.tokenizer, batch, index + answer * len(batch.places)), "\n")
+            length = len(inspection.data.training.packed[batch.rows[index]].sequences[answer].ids)
+            place = index + answer * len(batch.places)
+            console.print(_tokens(console, inspection.tokenizer, batch, place, length), "\n")
 
 
-def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int) -> Text:
-    """One sequence of a batch as the model will see it."""
+def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, real: int) -> Text:
+    """One sequence of a batch as the model will see it; the first ``real`` tokens are no padding."""
     ids, labels = batch.input_ids[index].tolist(), batch.labels[index].tolist()
     positions = None if batch.position_ids is None else batch.position_ids[index].tolist()
-    real = len(ids) if batch.attention_mask is None else int(batch.attention_mask[index].sum())
     special, text, before = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text(), False
     for run in _runs(ids[:real], labels[:real], positions, special):
         if run.begins_row and text:

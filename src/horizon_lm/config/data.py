@@ -38,6 +38,13 @@ class DataSettings(ModelSettings):
             raise ValueError("is missing")
         return value
 
+    @field_validator("eval_datasets")
+    @classmethod
+    def _held_out_rows_come_once(cls, value: Any) -> Any:
+        if any(entry.weight != 1 for entry in value or ()):
+            raise ValueError("has a weight, which is for rows to train on; remove it")
+        return value
+
     @field_validator("test_split_size")
     @classmethod
     def _held_out_once(cls, value: float | None, info: ValidationInfo) -> float | None:

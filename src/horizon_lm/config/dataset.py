@@ -8,13 +8,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, Vali
 
 from horizon_lm.config.types import Names, Settings
 
-FORMATS = ("text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference")
+FIELDS = (
+    "text", "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system", "chosen",
+    "rejected", "tools", "chat_template_kwargs",
+)  # fmt: skip
 _FILE_ENDINGS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
 
 
 def _place_of_rows(path: str) -> str:
     """A file, a folder, or what may be the name of a dataset on the hub."""
-    if Path(path).expanduser().exists():
+    if path and Path(path).expanduser().exists():
         return path
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith(".")
     if not is_name or path.endswith(_FILE_ENDINGS):
@@ -46,6 +49,14 @@ class DatasetConfig(Settings):
     weight: PositiveFloat = Field(
         1.0, description="How often each row comes in an epoch; a fraction takes another part of the rows every epoch."
     )
+
+    @field_validator("columns")
+    @classmethod
+    def _renames_known_fields(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+        unknown = [name for name in value or {} if name not in FIELDS]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is not a field of rows; there are {', '.join(FIELDS)}")
+        return value
 
     @field_validator("name", "data_dir", "data_files", "split")
     @classmethod

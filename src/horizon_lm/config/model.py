@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from horizon_lm.config.types import ExistingFile, Settings
+from horizon_lm.config.types import Settings
 
 
 class ModelSettings(Settings):
@@ -20,8 +20,9 @@ class ModelSettings(Settings):
     attn_implementation: str | None = Field(
         None, description="The attention that transformers uses, such as sdpa; varlen for packed and padded rows."
     )
-    chat_template_path: ExistingFile | None = Field(
-        None, description="A Jinja file with the chat template to train with and to save; null for the tokenizer's own."
+    chat_template_path: str | None = Field(
+        None,
+        description="The chat template to train with and to save: a Jinja file, or the folder or hub id of a model that has it.",
     )
     trainable: str | None = Field(
         None,

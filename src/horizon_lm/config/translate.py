@@ -35,16 +35,19 @@ class Translation:
         objective: of the run.
         settings: ours.
         left_out: theirs that have no place here, and why.
+        notes: what else a reader has to know.
     """
 
     trainer: str
     objective: str
     settings: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """A file of ours."""
         heading = [f"Translated from a file of {self.trainer}.", "horizon-lm inspect shows what it would train on."]
+        heading += ["", *self.notes] if self.notes else []
         if self.left_out:
             heading += ["", "Left out:", *(f"  {name}: {reason}" for name, reason in self.left_out.items())]
         return start_file(SCHEMAS[self.objective], self.settings, "\n".join(heading))
@@ -63,15 +66,29 @@ def translate(path: str, objective: str | None = None) -> Translation:
     from horizon_lm.config.file import read_yaml
 
     theirs, _ = read_yaml(path)
+    theirs = {key: value for key, value in theirs.items() if value is not None}
     table = _table_of(theirs, path)
+    for key, what in table.get("refused", {}).items():
+        if key in theirs:
+            raise ConfigError(f"{path}: {key}: this is {what}, and there is no such objective here")
     result = Translation(table["name"], objective or _objective(theirs, table))
     if result.objective != "sft":
         result.settings["objective"] = result.objective
     for name, ours in _rows(table["name"], theirs, Path(path).expanduser().parent, result.left_out):
         result.settings[name] = ours
     for key, value in theirs.items():
-        if value is not None and key not in _OF_ROWS[table["name"]]:
+        if key not in _OF_ROWS[table["name"]]:
             _translate_setting(key, value, table, theirs, result)
+    for name, value in {
+        **table.get("defaults", {}),
+        **table.get("defaults_of_stage", {}).get(theirs.get("stage"), {}),
+    }.items():
+        result.settings.setdefault(name, value)
+    if isinstance(steps := result.settings.get("max_steps"), int) and steps > 0:
+        result.settings.pop("num_train_epochs", None)  # steps win, there as here
+    note = table.get("notes", {}).get(result.objective)
+    if note and "train_on" not in result.settings:
+        result.notes.append(note)
     _keep_what_is_valid(result)
     return result
 
@@ -81,7 +98,9 @@ def _translate_setting(
 ) -> None:
     rename, values = table.get("rename", {}), table.get("values", {})
     schema = SCHEMAS[result.objective].model_fields
-    if key in values and _key(value) in values[key]:
+    if key == "warmup_ratio" and theirs.get("warmup_steps"):
+        result.left_out[key] = "warmup_steps is set, too, and wins"
+    elif key in values and _key(value) in values[key]:
         result.settings |= values[key][_key(value)]
     elif rename.get(key) in schema:
         result.settings[rename[key]] = value
@@ -89,10 +108,11 @@ def _translate_setting(
         result.settings[key] = value
     elif key in _PER_EPOCH:
         strategy, interval = _PER_EPOCH[key]
-        epochs = theirs.get("num_epochs", 1)
-        result.settings |= (
-            {strategy: "steps", interval: round(1 / (value * epochs), 6)} if value * epochs > 1 else {strategy: "epoch"}
-        )
+        times = float(value) * float(theirs.get("num_epochs", 1))
+        if not times:
+            result.settings[strategy] = "no"
+        else:
+            result.settings |= {strategy: "steps", interval: round(1 / times, 6)} if times > 1 else {strategy: "epoch"}
     elif value is not False and key not in table.get("objective", {}):
         result.left_out[key] = table.get("gone", {}).get(key) or ELSEWHERE.get(
             key, "it is not known here"
@@ -188,8 +208,10 @@ def _rows(
                 yield ours, [_of_llamafactory(name, *info) for name in names]
     elif trainer == "Axolotl":
         for key, ours in (("datasets", "datasets"), ("test_datasets", "eval_datasets")):
-            if theirs.get(key):
-                yield ours, [_of_axolotl(entry, left_out) for entry in theirs[key]]
+            entries = [theirs[key]] if isinstance(theirs.get(key), str | Mapping) else theirs.get(key)
+            if entries:
+                said = [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
+                yield ours, [_of_axolotl(entry, left_out) for entry in said]
     else:
         yield from _of_trl(theirs)
 
@@ -217,7 +239,10 @@ def _dataset_info(folder: Path, data_dir: Any) -> tuple[Path, Mapping[str, Any]]
     """LLaMA-Factory's list of data sets, where it can be found."""
     for place in (folder / str(data_dir), Path(str(data_dir)), folder):
         if (place / "dataset_info.json").is_file():
-            return place, json.loads((place / "dataset_info.json").read_text(encoding="utf-8"))
+            try:
+                return place, json.loads((place / "dataset_info.json").read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ConfigError(f"{place / 'dataset_info.json'}: not valid JSON ({error})") from error
     return folder, {}
 
 

@@ -1,7 +1,6 @@
 """Kinds of values that settings have, and what pydantic would not check by itself."""
 
 import re
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -28,12 +27,6 @@ def _steps_or_share(value: float) -> float:
     return int(value) if value >= 1 else value
 
 
-def _existing_file(path: str) -> str:
-    if not Path(path).expanduser().is_file():
-        raise ValueError(f"there is no such file; a relative path starts in {Path.cwd()}")
-    return path
-
-
 def as_list(value: Any) -> Any:
     """One entry stands for a list of one."""
     return [value] if isinstance(value, str) else value
@@ -41,7 +34,6 @@ def as_list(value: Any) -> Any:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 DeviceName = Annotated[str, AfterValidator(_device_name)]
-ExistingFile = Annotated[str, AfterValidator(_existing_file)]
 Names = Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 StepsOrShare = Annotated[float, AfterValidator(_steps_or_share)]

@@ -36,14 +36,13 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
     """What is found in the rows of a report, before they are packed; errors first."""
     doubled, thinking, repeated = Tally(), Tally(), Tally()
     patterns = _empty_thinking(tokenizer)
-    seen: set[bytes] = set()
-    for part in report.documents.parts:
+    for part in report.rows.parts:
         for numbers, ends, ids, trained in part.batches():
             starts = np.concatenate([[0], ends[:-1]])
             doubled.add(numbers[_begins_twice(ids, starts, ends, tokenizer.bos_token_id)], part.place)
             thinking.add(numbers[_has_trained(ids, trained, ends, patterns)], part.place)
-            again = [_seen_before(ids[a:b].tobytes(), seen) for a, b in zip(starts, ends, strict=True)]
-            repeated.add(numbers[np.array(again, dtype=bool)], part.place)
+    for part, again in zip(report.rows.parts, _copies([part.keys() for part in report.rows.parts]), strict=True):
+        repeated.add(part.indices[again], part.place)
     found = [
         Finding(
             True, "begin with two begin-of-sequence tokens", "the text and the tokenizer each add one; remove it from the text",
@@ -109,11 +108,9 @@ def _rows_of(positions: np.ndarray, length: int, ends: np.ndarray) -> Iterator[i
     yield from np.unique(first[first == last]).tolist()
 
 
-def _seen_before(key: bytes, seen: set[bytes]) -> bool:
-    import hashlib
-
-    short = hashlib.blake2b(key, digest_size=8).digest()
-    if short in seen:
-        return True
-    seen.add(short)
-    return False
+def _copies(keys: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Of the rows of each data set, whether a row with the same key stands before."""
+    everything = np.concatenate([np.zeros(0, dtype=np.uint64), *keys])
+    first = np.zeros(len(everything), dtype=bool)
+    first[np.unique(everything, return_index=True)[1]] = True
+    return np.split(~first, np.cumsum([len(each) for each in keys])[:-1]) if keys else []

@@ -6,16 +6,17 @@ trains with, where that renders the conversation alike; the answers' places in t
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from horizon_lm.data.examples import Conversation
+from horizon_lm.data.examples import Conversation, Message
 from horizon_lm.data.messages import RowError
 from horizon_lm.data.spans import Span, locate_answers
 from horizon_lm.data.trl_helpers import training_template
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, first_line
 
 _THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -55,39 +56,47 @@ class ChatRenderer:
                 "name one with chat_template_path, such as that of the model's instruct version"
             )
         require_offsets(tokenizer)
-        self._has_marks = _GENERATION_MARK.search(tokenizer.get_chat_template()) is not None
-        self._training = training_template(tokenizer) if use_training_template and not self._has_marks else None
+        self._training = training_template(tokenizer) if use_training_template else None
         self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
         self._openings: dict[str, str] = {}
 
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation's tokens. RowError if the template refuses it, or an answer cannot be located."""
-        import jinja2
-
         try:
-            if self._has_marks:
+            if self._marked(conversation):
                 return self._from_marks(conversation, None)
             text = self.text(conversation)
             if self._training is not None and text == self.text(conversation, chat_template=self._training):
                 return self._from_marks(conversation, self._training)
             opening = self._opening(conversation)
             return self._from_spans(text, locate_answers(text, conversation.messages, opening))
-        except jinja2.TemplateError as error:
-            raise RowError(f"the chat template refuses this row: {error}") from error
+        except RowError:
+            raise
+        except Exception as error:  # of the template, which is a program
+            raise RowError(f"the chat template refuses this row: {first_line(error)}") from error
 
     def text(self, conversation: Conversation, **options: Any) -> str:
         """A conversation as the template writes it."""
-        text: str = self._tokenizer.apply_chat_template(
-            conversation.messages, tools=conversation.tools, tokenize=False, **conversation.template_options, **options
-        )
-        return text
+        return str(self._apply(conversation, tokenize=False, **options))
+
+    def _apply(self, conversation: Conversation, **options: Any) -> Any:
+        """The template on a conversation; once more with the arguments of calls as text, if it fails: some want them so."""
+        options = {**conversation.template_options, **options, "tools": conversation.tools}
+        try:
+            return self._tokenizer.apply_chat_template(conversation.messages, **options)
+        except TypeError:
+            if not any(message.get("tool_calls") for message in conversation.messages):
+                raise
+            return self._tokenizer.apply_chat_template(with_arguments_as_text(conversation.messages), **options)
+
+    def _marked(self, conversation: Conversation) -> bool:
+        """Whether the template that a conversation is rendered with has marks: there may be one of its own for tools."""
+        template = self._tokenizer.get_chat_template(tools=conversation.tools)
+        return _GENERATION_MARK.search(template) is not None
 
     def _from_marks(self, conversation: Conversation, template: str | None) -> Rendered:
         """The template says itself what the assistant generates."""
-        encoded = self._tokenizer.apply_chat_template(
-            conversation.messages, tools=conversation.tools, chat_template=template, return_dict=True,
-            return_assistant_tokens_mask=True, **conversation.template_options,
-        )  # fmt: skip
+        encoded = self._apply(conversation, chat_template=template, return_dict=True, return_assistant_tokens_mask=True)
         ids, assistant = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
         last = np.flatnonzero(assistant & ~np.append(assistant[1:], False))
         return Rendered(ids, assistant, all(self._ends_turn(ids[: index + 1]) for index in last))
@@ -138,6 +147,18 @@ class ChatRenderer:
             # A thinking block that the template opens, or leaves empty, is the model's own in what it has said.
             self._openings[key] = _THINKING.sub("", opening)
         return self._openings[key]
+
+
+def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Messages with the arguments of calls as JSON text."""
+    changed = []
+    for message in messages:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments", {}))}}
+            for call in message.get("tool_calls", ())
+        ]
+        changed.append({**message, "tool_calls": calls} if calls else message)
+    return changed
 
 
 def require_offsets(tokenizer: Any) -> None:

@@ -7,11 +7,12 @@ joined, dates parsed, and an error would name neither file nor line (docs/decisi
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
-from horizon_lm.errors import DataError
+from horizon_lm.errors import DataError, first_line
 
 ENDINGS = (".json", ".jsonl")
+_LONGEST_WORD = 16  # characters that may be cut off from a value without a mark of its own, such as false or \\u00e9
 _PIECE = 2**20  # characters read at once of a file that is one list
 
 
@@ -23,13 +24,31 @@ def read_rows(path: str) -> Iterator[tuple[str, Any]]:
     """
     try:
         with Path(path).expanduser().open(encoding="utf-8-sig") as stream:
-            first = next((char for line in stream for char in line if not char.isspace()), "")
+            is_list = _first_character(stream) == "["
             stream.seek(0)
-            yield from _read_list(path, stream) if first == "[" else _read_lines(path, stream)
+            yield from _read_list(path, stream) if is_list else _read_lines(path, stream)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
+        raise DataError(f"{_undecodable(path)}: not UTF-8 text; save the file as UTF-8") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+def _first_character(stream: TextIO) -> str:
+    while piece := stream.read(_PIECE):
+        if text := piece.strip():
+            return text[0]
+    return ""
+
+
+def _undecodable(path: str) -> str:
+    """The line of a file that is no text."""
+    with Path(path).expanduser().open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return f"{path}:{number}:{error.start + 1}"
+    return path
 
 
 def _read_lines(path: str, lines: TextIO) -> Iterator[tuple[str, Any]]:
@@ -43,6 +62,8 @@ def _read_lines(path: str, lines: TextIO) -> Iterator[tuple[str, Any]]:
                 f"{path}:{number}:{error.colno}: not valid JSON ({error.msg}); a JSONL file has one object a line, a "
                 "JSON file one list of rows"
             ) from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            raise DataError(f"{path}:{number}: cannot be read ({first_line(error)})") from error
         yield f"{path}:{number}", row
 
 
@@ -91,14 +112,17 @@ class _Text:
             try:
                 value, stop = self._decoder.raw_decode(self._text, self.position)
             except json.JSONDecodeError as error:
-                if not self._read():
+                cut = error.msg.startswith("Unterminated") or error.pos > len(self._text) - _LONGEST_WORD
+                if not (cut and self._read()):
                     self.fail(error.msg, error.pos)
                 continue
+            except (ValueError, RecursionError) as error:
+                self.fail(first_line(error), self.position)
             if self._text[stop : stop + 1] in (*", ]\t\r\n",) or not self._read():  # a number could go on
                 self.position = stop
                 return value
 
-    def fail(self, message: str, position: int) -> None:
+    def fail(self, message: str, position: int) -> NoReturn:
         line, column = self._place(position)
         raise DataError(
             f"{self._path}:{line}:{column}: not valid JSON ({message}); a file that begins with '[' must be one JSON list "
@@ -114,6 +138,7 @@ class _Text:
     def _read(self) -> bool:
         """Drop what is behind, and read on: as much again as is not understood yet, so that the work stays linear."""
         piece = self._stream.read(max(_PIECE, len(self._text) - self.position))
-        self._line, self._column = self._place(self.position)
-        self._text, self.position = self._text[self.position :] + piece, 0
+        if piece:
+            self._line, self._column = self._place(self.position)
+            self._text, self.position = self._text[self.position :] + piece, 0
         return bool(piece)

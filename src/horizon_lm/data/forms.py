@@ -1,6 +1,6 @@
 """The forms that people have rows in, told apart by their fields, to `Example`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +28,28 @@ class Form:
 
 def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """A row under the names that are expected here."""
-    missing = [theirs for theirs in columns.values() if theirs not in row]
+    missing = [theirs for ours, theirs in columns.items() if theirs not in row and ours not in OPTIONAL]
     if missing:
         raise RowError(f"field {missing[0]!r}, which columns names, is missing; the row has {_names(row)}")
-    return {**row, **{ours: row[theirs] for ours, theirs in columns.items()}}
+    return {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
 
 
-def find_form(row: Any, wanted: str | None, objective: str) -> Form:
-    """The form that a setting names, or else that a row's fields show; RowError if there is none."""
+def find_form(row: Any, wanted: str | None, objective: str, columns: Collection[str] = ()) -> Form:
+    """The form that a setting names, or else that a row's fields show; RowError if there is none.
+
+    Args:
+        columns: fields that were renamed: a form that needs one of them comes before others.
+    """
     if not isinstance(row, Mapping):
         raise RowError(f"a row must be an object with fields, but this is {kind(row)}")
-    if wanted is not None:
-        return next(form for form in FORMS if form.name == wanted)
     usable = [form for form in FORMS if form.name in OF_OBJECTIVE[objective]]
-    for form in usable:
+    if wanted is not None:
+        form = next(form for form in FORMS if form.name == wanted)
+        if form not in usable:
+            raise RowError(f"rows of the form {wanted}, which format names, are not used with objective: {objective}")
+        return form
+    named = [form for form in usable if any(set(fields) & set(columns) for fields in form.needed)]
+    for form in (*named, *usable):
         if form.fits(row):
             return form
     others = [form.name for form in FORMS if form not in usable and form.fits(row)]
@@ -73,17 +81,12 @@ def _from_messages(row: Mapping[str, Any]) -> Conversation:
 
 
 def _from_sharegpt(row: Mapping[str, Any]) -> Conversation:
-    messages = read_messages(row, "conversations")
-    if isinstance(row.get("system"), str) and row["system"] and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": row["system"]}, *messages]
-    return _conversation(row, messages)
+    return _conversation(row, read_messages(row, "conversations"))
 
 
 def _from_alpaca(row: Mapping[str, Any]) -> Conversation:
     parts = [_text(row, "instruction"), _text(row, "input", optional=True)]
-    system = _text(row, "system", optional=True)
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages += _history(row)
+    messages = _history(row)
     messages.append({"role": "user", "content": "\n".join(part for part in parts if part)})
     messages.append({"role": "assistant", "content": _text(row, "output")})
     return _conversation(row, messages)
@@ -121,15 +124,13 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if "instruction" in row and isinstance(chosen, str) and isinstance(rejected, str):
         asked = "\n".join(part for part in (_text(row, "instruction"), _text(row, "input", optional=True)) if part)
         prompt = [*_history(row), {"role": "user", "content": asked}]
-        if system := _text(row, "system", optional=True):
-            prompt = [{"role": "system", "content": system}, *prompt]
         return {
             **row,
             "prompt": prompt,
             **{name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")},
         }
-    if "prompt" in row:
-        return row
+    if "prompt" in row and not (isinstance(row["prompt"], str) and isinstance(chosen, list)):
+        return row  # else the prompt is there once more, as the beginning of both
     from horizon_lm.data.trl_helpers import extract_prompt
 
     for name, value in (("chosen", chosen), ("rejected", rejected)):
@@ -150,6 +151,8 @@ def _continued(row: Mapping[str, Any], name: str) -> Conversation | Completion:
     """A prompt and how it goes on: both text, or both messages."""
     prompt, answer = row.get("prompt"), row.get(name)
     if isinstance(prompt, str) and isinstance(answer, str):
+        if _text(row, "system", optional=True):
+            raise RowError("field 'system' is not read beside a prompt that is text; write the prompt as messages")
         if not answer:
             raise RowError(f"field {name!r} is empty, so nothing to learn")
         return Completion(prompt, answer)
@@ -170,6 +173,11 @@ def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: i
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
         raise RowError(f"field 'chat_template_kwargs' must be an object, but is {kind(options)}")
+    if taken := sorted(_TAKEN & set(options)):
+        raise RowError(f"chat_template_kwargs.{taken[0]} is not for a row to say; remove it")
+    system = _text(row, "system", optional=True)
+    if system and messages[0]["role"] not in ("system", "developer"):
+        messages, num_prompt = [{"role": "system", "content": system}, *messages], num_prompt and num_prompt + 1
     return Conversation(checked(messages), _tools(row), dict(options), num_prompt)
 
 
@@ -201,6 +209,16 @@ FORMS = (
     Form("alpaca", (("instruction", "output"),), _from_alpaca),
     Form("text", (("text",),), _from_text),
 )
+OPTIONAL = ("input", "system", "history", "tools", "chat_template_kwargs")  # fields that a row may do without
+_TAKEN = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "messages",
+    "return_dict",
+    "tokenize",
+    "tools",
+}
 OF_OBJECTIVE = {
     "sft": ("messages", "sharegpt", "prompt_completion", "alpaca", "text"),
     "pretrain": ("text",),

@@ -135,7 +135,8 @@ class Sampler:
 
 
 def _rest(weight: float, size: int) -> int:
-    return round((weight - int(weight)) * size)
+    """Rows that come once more than the others; at least one, if no row would come at all."""
+    return max(0 if int(weight) else 1, round((weight - int(weight)) * size))
 
 
 @lru_cache(maxsize=1)

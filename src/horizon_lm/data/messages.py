@@ -55,7 +55,7 @@ def _message(entry: Any, where: str) -> Message:
         raise RowError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
     message: Message = {"role": role, "content": _content(entry, where)}
     for key, value in entry.items():
-        if key in ("role", "content") or not value:
+        if key in ("role", "content") or value in ("", [], {}):  # 0 and false say something
             continue
         if key not in _READ.get(role, ()):
             raise RowError(f"{where}.{key} is not read; remove it, or leave the row out")
@@ -84,9 +84,10 @@ def _tool_calls(value: Any, where: str) -> list[Any]:
         raise RowError(f"{where}.tool_calls must be a list of calls, but is {kind(value)}")
     calls = []
     for call in value:
-        function = dict(call.get("function", call))
-        if not isinstance(function.get("name"), str):
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RowError(f"{where}.tool_calls: a call must have a function with a name")
+        function = dict(function)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = _json(function["arguments"], f"{where}.tool_calls: arguments of {function['name']}")
         calls.append({**{k: v for k, v in call.items() if k not in function}, "type": "function", "function": function})
@@ -96,6 +97,8 @@ def _tool_calls(value: Any, where: str) -> list[Any]:
 def _of_sharegpt(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``from`` and ``value`` as role and content; a function call is the assistant's, and is JSON."""
     role, value = entry["from"], entry.get("value")
+    if not isinstance(role, str):
+        raise RowError(f"{where}.from must be text, but is {kind(role)}")
     if value is None:
         raise RowError(f"{where} has 'from', but no 'value'; a message is {{from, value}} or {{role, content}}")
     if role == "function_call" and isinstance(value, str):

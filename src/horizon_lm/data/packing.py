@@ -8,6 +8,7 @@ from horizon_lm.data import trl_helpers
 from horizon_lm.data.sources import digest
 from horizon_lm.data.table import Part
 
+_TOKENS_AT_ONCE = 2_000_000  # that are packed with each other; of rows up to 2,000 tokens a thousand, as TRL does
 _ROW = "row_of_token"  # which row a token comes from
 
 
@@ -32,13 +33,20 @@ def pack(part: Part, strategy: str, length: int) -> Part:
             _ROW: [[numbers[n]] * len(columns["input_ids"][n]) for n in used],
         }
 
+    at_once = max(1, min(1000, int(_TOKENS_AT_ONCE / max(1.0, float(part.lengths.mean())))))
     rows = table.map(
-        with_rows, batched=True, with_indices=True, remove_columns=table.column_names, features=features,
+        with_rows, batched=True, batch_size=at_once, with_indices=True, remove_columns=table.column_names, features=features,
         new_fingerprint=fingerprint, desc="choosing rows to pack",
     )  # fmt: skip
-    packed = trl_helpers.pack(rows, length, strategy, new_fingerprint=digest(fingerprint, "packed"), desc="packing")
+    packed = trl_helpers.pack(
+        rows, length, strategy, batch_size=at_once, new_fingerprint=digest(fingerprint, "packed"), desc="packing"
+    )
     packed = packed.map(
-        _count_targets, batched=True, new_fingerprint=digest(fingerprint, "counted"), desc="counting targets"
+        _count_targets,
+        batched=True,
+        batch_size=100,
+        new_fingerprint=digest(fingerprint, "counted"),
+        desc="counting targets",
     )
 
     def place_of_packed(index: int) -> str:

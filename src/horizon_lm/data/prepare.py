@@ -17,8 +17,9 @@ from horizon_lm.data.table import Part, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import DataError
 
-VERSION = 2  # of what is cached
+VERSION = 3  # of what is cached
 _MAX_SHOWN = 5  # problems listed in one error
+_TEXT_AT_ONCE = 4 * 2**20  # bytes
 _PLACES_SHOWN = 3  # rows of one kind in a report
 CUT, ENDLESS, CUT_ANSWER = 1, 2, 4  # bits of a row's flags, as `Report` tells them
 
@@ -62,74 +63,94 @@ class Report:
     """What became of the rows of some data sets.
 
     Attributes:
-        num_rows: rows that are trained on; packed ones, if they are packed.
-        num_documents: rows in them.
-        num_tokens, num_targets: tokens in them, and those that are trained on.
-        documents: the rows before they are packed.
+        rows: those that are trained on.
         cut, cut_answer: rows that lost their end, and those of them that lost tokens to train on.
         left_out: rows that have nothing to train on.
         endless: rows with an answer that no end-of-turn token follows.
     """
 
-    num_rows: int = 0
-    num_documents: int = 0
-    num_tokens: int = 0
-    num_targets: int = 0
-    documents: TokenTable = field(default_factory=lambda: TokenTable([]))
+    rows: TokenTable = field(default_factory=lambda: TokenTable([]))
     cut: Tally = field(default_factory=Tally)
     cut_answer: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)
     endless: Tally = field(default_factory=Tally)
 
-    def summary(self) -> str:
-        """How much there is, in a line."""
-        packed = f"{self.num_documents:,} rows in " if self.num_documents != self.num_rows else ""
-        share = self.num_targets / max(1, self.num_tokens)
-        return (
-            f"{packed}{self.num_rows:,} {'packed ' if packed else ''}rows, {self.num_tokens:,} tokens, "
-            f"{self.num_targets:,} of them trained on ({share:.0%})"
-        )
+
+@dataclass
+class _Problems:
+    """Rows that cannot be used: how many, and what is wrong with the first of them."""
+
+    count: int = 0
+    told: list[str] = field(default_factory=list)
+
+    def add(self, text: str) -> None:
+        self.count += 1
+        self.told += [text][: _MAX_SHOWN - len(self.told)]
+
+    def add_all(self, source: Source, table: Any) -> None:
+        """Those of a table of tokens."""
+        import pyarrow.compute as pc
+
+        problems = table.data.column("problem")
+        wrong = np.flatnonzero(pc.is_valid(problems).to_numpy())
+        self.count += len(wrong)
+        for index in map(int, wrong[: _MAX_SHOWN - len(self.told)]):
+            self.told.append(f"{source.place(index)}: {problems[index].as_py()}")
+
+    def refuse(self) -> None:
+        """DataError with all that is told."""
+        if self.count:
+            heading = "" if self.count == 1 else f"{self.count:,} rows cannot be used:\n"
+            more = f"\n... and {self.count - _MAX_SHOWN:,} more" if self.count > _MAX_SHOWN else ""
+            raise DataError(heading + "\n".join(self.told) + more)
 
 
-def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe) -> tuple[TokenTable, Report]:
-    """Read, tokenize, cut and pack the rows of some data sets.
+def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe) -> Report:
+    """Read, tokenize and cut the rows of some data sets.
 
     Raises:
         ConfigError: the tokenizer cannot do what the rows need.
         DataError: files or rows that cannot be used, or no row with anything to train on.
     """
-    report, documents = Report(), []
-    problems: list[str] = []
+    report, parts, problems = Report(), [], _Problems()
     with progress_bars():
         for config in datasets:
             source = open_source(config)
             table = _tokenized(source, _form(source, recipe, problems), tokenizer, recipe)
-            if table is None:
-                continue
-            problems += _problems(source, table)
-            if not problems:
-                documents.append(_used(source, table, recipe, report))
-        _refuse(problems)
-        report.documents = TokenTable(documents)
-        tokens = report.documents
-        if recipe.packing is not None and len(tokens):
-            tokens = TokenTable([pack(part, recipe.packing, recipe.max_length or 0) for part in documents if len(part)])
-    report.num_rows = len(tokens)
-    report.num_tokens, report.num_targets = int(tokens.num_tokens.sum()), int(tokens.num_targets.sum())
-    if not len(tokens):
+            if table is not None:
+                problems.add_all(source, table)
+                parts.append(_used(source, table, recipe, report))
+    problems.refuse()
+    report.rows = TokenTable(parts)
+    if not len(report.rows):
         raise DataError(
             f"no row has a token to train on within max_length {recipe.max_length}, or answers are empty ({report.left_out})"
         )
-    return tokens, report
+    return report
 
 
-def _form(source: Source, recipe: Recipe, problems: list[str]) -> Form | None:
+def pack_rows(rows: TokenTable, recipe: Recipe) -> TokenTable:
+    """The rows of each data set packed as a recipe says; as they are if it says nothing."""
+    if recipe.packing is None:
+        return rows
+    with progress_bars():
+        return TokenTable([pack(part, recipe.packing, recipe.max_length or 0) for part in rows.parts if len(part)])
+
+
+def summary(rows: TokenTable, packed: TokenTable) -> str:
+    """How much there is, in a line."""
+    tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
+    count = f"{len(rows):,} rows" if packed is rows else f"{len(rows):,} rows in {len(packed):,} packed rows"
+    return f"{count}, {tokens:,} tokens, {targets:,} of them trained on ({targets / max(1, tokens):.0%})"
+
+
+def _form(source: Source, recipe: Recipe, problems: _Problems) -> Form | None:
     """The form of a data set, as its first row shows it."""
     try:
         first = source.row(0)
-        return find_form(_renamed(first, source), source.config.format, recipe.objective)
+        return find_form(_renamed(first, source), source.config.format, recipe.objective, source.config.columns or ())
     except RowError as error:  # without a form every further row would say the same
-        problems.append(f"{source.place(0)}: {error}")
+        problems.add(f"{source.place(0)}: {error}")
         return None
 
 
@@ -161,7 +182,7 @@ def _tokenized(source: Source, form: Form | None, tokenizer: Any, recipe: Recipe
     return source.table.map(
         partial(_tokenize_rows, source=source.without_table(), form=form, make=make, num_sequences=1 + pair),
         batched=True,
-        batch_size=200,
+        batch_size=_rows_at_once(source.table),
         num_proc=recipe.num_proc,
         remove_columns=source.table.column_names,
         features=datasets.Features(features),
@@ -169,6 +190,11 @@ def _tokenized(source: Source, form: Form | None, tokenizer: Any, recipe: Recipe
         load_from_cache_file=True,
         desc=f"tokenizing {source.config.path}",
     )
+
+
+def _rows_at_once(table: Any) -> int:
+    """Rows of a batch: a few MiB of text, however long each is."""
+    return max(1, min(200, _TEXT_AT_ONCE * len(table) // max(1, table.data.nbytes)))
 
 
 def _length_of_rows(recipe: Recipe) -> int | None:
@@ -231,21 +257,6 @@ def _flags(sequences: Sequence[Tokens]) -> int:
     return sum(bit for bit, is_so in kinds.items() if is_so)
 
 
-def _problems(source: Source, table: Any) -> list[str]:
-    import pyarrow.compute as pc
-
-    problems = table.data.column("problem")
-    wrong = np.flatnonzero(pc.is_valid(problems).to_numpy())
-    return [f"{source.place(int(index))}: {problems[int(index)].as_py()}" for index in wrong]
-
-
-def _refuse(problems: Sequence[str]) -> None:
-    if problems:
-        heading = "" if len(problems) == 1 else f"{len(problems)} rows cannot be used:\n"
-        more = f"\n... and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
-        raise DataError(heading + "\n".join(problems[:_MAX_SHOWN]) + more)
-
-
 def _used(source: Source, table: Any, recipe: Recipe, report: Report) -> Part:
     """The rows of a data set that are used, counted."""
     chosen = np.arange(len(table))
@@ -258,5 +269,4 @@ def _used(source: Source, table: Any, recipe: Recipe, report: Report) -> Part:
     report.left_out.add(chosen[targets[chosen] == 0], source.place)
     chosen = chosen[targets[chosen] > 0]
     report.cut_answer.add(chosen[(flags[chosen] & CUT_ANSWER) != 0], source.place)
-    report.num_documents += len(chosen)
     return Part(table, source.place, chosen, source.config.weight)

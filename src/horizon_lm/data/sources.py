@@ -1,8 +1,10 @@
 """Where rows are, to rows that can be reached by their number without being in memory."""
 
+import csv
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from horizon_lm.data.progress import progress_bars
 from horizon_lm.errors import DataError, first_line
 
 _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
+_NO_ROWS = (".md", ".yaml", ".yml", ".py", "")  # endings of what lies beside rows
 _JSON, _PLACE = "row", "place"  # columns of rows that were read from JSON
 
 
@@ -25,15 +28,13 @@ class Source:
         config: the entry.
         table: a `datasets.Dataset`; with JSON text and its place where rows were read from JSON.
         fingerprint: of the content: of files, their names, sizes and times.
+        is_json: the table has JSON text.
     """
 
     config: DatasetConfig
     table: Any
     fingerprint: str
-
-    @property
-    def is_json(self) -> bool:
-        return list(self.table.column_names) == [_JSON, _PLACE]
+    is_json: bool
 
     def __len__(self) -> int:
         return len(self.table)
@@ -65,9 +66,9 @@ def open_source(config: DatasetConfig) -> Source:
     Raises:
         DataError: files that cannot be read, or without rows; a name that nothing has.
     """
-    files = _json_files(config)
+    files = _own_files(config)
     with progress_bars():
-        source = _read_json(config, files) if files else _load(config)
+        source = _read_json(config, files) if files and files[0].suffix in ENDINGS else _load(config, files)
     if not len(source):
         raise DataError(f"{config.path}: there are no rows")
     return source
@@ -76,24 +77,45 @@ def open_source(config: DatasetConfig) -> Source:
 # JSON: as it is written
 
 
-def _json_files(config: DatasetConfig) -> list[Path]:
-    """The files of an entry that is JSON and nothing else; none for others, which `datasets` reads."""
+def _own_files(config: DatasetConfig) -> list[Path]:
+    """The files of a path on this machine; none where `datasets` is to choose, from a data set's own description.
+
+    DataError for a folder of which it is not plain what is to be trained on.
+    """
     path = Path(config.path).expanduser()
     if path.is_file():
-        return [path] if path.suffix in ENDINGS else []
+        return [path]
     if not path.is_dir() or config.data_files or config.name or config.split:
         return []
     folder = path / config.data_dir if config.data_dir else path
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
-    data = [file for file in files if file.suffix not in (".md", ".yaml", ".yml", "")]
-    return data if all(file.suffix in ENDINGS for file in data) else []
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    files = [file for file in files if not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)]
+    files = [file for file in files if file.suffix not in _NO_ROWS and file.name != "dataset_info.json"]
+    if not files:
+        raise DataError(f"{config.path}: the folder has no files of rows")
+    held_out = [file for file in files if re.match(r"(test|val|valid|validation|eval|dev)([._-]|$)", file.stem)]
+    if held_out and len(held_out) < len(files):
+        raise DataError(
+            f"{config.path}: {held_out[0].name} looks like held-out rows; name the files to read with data_files, or each by its "
+            "own path"
+        )
+    if len(kinds := {file.suffix for file in files}) > 1 and not kinds <= set(ENDINGS):
+        raise DataError(
+            f"{config.path}: the folder has files of several kinds ({', '.join(sorted(kinds))}); name those to read with data_files"
+        )
+    return files
 
 
 def _read_json(config: DatasetConfig, files: Sequence[Path]) -> Source:
     names = [config.path] if Path(config.path).expanduser().is_file() else [str(file) for file in files]
-    state = [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in zip(names, files, strict=True)]
-    fingerprint = digest(os.path.realpath(files[0].parent), state)
-    return Source(config, _generated(names, fingerprint), fingerprint)
+    fingerprint = digest(names, _state(files))
+    return Source(config, _generated(names, fingerprint), fingerprint, is_json=True)
+
+
+def _state(files: Sequence[Path]) -> list[Any]:
+    """What changes when a file does."""
+    stats = [(os.path.realpath(file), file.stat()) for file in files]
+    return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
 
 
 def _generated(names: list[str], fingerprint: str) -> Any:
@@ -115,28 +137,37 @@ def _generated(names: list[str], fingerprint: str) -> Any:
 def _lines(files: list[str]) -> Iterator[dict[str, str]]:
     for file in files:
         for place, row in read_rows(file):
-            yield {_JSON: json.dumps(row, ensure_ascii=False), _PLACE: place}
+            text = json.dumps(row, ensure_ascii=False)
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"{place}: half a character (\\ud800 to \\udfff) in {text[:60]!r}; remove it"
+                ) from error
+            yield {_JSON: text, _PLACE: place}
 
 
 # Everything else: as `datasets` reads it
 
 
-def _load(config: DatasetConfig) -> Source:
+def _load(config: DatasetConfig, files: Sequence[Path]) -> Source:
     import datasets
 
     path = Path(config.path).expanduser()
-    if path.is_file():
-        builder = _BUILDERS.get(path.suffix) or ("json" if ".json" in path.name else None)
+    if files:
+        ending = files[0].suffix
+        builder = _BUILDERS.get(ending) or ("json" if ".json" in files[0].name else None)
         if builder is None:
             raise DataError(
-                f"{config.path}: files ending in {path.suffix or 'nothing'} are not read; use .json, .jsonl, "
+                f"{config.path}: files ending in {ending or 'nothing'} are not read; use .json, .jsonl, "
                 f"{', '.join(_BUILDERS)}"
             )
-        options: dict[str, Any] = {
-            "path": builder,
-            "data_files": str(path),
-            **({"sep": "\t"} if path.suffix == ".tsv" else {}),
-        }
+        options: dict[str, Any] = {"path": builder, "data_files": {"train": [str(file) for file in files]}}
+        if builder == "csv":  # a text is what it is, even N/A or 7
+            separator = "\t" if ending == ".tsv" else ","
+            with files[0].open(encoding="utf-8-sig", errors="replace", newline="") as stream:
+                names = next(csv.reader(stream, delimiter=separator), [])
+            options |= {"sep": separator, "converters": dict.fromkeys(names, str), "keep_default_na": False}
     else:
         wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
         options = {"path": str(path) if path.is_dir() else config.path, **{k: v for k, v in wanted.items() if v}}
@@ -144,7 +175,7 @@ def _load(config: DatasetConfig) -> Source:
         table = datasets.load_dataset(**options, split=config.split or "train")
     except Exception as error:  # whatever a reader of some format, or the hub, has to say
         raise DataError(f"{config.path}: {_reason(error)}") from error
-    return Source(config, table, digest(table._fingerprint))
+    return Source(config, table, digest(table._fingerprint, _state(files)), is_json=False)
 
 
 def _reason(error: BaseException) -> str:

@@ -29,7 +29,7 @@ def locate_answers(text: str, messages: Sequence[Message], opening: str = "") ->
     contents = [_as_rendered(text, message) for message in messages]
     anchors = [index for index, content in enumerate(contents) if content]
     early, late = _place_early(text, contents, anchors), _place_late(text, contents, anchors)
-    spans, before = [], 0
+    spans, before, last = [], 0, -1
     for index in anchors:
         start = early[index]
         if messages[index]["role"] == "assistant":
@@ -38,9 +38,12 @@ def locate_answers(text: str, messages: Sequence[Message], opening: str = "") ->
                     f"the assistant's answer {shorten(contents[index])} (message {index + 1}) could be in several places "
                     f"of the conversation as the chat template renders it; reword the row or leave it out, or {_MARKS}"
                 )
-            opened = text.find(opening, before, start) if opening else -1
+            # The first opening after the message before: a turn may have several parts. Where a message between could not be
+            # placed, only the last one is sure to be this turn's.
+            find = text.find if index == last + 1 else text.rfind
+            opened = find(opening, before, start) if opening else -1
             spans.append((start if opened < 0 else opened + len(opening), start + len(contents[index])))
-        before = start + len(contents[index])
+        before, last = start + len(contents[index]), index
     return spans
 
 

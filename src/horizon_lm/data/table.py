@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, overload
 
 import numpy as np
@@ -156,6 +157,19 @@ class Part:
             values = (each.flatten().to_numpy(zero_copy_only=False)[keep] for each in (ids, trained))
             yield start + np.flatnonzero(mask), np.cumsum(lengths[mask]), *values
             start += len(lengths)
+
+    def keys(self) -> np.ndarray:
+        """For each row in use a number that tells its tokens from others'."""
+        keys = np.zeros(len(self.lengths), dtype=np.uint64)
+        for name in self._names:
+            start = 0
+            for chunk in self.table.data.column(name).chunks:
+                values, offsets = chunk.flatten().to_numpy(), np.concatenate([[0], np.cumsum(chunk.value_lengths())])
+                for row, (a, b) in enumerate(pairwise(offsets)):
+                    text = keys[start + row].tobytes() + values[a:b].tobytes()
+                    keys[start + row] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+                start += len(chunk)
+        return keys[self.indices]
 
     def place(self, index: int) -> str:
         """Where a row comes from."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.config.file import as_config
+from horizon_lm.data.audit import refuse
 from horizon_lm.data.loader import Batch
 from horizon_lm.errors import NonFiniteError, NonFiniteWarning
 from horizon_lm.objective.base import Loss, Objective, OwnObjective
@@ -73,7 +74,11 @@ def train(
         admission = Admission(config)
         admission.refuse_hopeless()
         tokenizer = load_tokenizer(config)
-        data = load_data(config, tokenizer, reporter)
+        data = load_data(config, tokenizer)
+        for prepared in data.parts:
+            for line in prepared.lines():
+                reporter.say(line)
+            refuse(prepared.findings)
         sampler = data.loader.sampler
         num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
         calendar = Calendar(config, num_steps, sampler.steps_per_epoch)

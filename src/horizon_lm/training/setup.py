@@ -1,21 +1,20 @@
 """What a run is made of before its loop: tokenizer, rows, model, optimizer."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from horizon_lm.config import DatasetConfig, DpoConfig, RunConfig, SftConfig, TextConfig
-from horizon_lm.data.audit import audit, refuse
+from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
+from horizon_lm.data.audit import Finding, audit
 from horizon_lm.data.loader import Loader, Sampler
-from horizon_lm.data.prepare import Recipe, prepare
+from horizon_lm.data.prepare import Recipe, Report, pack_rows, prepare, summary
 from horizon_lm.data.sources import open_source
 from horizon_lm.data.table import TokenTable
 from horizon_lm.errors import ConfigError, first_line
-from horizon_lm.training.metrics import Reporter
 
 
 def choose_device(name: str) -> str:
@@ -50,8 +49,29 @@ def load_tokenizer(config: RunConfig) -> Any:
         raise ConfigError(f"gguf_file: {folder / config.gguf_file} is missing")
     tokenizer = open_tokenizer(folder, gguf_file=config.gguf_file, trust_remote_code=config.trust_remote_code)
     if config.chat_template_path is not None:
-        tokenizer.chat_template = Path(config.chat_template_path).expanduser().read_text(encoding="utf-8")
+        tokenizer.chat_template = _chat_template(config.chat_template_path)
     return tokenizer
+
+
+def _chat_template(path: str) -> Any:
+    """A chat template from a file, or of the tokenizer of a model. ConfigError if there is none."""
+    from horizon_lm.model import source
+
+    file = Path(path).expanduser()
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template_path: {path} cannot be read ({first_line(error)})") from error
+    try:
+        template = open_tokenizer(source.local_folder(path)).chat_template
+    except ConfigError as error:
+        raise ConfigError(
+            f"chat_template_path: {path} is neither a file, nor the folder or hub id of a model with a tokenizer"
+        ) from error
+    if template is None:
+        raise ConfigError(f"chat_template_path: the tokenizer of {path} has no chat template")
+    return template
 
 
 def open_tokenizer(folder: Path, **options: Any) -> Any:
@@ -71,67 +91,89 @@ def open_tokenizer(folder: Path, **options: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """One data set, or all those that are trained on together.
+
+    Attributes:
+        name: for people.
+        report: what became of its rows.
+        findings: what looks wrong with them.
+        rows, packed: those in use, before and after they are packed; the same where they are not.
+    """
+
+    name: str
+    report: Report
+    findings: Sequence[Finding]
+    rows: TokenTable
+    packed: TokenTable
+
+    def lines(self) -> list[str]:
+        """What a user is told."""
+        return [f"{self.name}: {summary(self.rows, self.packed)}", *(f"{self.name}: {each}" for each in self.findings)]
+
+
+@dataclass(frozen=True)
 class RunData:
     """The rows of a run.
 
     Attributes:
-        loader: batches to train on.
+        training: those to train on.
+        loader: their batches.
+        parts: each data set that was prepared.
         held_out: rows to evaluate on, by the name of their data set.
     """
 
+    training: Prepared
     loader: Loader
-    held_out: dict[str, TokenTable]
+    parts: Sequence[Prepared]
+    held_out: Mapping[str, TokenTable]
 
 
-def recipe_of(config: RunConfig, packing: bool | None = None) -> Recipe:
-    """What becomes of the rows of a run. ``packing``: instead of what the run says."""
-    packs = packing if packing is not None else isinstance(config, TextConfig) and config.packing
+def recipe_of(config: RunConfig) -> Recipe:
+    """What becomes of the rows of a run."""
     return Recipe(
         objective=config.objective,
         train_on=config.train_on if isinstance(config, SftConfig) else None,
         max_length=config.max_length,
-        packing=config.packing_strategy if packs and isinstance(config, TextConfig) else None,
+        packing=config.packing_strategy if isinstance(config, TextConfig) and config.packing else None,
         num_proc=config.dataset_num_proc,
         seed=_data_seed(config),
     )
+
+
+def _held_out_recipe(config: RunConfig) -> Recipe:
+    """The same of held-out rows, which may be packed otherwise."""
+    recipe = recipe_of(config)
+    if not isinstance(config, TextConfig) or config.eval_packing is None:
+        return recipe
+    return replace(recipe, packing=config.packing_strategy if config.eval_packing else None)
 
 
 def _data_seed(config: RunConfig) -> int:
     return config.seed if config.data_seed is None else config.data_seed
 
 
-def load_rows(
-    name: str, datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe, reporter: Reporter
-) -> TokenTable:
-    """Tokenized rows, with a word about what was cut or left out, and what else the audit finds."""
-    rows, report = prepare(datasets, tokenizer, recipe)
-    reporter.say(f"{name}: {report.summary()}")
-    findings = audit(report, tokenizer)
-    for finding in findings:
-        reporter.say(f"{name}: {finding}")
-    refuse(findings)
-    return rows
+def load_data(config: RunConfig, tokenizer: Any) -> RunData:
+    """The rows to train on, and those held out. Findings are not refused yet.
 
-
-def load_data(config: RunConfig, tokenizer: Any, reporter: Reporter) -> RunData:
-    """The rows to train on, and those held out."""
-    recipe = recipe_of(config)
-    rows = load_rows("training data", config.datasets or (), tokenizer, recipe, reporter)
-    held_out: dict[str, TokenTable] = {}
+    Raises:
+        ConfigError, DataError: as `prepare` does; and for more rows held out than there are.
+    """
+    recipe, held_out_recipe = recipe_of(config), _held_out_recipe(config)
+    report = prepare(config.datasets or (), tokenizer, recipe)
+    rows, parts = report.rows, []
     if config.test_split_size is not None:
         held, rows = _split(rows, config.test_split_size, _data_seed(config))
-        held_out["held_out"] = held
-        reporter.say(f"held-out data: {len(held):,} of these rows")
+        parts.append(Prepared("held_out", Report(), (), held, pack_rows(held, held_out_recipe)))
+    training = Prepared("training data", report, audit(report, tokenizer), rows, pack_rows(rows, recipe))
+    names = [each.name for each in parts]
     for dataset in config.eval_datasets or ():
-        eval_packing = config.eval_packing if isinstance(config, TextConfig) else None
-        name = _unused_name(Path(dataset.path).stem, held_out)
-        held_out[name] = load_rows("held-out data", [dataset], tokenizer, recipe_of(config, eval_packing), reporter)
-    return RunData(Loader(rows, training_sampler(config, rows)), held_out)
-
-
-def training_sampler(config: RunConfig, rows: TokenTable) -> Sampler:
-    """Which rows each step has."""
-    return Sampler(tuple(rows.part_sizes()), config.rows_per_step, _data_seed(config), tuple(rows.weights()))
+        names.append(_unused_name(Path(dataset.path).stem, names))
+        of_held_out = prepare([dataset], tokenizer, held_out_recipe)
+        packed = pack_rows(of_held_out.rows, held_out_recipe)
+        parts.append(Prepared(names[-1], of_held_out, audit(of_held_out, tokenizer), of_held_out.rows, packed))
+    loader = Loader(training.packed, training_sampler(config, training.packed))
+    return RunData(training, loader, [training, *parts], {each.name: each.packed for each in parts})
 
 
 def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
@@ -143,17 +185,24 @@ def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenT
     return rows.split(held_out)
 
 
-def _unused_name(name: str, names: dict[str, Any]) -> str:
+def _unused_name(name: str, names: Sequence[str]) -> str:
     return name if name not in names else next(n for i in range(2, 1000) if (n := f"{name}_{i}") not in names)
 
 
+def training_sampler(config: RunConfig, rows: TokenTable) -> Sampler:
+    """Which rows each step has."""
+    return Sampler(tuple(rows.part_sizes()), config.rows_per_step, _data_seed(config), tuple(rows.weights()))
+
+
 def count_steps(config: RunConfig) -> int | None:
-    """Optimizer steps of a run, without tokenizing its rows; None if it has none yet, or they are packed."""
+    """Optimizer steps of a run, about, without tokenizing its rows; None if it has none yet, or they are packed."""
     if config.max_steps > 0:
         return config.max_steps
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):
         return None
+    held = config.test_split_size or 0
     sizes = [round(len(open_source(each)) * (each.fraction or 1)) for each in config.datasets]
+    sizes = [max(1, round(size * (1 - (held if held < 1 else held / sum(sizes))))) for size in sizes]
     weights = tuple(each.weight for each in config.datasets)
     return Sampler(tuple(sizes), config.rows_per_step, 0, weights).num_steps(config.num_train_epochs)
 
