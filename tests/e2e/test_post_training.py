@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 import horizon_lm
 from horizon_lm.errors import ConfigError
@@ -134,9 +134,50 @@ def test_callbacks_of_transformers_are_told_and_heard(base: dict[str, Any]) -> N
     assert listener.events.count("on_save 1") == 1
     assert [event for event in listener.events if event.startswith("on_log")] == ["on_log 1", "on_log 2", "on_log 4"]
     assert [event for event in listener.events if event.startswith("on_epoch")] == [
-        "on_epoch_begin 0", "on_epoch_end 3", "on_epoch_begin 3",
+        "on_epoch_begin 0", "on_epoch_end 3", "on_epoch_begin 3", "on_epoch_end 4",
     ]  # fmt: skip
     assert (Path(base["output_dir"]) / "checkpoint-1").is_dir()
+
+
+class Wishful(TrainerCallback):
+    """Wishes for the next thing whenever it is told of one."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log = state.global_step == 3
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_evaluate = state.global_step == 3
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = state.global_step == 3
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_wishes_count_whenever_they_come(base: dict[str, Any]) -> None:
+    settings = {"logging_steps": 100, "test_split_size": 2, "max_steps": 6}
+    result = horizon_lm.train({**base, **settings}, callbacks=[Wishful()], **QUIET)
+    assert result.num_steps == 3
+    assert (Path(base["output_dir"]) / "checkpoint-3").is_dir()
+    lines = [json.loads(line) for line in (Path(base["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    kinds = [(line["step"], "eval_loss" in line) for line in lines]
+    assert kinds == [(0, True), (1, False), (3, False), (3, True)]  # held-out rows once a step
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_stops_when_held_out_loss_gets_no_better(base: dict[str, Any]) -> None:
+    settings = {
+        "test_split_size": 2,
+        "max_steps": 12,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "learning_rate": 1e-12,
+    }
+    early = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1e-3)
+    result = horizon_lm.train({**base, **settings}, callbacks=[early], **QUIET)
+    assert result.num_steps == 4
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 import horizon_lm
 from horizon_lm.model.outline import outline_config
+from horizon_lm.model.parts import find_parts
+from horizon_lm.model.trainable import freeze
 from horizon_lm.plan.choose import choose
 from horizon_lm.plan.device import device_use
 from horizon_lm.plan.host import host_bytes
 from horizon_lm.plan.request import Machine, Request
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER
 from tests import families
 from tests.storages import StorageMeter
 
@@ -30,7 +33,7 @@ class Case:
     options: dict[str, Any]
     moments: str
     in_backward: bool
-    frozen: bool
+    frozen: frozenset[str]  # units
 
     @property
     def request(self) -> Request:
@@ -59,6 +62,8 @@ def cases(draw: st.DrawFn) -> Case:
     head = draw(st.sampled_from(["chunked", "whole"]))
     held = draw(st.integers(0, 3))
     precision = draw(st.sampled_from(["fp32_master", "bf16", "float32"]))
+    units = st.sampled_from([EMBED, OUTER, HEAD, "block0", "block1"])
+    frozen = st.one_of(st.just(frozenset()), st.frozensets(units, max_size=4))
     options = {
         "device": draw(st.sampled_from(["cpu", "simulated"])),
         "precision": precision,
@@ -71,16 +76,24 @@ def cases(draw: st.DrawFn) -> Case:
         "grad_dtype": draw(st.sampled_from([None, torch.float32])) if precision != "float32" else None,
     }
     return Case(
-        rows, options, draw(st.sampled_from(["float32", "bfloat16", "8bit"])), draw(st.booleans()), draw(st.booleans())
+        rows, options, draw(st.sampled_from(["float32", "bfloat16", "8bit"])), draw(st.booleans()), draw(frozen)
     )
 
 
-def outline_of(model: Any) -> Any:
+def trainable(model: Any, frozen: frozenset[str]) -> str | None:
+    """Patterns of all other weights; of block 1, if there are none."""
+    units = find_parts(model).units
+    names = [ref.name for unit, refs in units.items() if unit not in frozen for ref in refs]
+    return "|".join(names or [ref.name for ref in units["block1"]]) if frozen else None
+
+
+def outline_of(model: Any, trainable: str | None = None) -> Any:
     """From the config alone."""
     attention = model.config._attn_implementation
     return outline_config(
-        model.config, "tiny", length=LENGTH, dtype=torch.float32, masked=True, attn_implementation=attention
-    )
+        model.config, "tiny", length=LENGTH, dtype=torch.float32, masked=True, attn_implementation=attention,
+        trainable=trainable,
+    )  # fmt: skip
 
 
 def batch(rows: int) -> dict[str, torch.Tensor]:
@@ -105,10 +118,9 @@ def train(streamed: Any, case: Case, steps: int = 2) -> None:
 @given(case=cases())
 def test_what_is_allocated_is_what_was_planned(family: str, case: Case) -> None:
     model = families.build(family)
-    step = choose(outline_of(model), case.request, HERE).step
-    if case.frozen:
-        for name, param in model.named_parameters():
-            param.requires_grad = "layers.1." not in name and "h.1." not in name
+    pattern = trainable(model, case.frozen)
+    step = choose(outline_of(model, pattern), case.request, HERE).step
+    freeze(model, pattern)
     streamed = horizon_lm.stream(model, **case.options)
     train(streamed, case)
 
@@ -117,11 +129,10 @@ def test_what_is_allocated_is_what_was_planned(family: str, case: Case) -> None:
     planned = device_use(step).buffers
     assert {kind: n for kind, n in counted.items() if n} == planned
     assert engine.device.counters.allocated_peak == sum(planned.values())
-    trained = engine.parts.sizes(trained_only=True) if case.frozen else step.outline.trained
     kept = {kind: n for kind, n in engine.store.num_bytes.items() if n}
     if engine.boundaries.num_bytes:
         kept["boundaries"] = engine.boundaries.num_bytes
-    assert kept == host_bytes(step.outline.sizes, trained, step.host_settings())
+    assert kept == host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
 
 
 WIDER: dict[str, dict[str, Any]] = {
@@ -159,7 +170,7 @@ def test_activations_are_as_planned(family: str, options: dict[str, Any]) -> Non
     rows, length = options.get("shape", (4, 96))
     options = {name: value for name, value in options.items() if name != "shape"}
     options = {"precision": "float32", "head_chunk_tokens": None, "grad_dtype": None} | options
-    case = Case(rows, {**DEFAULTS, **options}, "float32", False, False)
+    case = Case(rows, {**DEFAULTS, **options}, "float32", False, frozenset())
     outline = outline_config(
         model.config, "tiny", length=length, dtype=torch.float32, attn_implementation=model.config._attn_implementation
     )

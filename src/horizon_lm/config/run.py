@@ -115,6 +115,11 @@ class DpoConfig(RunConfig):
         None, description="Rows in one forward of the reference; null for per_device_train_batch_size."
     )
 
+    @property
+    def reference_batch_size(self) -> int:
+        """Rows in one forward of the reference."""
+        return self.precompute_ref_batch_size or self.per_device_train_batch_size
+
     @field_validator("loss_weights")
     @classmethod
     def _one_weight_a_loss(cls, value: list[float] | None, info: ValidationInfo) -> list[float] | None:

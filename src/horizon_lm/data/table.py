@@ -69,6 +69,14 @@ class TokenTable(Sequence[Row]):
         """Its data sets."""
         return self._parts
 
+    @property
+    def needs_mask(self) -> bool:
+        """Rows are packed, or some sequence is shorter than others."""
+        if any("seq_lengths" in part.table.column_names for part in self._parts):
+            return True
+        per_row = max((part.num_sequences for part in self._parts), default=1)
+        return bool(len(self)) and int(self.num_tokens.min()) < per_row * int(self.lengths.max())
+
     def part_sizes(self) -> list[int]:
         """Rows of each data set, in order."""
         return [len(part.indices) for part in self._parts]
@@ -118,6 +126,11 @@ class Part:
     def __len__(self) -> int:
         """Rows in use."""
         return len(self.indices)
+
+    @property
+    def num_sequences(self) -> int:
+        """Of a row: two of a preference."""
+        return len(self._names)
 
     @property
     def _names(self) -> list[str]:

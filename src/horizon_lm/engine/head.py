@@ -36,6 +36,8 @@ class Head:
     def grads(self) -> dict[str, torch.Tensor]:
         """Views of the gradient buffer, likewise, for what is trained."""
         trainable = set(self.engine.trainable(HEAD))
+        if not trainable:
+            return {}
         layout, buffer = self.engine.slabs(HEAD).grad_layout, self.engine.memory.head_grads[0]
         return {a: layout.view(buffer, name) for name, a in self._attributes.items() if name in trainable}
 

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens: what every objective but plain fine-tuning is made of."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from horizon_lm.engine.chunked_head import ChunkedHead, ChunkedRun, Grads, LossInputs
 from horizon_lm.engine.replay import no_autocast_cache
 from horizon_lm.errors import StreamingError
+from horizon_lm.model.logits import logprobs_of_logits
 from horizon_lm.schedule.ops import HEAD, Kind
 
 
@@ -27,23 +28,9 @@ class TokenLogprobs(NamedTuple):
     aux_loss: torch.Tensor | None = None
 
 
-def logprobs_of_logits(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, statistics: bool
-) -> list[torch.Tensor]:
-    """Per token the log-probability of its label, and on request the mean over the vocabulary and the entropy.
-
-    Args:
-        logits: (n, V).
-        labels: (n,), none ignored.
-    """
-    logs = torch.log_softmax(logits.float() / temperature if temperature != 1 else logits.float(), dim=-1)
-    values = [logs.gather(-1, labels[:, None]).squeeze(-1)]
-    if statistics:
-        values += [logs.mean(-1), -(logs.exp() * logs).sum(-1)]
-    return values
-
-
-def token_logprobs(model: Any, *, temperature: float = 1.0, statistics: bool = False, **inputs: Any) -> TokenLogprobs:
+def token_logprobs(
+    model: Any, *, temperature: float = 1.0, statistics: Collection[str] = (), **inputs: Any
+) -> TokenLogprobs:
     """Log-probabilities of labels, differentiable, without logits as a whole.
 
     With ``head="chunked"`` logits exist for one chunk of tokens at a time, and are made again for the backward.
@@ -51,7 +38,7 @@ def token_logprobs(model: Any, *, temperature: float = 1.0, statistics: bool = F
     Args:
         model: a streamed model.
         temperature: logits are divided by it.
-        statistics: also the mean log-probability over the vocabulary, and the entropy.
+        statistics: what is wanted besides: ``mean``, the mean log-probability over the vocabulary, and ``entropy``.
         inputs: arguments of the model's forward, with ``labels`` (B, T) (the next token's, as for a loss) or
             ``shift_labels`` (already shifted); -100 where a token does not count.
 
@@ -59,29 +46,32 @@ def token_logprobs(model: Any, *, temperature: float = 1.0, statistics: bool = F
         Values (B, T) in fp32: at position t, of the token that follows it.
 
     Raises:
-        ValueError: no labels.
+        ValueError: no labels, or statistics that there are not.
         StreamingError: the model is not streamed.
     """
     if not hasattr(model, "_horizon"):
         raise StreamingError("token_logprobs needs a streamed model; call horizon_lm.stream(model) first")
-    return model._horizon.token_logprobs(inputs, temperature, statistics)
+    if unknown := set(statistics) - set(TokenLogprobs._fields[1:3]):
+        raise ValueError(f"statistics are mean and entropy, not {', '.join(sorted(unknown))}")
+    names = [name for name in TokenLogprobs._fields[:3] if name == "logprobs" or name in statistics]
+    return model._horizon.token_logprobs(inputs, temperature, names)
 
 
 class LogprobRun(ChunkedRun):
     """Log-probabilities of one forward's trained tokens; logits are made again for the backward."""
 
     def __init__(
-        self, owner: ChunkedHead, inputs: LossInputs, options: dict[str, Any], temperature: float, statistics: bool
+        self, owner: ChunkedHead, inputs: LossInputs, options: dict[str, Any], temperature: float, names: Sequence[str]
     ) -> None:
         super().__init__(owner, inputs, options)
-        self._temperature, self._statistics = temperature, statistics
+        self._temperature, self._names = temperature, names
 
     def forward(self, hidden: torch.Tensor, norm: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
-        values = [flat.new_zeros(flat.shape[0], dtype=torch.float32) for _ in range(3 if self._statistics else 1)]
+        values = [flat.new_zeros(flat.shape[0], dtype=torch.float32) for _ in self._names]
         with self.engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
-                for whole, part in zip(values, self._of_chunk(flat[index], index, norm, None, False), strict=True):
+                for whole, part in zip(values, self._of_chunk(flat[index], index, self._names, norm), strict=True):
                     whole[index] = part
             self.engine.device.poison(self.engine.memory.head_weights[0])
         return tuple(values)
@@ -89,10 +79,12 @@ class LogprobRun(ChunkedRun):
     def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, norm: list[torch.Tensor]) -> Grads:
         head, engine = self.owner.head, self.engine
 
+        wanted = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
+
         def of_chunk(leaf: torch.Tensor, index: torch.Tensor, *rest: Any) -> None:
-            pairs = zip(self._of_chunk(leaf, index, *rest), grads, strict=True)
-            wanted = [(value, grad[index]) for value, grad in pairs if grad is not None]
-            torch.autograd.backward([value for value, _ in wanted], [grad for _, grad in wanted])
+            torch.autograd.backward(
+                self._of_chunk(leaf, index, list(wanted), *rest), [grad[index] for grad in wanted.values()]
+            )
 
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
             result = self.surroundings.run(lambda: self.differentiate(hidden, norm, of_chunk))
@@ -103,8 +95,8 @@ class LogprobRun(ChunkedRun):
         return result
 
     def _of_chunk(
-        self, hidden: torch.Tensor, index: torch.Tensor, norm: list[torch.Tensor],
-        grads: dict[str, torch.Tensor] | None, first: bool,
+        self, hidden: torch.Tensor, index: torch.Tensor, names: Sequence[str], norm: list[torch.Tensor],
+        grads: dict[str, torch.Tensor] | None = None, first: bool = False,
     ) -> list[torch.Tensor]:  # fmt: skip
         logits = self.call_model(hidden, norm, grads, first).logits[0]
-        return logprobs_of_logits(logits, self.inputs.labels.reshape(-1)[index], self._temperature, self._statistics)
+        return logprobs_of_logits(logits, self.inputs.labels.reshape(-1)[index], self._temperature, names)

@@ -28,6 +28,7 @@ def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.T
         hidden: input of the first block, for the whole batch.
     """
     options, sizes = engine.options, engine.parts.sizes()
+    trained = engine.parts.sizes(trained_only=True)
     assert options.head_peak is not None
     boundary, tokens = hidden.numel() * hidden.element_size(), hidden.numel() // hidden.shape[-1]
     settings = BufferSettings(
@@ -49,7 +50,7 @@ def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.T
 
     spare = engine.device.spare_bytes()
     assert spare is not None
-    to_come = sum(device_buffers(sizes, settings).values()) - engine.device.counters.allocated_total
+    to_come = sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total
     taken = max(0, to_come) + engine.device.scratch_bytes
     left = int(spare * (1 - _MARGIN)) - taken
     weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
@@ -63,7 +64,7 @@ def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.T
     else:
         residency = spend(left, weights, needed)
     kept = replace(settings, offloaded=num_blocks - residency.boundaries, held=residency.weights)
-    peak = sum(device_buffers(sizes, kept).values()) + needed.most(residency.boundaries, residency.graphs)
+    peak = sum(device_buffers(sizes, kept, trained).values()) + needed.most(residency.boundaries, residency.graphs)
     return DevicePlan(residency, peak + engine.device.scratch_bytes)
 
 

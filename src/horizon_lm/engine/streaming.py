@@ -13,13 +13,14 @@ from horizon_lm.engine.blocks import Blocks
 from horizon_lm.engine.chunked_head import IGNORED, ChunkedHead, LossInputs
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.head import Head
-from horizon_lm.engine.logprobs import LogprobRun, TokenLogprobs, logprobs_of_logits
+from horizon_lm.engine.logprobs import LogprobRun, TokenLogprobs
 from horizon_lm.engine.loss import LossRun
 from horizon_lm.engine.outer import Outer
 from horizon_lm.engine.rows import ProbeDoneError
 from horizon_lm.engine.table import Table
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import attention
+from horizon_lm.model.logits import logprobs_of_logits
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.plan.residency import BatchSize
 
@@ -78,7 +79,7 @@ class Streaming:
         inputs = LossInputs.of(call, self.engine.device.torch_device)
         return self._run(call, lambda call, outer: self._loss_forward(call, outer, inputs), head_grads=True)
 
-    def token_logprobs(self, kwargs: dict[str, Any], temperature: float, statistics: bool) -> TokenLogprobs:
+    def token_logprobs(self, kwargs: dict[str, Any], temperature: float, names: Sequence[str]) -> TokenLogprobs:
         """Log-probabilities of labels, instead of a loss. Arguments are those of the model's own forward."""
         call = self._bind((), kwargs)
         if call.get("labels") is None and call.get("shift_labels") is None:
@@ -86,16 +87,15 @@ class Streaming:
         inputs = LossInputs.of(call, self.engine.device.torch_device)
         if self.chunked is not None:
             return self._run(
-                call, lambda call, outer: self._token_forward(call, outer, inputs, temperature, statistics), False
+                call, lambda call, outer: self._token_forward(call, outer, inputs, temperature, names), False
             )
         output = self._run(call, self._whole_forward, head_grads=False)
         logits = output.logits
         labels = inputs.labels.reshape(-1)[inputs.trained]
-        values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, temperature, statistics)
+        values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, temperature, names)
         nothing = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
-        return _by_token(
-            [nothing.index_put((inputs.trained,), v) for v in values], inputs.labels.shape, self._aux_loss(output)
-        )
+        by_token = [nothing.index_put((inputs.trained,), value) for value in values]
+        return _by_name(names, by_token, inputs.labels.shape, self._aux_loss(output))
 
     def _aux_loss(self, output: Any) -> torch.Tensor | None:
         """What a forward without labels would have added to its loss."""
@@ -202,16 +202,16 @@ class Streaming:
 
     def _token_forward(
         self, call: dict[str, Any], outer: dict[str, torch.Tensor], inputs: LossInputs, temperature: float,
-        statistics: bool,
+        names: Sequence[str],
     ) -> TokenLogprobs:  # fmt: skip
         """The same with log-probabilities in the place of the loss."""
         chunked = self.chunked
         assert chunked is not None
         with self._without_head():
             output = self._whole_forward(call)
-            run = LogprobRun(chunked, inputs, self._head_options(call), temperature, statistics)
+            run = LogprobRun(chunked, inputs, self._head_options(call), temperature, names)
             values = chunked.compute(run, [outer[name] for name in chunked.norm_names])
-        return _by_token(values, inputs.labels.shape, self._aux_loss(output))
+        return _by_name(names, values, inputs.labels.shape, self._aux_loss(output))
 
     @contextmanager
     def _without_head(self) -> Iterator[None]:
@@ -252,12 +252,12 @@ _AUXILIARY = ("output_router_logits",)
 _DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
 
 
-def _by_token(values: Sequence[torch.Tensor], shape: torch.Size, aux_loss: torch.Tensor | None) -> TokenLogprobs:
-    """Flat values in the shape of the labels; one or all three of them."""
-    logprobs, mean, entropy = (
-        [v.view(shape) for v in values] if len(values) == 3 else (values[0].view(shape), None, None)
-    )
-    return TokenLogprobs(logprobs, mean, entropy, aux_loss)
+def _by_name(
+    names: Sequence[str], values: Sequence[torch.Tensor], shape: torch.Size, aux_loss: torch.Tensor | None
+) -> TokenLogprobs:
+    """Flat values in the shape of the labels; None for those that nobody wanted."""
+    found = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
+    return TokenLogprobs(found["logprobs"], found.get("mean"), found.get("entropy"), aux_loss)
 
 
 def _rank(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """What norm, head and loss take for some tokens, found by running the model's own code on the meta device."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from horizon_lm.model.logits import logprobs_of_logits
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.recorder import recording
 from horizon_lm.model.skeleton import meta_copy
@@ -17,14 +18,15 @@ from horizon_lm.plan.work import Work
 _TOKENS = 4096  # of a trial; what does not grow with tokens is small beside what they take
 
 
-def head_peak(parts: ModelParts, dtype: torch.dtype, chunked: bool) -> Linear[int]:
+def head_peak(parts: ModelParts, dtype: torch.dtype, chunked: bool, values: Sequence[str] = ()) -> Linear[int]:
     """Bytes that norm, head and loss hold at once, by tokens: hidden states, weights and slots not counted.
 
     Args:
         chunked: the weights' gradients go straight into their slot, and nobody holds the logits.
+        values: the loss is made of these, as `logits.logprobs_of_logits` names them; empty for Hugging Face's own loss.
     """
     linear = _ChunkLinear.apply if chunked else F.linear
-    at, at_twice = (_run(parts, dtype, n * _TOKENS, linear, holds_logits=not chunked)[0] for n in (1, 2))
+    at, at_twice = (_run(parts, dtype, n * _TOKENS, linear, holds_logits=not chunked, values=values)[0] for n in (1, 2))
     of_token = (at_twice - at) // _TOKENS
     one = at - (_TOKENS - 1) * of_token
     return Linear(one, one + of_token)
@@ -38,7 +40,12 @@ def head_work(parts: ModelParts, dtype: torch.dtype) -> tuple[Linear[Work], Line
 
 
 def _run(
-    parts: ModelParts, dtype: torch.dtype, tokens: int, linear: Callable[..., torch.Tensor], holds_logits: bool
+    parts: ModelParts,
+    dtype: torch.dtype,
+    tokens: int,
+    linear: Callable[..., torch.Tensor],
+    holds_logits: bool,
+    values: Sequence[str] = (),
 ) -> tuple[int, Work, Work]:
     """Peak, work of the forward, and of both."""
     model, width = parts.model, parts.head_width
@@ -56,10 +63,19 @@ def _run(
         recording(norm, weight, hidden, labels, accelerated=True) as recorder,
         torch.enable_grad(),
     ):
-        output = type(model).forward(
-            model, input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=tokens, **options
-        )
-        loss, forward = output.loss, recorder.work
+        if values:
+            output = type(model).forward(model, input_ids=labels, **options)
+            logits = output.logits.flatten(0, 1)
+            # Where logits are there as a whole, those of trained tokens are taken out of them.
+            made = logprobs_of_logits(logits.clone() if holds_logits else logits, labels[0], 1.0, values)
+            del logits
+            loss = torch.stack(made).sum()
+        else:
+            output = type(model).forward(
+                model, input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=tokens, **options
+            )
+            loss = output.loss
+        forward = recorder.work
         if not holds_logits:
             del output
         torch.autograd.backward(loss, torch.empty_like(loss))

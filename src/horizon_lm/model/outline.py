@@ -1,5 +1,6 @@
 """From a Hugging Face config to the `ModelOutline` that a plan is made of. No weights are there, and none are read."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def outline_config(
     trust_remote_code: bool = False,
     trainable: str | None = None,
     packed: bool = False,
+    head_values: Sequence[str] = (),
 ) -> ModelOutline:
     """The outline of the model that a config describes.
 
@@ -47,6 +49,7 @@ def outline_config(
         mlp_chunk_tokens: as in `horizon_lm.stream`.
         packed: rows are packed, which not every model can keep apart.
         trainable: patterns of the names of weights that are trained, as in `model.trainable.freeze`.
+        head_values: what the loss is made of, as in `model.head_run.head_peak`.
 
     Raises:
         ConfigError: a setting that is not possible.
@@ -62,7 +65,7 @@ def outline_config(
     if packed:
         require_packable(parts, used)
     try:
-        computation = _computation(parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens)
+        computation = _computation(parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values)
     except HorizonError:
         raise
     except Exception as error:  # foreign code, which may do on the meta device what it likes
@@ -80,7 +83,13 @@ def outline_config(
 
 
 def _computation(
-    parts: ModelParts, length: int, dtype: torch.dtype, masked: bool, accelerated: bool, mlp_chunk_tokens: int | None
+    parts: ModelParts,
+    length: int,
+    dtype: torch.dtype,
+    masked: bool,
+    accelerated: bool,
+    mlp_chunk_tokens: int | None,
+    head_values: Sequence[str],
 ) -> dict[str, Any]:
     """What blocks and head compute, as an outline has it."""
     calls = find_calls(parts, dtype, length, masked)
@@ -93,7 +102,7 @@ def _computation(
         "kinds": [_kind(each, length, dtype, accelerated) for each in calls],
         "shared": Linear(_shared(calls, 1, length), _shared(calls, 2, length)),
         "head_peak": {
-            "chunked": head_peak(parts, dtype, chunked=True), "whole": head_peak(parts, dtype, chunked=False),
+            "chunked": head_peak(parts, dtype, True, head_values), "whole": head_peak(parts, dtype, False, head_values),
         },
         "head_forward": forward,
         "head_backward": backward,

@@ -5,7 +5,8 @@ So there is no second model in memory, and none is streamed in the steps.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +15,86 @@ import torch
 
 from horizon_lm.data.loader import Batch, in_order
 from horizon_lm.data.table import TokenTable
+from horizon_lm.device.cores import usable_cores
+from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.dpo import answer_logprobs
+from horizon_lm.store.arena import as_array
 
-_SAMPLES, _SAMPLE_BYTES = 64, 2**20  # of each file of weights
+VERSION = 2  # of what is kept
 
 
-def reference_logprobs(
-    model: Any, rows: TokenTable, batch_size: int, key: str, advance: Callable[[int, int], None] = lambda done, of: None
-) -> np.ndarray:
-    """Log-probabilities (n, 2), float32, of the chosen and the rejected answers of all rows.
+class ReferenceCache:
+    """Reference log-probabilities of data sets, by what they depend on. One that was interrupted goes on where it was.
 
     Args:
         model: streamed, with the weights that the run starts from.
-        batch_size: rows in one forward.
-        key: of the model and how it computes, as `model_key` makes it.
-        advance: told how many rows are done, of how many.
+
+    Attributes:
+        problem: why nothing can be kept, as a sentence; empty if it can.
     """
-    file = _folder() / f"{hashlib.sha256(f'{key} {rows.fingerprint}'.encode()).hexdigest()[:32]}.npy"
-    if file.is_file():
-        return np.asarray(np.load(file))
-    values = np.concatenate(list(_compute(model, rows, batch_size, advance)))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}.part")
-    with part.open("wb") as stream:
-        np.save(stream, values)
-    part.replace(file)
+
+    def __init__(self, model: Any) -> None:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        self._folder = Path(base).expanduser() / "horizon-lm" / "reference"
+        self._model, self._key, self.problem = model, model_key(model), ""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(self._folder, os.W_OK):
+                raise PermissionError(f"{self._folder} is not writable")
+        except OSError as error:
+            self.problem = f"it cannot be kept ({error})"
+
+    def logprobs(
+        self, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None] = lambda done, of: None
+    ) -> np.ndarray:
+        """Log-probabilities (n, 2), float32, of the chosen and the rejected answers of all rows.
+
+        Args:
+            batch_size: rows in one forward.
+            advance: told how many rows are done, of how many.
+
+        Raises:
+            NonFiniteError: some are NaN or infinite.
+        """
+        name = hashlib.sha256(f"{VERSION} {self._key} {rows.fingerprint}".encode()).hexdigest()[:32]
+        file, part = self._folder / f"{name}.npy", self._folder / f"{name}.part.npy"
+        if file.is_file():
+            return np.asarray(np.load(file))
+        values = np.full((len(rows), 2), np.nan, np.float32) if self.problem else _opened(part, len(rows))
+        self._compute(values, rows, batch_size, advance)
+        if not np.isfinite(values).all():
+            place = rows[int(np.flatnonzero(~np.isfinite(values).all(1))[0])].place
+            part.unlink(missing_ok=True)
+            raise NonFiniteError(f"the reference gives no finite log-probability to {place}: check the model's weights")
+        if isinstance(values, np.memmap):
+            values.flush()
+            part.replace(file)
+        return np.array(values)
+
+    def _compute(
+        self, values: np.ndarray, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None]
+    ) -> None:
+        """Those that are not there yet."""
+        was_training = self._model.training
+        self._model.eval()
+        with torch.no_grad():
+            for batch in in_order(rows, batch_size):
+                numbers = list(batch.rows)
+                if np.isnan(values[numbers]).any():
+                    values[numbers] = answer_logprobs(self._model, batch)[0].T.cpu().numpy()
+                advance(numbers[-1] + 1, len(rows))
+        self._model.train(was_training)
+
+
+def _opened(part: Path, count: int) -> np.ndarray:
+    """Values on disk; NaN where they have not been computed yet."""
+    if part.is_file():
+        found: np.ndarray = np.lib.format.open_memmap(part, mode="r+")
+        if found.shape == (count, 2):
+            return found
+    values = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(count, 2))
+    values[:] = np.nan
     return values
-
-
-def _compute(
-    model: Any, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None]
-) -> Iterator[np.ndarray]:
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        for batch in in_order(rows, batch_size):
-            yield answer_logprobs(model, batch)[0].T.cpu().numpy()
-            advance(batch.rows[-1] + 1, len(rows))
-    model.train(was_training)
 
 
 def lookup(values: np.ndarray) -> Callable[[Batch], np.ndarray]:
@@ -59,24 +102,28 @@ def lookup(values: np.ndarray) -> Callable[[Batch], np.ndarray]:
     return lambda batch: np.ascontiguousarray(values[list(batch.rows)].T)
 
 
-def model_key(folder: Path, *settings: Any) -> str:
-    """A name for a model in a folder and the settings that its numbers depend on.
+def model_key(model: Any) -> str:
+    """A name for a streamed model as it is: its config, how it computes, and every byte of its weights."""
+    import transformers
 
-    Of each file of weights its name, its size and samples from all over it are looked at: 64 MiB at most.
-    """
-    digest = hashlib.sha256(repr(settings).encode())
-    for file in sorted(folder.iterdir()):
-        if file.suffix not in (".safetensors", ".gguf", ".json", ".bin"):
-            continue
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            for index in range(min(_SAMPLES, -(-size // _SAMPLE_BYTES))):
-                stream.seek(index * max(_SAMPLE_BYTES, size // _SAMPLES))
-                digest.update(stream.read(_SAMPLE_BYTES))
+    engine = model._horizon.engine
+    how = [
+        transformers.__version__, torch.__version__, model.config.to_json_string(use_diff=False),
+        model.config.get_text_config()._attn_implementation, engine.options.compute_dtype, engine.device.torch_device.type,
+    ]  # fmt: skip
+    digest = hashlib.sha256(repr(how).encode())
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        for each in threads.map(_digest, engine.store.units.items()):
+            digest.update(each)
     return digest.hexdigest()
 
 
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "horizon-lm" / "reference"
+def _digest(unit: tuple[str, Any]) -> bytes:
+    """Of the weights of a unit, with their names; what is between them does not count."""
+    name, slabs = unit
+    digest = hashlib.sha256(name.encode())
+    for slab in (slabs.weights, slabs.low):
+        for tensor in slabs.layout if slab is not None else ():
+            digest.update(tensor.encode())
+            digest.update(as_array(slabs.layout.view(slab, tensor)))
+    return digest.digest()

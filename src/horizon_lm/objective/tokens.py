@@ -12,6 +12,13 @@ def nll(model: Any, batch: Batch) -> Loss:
     return Loss(output.loss, batch.num_trained)
 
 
+def likelihood(model: Any, batch: Batch) -> Loss:
+    """The same of held-out rows: without what a mixture of experts adds to its loss for their balance."""
+    options = {"output_router_logits": False} if hasattr(model.config.get_text_config(), "output_router_logits") else {}
+    output = model(**batch.inputs(), **options, labels=batch.labels, num_items_in_batch=batch.num_trained)
+    return Loss(output.loss, batch.num_trained)
+
+
 def dft(model: Any, batch: Batch) -> Loss:
     """Each target's loss weighed by its probability (arXiv 2508.05629, equation 9)."""
     from horizon_lm.engine.logprobs import token_logprobs
@@ -30,7 +37,7 @@ class SmoothedNll:
     def __call__(self, model: Any, batch: Batch) -> Loss:
         from horizon_lm.engine.logprobs import token_logprobs
 
-        output = token_logprobs(model, labels=batch.labels, **batch.inputs(), statistics=True)
+        output = token_logprobs(model, labels=batch.labels, **batch.inputs(), statistics=["mean"])
         assert output.mean is not None
         total = (1 - self._share) * output.logprobs.sum() + self._share * output.mean.sum()
         return Loss(with_balance(-total / batch.num_trained, output.aux_loss), batch.num_trained)

@@ -52,8 +52,8 @@ class BufferSettings:
 
     Attributes:
         tokens: rows of a step times their longest length.
-        table_rows, eval_table_rows: distinct rows of the table that a batch reads at most, of training and of held-out rows;
-            None for as many as there are tokens.
+        table_rows, forward_table_rows: distinct rows of the table that a step reads at most, and a batch that only goes
+            forward; None for as many as there are tokens.
         compute_bytes, grad_bytes: per element on the device, and in the gradient store.
         micro_batches: a device micro-batch is set, so that gradients are accumulated in fp32.
         chunked_head: the head runs in chunks, with an fp32 gradient buffer.
@@ -69,7 +69,7 @@ class BufferSettings:
     offloaded: int = 0
     held: int = 0
     table_rows: int | None = None
-    eval_table_rows: int = 0
+    forward_table_rows: int = 0
 
 
 def slab_elements(tensors: Sequence[int]) -> int:
@@ -77,26 +77,33 @@ def slab_elements(tensors: Sequence[int]) -> int:
     return sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in tensors)
 
 
-def device_buffers(sizes: ModelSizes, settings: BufferSettings) -> Mapping[str, int]:
-    """Bytes of each kind of buffer that a training step allocates, in the worst case over the tokens of a batch."""
+def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSizes | None = None) -> Mapping[str, int]:
+    """Bytes of each kind of buffer that a training step allocates, in the worst case over the tokens of a batch.
+
+    Args:
+        sizes: of the model.
+        trained: of those of its parameters that are trained; None for all.
+    """
+    trained = trained or sizes
     largest = max(slab_elements(block) for block in sizes.blocks)
     head, outer = slab_elements(sizes.head), slab_elements(sizes.outer)
     num_rows = min(settings.tokens, sizes.vocabulary) if settings.table_rows is None else settings.table_rows
-    rows, eval_rows = num_rows * sizes.hidden, settings.eval_table_rows * sizes.hidden
+    rows, forward_rows = num_rows * sizes.hidden, settings.forward_table_rows * sizes.hidden
     compute, grad = settings.compute_bytes, settings.grad_bytes
     accumulates = settings.micro_batches and grad < 4
+    grad_slots = largest if any(map(sum, trained.blocks)) else 0
     first_held = len(sizes.blocks) - settings.held
     buffers = {
         "weight_slots": 2 * largest * compute if first_held else 0,
         "held_weights": sum(map(slab_elements, sizes.blocks[first_held:])) * compute,
-        "grad_slots": (1 if accumulates else 2) * largest * grad,
-        "grad_accumulator": largest * 4 if accumulates else 0,
+        "grad_slots": (1 if accumulates else 2) * grad_slots * grad,
+        "grad_accumulator": grad_slots * 4 if accumulates else 0,
         "head_weights": head * compute,
-        "head_grads": head * (4 if settings.chunked_head else compute),
+        "head_grads": head * (4 if settings.chunked_head else compute) if trained.head else 0,
         "outer_weights": outer * compute,
-        "outer_grads": outer * grad,
-        "table_rows": max(rows, eval_rows) * compute,
-        "table_row_grads": rows * grad,
+        "outer_grads": outer * grad if trained.outer else 0,
+        "table_rows": max(rows, forward_rows) * compute,
+        "table_row_grads": rows * grad if trained.table else 0,
         "boundary_ring": 2 * settings.tokens * sizes.hidden * compute if settings.offloaded else 0,
     }
     return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}

@@ -138,7 +138,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     if room is None:
         return settled, _describe(settled, num_blocks, "device memory is host memory")
     # Buffers as they are when no boundary stays; the ring for boundaries is left out once all of them do.
-    buffers = sum(device_buffers(step.outline.sizes, step.buffer_settings()).values())
+    buffers = sum(device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained).values())
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
     why = f"{format_bytes(left)} of device memory are left for it"
     needed, weights = step_working(step), weights_of_blocks(step)

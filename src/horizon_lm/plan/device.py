@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from horizon_lm.plan.capacity import device_buffers, slab_elements
 from horizon_lm.plan.outline import Linear
+from horizon_lm.plan.request import ForwardBatch
 from horizon_lm.plan.spare import Working
 from horizon_lm.plan.step import Step
 from horizon_lm.plan.work import Footprint
@@ -80,29 +81,28 @@ def device_use(step: Step) -> DeviceUse:
     """What a step takes on the device."""
     residency = step.settings.residency
     kept = residency.boundaries * step.boundary
-    most = max(step_working(step).most(residency.boundaries, residency.graphs), _evaluation(step))
+    in_training = step_working(step).most(residency.boundaries, residency.graphs)
+    most = max([in_training, *(_forward(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(
-        buffers=device_buffers(step.outline.sizes, step.buffer_settings()),
+        buffers=device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained),
         kept=kept,
         for_a_while=most - kept,
         shared=step.outline.shared.at(step.settings.rows),
     )
 
 
-def _evaluation(step: Step) -> int:
-    """What a forward of held-out rows needs: nothing is kept, and there are as many rows at once as in training."""
+def _forward(step: Step, batch: ForwardBatch) -> int:
+    """What a batch without gradients needs: no boundary is kept, and as many rows are there at once as in training."""
     outline, settings = step.outline, step.settings
-    if not settings.eval_rows:
-        return 0
-    share = settings.eval_length / outline.length  # of a row that was outlined
-    at_once = min(settings.eval_rows, settings.micro_batch or settings.eval_rows)
-    tokens = settings.eval_rows * settings.eval_length
+    share = batch.length / outline.length  # of a row that was outlined
+    at_once = min(batch.rows, settings.micro_batch or batch.rows)
+    tokens = batch.rows * batch.length
     hidden = tokens * outline.sizes.hidden * outline.compute_bytes
     in_block = max(kind.forward_peak.at(max(1.0, at_once * share)) for kind in outline.kinds)
     head = outline.head_peak["chunked" if settings.chunked_head else "whole"]
     at_head = head.at(min(tokens, settings.head_chunk_tokens) if settings.chunked_head else tokens)
-    masks = outline.shared.at(settings.eval_rows * max(1.0, share**2)) - outline.shared.at(settings.rows)
-    return int(3 * hidden + max(in_block, at_head) + max(0, masks))
+    masks = outline.shared.at(batch.rows * max(1.0, share**2)) - outline.shared.at(settings.rows)
+    return int(3 * hidden + max(in_block, at_head) + max(0, masks) + batch.kept_bytes)
 
 
 def weights_of_blocks(step: Step) -> Sequence[int]:

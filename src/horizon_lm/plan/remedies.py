@@ -121,10 +121,13 @@ def _less_at_once(plan: Plan) -> Iterator[Change]:
     for size in sorted({max(1, step.settings.slices[0] // 4), 1}, reverse=True):
         if size < step.settings.slices[0]:
             yield _plain("more, smaller slices: a little slower", device_micro_batch_size=size)
-    if request.eval_rows > 1:
-        size = max(1, request.eval_rows // 8)
-        cost = "held-out rows a few at a time"
-        yield Change({"per_device_eval_batch_size": size}, cost, {"eval_rows": size}, {})
+    for index, batch in enumerate(request.forwards):
+        if batch.setting and batch.rows > request.sequences:
+            size = max(1, batch.rows // request.sequences // 8)
+            others = list(request.forwards)
+            others[index] = replace(batch, rows=size * request.sequences)
+            cost = "fewer rows at once where there is no gradient"
+            yield Change({batch.setting: size}, cost, {"forwards": tuple(others)}, {})
     if request.held_blocks or request.held_graphs or (request.boundaries == "device" and not plan.machine.on_host):
         settings = {"boundaries": "host", "held_blocks": 0, "held_graphs": 0}
         yield Change(settings, "more transfers and recomputation", settings, {})

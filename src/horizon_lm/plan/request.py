@@ -8,6 +8,23 @@ from horizon_lm.plan.budget import Limit
 from horizon_lm.plan.hardware import Hardware
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """A batch of which no gradients are wanted: held-out rows, rows of which a reference is needed, a sample prompt.
+
+    Attributes:
+        rows: sequences of tokens.
+        length: tokens of the longest.
+        setting: of a run, by which there may be fewer rows; empty if there is none.
+        kept_bytes: that stay on the device meanwhile: keys and values.
+    """
+
+    rows: int
+    length: int
+    setting: str = ""
+    kept_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
     """What of a run's settings and rows is not the plan's to choose, and shapes a step.
@@ -16,7 +33,7 @@ class Given:
         precision, moments, update_in_backward: as in a run's settings.
         grad_bytes: of an element of the gradient store.
         compiled: blocks are compiled.
-        eval_rows, eval_length: of a batch of held-out rows; 0 without them.
+        forwards: other batches of the run.
         distinct_tokens: that there are in all rows; None if that is not known.
     """
 
@@ -25,8 +42,7 @@ class Given:
     grad_bytes: int = 2
     update_in_backward: bool = False
     compiled: bool = False
-    eval_rows: int = 0
-    eval_length: int = 0
+    forwards: tuple[ForwardBatch, ...] = ()
     distinct_tokens: int | None = None
 
     @property

@@ -85,7 +85,7 @@ class Step:
             offloaded=self.offloaded,
             held=settings.residency.weights,
             table_rows=self.table_rows,
-            eval_table_rows=self._distinct(settings.eval_rows * settings.eval_length),
+            forward_table_rows=max((self._distinct(each.rows * each.length) for each in settings.forwards), default=0),
         )
 
     def host_settings(self) -> HostSettings:

@@ -29,9 +29,11 @@ class Admission:
         if not plan.fits and not plan_run(run, self._source, machine, rows=shortest, priced=False).fits:
             self._refuse(plan)
 
-    def admit(self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, num_checkpoints: int) -> Plan:
+    def admit(
+        self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, num_checkpoints: int, prompt_length: int
+    ) -> Plan:
         """The plan for these rows; DoesNotFitError with what would make it fit."""
-        shape = RowShape.of(loader, held_out)
+        shape = RowShape.of(loader, held_out, prompt_length)
         plan = plan_run(
             self._run, self._source, this_machine(self._run), rows=shape, num_steps=num_steps,
             num_checkpoints=num_checkpoints,

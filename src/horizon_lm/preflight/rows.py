@@ -17,7 +17,8 @@ class RowShape:
         length, eval_length: tokens of the longest one to train on, and of the longest held-out one.
         usual_length: tokens of the longest one of a step, as steps go; None for ``length``.
         tokens: of a step, without padding; None if that is not known.
-        masked: rows differ in length, so that they are padded.
+        prompt_length: tokens of the longest sample prompt; 0 without any, or if that is not known.
+        masked: attention needs a mask, because rows are padded or packed.
         distinct_tokens: that there are in all of them; None if that is not known.
     """
 
@@ -27,9 +28,10 @@ class RowShape:
     distinct_tokens: int | None = None
     usual_length: int | None = None
     tokens: float | None = None
+    prompt_length: int = 0
 
     @classmethod
-    def of(cls, loader: Loader, held_out: Iterable[TokenTable]) -> "RowShape":
+    def of(cls, loader: Loader, held_out: Iterable[TokenTable], prompt_length: int = 0) -> "RowShape":
         """Of rows that are there, and of the steps that they are trained in."""
         rows, held_out, present = loader.rows, list(held_out), np.zeros(1, dtype=bool)
         assert isinstance(rows, TokenTable)
@@ -45,8 +47,9 @@ class RowShape:
         return cls(
             int(rows.lengths.max()),
             max((int(table.lengths.max()) for table in held_out), default=0),
-            masked=int(rows.lengths.min()) < int(rows.lengths.max()),
+            masked=any(table.needs_mask for table in (rows, *held_out)),
             distinct_tokens=distinct,
             usual_length=round(usual),
             tokens=float(in_epoch) / len(steps),
+            prompt_length=prompt_length,
         )

@@ -1,15 +1,15 @@
 """The plan of a run, and what follows from it: settings, or an error with what would help."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from horizon_lm.config import RunConfig
+from horizon_lm.config import DpoConfig, RunConfig
 from horizon_lm.errors import ConfigError, DoesNotFitError
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.plan import Plan, describe_deficit, make_plan
 from horizon_lm.plan.remedies import Remedy, find_remedies
-from horizon_lm.plan.request import Machine, Request
+from horizon_lm.plan.request import ForwardBatch, Machine, Request
 from horizon_lm.plan.text import remedy_lines
 from horizon_lm.preflight.rows import RowShape
 from horizon_lm.preflight.source import Source
@@ -55,7 +55,7 @@ def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
     from horizon_lm.model.attention import large_mask
 
     outline, config = plan.step.outline, source.config.get_text_config()
-    shapes = (plan.request.rows, rows.length), (plan.request.eval_rows, plan.request.eval_length)
+    shapes = [(plan.request.rows, rows.length), *((each.rows, each.length) for each in plan.request.forwards)]
     problems = [
         large_mask(config, outline.attention, *shape, outline.compute_bytes, lambda: rows.masked) for shape in shapes
     ]
@@ -67,11 +67,10 @@ def make_request(
 ) -> Request:
     """A run's settings as the plan has them."""
     grad = run.grad_dtype or ("float32" if run.precision == "float32" else "bfloat16")
-    sequences = 2 if run.objective == "dpo" else 1
     return Request(
         per_device_train_batch_size=run.per_device_train_batch_size,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
-        sequences=sequences,
+        sequences=_sequences(run),
         device_micro_batch_size=run.device_micro_batch_size,
         precision=run.precision,
         moments=run.moments,
@@ -86,8 +85,7 @@ def make_request(
         held_graphs=run.held_graphs,
         device_memory=run.device_memory,
         compiled=run.device != "cpu" if run.compile == "auto" else bool(run.compile),
-        eval_rows=run.per_device_eval_batch_size * sequences if run.has_held_out else 0,
-        eval_length=rows.eval_length if run.has_held_out else 0,
+        forwards=tuple(_forwards(run, source, rows)),
         distinct_tokens=rows.distinct_tokens,
         tokens_per_step=rows.tokens,
         num_steps=num_steps,
@@ -95,6 +93,26 @@ def make_request(
         export_bytes=source.stored_bytes,
         download_bytes=0 if source.is_here else num_parameters * source.stored_bytes,
     )
+
+
+def _sequences(run: RunConfig) -> int:
+    return 2 if run.objective == "dpo" else 1
+
+
+def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[ForwardBatch]:
+    """Batches of a run that only go forward."""
+    sequences = _sequences(run)
+    if run.has_held_out:
+        size = run.per_device_eval_batch_size * sequences
+        yield ForwardBatch(size, rows.eval_length, "per_device_eval_batch_size")
+    if isinstance(run, DpoConfig):
+        size = run.reference_batch_size * sequences
+        yield ForwardBatch(size, rows.length, "precompute_ref_batch_size")
+    if run.sample_prompts:
+        # Before there is a tokenizer: hardly a token is shorter than a character.
+        longest = rows.prompt_length or max(map(len, run.sample_prompts))
+        length = longest + run.sample_max_new_tokens
+        yield ForwardBatch(1, length, kept_bytes=length * source.cache_bytes_per_token(run))
 
 
 def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:

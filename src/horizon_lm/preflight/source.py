@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config import RunConfig, TextConfig
+from horizon_lm.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.plan.outline import ModelOutline
 
 
@@ -25,18 +25,27 @@ class Source:
     is_here: bool
     _outlines: dict[Any, ModelOutline] = field(default_factory=dict)
 
+    def cache_bytes_per_token(self, run: RunConfig) -> int:
+        """Keys and values that all blocks keep of a token in generation, on the device."""
+        config = self.config.get_text_config()
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if getattr(config, "kv_lora_rank", None) is None:
+            heads = getattr(config, "num_key_value_heads", None) or heads
+        else:  # they are kept as they are expanded (arXiv 2405.04434)
+            width = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+        return int(2 * config.num_hidden_layers * heads * width * _compute_dtype(run).itemsize)
+
     def outline(
         self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
     ) -> ModelOutline:
         """Its outline for a run. Arguments: as `model.outline.outline_config` has them."""
-        import torch
-
         from horizon_lm.model.outline import outline_config
 
         accelerated = run.device != "cpu"
         options: dict[str, Any] = {
             "length": length,
-            "dtype": torch.bfloat16 if accelerated and run.precision != "float32" else torch.float32,
+            "dtype": _compute_dtype(run),
             "masked": masked,
             "attn_implementation": run.attn_implementation,
             "on_accelerator": accelerated,
@@ -44,11 +53,26 @@ class Source:
             "trust_remote_code": run.trust_remote_code,
             "trainable": run.trainable,
             "packed": isinstance(run, TextConfig) and bool(run.packing or run.eval_packing),
+            "head_values": _head_values(run),
         }
         key = tuple(options.values())
         if key not in self._outlines:
             self._outlines[key] = outline_config(self.config, self.name, **options)
         return self._outlines[key]
+
+
+def _compute_dtype(run: RunConfig) -> Any:
+    """Of weights and hidden states on the device."""
+    import torch
+
+    return torch.bfloat16 if run.device != "cpu" and run.precision != "float32" else torch.float32
+
+
+def _head_values(run: RunConfig) -> tuple[str, ...]:
+    """What of each token the run's loss is made of, where it is not Hugging Face's own."""
+    if isinstance(run, TextConfig) and run.label_smoothing_factor:
+        return "logprobs", "mean"
+    return ("logprobs",) if run.objective == "dpo" or (isinstance(run, SftConfig) and run.loss_type == "dft") else ()
 
 
 def open_source(run: RunConfig) -> Source:

@@ -22,12 +22,14 @@ class Wishes:
 class Callbacks:
     """Tells callbacks what happens, and listens to what they ask for. Without callbacks nothing is imported.
 
+    A wish to end an epoch before its last row is not heeded: a step's rows follow from its number.
+
     Args:
         config: of the run.
         own: instances or classes of `transformers.TrainerCallback`.
 
     Raises:
-        ConfigError: a service of ``report_to`` whose package is not installed.
+        ConfigError: a service of ``report_to`` whose package is not installed, or settings that transformers refuses.
     """
 
     def __init__(self, config: RunConfig, own: Sequence[Any], num_steps: int, steps_per_epoch: int) -> None:
@@ -42,6 +44,8 @@ class Callbacks:
             self._args = TrainingArguments(**_shared(config))
         except ImportError as error:
             raise ConfigError(f"callbacks need accelerate, which is not installed ({first_line(error)})") from error
+        except ValueError as error:
+            raise ConfigError(f"callbacks: transformers' TrainingArguments refuse the run: {error}") from error
         self._state, self._control = TrainerState(max_steps=num_steps, log_history=[]), TrainerControl()
 
     def begin(self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any) -> None:
@@ -73,17 +77,23 @@ class Callbacks:
         """Gradients are there."""
         self._tell("on_pre_optimizer_step")
 
-    def after_step(self, step: int) -> Wishes:
-        """Step ``step`` is done; what callbacks wish for now."""
+    @property
+    def wishes(self) -> Wishes:
+        """What callbacks wish for now: any event may change it."""
         if self._handler is None:
             return Wishes()
+        control = self._control
+        return Wishes(control.should_log, control.should_evaluate, control.should_save, control.should_training_stop)
+
+    def after_step(self, step: int) -> None:
+        """Step ``step`` is done."""
+        if self._handler is None:
+            return
         self._state.global_step, self._state.epoch = step, step / self._steps_per_epoch
         self._tell("on_optimizer_step")
         self._tell("on_step_end")
         if step % self._steps_per_epoch == 0:
             self._tell("on_epoch_end")
-        control = self._control
-        return Wishes(control.should_log, control.should_evaluate, control.should_save, control.should_training_stop)
 
     def logged(self, line: Mapping[str, Any]) -> None:
         """A line of metrics was written."""
@@ -94,6 +104,13 @@ class Callbacks:
         self._tell("on_log", logs=logs)
         if "eval_loss" in line:
             self._tell("on_evaluate", metrics=logs)
+            self._remember_best(logs)
+
+    def _remember_best(self, logs: Mapping[str, float]) -> None:
+        """As a Trainer does, after its callbacks have been told: some stop a run that gets no better."""
+        state, value = self._state, logs["eval_loss"]
+        if state.best_metric is None or value < state.best_metric:
+            state.best_metric, state.best_global_step = value, state.global_step
 
     def saved(self) -> None:
         """The model was exported."""
@@ -101,6 +118,8 @@ class Callbacks:
 
     def end(self) -> None:
         """Training is over."""
+        if self._handler is not None and self._state.global_step % self._steps_per_epoch:
+            self._tell("on_epoch_end")
         self._tell("on_train_end")
 
     def _tell(self, event: str, **details: Any) -> None:
@@ -129,6 +148,9 @@ def _shared(config: RunConfig) -> dict[str, Any]:
 
     theirs = {field.name for field in fields(TrainingArguments) if field.init}
     ours = {name: value for name, value in config.model_dump().items() if name in theirs and value is not None}
-    # nothing is to be done by these: the loop does it
-    ours |= {"report_to": "none", "push_to_hub": False, "eval_strategy": "no", "use_cpu": config.device == "cpu"}
+    ours |= {"report_to": "none", "push_to_hub": False, "use_cpu": config.device == "cpu"}  # the loop does it
+    if config.has_held_out:
+        ours["metric_for_best_model"] = "loss"
+    else:
+        ours["eval_strategy"] = "no"
     return {**ours, "output_dir": str(Path(config.output_dir).expanduser())}

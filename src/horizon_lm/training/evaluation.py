@@ -1,10 +1,9 @@
-"""Held-out rows, and answers to sample prompts: forward passes alone."""
+"""Held-out rows: forward passes alone."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import in_order
 from horizon_lm.data.table import TokenTable
 from horizon_lm.errors import NonFiniteError
@@ -31,7 +30,7 @@ def evaluate(
         for name, total in totals.items():
             line |= _means([total], f"eval_{name}_")
     if not math.isfinite(line["eval_loss"]):
-        raise NonFiniteError(f"after step {step}: the held-out loss is {line['eval_loss']}; nothing was exported")
+        raise NonFiniteError(f"after step {step}: the held-out loss is {line['eval_loss']}")
     return line
 
 
@@ -74,36 +73,3 @@ def _means(totals: Any, prefix: str) -> dict[str, float]:
     for name in totals[0].metrics:
         line[f"{prefix}{name}"] = sum(total.metrics[name] for total in totals) / weight
     return line
-
-
-def answer(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-    """What the model says to each prompt, greedily; through the chat template, if there is one."""
-    import torch
-
-    was_training = model.training
-    model.eval()
-    answers = []
-    for prompt in prompts:
-        if tokenizer.chat_template is None:
-            inputs = tokenizer(prompt, return_tensors="pt")
-        else:
-            message = [{"role": "user", "content": prompt}]
-            inputs = tokenizer.apply_chat_template(
-                message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        length = inputs["input_ids"].shape[1]
-        with torch.no_grad():
-            output = model.generate(
-                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], do_sample=False,
-                max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-            )  # fmt: skip
-        answers.append(tokenizer.decode(output[0, length:], skip_special_tokens=True))
-    model.train(was_training)
-    return answers
-
-
-def sample(model: Any, tokenizer: Any, config: RunConfig, step: int) -> dict[str, Any]:
-    """The answers to a run's sample prompts, as a line of metrics."""
-    prompts = config.sample_prompts or []
-    answers = answer(model, tokenizer, prompts, config.sample_max_new_tokens)
-    return {"step": step, "samples": [{"prompt": p, "answer": a} for p, a in zip(prompts, answers, strict=True)]}

@@ -1,7 +1,5 @@
 """A training run, from its settings to a model in a folder."""
 
-import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +9,18 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.file import as_config
 from horizon_lm.data.audit import refuse
 from horizon_lm.data.loader import Batch
-from horizon_lm.errors import NonFiniteError, NonFiniteWarning
-from horizon_lm.objective.base import Loss, Objective, OwnObjective
 from horizon_lm.plan.text import summary_lines
 from horizon_lm.preflight.admission import Admission
 from horizon_lm.preflight.run import settle
 from horizon_lm.training.calendar import Calendar
-from horizon_lm.training.callbacks import Callbacks, Wishes
-from horizon_lm.training.evaluation import evaluate, sample
+from horizon_lm.training.callbacks import Callbacks
+from horizon_lm.training.evaluation import evaluate
 from horizon_lm.training.folder import RunFolder
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.metrics import Metrics, Reporter
+from horizon_lm.training.non_finite import finite, update
 from horizon_lm.training.objectives import Objectives, make_objectives
+from horizon_lm.training.samples import Prompts
 from horizon_lm.training.setup import RunData, build_optimizer, choose_device, load_data, load_model, load_tokenizer
 from horizon_lm.training.tracing import Tracing
 
@@ -63,7 +61,8 @@ def train(
 
     Raises:
         ConfigError, DataError, DoesNotFitError: before the first step.
-        NonFiniteError: a loss or gradient is NaN or infinite; the step is not applied, and nothing is exported.
+        NonFiniteError: a loss or gradient is NaN or infinite; the step is not applied, and nothing is exported. Or the loss
+            of held-out rows is, after the last step, and then the model is there.
         InterruptedRunError: SIGINT or SIGTERM, at the end of a step.
     """
     config = as_config(run)
@@ -82,28 +81,28 @@ def train(
         sampler = data.loader.sampler
         num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
         calendar = Calendar(config, num_steps, sampler.steps_per_epoch)
-        plan = admission.admit(data.loader, data.held_out.values(), num_steps, calendar.num_saves())
+        prompts = Prompts(config, tokenizer)
+        plan = admission.admit(data.loader, data.held_out.values(), num_steps, calendar.num_saves(), prompts.longest)
         for line in summary_lines(plan):
             reporter.say(line)
         config = settle(config, plan)
         listeners = Callbacks(config, callbacks, num_steps, sampler.steps_per_epoch)
         folder.begin(config, plan)
         model = load_model(config)
-        objectives = make_objectives(config, model, data, reporter)
+        objectives = make_objectives(config, model, data, reporter, objective)
         optimizer, scheduler = build_optimizer(model, config, num_steps)
-        loop = _Loop(
-            config, folder, reporter, listeners, tokenizer, data, calendar, model, objectives,
-            OwnObjective(objective) if objective is not None else objectives.training, optimizer, scheduler,
-            Metrics(num_steps, sampler.steps_per_epoch, plan),
-        )  # fmt: skip
-        result = loop.run(interrupts, num_steps)
+        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan)
+        result = _Loop(
+            config, folder, reporter, listeners, tokenizer, data, prompts, calendar, model, objectives, optimizer, scheduler,
+            metrics,
+        ).run(interrupts)  # fmt: skip
         if config.push_to_hub:
             reporter.say(folder.push(config))
         reporter.say(folder.how_to_use())
     return result
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Loop:
     """A run whose parts are all there."""
 
@@ -113,35 +112,37 @@ class _Loop:
     listeners: Callbacks
     tokenizer: Any
     data: RunData
+    prompts: Prompts
     calendar: Calendar
     model: Any
     objectives: Objectives
-    learn: Objective
     optimizer: Any
     scheduler: Any
     metrics: Metrics
+    judged: tuple[int, float | None] = (-1, None)  # the last evaluation: after which step, and its loss
 
-    def run(self, interrupts: Interrupts, num_steps: int) -> RunResult:
+    def run(self, interrupts: Interrupts) -> RunResult:
         """All steps, and the export."""
-        folder, listeners = self.folder, self.listeners
+        folder, listeners, num_steps = self.folder, self.listeners, self.calendar.num_steps
         tracing = Tracing(self.model, self.config.trace_steps, num_steps, folder.trace_file)
         self.reporter.begin(folder.metrics_file, num_steps)
+        listeners.begin(self.model, self.tokenizer, self.optimizer, self.scheduler)
         interrupts.wait_for_boundary()
         loss_before = self.hold_out(0)
-        listeners.begin(self.model, self.tokenizer, self.optimizer, self.scheduler)
-        step, stop = 0, False
-        while step < num_steps and not stop:
+        step = 0
+        while step < num_steps and not listeners.wishes.stop:
             interrupts.check(step, num_steps, folder.metrics_file)
             step += 1
             tracing.before_step(step)
             listeners.before_step(step)
             self.learn_from(self.data.loader.batch(step - 1), step)
-            wishes = listeners.after_step(step)
-            stop = wishes.stop
-            self.finish_step(step, wishes)
+            listeners.after_step(step)
+            self.finish_step(step)
         tracing.finish(step)
-        loss_after = self.hold_out(step)
+        if self.metrics.has_steps:
+            self.log(step)
         folder.export(self.model, self.tokenizer)
+        loss_after = self.hold_out(step)
         listeners.end()
         folder.draw_loss()
         self.reporter.stop_bar()
@@ -149,77 +150,49 @@ class _Loop:
 
     def learn_from(self, batch: Batch, step: int) -> None:
         """Forward, backward and update."""
-        loss = self.learn(self.model, batch)
-        self.metrics.add(finite(loss, step, batch, self.config, self.folder), loss, batch)
+        loss = self.objectives.training(self.model, batch)
+        value = finite(loss, step, batch, self.config, self.folder)
         loss.value.backward()
         self.listeners.before_update()
         update(self.optimizer, step, batch, self.folder, self.reporter)
-
-    def finish_step(self, step: int, wishes: Wishes) -> None:
-        """What is due after a step, by the calendar or because a callback wishes for it."""
-        config, calendar = self.config, self.calendar
-        if calendar.logs(step) or wishes.log or wishes.stop:
-            learning_rate = self.scheduler.get_last_lr()[0]
-            self.record(self.metrics.line(step, self.optimizer, learning_rate, self.model, config.log_unit_grad_norms))
+        self.metrics.add(value, loss, batch, self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.optimizer.zero_grad()
-        self.reporter.advance(self.metrics.last_loss)
-        if calendar.evaluates(step) or wishes.evaluate:
+        self.reporter.advance(value)
+
+    def finish_step(self, step: int) -> None:
+        """What is due after a step, by the calendar or because a callback wishes for it."""
+        calendar, listeners = self.calendar, self.listeners
+        if calendar.logs(step) or listeners.wishes.log:
+            self.log(step)
+        if calendar.evaluates(step) or listeners.wishes.evaluate:
             self.hold_out(step)
-        if calendar.samples(step) or (wishes.stop and config.sample_prompts):
-            answers = sample(self.model, self.tokenizer, config, step)
+        if calendar.samples(step) or (listeners.wishes.stop and self.config.sample_prompts):
+            with self.metrics.aside():
+                answers = self.prompts.answer(self.model, step)
             self.folder.keep_samples(answers)
             self.reporter.tell(answers)
-        if calendar.saves(step) or wishes.save:
-            self.folder.save(self.model, self.tokenizer, step)
-            self.listeners.saved()
+        if calendar.saves(step) or listeners.wishes.save:
+            with self.metrics.aside():
+                self.folder.save(self.model, self.tokenizer, step)
+            listeners.saved()
 
     def hold_out(self, step: int) -> float | None:
-        """Evaluate on held-out rows; their loss, or None without any."""
-        batch_size = self.config.per_device_eval_batch_size
-        line = evaluate(self.model, self.objectives.held_out, self.data.held_out, batch_size, step)
-        if line is None:
-            return None
-        self.record(line)
-        return float(line["eval_loss"])
+        """The loss of held-out rows, None without any; once a step."""
+        if self.judged[0] != step:
+            with self.metrics.aside():
+                batch_size = self.config.per_device_eval_batch_size
+                line = evaluate(self.model, self.objectives.held_out, self.data.held_out, batch_size, step)
+            self.judged = step, None if line is None else line["eval_loss"]
+            if line is not None:
+                self.record(line)
+        return self.judged[1]
+
+    def log(self, step: int) -> None:
+        """What was measured since the last time."""
+        self.record(self.metrics.line(step, self.optimizer, self.model, self.config.log_unit_grad_norms))
 
     def record(self, line: dict[str, Any]) -> None:
         """A line of metrics, for everybody who listens."""
         self.reporter.write(line)
         self.listeners.logged(line)
-
-
-def finite(loss: Loss, step: int, batch: Batch, config: RunConfig, folder: RunFolder) -> float:
-    """The loss as a number; NonFiniteError if it is NaN or infinite, unless such steps are left out."""
-    value = float(loss.value.item())
-    if not math.isfinite(value) and config.non_finite == "raise":
-        raise NonFiniteError(_non_finite(f"the loss is {value}", step, batch, folder))
-    return value
-
-
-def update(optimizer: Any, step: int, batch: Batch, folder: RunFolder, reporter: Reporter) -> None:
-    """An optimizer step; it refuses gradients that are not finite, and this tells where they come from."""
-    try:
-        skipped = optimizer.num_skipped
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NonFiniteWarning)  # said below, with the rows
-            optimizer.step()
-    except NonFiniteError as error:
-        if optimizer.torn:
-            raise NonFiniteError(f"{error} Rows of this step: {_places(batch)}") from error
-        raise NonFiniteError(_non_finite("the gradient is not finite", step, batch, folder)) from error
-    if optimizer.num_skipped > skipped:
-        reporter.say(f"step {step}: skipped, because the gradient is not finite. Its rows: {_places(batch)}")
-
-
-def _places(batch: Batch) -> str:
-    return ", ".join(batch.places[:8]) + (", ..." if len(batch.places) > 8 else "")
-
-
-def _non_finite(what: str, step: int, batch: Batch, folder: RunFolder) -> str:
-    before = f"as step {step - 1} left them" if step > 1 else "as they were loaded"
-    remedy = "lower learning_rate" if step > 1 else "check the weights of the model"
-    return (
-        f"step {step}: {what}. The weights are {before}, nothing was exported, and the metrics so far are in "
-        f"{folder.metrics_file}. Remedy: {remedy}, or look at the rows of this step: {_places(batch)}"
-    )

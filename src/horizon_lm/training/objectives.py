@@ -1,11 +1,12 @@
 """The objective of a run, ready for its rows."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
-from horizon_lm.objective.base import Objective
+from horizon_lm.data.table import TokenTable
+from horizon_lm.objective.base import Objective, OwnObjective
 from horizon_lm.training.metrics import Reporter
 from horizon_lm.training.setup import RunData
 
@@ -23,39 +24,46 @@ class Objectives:
     held_out: Mapping[str, Objective]
 
 
-def make_objectives(config: RunConfig, model: Any, data: RunData, reporter: Reporter) -> Objectives:
-    """The objectives of a run. Before preferences are learned, the reference is computed with ``model`` as it is."""
+def make_objectives(
+    config: RunConfig, model: Any, data: RunData, reporter: Reporter, own: Callable[..., Any] | None = None
+) -> Objectives:
+    """The objectives of a run. Before preferences are learned, the reference is computed with ``model`` as it is.
+
+    Args:
+        own: a user's function to train with, as `OwnObjective` has it.
+    """
     if isinstance(config, DpoConfig):
-        return _dpo(config, model, data, reporter)
-    learn, judge = _of_tokens(config)
-    return Objectives(learn, dict.fromkeys(data.held_out, judge))
+        return _dpo(config, model, data, reporter, own)
+    from horizon_lm.objective import tokens
+
+    return Objectives(OwnObjective(own) if own else _of_tokens(config), dict.fromkeys(data.held_out, tokens.likelihood))
 
 
-def _of_tokens(config: RunConfig) -> tuple[Objective, Objective]:
-    """The loss to train with, and that of held-out rows: always the likelihood, of which perplexity is made."""
+def _of_tokens(config: RunConfig) -> Objective:
+    """The loss to train with; that of held-out rows is always the likelihood, of which perplexity is made."""
     from horizon_lm.objective import tokens
 
     if isinstance(config, SftConfig) and config.loss_type == "dft":
-        return tokens.dft, tokens.nll
+        return tokens.dft
     if isinstance(config, TextConfig) and config.label_smoothing_factor:
-        return tokens.SmoothedNll(config.label_smoothing_factor), tokens.nll
-    return tokens.nll, tokens.nll
+        return tokens.SmoothedNll(config.label_smoothing_factor)
+    return tokens.nll
 
 
-def _dpo(config: DpoConfig, model: Any, data: RunData, reporter: Reporter) -> Objectives:
-    from horizon_lm.model import source
+def _dpo(
+    config: DpoConfig, model: Any, data: RunData, reporter: Reporter, own: Callable[..., Any] | None
+) -> Objectives:
     from horizon_lm.objective.dpo import Dpo
-    from horizon_lm.objective.reference import lookup, model_key, reference_logprobs
+    from horizon_lm.objective.reference import ReferenceCache, lookup
 
-    key = model_key(
-        source.local_folder(config.model_name_or_path), config.gguf_file, config.precision, model.config._attn_implementation,
-        str(model._horizon.engine.options.compute_dtype), config.device.partition(":")[0],
-    )  # fmt: skip
-    batch_size = config.precompute_ref_batch_size or config.per_device_train_batch_size
+    cache = ReferenceCache(model)
 
-    def of(name: str, rows: Any) -> Objective:
+    def of(name: str, rows: TokenTable, batch_size: int) -> Objective:
         with reporter.progress(f"reference of {name}") as advance:
-            return Dpo(config, lookup(reference_logprobs(model, rows, batch_size, key, advance)))
+            return Dpo(config, lookup(cache.logprobs(rows, batch_size, advance)))
 
-    learn = of("training data", data.loader.rows)
-    return Objectives(learn, {name: of(name, rows) for name, rows in data.held_out.items()})
+    if cache.problem:
+        reporter.say(f"reference: {cache.problem}, so it will have to be computed again in the next run")
+    learn = OwnObjective(own) if own else of("training data", data.training.packed, config.reference_batch_size)
+    size = config.per_device_eval_batch_size
+    return Objectives(learn, {name: of(name, rows, size) for name, rows in data.held_out.items()})

@@ -30,9 +30,7 @@ class Tracing:
     def before_step(self, step: int) -> None:
         """A step is about to begin; the one before it is over."""
         if self._trace is not None:
-            now = time.perf_counter()
-            self._trace.steps.append((step - 1, self._begun, now))
-            self._begun = now
+            self._step_is_over(step - 1)
             if step > self._last:
                 self._write()
         elif step == self._first <= self._last:
@@ -42,10 +40,17 @@ class Tracing:
             self._trace = self._device.trace = Trace(self._sample)
             self._begun = time.perf_counter()
 
-    def finish(self, num_steps: int) -> None:
-        """The last step is over."""
+    def finish(self, step: int) -> None:
+        """The last step is over, which may be one before those that were to be recorded have come to their end."""
         if self._trace is not None:
-            self.before_step(num_steps + 1)
+            self._step_is_over(step)
+            self._write()
+
+    def _step_is_over(self, step: int) -> None:
+        assert self._trace is not None
+        now = time.perf_counter()
+        self._trace.steps.append((step, self._begun, now))
+        self._begun = now
 
     def _sample(self) -> dict[str, int]:
         return {"device bytes": self._device.used_bytes(), "host bytes": resident_bytes()}
