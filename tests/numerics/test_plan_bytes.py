@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import horizon_lm
@@ -114,7 +114,7 @@ def train(streamed: Any, case: Case, steps: int = 2) -> None:
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(case=cases())
 def test_what_is_allocated_is_what_was_planned(family: str, case: Case) -> None:
     model = families.build(family)
@@ -196,3 +196,26 @@ DEFAULTS: dict[str, Any] = {
     "precision": "float32", "head": "chunked", "boundaries": "auto", "held_blocks": None, "held_graphs": None,
     "device_micro_batch_size": None, "head_chunk_tokens": None, "grad_dtype": None,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("values", [("logprobs",), ("logprobs", "mean")])
+@pytest.mark.parametrize("head", ["chunked", "whole"])
+def test_heads_of_other_losses_are_as_planned(head: str, values: tuple[str, ...]) -> None:
+    """A vocabulary so wide that the loss decides."""
+    model = families.build("llama", vocab_size=20_000, max_position_embeddings=128)
+    outline = outline_config(model.config, "tiny", length=96, dtype=torch.float32, head_values=values)
+    options = {**DEFAULTS, "head": head, "head_chunk_tokens": 128 if head == "chunked" else None}
+    step = choose(outline, Case(4, options, "float32", False, frozenset()).request, HERE).step
+    streamed = horizon_lm.stream(model, **options)
+    ids = torch.randint(3, 20_000, (4, 96))
+    mask = torch.ones_like(ids)
+    mask[0, -5:] = 0
+    with StorageMeter() as counted:
+        for _ in range(2):
+            found = horizon_lm.token_logprobs(
+                streamed, input_ids=ids, attention_mask=mask, labels=ids, statistics=values[1:]
+            )
+            (found.logprobs.sum() if found.mean is None else found.logprobs.sum() + found.mean.sum()).backward()
+    horizon_lm.synchronize(streamed)
+    print(f"{head} {values}: counted {counted.peak:,}, planned {device_use(step).total:,}")
+    assert counted.peak == pytest.approx(device_use(step).total, rel=0.05)

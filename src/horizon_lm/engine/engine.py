@@ -174,15 +174,7 @@ class Engine:
 
     def _kept_blocks(self, inputs_need_grad: bool) -> frozenset[int]:
         """Blocks that a gradient passes through: from the first trainable unit on."""
-        norm = {id(p) for p in self.parts.final_norm.parameters()} if self.parts.final_norm else set()
-        before_blocks = any(
-            self.refs[name].param.requires_grad and id(self.refs[name].param) not in norm
-            for unit in (EMBED, OUTER)
-            for name in self.store.units[unit].layout
-        )
-        if before_blocks or inputs_need_grad:
-            return frozenset(range(self.parts.num_blocks))
-        first = next((u for u in range(self.parts.num_blocks) if self.trainable(block(u))), self.parts.num_blocks)
+        first = 0 if inputs_need_grad else self.parts.first_differentiated()
         return frozenset(range(first, self.parts.num_blocks))
 
     @property

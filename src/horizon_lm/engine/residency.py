@@ -31,21 +31,22 @@ def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.T
     trained = engine.parts.sizes(trained_only=True)
     assert options.head_peak is not None
     boundary, tokens = hidden.numel() * hidden.element_size(), hidden.numel() // hidden.shape[-1]
+    num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
     settings = BufferSettings(
         tokens=tokens,
         compute_bytes=options.compute_dtype.itemsize,
         grad_bytes=engine.store.precision.grad_dtype.itemsize,
         micro_batches=options.device_micro_batch_size is not None,
         chunked_head=options.head == "chunked",
-        offloaded=engine.parts.num_blocks,
+        offloaded=num_blocks - first,
     )
-    num_blocks = engine.parts.num_blocks
     needed = working(
         [footprints] * len(engine.micro_batches()),
         boundary=boundary,
         tokens=tokens,
         head_peak=options.head_peak,
         head_chunk_tokens=options.head_chunk_tokens if options.head == "chunked" else None,
+        first=first,
     )
 
     spare = engine.device.spare_bytes()
@@ -63,7 +64,7 @@ def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.T
             residency = Residency(*map(min, astuple(residency), astuple(spend(left, weights, needed))))
     else:
         residency = spend(left, weights, needed)
-    kept = replace(settings, offloaded=num_blocks - residency.boundaries, held=residency.weights)
+    kept = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), held=residency.weights)
     peak = sum(device_buffers(sizes, kept, trained).values()) + needed.most(residency.boundaries, residency.graphs)
     return DevicePlan(residency, peak + engine.device.scratch_bytes)
 

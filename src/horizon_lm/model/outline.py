@@ -78,6 +78,7 @@ def outline_config(
         length=length,
         compute_bytes=dtype.itemsize,
         attention=used,
+        first_differentiated=parts.first_differentiated(),
         **computation,
     )
 

@@ -54,6 +54,15 @@ class ModelParts:
         refs = self.units[EMBED] if self.tied else self.units[HEAD]
         return int(refs[0].param.shape[1])
 
+    def first_differentiated(self) -> int:
+        """The first block that a gradient passes through; as many as there are blocks, if none does."""
+        norm = {id(p) for p in self.final_norm.parameters()} if self.final_norm else set()
+        before_blocks = (ref for unit in (EMBED, OUTER) for ref in self.units[unit] if id(ref.param) not in norm)
+        if any(ref.param.requires_grad for ref in before_blocks):
+            return 0
+        trained = (u for u in range(self.num_blocks) if any(ref.param.requires_grad for ref in self.units[block(u)]))
+        return next(trained, self.num_blocks)
+
     def sizes(self, trained_only: bool = False) -> ModelSizes:
         """Elements of the model's parameters, or only of those that are trained, for the plan."""
         numel = {

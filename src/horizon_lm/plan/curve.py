@@ -35,7 +35,7 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
     """
     changes: list[tuple[float, int]] = []
     needed, residency = step_working(step), step.settings.residency
-    num_blocks = step.outline.num_blocks
+    num_blocks, first = step.outline.num_blocks, step.outline.first_differentiated
     of_slice = step.outline.footprints(step.settings.slices[0])
     for span in spans:
         if span.op.stream != Stream.COMPUTE or span.end <= span.start:
@@ -45,9 +45,9 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
         if not span.op.unit.startswith("block"):
             continue
         index = int(span.op.unit.removeprefix("block"))
-        stays = step.boundary if index >= num_blocks - residency.boundaries else 0
+        stays = step.boundary if index >= max(first, num_blocks - residency.boundaries) else 0
         graph = needed.graphs[index]
-        stays += graph if index >= num_blocks - residency.graphs else 0
+        stays += graph if index >= max(first, num_blocks - residency.graphs) else 0
         if span.op.kind == Kind.FORWARD:
             changes += [(span.start, of_slice[index].graph), (span.end, stays - of_slice[index].graph)]
         if span.op.kind == Kind.BACKWARD:

@@ -18,6 +18,7 @@ def working(
     tokens: int,
     head_peak: Linear[int],
     head_chunk_tokens: int | None,
+    first: int = 0,
 ) -> Working:
     """What computations need, weights and gradients not counted.
 
@@ -27,6 +28,7 @@ def working(
         tokens: of the whole batch.
         head_peak: bytes that norm, head and loss hold at once, by tokens.
         head_chunk_tokens: tokens whose logits exist at once; None for all, in Hugging Face's own head and loss.
+        first: the first block that a gradient passes through.
     """
     # Beside what it holds itself there are the last block's output and, in chunks, its gradient and the chunk's own copy.
     at_once = tokens if head_chunk_tokens is None else min(tokens, head_chunk_tokens)
@@ -41,6 +43,7 @@ def working(
         besides=[each.peak - each.graph + together + output for each in footprints[0]],
         head=head_peak.at(at_once) + hidden,
         boundary=boundary,
+        first=first,
     )
 
 
@@ -74,13 +77,14 @@ def step_working(step: Step) -> Working:
         tokens=step.tokens,
         head_peak=outline.head_peak["chunked" if settings.chunked_head else "whole"],
         head_chunk_tokens=settings.head_chunk_tokens if settings.chunked_head else None,
+        first=outline.first_differentiated,
     )
 
 
 def device_use(step: Step) -> DeviceUse:
     """What a step takes on the device."""
     residency = step.settings.residency
-    kept = residency.boundaries * step.boundary
+    kept = step.staying * step.boundary
     in_training = step_working(step).most(residency.boundaries, residency.graphs)
     most = max([in_training, *(_forward(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(

@@ -59,6 +59,7 @@ class ModelOutline:
         head_peak: bytes that norm, head and loss hold at once, by tokens: ``chunked`` and ``whole``.
         head_forward, head_backward: their work, by tokens. The weights are read once whatever the tokens.
         attention: the implementation that was outlined.
+        first_differentiated: the first block that a gradient passes through.
         unknown: why computations could not be tried without weights, so that they seem to take nothing; empty if they could.
     """
 
@@ -74,6 +75,7 @@ class ModelOutline:
     head_forward: Linear[Work]
     head_backward: Linear[Work]
     attention: str
+    first_differentiated: int = 0
     unknown: str = ""
 
     @property

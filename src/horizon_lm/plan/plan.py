@@ -154,7 +154,7 @@ def _device_items(step: Step, use: DeviceUse) -> list[Item]:
     residency, settings = step.settings.residency, step.settings
     rows = settings.slices[0]
     named = [Item(*_named(kind, num_bytes)) for kind, num_bytes in use.buffers.items()]
-    stay = f"inputs of {residency.boundaries} blocks, {format_bytes(step.boundary)} each"
+    stay = f"inputs of {step.staying} blocks, {format_bytes(step.boundary)} each"
     return [
         *named,
         *([Item("boundaries", use.kept, stay)] if use.kept else []),

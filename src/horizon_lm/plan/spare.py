@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from horizon_lm.plan.residency import Residency
 
-# Of one logit with its log-probability and gradients. The vocabulary's mean and entropy take half as much again.
-_LOGIT_BYTES = 12
+_LOGIT_BYTES = 12  # with its log-probability and gradients
 _CHUNK_SHARE, _MOST_CHUNK_BYTES = 16, 4 * 2**30  # of spare memory for a chunk of logits, beyond which nothing is gained
 
 
@@ -28,6 +27,7 @@ class Working:
         besides: what the backward of a kept graph holds beside it.
         head: the most that the head holds at once.
         boundary: a block's input.
+        first: the first block that a gradient passes through; those before it keep nothing.
     """
 
     graphs: Sequence[int]
@@ -35,6 +35,7 @@ class Working:
     besides: Sequence[int]
     head: int
     boundary: int
+    first: int = 0
 
     def most(self, boundaries: int, graphs: int = 0) -> int:
         """The most at any moment of a step, when so many of the last blocks keep their boundary, and their graph.
@@ -44,8 +45,8 @@ class Working:
         num_blocks = len(self.graphs)
         kept = most = 0
         for u in range(num_blocks):
-            has_graph = u >= num_blocks - graphs
-            kept += (self.boundary if u >= num_blocks - boundaries else 0) + (self.graphs[u] if has_graph else 0)
+            has_graph = u >= max(self.first, num_blocks - graphs)
+            kept += (self.boundary if u >= max(self.first, num_blocks - boundaries) else 0) + (self.graphs[u] if has_graph else 0)
             most = max(most, kept + (self.besides[u] if has_graph else self.peaks[u]))
         return max(most, kept + self.head)
 

@@ -74,6 +74,16 @@ class Step:
         """So many of the first blocks keep their boundary in host memory."""
         return self.outline.num_blocks - self.settings.residency.boundaries
 
+    @property
+    def waiting(self) -> int:
+        """Boundaries that wait in host memory: blocks that no gradient passes through have none."""
+        return max(0, self.offloaded - self.outline.first_differentiated)
+
+    @property
+    def staying(self) -> int:
+        """Boundaries that stay on the device."""
+        return min(self.settings.residency.boundaries, self.outline.num_blocks - self.outline.first_differentiated)
+
     def buffer_settings(self) -> BufferSettings:
         settings = self.settings
         return BufferSettings(
@@ -82,7 +92,7 @@ class Step:
             grad_bytes=settings.grad_bytes,
             micro_batches=settings.micro_batch is not None,
             chunked_head=settings.chunked_head,
-            offloaded=self.offloaded,
+            offloaded=self.waiting,
             held=settings.residency.weights,
             table_rows=self.table_rows,
             forward_table_rows=max((self._distinct(each.rows * each.length) for each in settings.forwards), default=0),
@@ -97,7 +107,7 @@ class Step:
             update_in_backward=settings.update_in_backward,
             rows=self.table_rows,
             boundary=self.boundary,
-            offloaded=self.offloaded,
+            offloaded=self.waiting,
         )
 
     def passes(self) -> list[Pass]:
@@ -107,13 +117,13 @@ class Step:
         layout = build.Layout(
             num_blocks=self.outline.num_blocks,
             tied=trained.tied,
-            offloaded=self.offloaded,
+            offloaded=self.waiting,
             held=settings.residency.weights,
             accumulate=accumulate,
             update_in_backward=settings.update_in_backward,
         )
-        blocks = range(layout.num_blocks)
-        units = [OUTER, *map(block, blocks), HEAD]
+        blocks = range(self.outline.first_differentiated, layout.num_blocks)
+        units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
         is_trained = {unit: bool(_sizes_of(unit, trained)) for unit in (EMBED, *units)}
         updated = [u for u in units if is_trained[u] and not (u == HEAD and trained.tied)]
         head_grads = settings.chunked_head and is_trained[HEAD]
