@@ -54,6 +54,14 @@ def test_a_plan_has_every_byte_and_every_choice(run_file: Path) -> None:
     assert content["run"]["num_steps"] == 3 * 2  # epochs of 12 rows in steps of 6
 
 
+def test_a_plan_counts_the_exports_on_the_way(run_file: Path) -> None:
+    """6 steps with an export after each second one: two, for the last is the model itself."""
+    saving = ["--save_strategy", "steps", "--save_steps", "2"]
+    for settings, count in ((saving, 2), ([*saving, "--save_total_limit", "1"], 1), (["--save_strategy", "epoch"], 2)):
+        items = {item["name"]: item["bytes"] for item in plan(run_file, *settings)["disk"]["items"]}
+        assert items["checkpoints"] == count * items["exported model"]
+
+
 def test_a_run_has_the_settings_that_were_planned(run_file: Path, tmp_path: Path) -> None:
     result = run("train", run_file, "--max_steps", 1)
     assert result.exit_code == 0, result.stderr

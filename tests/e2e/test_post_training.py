@@ -1,7 +1,9 @@
 """What a run does besides its steps: evaluate, save, answer prompts, tell callbacks, freeze, learn what it is told to."""
 
+import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,17 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import horizon_lm
-from horizon_lm.errors import ConfigError
+from horizon_lm.config.file import as_config
+from horizon_lm.data.loader import Batch
+from horizon_lm.errors import ConfigError, NonFiniteError
+from horizon_lm.objective import tokens
+from horizon_lm.objective.base import Loss
+from horizon_lm.preflight.rows import RowShape
+from horizon_lm.preflight.run import make_request
+from horizon_lm.preflight.source import open_source
+from horizon_lm.training import loop, metrics
+from horizon_lm.training.setup import load_data, load_tokenizer
+from tests import families
 from tests.e2e import tiny
 from tests.e2e.command import run
 
@@ -285,3 +297,105 @@ def test_preferences_from_the_command_line(
     again = run("train", *arguments, "--overwrite_output_dir", "true")
     assert again.exit_code == 0, again.stderr
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == cached
+
+
+def test_a_long_prompt_that_is_cut_off_by_packing_trains_nothing(tmp_path: Path, base: dict[str, Any]) -> None:
+    """bfd_split makes several rows of one; those without a token to train on are left out, and no mean is over none."""
+    row = {"instruction": "What does the keeper do? " * 40, "output": "Counts."}
+    rows = tiny.write_jsonl(tmp_path / "long.jsonl", [row] * 3)
+    packing = {"packing": True, "packing_strategy": "bfd_split", "max_length": 64, "per_device_eval_batch_size": 1}
+    said: list[str] = []
+    horizon_lm.train(
+        {**base, **packing, "datasets": str(rows), "eval_datasets": str(rows), "max_steps": 3}, say=said.append
+    )
+    assert any("more have nothing to train on" in line for line in said)
+    assert all(line["tokens_trained"] > 0 for line in lines(base) if "loss" in line)
+
+
+def test_a_held_out_loss_that_is_not_finite_at_the_end_loses_no_model(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = loop.evaluate
+
+    def broken(*args: Any) -> Any:
+        if args[-1] == 2:
+            raise NonFiniteError("after step 2: the held-out loss is nan")
+        return evaluate(*args)
+
+    monkeypatch.setattr(loop, "evaluate", broken)
+    with pytest.raises(NonFiniteError):
+        horizon_lm.train({**base, "test_split_size": 2, "max_steps": 2}, **QUIET)
+    assert (Path(base["output_dir"]) / "model" / "model.safetensors").is_file()
+
+
+def test_a_run_that_stops_while_it_is_traced_leaves_the_trace(base: dict[str, Any]) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 4
+
+    horizon_lm.train({**base, "trace_steps": 5, "max_steps": 9}, callbacks=[Stop()], **QUIET)
+    assert (Path(base["output_dir"]) / "trace.json").is_file()
+
+
+def test_speed_is_that_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds of steps, and a hundred of evaluation."""
+    clock = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
+    model = horizon_lm.stream(tiny.build_model(402), device="cpu")
+    outline = SimpleNamespace(step_flops=lambda tokens: 1.0)
+    plan = SimpleNamespace(
+        step=SimpleNamespace(outline=outline, tokens=1), time=None, buffers=SimpleNamespace(num_bytes=1),
+        host=SimpleNamespace(num_bytes=1),
+    )  # fmt: skip
+    measured = metrics.Metrics(10, 5, plan)
+    batch = SimpleNamespace(places=("",) * 2, num_trained=6, num_tokens=8)
+    clock[0] = 1.0
+    with measured.aside():
+        clock[0] = 101.0
+    clock[0] = 102.0
+    measured.add(1.0, Loss(torch.tensor(1.0), 6.0), batch, 1e-3)
+    line = measured.line(1, SimpleNamespace(grad_norm=1.0, unit_grad_norms={}, num_skipped=0), model)
+    assert (line["tokens_per_second"], line["eta_seconds"], line["seconds"]) == (4.0, 18.0, 102.0)
+
+
+def test_held_out_loss_of_experts_is_their_likelihood() -> None:
+    plain = families.build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5).eval()
+    ids = families.batch()["input_ids"]
+    mask = torch.ones_like(ids)
+    batch = Batch(ids, mask, None, ids, ids[:, 1:].numel(), ids.numel(), (0, 1), ("", ""))
+    logits = plain(input_ids=ids, attention_mask=mask, output_router_logits=False).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    for head in ("chunked", "whole"):
+        streamed = horizon_lm.stream(copy.deepcopy(plain), device="cpu", precision="float32", head=head)
+        with torch.no_grad():
+            assert tokens.likelihood(streamed, batch).value.item() == pytest.approx(expected.item(), rel=1e-5)
+            assert tokens.nll(streamed, batch).value.item() > expected.item() + 0.1
+
+
+def test_everything_that_goes_forward_is_planned(tmp_path: Path, model: Path, base: dict[str, Any]) -> None:
+    settings = {
+        "objective": "dpo", "test_split_size": 2, "per_device_eval_batch_size": 3, "precompute_ref_batch_size": 5,
+        "sample_prompts": ["What?"], "sample_max_new_tokens": 7,
+    }  # fmt: skip
+    config = as_config({**base, **settings})
+    request = make_request(config, open_source(config), RowShape(50, 40, prompt_length=4), 1, None, 0)
+    shapes = {(each.rows, each.length, each.setting) for each in request.forwards}
+    assert shapes == {(6, 40, "per_device_eval_batch_size"), (10, 50, "precompute_ref_batch_size"), (1, 11, "")}
+    # two blocks of two heads of 8 numbers, keys and values, of 4 bytes
+    assert [each.kept_bytes for each in request.forwards] == [0, 0, 11 * 2 * 2 * 2 * 8 * 4]
+
+
+def test_masks_are_planned_for_where_there_are_some(tmp_path: Path, model: Path, base: dict[str, Any]) -> None:
+    def shape(rows: list[dict[str, str]], **settings: Any) -> RowShape:
+        path = tiny.write_jsonl(tmp_path / "shape.jsonl", rows)
+        config = as_config({**base, **settings, "datasets": str(path)})
+        data = load_data(config, load_tokenizer(config))
+        return RowShape.of(data.loader, data.held_out.values())
+
+    alike = [{"text": "stars and stars"}] * 4
+    pair = {"prompt": "What? ", "chosen": "stars and stars", "rejected": "stars"}
+    assert not shape(alike, objective="pretrain").masked
+    assert shape([*alike, {"text": "stars"}], objective="pretrain").masked
+    assert shape(alike, objective="pretrain", packing=True, max_length=64).masked
+    assert not shape([{**pair, "rejected": "stars and keeper"}] * 4, objective="dpo").masked
+    assert shape([pair] * 4, objective="dpo").masked

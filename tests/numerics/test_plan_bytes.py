@@ -114,7 +114,9 @@ def train(streamed: Any, case: Case, steps: int = 2) -> None:
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(
+    max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+)
 @given(case=cases())
 def test_what_is_allocated_is_what_was_planned(family: str, case: Case) -> None:
     model = families.build(family)

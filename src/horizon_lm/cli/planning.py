@@ -15,7 +15,8 @@ from horizon_lm.plan.request import Machine
 from horizon_lm.preflight.machine import other_machine, this_machine
 from horizon_lm.preflight.run import plan_run, remedies_of
 from horizon_lm.preflight.source import Source, open_source
-from horizon_lm.training.setup import choose_device, count_steps
+from horizon_lm.training.calendar import Calendar
+from horizon_lm.training.setup import choose_device, sampler_without_tokens
 from horizon_lm.units import parse_bytes
 
 
@@ -42,8 +43,22 @@ def plan_one(arguments: Sequence[str], model: str | None, device: str | None, ho
     run = read_run_config(path, overrides, without_rows=True)
     run, machine = _place(run, hardware)
     source = open_source(run)
-    plan = plan_run(run, source, machine, num_steps=count_steps(run))
+    num_steps, num_checkpoints = _steps_and_saves(run)
+    plan = plan_run(run, source, machine, num_steps=num_steps, num_checkpoints=num_checkpoints)
     return Result(plan, run.device, remedies_of(plan, run, source))
+
+
+def _steps_and_saves(run: RunConfig) -> tuple[int | None, int]:
+    """Optimizer steps of a run, None if they are not known yet, and the exports on the way that it keeps at once."""
+    by_epoch = run.save_strategy == "epoch"
+    sampler = sampler_without_tokens(run) if by_epoch or run.max_steps <= 0 else None
+    if run.max_steps > 0:
+        num_steps = run.max_steps
+    elif sampler is not None:
+        num_steps = sampler.num_steps(run.num_train_epochs)
+    else:
+        return None, 0
+    return num_steps, Calendar(run, num_steps, sampler.steps_per_epoch if sampler else num_steps).num_saves()
 
 
 def _other(device: str | None) -> Hardware | None:

@@ -13,7 +13,7 @@ _ROW = "row_of_token"  # which row a token comes from
 
 
 def pack(part: Part, strategy: str, length: int) -> Part:
-    """Rows in their order, packed into rows of at most ``length`` tokens."""
+    """Rows in their order, packed into rows of at most ``length`` tokens; those in use have something to train on."""
     import datasets
 
     table = part.table
@@ -53,7 +53,8 @@ def pack(part: Part, strategy: str, length: int) -> Part:
         numbers = np.unique(packed.data.column(_ROW)[index].values.to_numpy()).tolist()
         return " + ".join(part.place(number) for number in numbers)
 
-    return Part(packed, place_of_packed, np.arange(len(packed)), part.weight)
+    # A long row is cut into several, of which some may have nothing to train on.
+    return Part(packed, place_of_packed, np.flatnonzero(packed.data.column("num_targets").to_numpy()), part.weight)
 
 
 def _count_targets(columns: dict[str, list[Any]]) -> dict[str, list[int]]:

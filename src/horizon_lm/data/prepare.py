@@ -141,6 +141,8 @@ def summary(rows: TokenTable, packed: TokenTable) -> str:
     """How much there is, in a line."""
     tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
     count = f"{len(rows):,} rows" if packed is rows else f"{len(rows):,} rows in {len(packed):,} packed rows"
+    if left_out := sum(len(part.table) - len(part) for part in packed.parts) if packed is not rows else 0:
+        count += f" ({left_out:,} more have nothing to train on)"
     return f"{count}, {tokens:,} tokens, {targets:,} of them trained on ({targets / max(1, tokens):.0%})"
 
 

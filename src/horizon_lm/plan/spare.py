@@ -46,7 +46,9 @@ class Working:
         kept = most = 0
         for u in range(num_blocks):
             has_graph = u >= max(self.first, num_blocks - graphs)
-            kept += (self.boundary if u >= max(self.first, num_blocks - boundaries) else 0) + (self.graphs[u] if has_graph else 0)
+            kept += (self.boundary if u >= max(self.first, num_blocks - boundaries) else 0) + (
+                self.graphs[u] if has_graph else 0
+            )
             most = max(most, kept + (self.besides[u] if has_graph else self.peaks[u]))
         return max(most, kept + self.head)
 

@@ -194,17 +194,14 @@ def training_sampler(config: RunConfig, rows: TokenTable) -> Sampler:
     return Sampler(tuple(rows.part_sizes()), config.rows_per_step, _data_seed(config), tuple(rows.weights()))
 
 
-def count_steps(config: RunConfig) -> int | None:
-    """Optimizer steps of a run, about, without tokenizing its rows; None if it has none yet, or they are packed."""
-    if config.max_steps > 0:
-        return config.max_steps
+def sampler_without_tokens(config: RunConfig) -> Sampler | None:
+    """The same, about, without tokenizing the rows; None if there are none yet, or they will be packed."""
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):
         return None
     held = config.test_split_size or 0
     sizes = [round(len(open_source(each)) * (each.fraction or 1)) for each in config.datasets]
     sizes = [max(1, round(size * (1 - (held if held < 1 else held / sum(sizes))))) for size in sizes]
-    weights = tuple(each.weight for each in config.datasets)
-    return Sampler(tuple(sizes), config.rows_per_step, 0, weights).num_steps(config.num_train_epochs)
+    return Sampler(tuple(sizes), config.rows_per_step, 0, tuple(each.weight for each in config.datasets))
 
 
 # Model and optimizer

@@ -1,0 +1,181 @@
+"""Post-training of a real model on real rows: held-out figures of the base model, of plain Hugging Face, and of Horizon-LM.
+
+Three tasks: fine-tuning on GSM8K, continued pre-training on raw text, preferences. Plain Hugging Face is a loop of a few lines with
+the same rows in the same order, a model in float32 and torch's fused AdamW. All three models are judged by plain Hugging Face.
+
+    python benchmarks/post_training.py --model .cache/smollm2-135m-instruct --data ../shared/data sft pretrain dpo
+"""
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.nn import functional as F  # noqa: N812
+from transformers import AutoModelForCausalLM, get_scheduler
+
+import horizon_lm
+from horizon_lm.config.file import as_config
+from horizon_lm.data.loader import NOT_TRAINED, Batch, in_order
+from horizon_lm.training.setup import RunData, load_data, load_tokenizer
+
+SHARED: dict[str, Any] = {
+    "device": "cpu", "lr_scheduler_type": "cosine", "warmup_steps": 3, "logging_steps": 5, "save_strategy": "no",
+    "per_device_eval_batch_size": 4,
+}  # fmt: skip
+
+
+def tasks(data: Path) -> dict[str, dict[str, Any]]:
+    """The settings of each task."""
+    return {
+        "sft": {
+            "datasets": [{"path": str(data / "gsm8k_train_1000.jsonl"), "columns": {"instruction": "question", "output": "answer"}}],
+            "test_split_size": 64, "max_length": 384, "per_device_train_batch_size": 8, "max_steps": 40, "learning_rate": 1e-4,
+        },
+        "pretrain": {
+            "objective": "pretrain", "datasets": [str(data / "wiki_demo.txt")], "test_split_size": 24, "packing": True,
+            "packing_strategy": "bfd_split", "max_length": 256, "per_device_train_batch_size": 6, "max_steps": 40,
+            "learning_rate": 1e-4,
+        },
+        "dpo": {
+            "objective": "dpo", "datasets": [{"path": str(data / "dpo_en_demo.json"), "fraction": 0.5}], "test_split_size": 24,
+            "max_length": 320, "per_device_train_batch_size": 4, "max_steps": 24, "learning_rate": 1e-5, "beta": 0.1,
+        },
+    }  # fmt: skip
+
+
+@dataclass
+class Plain:
+    """Plain Hugging Face on the rows of a run."""
+
+    config: Any
+    data: RunData
+    reference: Any
+
+    def loss(self, model: Any, batch: Batch) -> torch.Tensor:
+        if self.config.objective != "dpo":
+            return model(**batch.inputs(), labels=batch.labels, num_items_in_batch=batch.num_trained).loss
+        return -F.logsigmoid(self.margins(model, batch)).mean()
+
+    def margins(self, model: Any, batch: Batch) -> torch.Tensor:
+        """Rewards of the chosen answers over those of the rejected ones."""
+        with torch.no_grad():
+            reference = answer_logprobs(self.reference, batch)
+        chosen, rejected = (answer_logprobs(model, batch) - reference) * self.config.beta
+        return chosen - rejected
+
+    def train(self, model: Any) -> None:
+        config, steps = self.config, self.config.max_steps
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0, fused=True)
+        scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, steps)
+        model.train()
+        for step in range(steps):
+            self.loss(model, self.data.loader.batch(step)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    @torch.no_grad()
+    def judge(self, model: Any) -> dict[str, float]:
+        """Held-out figures."""
+        model.eval()
+        total, weight, margins = 0.0, 0, []
+        (rows,) = self.data.held_out.values()
+        for batch in in_order(rows, 4):
+            if self.config.objective == "dpo":
+                margins += self.margins(model, batch).tolist()
+                continue
+            total += self.loss(model, batch).item() * batch.num_trained
+            weight += batch.num_trained
+        if margins:
+            return {"margin": sum(margins) / len(margins), "accuracy": sum(m > 0 for m in margins) / len(margins)}
+        return {"loss": total / weight, "perplexity": math.exp(total / weight)}
+
+
+def answer_logprobs(model: Any, batch: Batch) -> torch.Tensor:
+    logits = model(**batch.inputs()).logits[:, :-1].float()
+    labels = batch.labels[:, 1:]
+    logprobs = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    return (logprobs * (labels != NOT_TRAINED)).sum(1).view(2, -1)
+
+
+def open_plain(folder: str | Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def run_task(name: str, settings: dict[str, Any], model: str, output: Path, say: Callable[[str], None]) -> list[str]:
+    """Lines of a table."""
+    run = {
+        **SHARED,
+        **settings,
+        "model_name_or_path": model,
+        "output_dir": str(output / name),
+        "overwrite_output_dir": True,
+    }
+    config = as_config(run)
+    data = load_data(config, load_tokenizer(config))
+    plain = Plain(config, data, open_plain(model))
+    figures = {"base": (plain.judge(open_plain(model)), 0.0)}
+    say(f"{name}: base {figures['base'][0]}")
+    begun = time.perf_counter()
+    theirs = open_plain(model)
+    plain.train(theirs)
+    figures["Hugging Face, float32"] = plain.judge(theirs), time.perf_counter() - begun
+    say(f"{name}: plain {figures['Hugging Face, float32'][0]}")
+    del theirs
+    for precision in ("fp32_master", "bf16"):
+        begun = time.perf_counter()
+        result = horizon_lm.train({**run, "precision": precision}, say=lambda text: None)
+        exported = open_plain(result.model_dir)
+        figures[f"Horizon-LM `{precision}`"] = plain.judge(exported), time.perf_counter() - begun
+        say(f"{name}: {precision} {figures[f'Horizon-LM `{precision}`'][0]}")
+    rows, held = len(data.loader.rows), sum(map(len, data.held_out.values()))
+    names = list(figures["base"][0])
+    lines = [
+        f"## {name}", "",
+        f"{config.max_steps} steps of {config.rows_per_step} of {rows} rows, max_length {config.max_length}, learning rate "
+        f"{config.learning_rate:g}; {held} rows held out.", "",
+        f"| | {' | '.join(f'held-out {each}' for each in names)} | minutes |", f"|---|{'---|' * (len(names) + 1)}",
+    ]  # fmt: skip
+    for who, (found, seconds) in figures.items():
+        lines.append(f"| {who} | {' | '.join(f'{found[each]:.4f}' for each in names)} | {seconds / 60:.1f} |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", default=["sft", "pretrain", "dpo"])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--output", type=Path, help="a Markdown file; standard output without it")
+    parser.add_argument("--runs", type=Path, default=Path("runs/post_training"))
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    known = tasks(arguments.data)
+    lines = [
+        "# Post-training of SmolLM2-135M-Instruct on real rows", "",
+        "    python benchmarks/post_training.py --model .cache/smollm2-135m-instruct --data DATA " + " ".join(arguments.tasks), "",
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads, "
+        f"{platform.machine()}. The exported models are judged by plain Hugging Face in float32. Minutes are with loading and "
+        "evaluation, and not for comparing speed.", "",
+    ]  # fmt: skip
+    for name in arguments.tasks:
+        lines += run_task(name, known[name], arguments.model, arguments.runs, lambda text: print(text, flush=True))
+        print(json.dumps({"done": name}), flush=True)
+    text = "\n".join(lines)
+    if arguments.output:
+        arguments.output.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
