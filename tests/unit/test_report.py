@@ -15,7 +15,13 @@ from plotly.offline import get_plotlyjs
 from typer.testing import CliRunner
 
 from horizon_lm.cli import app
-from horizon_lm.report.figures import loss_figure, run_memory_figure, tokens_figure, waterfall_figure
+from horizon_lm.report.figures import (
+    loss_figure,
+    preferences_figure,
+    run_memory_figure,
+    tokens_figure,
+    waterfall_figure,
+)
 from horizon_lm.report.html import code, data, document
 from horizon_lm.report.load import load_run
 from horizon_lm.report.loss_png import write_loss_png
@@ -84,6 +90,26 @@ def test_figures_of_a_run_hold_its_numbers(tmp_path: Path) -> None:
     assert rates.y == (0.25, 0.5)
     total, trained = tokens_figure(metrics).data
     assert (total.y, trained.y) == ((201.0, 202.0), (101.0, 102.0))
+
+
+def test_preferences_and_answers_have_sections_where_there_are_some(tmp_path: Path, complete: Path) -> None:
+    pairs = {"rewards/margins": 0.25, "rewards/accuracies": 0.75}
+    held_out = {"step": 2, "eval_loss": 0.5, "eval_rewards/margins": 0.5, "eval_rewards/accuracies": 1.0}
+    metrics_file(tmp_path, training(1, **pairs), training(2, **pairs | {"rewards/margins": 0.5}), held_out)
+    answers = [{"prompt": "Why <b>?", "answer": "Stars."}, {"prompt": "And?", "answer": ""}]
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"step": 2, "samples": answers}) + "\n" + '{"step": 4, "sam')
+    run = load_run(tmp_path)
+    words = Page(build_page(run)).words
+    assert "Why <b>?" in words["Answers on the way"]
+    assert "(an empty answer)" in words["Answers on the way"]
+    assert run.metrics is not None
+    margins, accuracies, held_margins, held_accuracies = preferences_figure(run.metrics).data
+    assert (list(margins.y), list(accuracies.y)) == ([0.25, 0.5], [0.75, 0.75])
+    assert (list(held_margins.y), list(held_accuracies.y)) == ([0.5], [1.0])
+    assert loss_figure(run.metrics).layout.yaxis.title.text == "loss per pair"
+    others = Page(build_page(load_run(complete))).words
+    assert "Preferences" not in others
+    assert "Answers on the way" not in others
 
 
 def test_memory_of_a_run_beside_its_plan(tmp_path: Path, complete: Path) -> None:

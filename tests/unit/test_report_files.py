@@ -11,6 +11,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.report.load import load_run
 from horizon_lm.report.metrics_file import read_metrics
 from horizon_lm.report.plan_file import read_plan
+from horizon_lm.report.samples_file import read_samples
 from horizon_lm.report.trace_file import busy_shares, read_trace
 from tests.unit import report_run
 from tests.unit.report_run import metrics_file, span, step, taken, trace_file, training
@@ -129,6 +130,13 @@ def test_garbage_in_settings(tmp_path: Path, text: str, message: str) -> None:
 
 
 # A step
+
+
+def test_garbage_among_answers(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1, "samples": []}\n{"step": 2, "samples": [{"prompt": 3}]}\n')
+    with pytest.raises(ConfigError, match=r"samples\.jsonl:2: samples\.0\.prompt"):
+        read_samples(path)
 
 
 def test_the_median_step_and_what_lies_in_it(tmp_path: Path) -> None:

@@ -25,8 +25,27 @@ def loss_figure(metrics: MetricsFile) -> Figure:
         figure.add_trace(points, 1, 1)
     rates = [line.learning_rate for line in metrics.training]
     figure.add_trace(_line("learning rate", steps, rates, THIRD, "%{y:.3g}"), 2, 1)
-    figure.update_yaxes(title="loss per token", row=1, col=1)
+    figure.update_yaxes(title=metrics.loss_title, row=1, col=1)
     figure.update_yaxes(title="learning rate", exponentformat="e", rangemode="tozero", nticks=4, row=2, col=1)
+    _set_steps(figure, metrics, rows=2)
+    figure.update_layout(hovermode="x unified")
+    return apply_style(figure, 440)
+
+
+def preferences_figure(metrics: MetricsFile) -> Figure:
+    """Margins of the rewards above the share of pairs in which the preferred answer wins."""
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.08)
+    for name, lines, colour in (("training", metrics.training, FIRST), ("held-out", metrics.evaluations, SECOND)):
+        if not lines:
+            continue
+        steps = [line.step for line in lines]
+        for row, values in ((1, [line.margin for line in lines]), (2, [line.accuracy for line in lines])):
+            trace = _line(name, steps, values, colour, "%{y:.3f}")
+            if name == "held-out":
+                trace.update(mode="lines+markers", line_dash="dot", marker={"size": 9, "symbol": "diamond"})
+            figure.add_trace(trace.update(showlegend=row == 1), row, 1)
+    figure.update_yaxes(title="margin of rewards", row=1, col=1)
+    figure.update_yaxes(title="accuracy", range=[-0.05, 1.05], row=2, col=1)
     _set_steps(figure, metrics, rows=2)
     figure.update_layout(hovermode="x unified")
     return apply_style(figure, 440)

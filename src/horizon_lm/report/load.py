@@ -9,12 +9,14 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.report.checked import read_bytes
 from horizon_lm.report.metrics_file import MetricsFile, read_metrics
 from horizon_lm.report.plan_file import Plan, read_plan
+from horizon_lm.report.samples_file import SamplesLine, read_samples
 from horizon_lm.report.trace_file import TraceFile, read_trace
 
 T = TypeVar("T")
 
 METRICS, SETTINGS, PLAN = "metrics.jsonl", "config.yaml", "plan.json"
 PREDICTED, MEASURED = "predicted_trace.json", "trace.json"
+SAMPLES = "samples.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Run:
     plan: Plan | None
     predicted: TraceFile | None
     measured: TraceFile | None
+    samples: list[SamplesLine] | None = None
 
 
 def load_run(folder: Path) -> Run:
@@ -48,6 +51,7 @@ def load_run(folder: Path) -> Run:
         plan=read(PLAN, read_plan),
         predicted=read(PREDICTED, read_trace),
         measured=read(MEASURED, read_trace),
+        samples=read(SAMPLES, read_samples),
     )
     if all(part is None for part in (run.metrics, run.settings, run.plan, run.predicted, run.measured)):
         names = ", ".join((METRICS, SETTINGS, PLAN, PREDICTED, MEASURED))

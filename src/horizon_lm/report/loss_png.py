@@ -35,7 +35,7 @@ def write_loss_png(metrics_file: Path, png: Path) -> None:
     if metrics.evaluations:
         held_out = [(each.step, each.eval_loss) for each in metrics.evaluations]
         lines += axes.plot(*zip(*held_out, strict=True), "D:", color=SECOND, label="held-out loss")
-    axes.set(xlabel="step", ylabel="loss per token")
+    axes.set(xlabel="step", ylabel=metrics.loss_title)
     axes.grid(color=GRID)
     rates.set_ylabel("learning rate", color=MUTED)
     rates.set_ylim(bottom=0)

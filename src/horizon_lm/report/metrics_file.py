@@ -5,8 +5,9 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.report.checked import NotJsonError, check_json, read_bytes
@@ -24,12 +25,16 @@ class TrainingLine:
     device_bytes_peak: int
     host_bytes: int
     seconds: float
+    margin: Annotated[float | None, Field(validation_alias="rewards/margins")] = None
+    accuracy: Annotated[float | None, Field(validation_alias="rewards/accuracies")] = None
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     step: int
     eval_loss: float
+    margin: Annotated[float | None, Field(validation_alias="eval_rewards/margins")] = None
+    accuracy: Annotated[float | None, Field(validation_alias="eval_rewards/accuracies")] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,16 @@ class MetricsFile:
     def losses(self) -> list[tuple[int, float]]:
         """Steps that have a loss, with it."""
         return [(line.step, line.loss) for line in self.training if line.loss is not None]
+
+    @property
+    def of_preferences(self) -> bool:
+        """The run learns which of two answers is preferred."""
+        return any(each.margin is not None for lines in (self.training, self.evaluations) for each in lines)
+
+    @property
+    def loss_title(self) -> str:
+        """What the mean of a loss is taken over."""
+        return "loss per pair" if self.of_preferences else "loss per token"
 
     @property
     def step_seconds(self) -> float | None:

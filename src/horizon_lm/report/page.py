@@ -12,7 +12,14 @@ from plotly.offline import get_plotlyjs
 from horizon_lm.errors import ConfigError
 from horizon_lm.report.html import code, data, document, node
 from horizon_lm.report.load import Run, load_run
-from horizon_lm.report.run_sections import bytes_section, loss_section, run_memory_section, tokens_section
+from horizon_lm.report.run_sections import (
+    bytes_section,
+    loss_section,
+    preferences_section,
+    run_memory_section,
+    samples_section,
+    tokens_section,
+)
 from horizon_lm.report.settings_section import settings_section
 from horizon_lm.report.step_sections import step_memory_section, timeline_section
 from horizon_lm.report.style import DARK
@@ -20,6 +27,8 @@ from horizon_lm.report.summary import count, summarise
 
 _SECTIONS = {
     "Loss and learning rate": loss_section,
+    "Preferences": preferences_section,
+    "Answers on the way": samples_section,
     "Tokens per second": tokens_section,
     "Memory over the run": run_memory_section,
     "Timeline of a step": timeline_section,
@@ -47,7 +56,8 @@ def build_page(run: Run) -> str:
     """The page as text."""
     name, about = _about(run)
     scripts = [get_plotlyjs(), _asset("page.js")]
-    sections = [node("section", node("h2", title), *section(run)) for title, section in _SECTIONS.items()]
+    made = {title: section(run) for title, section in _SECTIONS.items()}
+    sections = [node("section", node("h2", title), *parts) for title, parts in made.items() if parts]
     head = node(
         "head",
         node("meta", charset="utf-8"),

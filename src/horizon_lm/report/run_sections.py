@@ -3,8 +3,14 @@
 from xml.etree.ElementTree import Element
 
 from horizon_lm.report import load
-from horizon_lm.report.figures import loss_figure, run_memory_figure, tokens_figure, waterfall_figure
-from horizon_lm.report.html import chart, node, table
+from horizon_lm.report.figures import (
+    loss_figure,
+    preferences_figure,
+    run_memory_figure,
+    tokens_figure,
+    waterfall_figure,
+)
+from horizon_lm.report.html import Child, chart, node, table
 from horizon_lm.report.load import Run
 from horizon_lm.report.notes import absent, missing, nothing_logged
 from horizon_lm.report.plan_file import Place
@@ -18,6 +24,23 @@ def loss_section(run: Run) -> list[Element]:
     if not run.metrics.losses and not run.metrics.evaluations:
         return [nothing_logged()]
     return [chart("loss", loss_figure(run.metrics))]
+
+
+def preferences_section(run: Run) -> list[Element]:
+    """By how much, and how often, the preferred answer wins; nothing for runs that do not learn it."""
+    if run.metrics is None or not run.metrics.of_preferences:
+        return []
+    return [chart("preferences", preferences_figure(run.metrics))]
+
+
+def samples_section(run: Run) -> list[Element]:
+    """The answers to each prompt, step after step; nothing for runs without prompts."""
+    answers: dict[str, list[list[Child]]] = {}
+    for line in run.samples or ():
+        for each in line.samples:
+            answers.setdefault(each.prompt, []).append([f"{line.step:,}", each.answer or "(an empty answer)"])
+    parts = ((node("h3", prompt), table(["step", "answer"], rows, "samples")) for prompt, rows in answers.items())
+    return [element for part in parts for element in part]
 
 
 def tokens_section(run: Run) -> list[Element]:
