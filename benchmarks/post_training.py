@@ -27,9 +27,12 @@ from horizon_lm.data.loader import NOT_TRAINED, Batch, in_order
 from horizon_lm.training.setup import RunData, load_data, load_tokenizer
 
 SHARED: dict[str, Any] = {
-    "device": "cpu", "lr_scheduler_type": "cosine", "warmup_steps": 3, "logging_steps": 5, "save_strategy": "no",
+    "device": "cpu", "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_steps": 4, "save_strategy": "no",
     "per_device_eval_batch_size": 4,
 }  # fmt: skip
+
+
+PRECISIONS = {"sft": ("fp32_master",), "pretrain": ("fp32_master", "bf16"), "dpo": ("fp32_master",)}
 
 
 def tasks(data: Path) -> dict[str, dict[str, Any]]:
@@ -37,16 +40,16 @@ def tasks(data: Path) -> dict[str, dict[str, Any]]:
     return {
         "sft": {
             "datasets": [{"path": str(data / "gsm8k_train_1000.jsonl"), "columns": {"instruction": "question", "output": "answer"}}],
-            "test_split_size": 64, "max_length": 384, "per_device_train_batch_size": 8, "max_steps": 40, "learning_rate": 1e-4,
+            "test_split_size": 48, "max_length": 320, "per_device_train_batch_size": 8, "max_steps": 16, "learning_rate": 1e-4,
         },
         "pretrain": {
             "objective": "pretrain", "datasets": [str(data / "wiki_demo.txt")], "test_split_size": 24, "packing": True,
-            "packing_strategy": "bfd_split", "max_length": 256, "per_device_train_batch_size": 6, "max_steps": 40,
+            "packing_strategy": "bfd_split", "max_length": 256, "per_device_train_batch_size": 4, "max_steps": 20,
             "learning_rate": 1e-4,
         },
         "dpo": {
             "objective": "dpo", "datasets": [{"path": str(data / "dpo_en_demo.json"), "fraction": 0.5}], "test_split_size": 24,
-            "max_length": 320, "per_device_train_batch_size": 4, "max_steps": 24, "learning_rate": 1e-5, "beta": 0.1,
+            "max_length": 320, "per_device_train_batch_size": 4, "max_steps": 12, "learning_rate": 1e-5, "beta": 0.1,
         },
     }  # fmt: skip
 
@@ -131,7 +134,7 @@ def run_task(name: str, settings: dict[str, Any], model: str, output: Path, say:
     figures["Hugging Face, float32"] = plain.judge(theirs), time.perf_counter() - begun
     say(f"{name}: plain {figures['Hugging Face, float32'][0]}")
     del theirs
-    for precision in ("fp32_master", "bf16"):
+    for precision in PRECISIONS[name]:
         begun = time.perf_counter()
         result = horizon_lm.train({**run, "precision": precision}, say=lambda text: None)
         exported = open_plain(result.model_dir)

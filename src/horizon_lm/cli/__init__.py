@@ -6,6 +6,7 @@ import gc
 import typer
 
 from horizon_lm.cli.doctor import doctor
+from horizon_lm.cli.eval import evaluate
 from horizon_lm.cli.generate import generate
 from horizon_lm.cli.init import init
 from horizon_lm.cli.inspect import inspect
@@ -32,6 +33,7 @@ app.command(context_settings=_TAKES_SETTINGS)(train)
 app.command(context_settings=_TAKES_SETTINGS)(inspect)
 app.command()(init)
 app.command()(generate)
+app.command("eval")(evaluate)
 app.command()(report)
 app.command()(doctor)
 app.command()(version)

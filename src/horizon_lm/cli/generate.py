@@ -1,6 +1,5 @@
 """``horizon-lm generate``."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +24,7 @@ def generate(
     """Answer a prompt with a model that is streamed from host memory, so it need not fit on the device."""
     import sys
 
+    from horizon_lm.cli.opening import open_model
     from horizon_lm.units import parse_bytes
 
     if max_new_tokens < 1:
@@ -35,28 +35,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise ConfigError("PROMPT is empty")
-    streamed, tokenizer = _open(model, device, memory, precision, gguf_file, trust_remote_code)
+    streamed, tokenizer = open_model(model, device, memory, precision, gguf_file, trust_remote_code)
     _answer(streamed, tokenizer, text, max_new_tokens, temperature, seed)
-
-
-def _open(
-    name: str, device: str, device_memory: int | None, precision: str, gguf_file: str | None, trust_remote_code: bool
-) -> tuple[Any, Any]:
-    """The streamed model and its tokenizer."""
-    import horizon_lm
-    from horizon_lm.model.source import local_folder
-    from horizon_lm.training.setup import choose_device, open_tokenizer
-
-    folder: Path = local_folder(name)
-    model = horizon_lm.from_pretrained(
-        folder,
-        device=choose_device(device),
-        precision=precision,
-        device_memory=device_memory,
-        gguf_file=gguf_file,
-        trust_remote_code=trust_remote_code,
-    )
-    return model.eval(), open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
 
 
 def _answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> None:

@@ -1,0 +1,91 @@
+"""Tasks of lm-eval on a streamed model (https://github.com/EleutherAI/lm-evaluation-harness)."""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.errors import ConfigError, first_line
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What was measured. ``table``: for people, in Markdown; ``content``: all of it, as lm-eval has it."""
+
+    table: str
+    content: dict[str, Any]
+
+
+def load_tasks(names: Sequence[str]) -> list[Any]:
+    """Tasks by their names in lm-eval, or from YAML files.
+
+    Raises:
+        ConfigError: lm-eval is not installed, or one of them cannot be loaded.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError("eval needs lm-eval, which is not installed: pip install 'horizon-lm[eval]'") from error
+    wanted = [name.strip() for text in names for name in text.split(",") if name.strip()]
+    files = [name for name in wanted if name.endswith((".yaml", ".yml"))]
+    for name in files:
+        if not Path(name).is_file():
+            raise ConfigError(f"--tasks: there is no file {name}")
+    found: dict[str, Any] = {}
+    with _quiet():
+        manager = TaskManager(include_defaults=len(files) < len(wanted))
+        for name in wanted:
+            file = Path(name).resolve()
+            # A task's data lie beside it, wherever the command is run.
+            with contextlib.chdir(file.parent) if name in files else contextlib.nullcontext():
+                try:
+                    found |= manager.load(str(file) if name in files else name)["tasks"]
+                except Exception as error:  # of YAML, of Jinja, of the hub, of the task's own Python
+                    raise ConfigError(f"--tasks: {name} cannot be loaded: {first_line(error)}") from error
+    return list(found.values())
+
+
+def evaluate_model(
+    model: Any, tokenizer: Any, tasks: list[Any], num_fewshot: int | None, limit: int | None, batch_size: int,
+    apply_chat_template: bool,
+) -> Results:  # fmt: skip
+    """Measure a streamed model. ConfigError where a chat template is wanted that there is not."""
+    if apply_chat_template and tokenizer.chat_template is None:
+        raise ConfigError("--apply-chat-template: the tokenizer has no chat template; remove the option")
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.utils import make_table
+
+    with _quiet():
+        judged = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        # The weights are in host memory; logits come from where they are computed.
+        judged._device = model._horizon.engine.device.torch_device
+        results = simple_evaluate(
+            model=judged, tasks=tasks, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size,
+            apply_chat_template=apply_chat_template, log_samples=False,
+        )  # fmt: skip
+    assert results is not None
+    return Results(make_table(results), dict(results))
+
+
+def write_results(results: Results, path: Path) -> None:
+    """As JSON. ConfigError if the file cannot be written."""
+    try:
+        path.write_text(json.dumps(results.content, indent=2, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output: {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, lm-eval does not explain how it is used otherwise."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

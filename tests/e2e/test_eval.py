@@ -1,0 +1,105 @@
+"""``horizon-lm eval``: tasks of lm-eval beside the same tasks on the plain model, and what is refused."""
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.command import run
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and what it imports
+
+CHOICES = """
+task: keepers
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+ANSWERS = """
+task: said
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["."], max_gen_toks: 6}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tasks with paths that start in their folder, which is not where the command is run."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    words = ["stars", "the dome", "rain", "one by one"]
+    rows = [{"question": f"What is {n}?", "choices": words, "answer": n % 4} for n in range(10)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "choices.yaml").write_text(CHOICES)
+    (folder / "answers.yaml").write_text(ANSWERS)
+    return folder
+
+
+def test_measures_what_the_plain_model_measures(folder: Path, model: Path, tmp_path: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    from horizon_lm.cli.evaluation import load_tasks
+
+    files = [str(folder / "choices.yaml"), str(folder / "answers.yaml")]
+    result = run(
+        "eval", model, "--tasks", ",".join(files), "--apply-chat-template", "--batch-size", 3, "--precision", "float32",
+        "--device", "cpu", "--output", tmp_path / "results.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert "|keepers|" in result.stdout.replace(" ", "")
+    ours = json.loads((tmp_path / "results.json").read_text())["results"]
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    judged = HFLM(pretrained=plain, tokenizer=AutoTokenizer.from_pretrained(model), batch_size=3)
+    theirs = simple_evaluate(model=judged, tasks=load_tasks(files), apply_chat_template=True)["results"]
+    for task, metric in (("keepers", "acc,none"), ("said", "exact_match,none")):
+        assert ours[task][metric] == theirs[task][metric]
+        assert ours[task]["sample_len"] == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "nothing.yaml"], "there is no file nothing.yaml"),
+        (["--tasks", "{folder}/broken.yaml"], "broken.yaml cannot be loaded"),
+        (["--tasks", "{folder}/rowless.yaml"], "rowless.yaml cannot be loaded"),
+        (["--tasks", "no_such_task_of_lm_eval"], "no_such_task_of_lm_eval cannot be loaded"),
+        (["--tasks", "{folder}/choices.yaml", "--output", "{folder}/nowhere/results.json"], "there is no folder"),
+    ],
+)
+def test_what_is_refused(folder: Path, model: Path, arguments: list[str], message: str) -> None:
+    (folder / "broken.yaml").write_text("task: [")
+    (folder / "rowless.yaml").write_text(CHOICES.replace("rows.jsonl", "others.jsonl"))
+    result = run("eval", model, *(text.format(folder=folder) for text in arguments))
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_says_what_to_install(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.startswith("lm_eval"):
+            raise ImportError(name)
+        return load(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    result = run("eval", model, "--tasks", folder / "choices.yaml")
+    assert result.exit_code == 2
+    assert "pip install 'horizon-lm[eval]'" in result.stderr
