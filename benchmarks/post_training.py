@@ -43,7 +43,7 @@ def tasks(data: Path) -> dict[str, dict[str, Any]]:
             "test_split_size": 48, "max_length": 320, "per_device_train_batch_size": 8, "max_steps": 16, "learning_rate": 1e-4,
         },
         "pretrain": {
-            "objective": "pretrain", "datasets": [str(data / "wiki_demo.txt")], "test_split_size": 24, "packing": True,
+            "objective": "pretrain", "datasets": [str(data / "wiki_demo.txt")], "test_split_size": 2, "packing": True,
             "packing_strategy": "bfd_split", "max_length": 256, "per_device_train_batch_size": 4, "max_steps": 20,
             "learning_rate": 1e-4,
         },

@@ -385,6 +385,21 @@ def test_everything_that_goes_forward_is_planned(tmp_path: Path, model: Path, ba
     assert [each.kept_bytes for each in request.forwards] == [0, 0, 11 * 2 * 2 * 2 * 8 * 4]
 
 
+@pytest.mark.parametrize(("packing", "eval_packing"), [(True, None), (True, False), (False, True)])
+def test_held_out_rows_are_packed_as_they_are_to_be(
+    base: dict[str, Any], packing: bool, eval_packing: bool | None
+) -> None:
+    """Rows are held out before they are packed, and once in the loss whatever becomes of them."""
+    settings = {"packing": packing, "eval_packing": eval_packing, "max_length": 128, "test_split_size": 4}
+    config = as_config({**base, **settings})
+    data = load_data(config, load_tokenizer(config))
+    (held_out,) = [part for part in data.parts if part.name == "held_out"]
+    assert (len(held_out.rows), len(data.training.rows)) == (4, 8)
+    assert (len(data.training.packed) < 8) is packing
+    assert (len(data.held_out["held_out"]) < 4) is (packing if eval_packing is None else eval_packing)
+    assert held_out.packed.num_targets.sum() == held_out.rows.num_targets.sum()
+
+
 def test_masks_are_planned_for_where_there_are_some(tmp_path: Path, model: Path, base: dict[str, Any]) -> None:
     def shape(rows: list[dict[str, str]], **settings: Any) -> RowShape:
         path = tiny.write_jsonl(tmp_path / "shape.jsonl", rows)

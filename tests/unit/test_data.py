@@ -384,6 +384,74 @@ def test_audit_of_rows(tmp_path: Path) -> None:
     }
 
 
+def test_what_the_template_leaves_out_is_told(tmp_path: Path) -> None:
+    """A template that knows neither thoughts nor tools, and one that knows both."""
+    plain = messages("Who?", "I.")
+    thought = {"messages": [USER, {**ANSWER, "reasoning_content": "It is dusk."}]}
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    path = write(tmp_path, [plain, thought, {**plain, "tools": [tool]}])
+    _, report = prepared(path)
+    assert (report.unsaid.count, [place.rpartition(":")[2] for place in report.unsaid.places]) == (2, ["2", "3"])
+    assert "thoughts or tools that the chat template leaves out: 2 (" in "\n".join(
+        map(str, audit(report, build_tokenizer()))
+    )
+    knowing = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
+        "+ message['content'] +", "+ message.get('reasoning_content', '') + message['content'] +"
+    )
+    _, report = prepared(path, chat_template=knowing)
+    assert report.unsaid.count == 0
+
+
+def test_calls_as_text_for_templates_that_want_them_so(tmp_path: Path) -> None:
+    """Some templates join the arguments of a call to other text."""
+    template = CHATML.replace(
+        "+ message['content'] +",
+        "+ message['content'] + ('' if not message.get('tool_calls') else message['tool_calls'][0].function.arguments) +",
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "Mars"}}}
+    row = {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": "Look.", "tool_calls": [call]},
+            {"role": "tool", "content": "Red."},
+            ANSWER,
+        ]
+    }
+    text = ChatRenderer(build_tokenizer(template)).text(example(row))
+    assert 'Look.{"at": "Mars"}<|im_end|>' in text
+
+
+def test_csv_is_text(tmp_path: Path) -> None:
+    """Numbers, dates and truth values are what is written, or a row would be trained that nobody wrote."""
+    path = write(tmp_path, "instruction,output\nWhich channel?,007\nOpen?,true\nWhen?,2024-01-02\n", "rows.csv")
+    table, _ = prepared(path)
+    tokenizer = build_tokenizer()
+    answers = [tokenizer.decode(row.sequences[0].ids[row.sequences[0].trained]) for row in table]
+    assert answers == ["007<|im_end|>", "true<|im_end|>", "2024-01-02<|im_end|>"]
+
+
+def test_a_folder_is_its_visible_files_of_one_kind(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write(folder, [messages("Who?", "I.")], "a.jsonl")
+    write(folder, [messages("When?", "At dusk.")], "b.jsonl")
+    write(folder, "not rows", ".hidden.jsonl")
+    table, _ = prepared(folder)
+    assert [row.place.rpartition("/")[2] for row in table] == ["a.jsonl:1", "b.jsonl:1"]
+    write(folder, [messages("Why?", "So.")], "test.jsonl")
+    with pytest.raises((ConfigError, DataError), match=r"test\.jsonl"):
+        prepared(folder)
+
+
+def test_copies_are_found_across_data_sets(tmp_path: Path) -> None:
+    first = write(tmp_path, [messages("Who?", "I."), messages("When?", "At dusk.")], "first.jsonl")
+    second = write(tmp_path, [messages("When?", "At dusk."), messages("When?", "At dawn.")], "second.jsonl")
+    report = prepare([DatasetConfig(path=str(path)) for path in (first, second)], build_tokenizer(), Recipe("sft"))
+    (finding,) = audit(report, build_tokenizer())
+    assert (finding.what, finding.rows.count) == ("are copies of others", 1)
+    assert finding.rows.places[0].endswith("second.jsonl:1")
+
+
 def test_doubled_begin_is_refused(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.bos_token = "<|im_start|>"

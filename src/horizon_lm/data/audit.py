@@ -58,6 +58,10 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
             report.endless,
         ),
         Finding(
+            False, "have thoughts or tools that the chat template leaves out",
+            "the model does not see them; name a template that writes them with chat_template_path", report.unsaid,
+        ),
+        Finding(
             False, "train on an empty thinking block", "the model learns not to think; render with thoughts, or without blocks",
             thinking,
         ),

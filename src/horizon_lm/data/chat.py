@@ -6,8 +6,8 @@ trains with, where that renders the conversation alike; the answers' places in t
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,13 @@ class Rendered:
         ids: (T,).
         assistant: bool (T,), whether the assistant would generate a token.
         ends: each answer is followed by a token that ends its turn, as far as that is known.
+        whole: thoughts and tools are in it, which not every template writes.
     """
 
     ids: np.ndarray
     assistant: np.ndarray
     ends: bool
+    whole: bool = True
 
 
 class ChatRenderer:
@@ -63,17 +65,23 @@ class ChatRenderer:
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation's tokens. RowError if the template refuses it, or an answer cannot be located."""
         try:
-            if self._marked(conversation):
-                return self._from_marks(conversation, None)
-            text = self.text(conversation)
-            if self._training is not None and text == self.text(conversation, chat_template=self._training):
-                return self._from_marks(conversation, self._training)
-            opening = self._opening(conversation)
-            return self._from_spans(text, locate_answers(text, conversation.messages, opening))
+            rendered = self._render(conversation)
+            said = [*_thoughts(conversation), *_tool_names(conversation)]
+            whole = not said or all(map(self.text(conversation).__contains__, said))
+            return replace(rendered, whole=whole)
         except RowError:
             raise
         except Exception as error:  # of the template, which is a program
             raise RowError(f"the chat template refuses this row: {first_line(error)}") from error
+
+    def _render(self, conversation: Conversation) -> Rendered:
+        """In the first way that is possible."""
+        if self._marked(conversation):
+            return self._from_marks(conversation, None)
+        text = self.text(conversation)
+        if self._training is not None and text == self.text(conversation, chat_template=self._training):
+            return self._from_marks(conversation, self._training)
+        return self._from_spans(text, locate_answers(text, conversation.messages, self._opening(conversation)))
 
     def text(self, conversation: Conversation, **options: Any) -> str:
         """A conversation as the template writes it."""
@@ -147,6 +155,20 @@ class ChatRenderer:
             # A thinking block that the template opens, or leaves empty, is the model's own in what it has said.
             self._openings[key] = _THINKING.sub("", opening)
         return self._openings[key]
+
+
+def _thoughts(conversation: Conversation) -> Iterator[str]:
+    for message in conversation.messages:
+        thought = message.get("reasoning_content") or message.get("thinking")
+        if thought:
+            yield thought.strip()
+
+
+def _tool_names(conversation: Conversation) -> Iterator[str]:
+    for tool in conversation.tools or ():
+        name = tool.get("function", tool).get("name") if isinstance(tool, dict) else None
+        if name:
+            yield name
 
 
 def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:

@@ -17,11 +17,11 @@ from horizon_lm.data.table import Part, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import DataError
 
-VERSION = 3  # of what is cached
+VERSION = 4  # of what is cached
 _MAX_SHOWN = 5  # problems listed in one error
 _TEXT_AT_ONCE = 4 * 2**20  # bytes
 _PLACES_SHOWN = 3  # rows of one kind in a report
-CUT, ENDLESS, CUT_ANSWER = 1, 2, 4  # bits of a row's flags, as `Report` tells them
+CUT, ENDLESS, CUT_ANSWER, UNSAID = 1, 2, 4, 8  # bits of a row's flags, as `Report` tells them
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ class Report:
         cut, cut_answer: rows that lost their end, and those of them that lost tokens to train on.
         left_out: rows that have nothing to train on.
         endless: rows with an answer that no end-of-turn token follows.
+        unsaid: rows with thoughts or tools that the chat template leaves out.
     """
 
     rows: TokenTable = field(default_factory=lambda: TokenTable([]))
@@ -74,6 +75,7 @@ class Report:
     cut_answer: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)
     endless: Tally = field(default_factory=Tally)
+    unsaid: Tally = field(default_factory=Tally)
 
 
 @dataclass
@@ -255,6 +257,7 @@ def _flags(sequences: Sequence[Tokens]) -> int:
         CUT: any(each.is_cut for each in sequences),
         ENDLESS: not all(each.ends for each in sequences),
         CUT_ANSWER: any(each.lost_targets for each in sequences),
+        UNSAID: not all(each.whole for each in sequences),
     }
     return sum(bit for bit, is_so in kinds.items() if is_so)
 
@@ -270,5 +273,6 @@ def _used(source: Source, table: Any, recipe: Recipe, report: Report) -> Part:
     report.endless.add(chosen[(flags[chosen] & ENDLESS) != 0], source.place)
     report.left_out.add(chosen[targets[chosen] == 0], source.place)
     chosen = chosen[targets[chosen] > 0]
+    report.unsaid.add(chosen[(flags[chosen] & UNSAID) != 0], source.place)
     report.cut_answer.add(chosen[(flags[chosen] & CUT_ANSWER) != 0], source.place)
     return Part(table, source.place, chosen, source.config.weight)

@@ -1,7 +1,7 @@
 """Examples to tokens, and which of them are trained on."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ class Tokens:
         ends: every answer is followed by a token that ends it.
         is_cut: it lost its end.
         lost_targets: and with it tokens that would have been trained on.
+        whole: all that the example says is in it.
     """
 
     ids: np.ndarray
@@ -28,6 +29,7 @@ class Tokens:
     ends: bool = True
     is_cut: bool = False
     lost_targets: bool = False
+    whole: bool = True
 
     @property
     def num_targets(self) -> int:
@@ -38,7 +40,7 @@ class Tokens:
         if length is None or len(self.ids) <= length:
             return self
         lost = bool(self.trained[length:].any())
-        return Tokens(self.ids[:length], self.trained[:length], self.ends, is_cut=True, lost_targets=lost)
+        return replace(self, ids=self.ids[:length], trained=self.trained[:length], is_cut=True, lost_targets=lost)
 
 
 class ExampleTokenizer:
@@ -79,7 +81,7 @@ class ExampleTokenizer:
         rendered = self.renderer.render(example)
         default = "assistant" if example.num_prompt is None else "completion"
         trained = _CHOOSE[train_on or default](rendered.assistant, example)
-        return Tokens(rendered.ids.astype(np.int32), trained, rendered.ends)
+        return Tokens(rendered.ids.astype(np.int32), trained, rendered.ends, whole=rendered.whole)
 
     @property
     def renderer(self) -> ChatRenderer:

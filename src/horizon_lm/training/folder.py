@@ -69,6 +69,8 @@ class RunFolder:
     @staticmethod
     def _write(model: Any, tokenizer: Any, target: Path) -> None:
         part, old = (target.with_name(f"{target.name}.{what}") for what in ("part", "old"))
+        if old.exists() and not target.exists():  # killed between the two renames below
+            old.rename(target)
         for leftover in (part, old):
             shutil.rmtree(leftover, ignore_errors=True)
         model.save_pretrained(part)
