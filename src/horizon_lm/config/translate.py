@@ -295,6 +295,10 @@ def _of_axolotl(said: Mapping[str, Any], left_out: dict[str, str]) -> dict[str, 
             "field_rejected",
         ):
             left_out[f"datasets.{key}"] = "rows are read as their fields say; see columns and format"
+    if kind == "alpaca":
+        left_out["datasets.type"] = (
+            "rows are read as alpaca, but the model's chat template writes them, not ### Instruction"
+        )
     if kind and kind not in _AXOLOTL_TYPES:
         left_out["datasets.type"] = f"{kind} is not a form here; the fields of the rows decide"
     return entry
