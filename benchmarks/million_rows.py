@@ -62,7 +62,8 @@ def prepare(model: str, path: Path, num_proc: int) -> None:
     from horizon_lm.data.loader import Loader
     from horizon_lm.data.prepare import prepare as prepare_rows
     from horizon_lm.preflight.rows import RowShape
-    from horizon_lm.training.setup import load_tokenizer, recipe_of, training_sampler
+    from horizon_lm.training.rows import recipe_of, training_sampler
+    from horizon_lm.training.setup import load_tokenizer
 
     config = as_config(
         {"model_name_or_path": model, "datasets": str(path), "max_length": 256, "dataset_num_proc": num_proc}

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, get_scheduler
 import horizon_lm
 from horizon_lm.config.file import as_config
 from horizon_lm.data.loader import NOT_TRAINED, Batch, in_order
-from horizon_lm.training.setup import RunData, load_data, load_tokenizer
+from horizon_lm.training.rows import RunData, load_data
+from horizon_lm.training.setup import load_tokenizer
 
 SHARED: dict[str, Any] = {
     "device": "cpu", "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_steps": 4, "save_strategy": "no",

@@ -103,3 +103,19 @@ def test_says_what_to_install(folder: Path, model: Path, monkeypatch: pytest.Mon
     result = run("eval", model, "--tasks", folder / "choices.yaml")
     assert result.exit_code == 2
     assert "pip install 'horizon-lm[eval]'" in result.stderr
+
+
+def test_example_of_a_task(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    result = run(
+        "eval",
+        model,
+        "--tasks",
+        Path(__file__).parents[2] / "examples" / "eval" / "tarrow.yaml",
+        "--limit",
+        2,
+        "--device",
+        "cpu",
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "tarrow" in result.stdout

@@ -22,13 +22,5 @@ def test_example(name: str, tmp_path: Path, model: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.filterwarnings("ignore")  # of lm-eval and what it imports
-def test_example_of_a_task(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    result = run("eval", model, "--tasks", ROOT / "examples" / "eval" / "tarrow.yaml", "--limit", 2, "--device", "cpu")
-    assert result.exit_code == 0, result.stderr
-    assert "tarrow" in result.stdout
-
-
 def test_every_example_is_run_here() -> None:
     assert sorted(path.stem for path in (ROOT / "examples").glob("*.yaml")) == ["dpo", "pretrain", "sft"]

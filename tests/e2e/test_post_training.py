@@ -21,7 +21,8 @@ from horizon_lm.preflight.rows import RowShape
 from horizon_lm.preflight.run import make_request
 from horizon_lm.preflight.source import open_source
 from horizon_lm.training import loop, metrics
-from horizon_lm.training.setup import load_data, load_tokenizer
+from horizon_lm.training.rows import load_data
+from horizon_lm.training.setup import load_tokenizer
 from tests import families
 from tests.e2e import tiny
 from tests.e2e.command import run

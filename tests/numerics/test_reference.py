@@ -14,7 +14,7 @@ from horizon_lm.data.table import TokenTable
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective import reference
 from horizon_lm.objective.reference import ReferenceCache, model_key
-from horizon_lm.training.setup import recipe_of
+from horizon_lm.training.rows import recipe_of
 from tests.e2e import tiny
 
 

@@ -11,7 +11,8 @@ from rich.text import Text
 from horizon_lm.config import RunConfig
 from horizon_lm.data.audit import Finding, refuse
 from horizon_lm.data.loader import NOT_TRAINED, Batch
-from horizon_lm.training.setup import RunData, load_data, load_tokenizer
+from horizon_lm.training.rows import RunData, load_data
+from horizon_lm.training.setup import load_tokenizer
 
 _TRAINED, _GIVEN, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
 

@@ -16,7 +16,8 @@ from horizon_lm.preflight.machine import other_machine, this_machine
 from horizon_lm.preflight.run import plan_run, remedies_of
 from horizon_lm.preflight.source import Source, open_source
 from horizon_lm.training.calendar import Calendar
-from horizon_lm.training.setup import choose_device, sampler_without_tokens
+from horizon_lm.training.rows import sampler_without_tokens
+from horizon_lm.training.setup import choose_device
 from horizon_lm.units import parse_bytes
 
 

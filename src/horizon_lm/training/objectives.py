@@ -8,7 +8,7 @@ from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
 from horizon_lm.data.table import TokenTable
 from horizon_lm.objective.base import Objective, OwnObjective
 from horizon_lm.training.metrics import Reporter
-from horizon_lm.training.setup import RunData
+from horizon_lm.training.rows import RunData
 
 
 @dataclass(frozen=True, slots=True)
