@@ -15,9 +15,12 @@ import sys
 import tempfile
 import threading
 import time
+from datetime import date
 from pathlib import Path
 
+import datasets
 import psutil
+import torch
 
 WORDS = [
     "star",
@@ -116,6 +119,7 @@ def main() -> None:
         return
     lines = [
         "# A million rows made ready", "",
+        f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}. torch {torch.__version__}, datasets {datasets.__version__}.", "",
         f"    python benchmarks/million_rows.py --model .cache/smollm2-135m-instruct --rows {arguments.rows} "
         f"--num_proc {arguments.num_proc}", "",
         "| | rows | tokens | tokenize, s | audit, s | lengths, s | a batch, ms | memory before, MiB | most, MiB |",

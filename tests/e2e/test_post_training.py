@@ -190,7 +190,31 @@ def test_stops_when_held_out_loss_gets_no_better(base: dict[str, Any]) -> None:
     }
     early = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1e-3)
     result = horizon_lm.train({**base, **settings}, callbacks=[early], **QUIET)
-    assert result.num_steps == 4
+    assert result.num_steps == 6  # the first of three evaluations in training is the best
+    with pytest.raises(ConfigError, match="callbacks: EarlyStoppingCallback requires"):
+        horizon_lm.train({**base, "output_dir": f"{base['output_dir']}-2"}, callbacks=[early], **QUIET)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_callbacks_see_the_gradients_of_an_update(base: dict[str, Any]) -> None:
+    """As transformers promises: after the update, and before gradients are gone."""
+    seen: list[tuple[bool, int, float]] = []
+
+    class Look(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            param = next(kwargs["model"].parameters())
+            seen.append((param.grad is not None, state.global_step, kwargs["optimizer"].param_groups[0]["lr"]))
+
+    horizon_lm.train({**base, "max_steps": 2}, callbacks=[Look()], **QUIET)
+    assert seen == [(True, 0, 1e-2), (True, 1, 5e-3)]
+
+
+def test_a_sample_prompt_without_a_token_is_refused(base: dict[str, Any], tmp_path: Path) -> None:
+    plain = tiny.save_model(tmp_path / "plain", chat_template=None)
+    texts = tiny.write_jsonl(tmp_path / "texts.jsonl", [{"text": "stars"}] * 8)
+    settings = {"model_name_or_path": str(plain), "datasets": str(texts), "sample_prompts": [""]}
+    with pytest.raises(ConfigError, match="no token to go on from"):
+        horizon_lm.train({**base, **settings}, **QUIET)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -16,8 +16,8 @@ from horizon_lm.model.trainable import freeze
 from horizon_lm.plan.choose import choose
 from horizon_lm.plan.device import device_use
 from horizon_lm.plan.host import host_bytes
-from horizon_lm.plan.request import Machine, Request
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER
+from horizon_lm.plan.request import ForwardBatch, Machine, Request
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind
 from tests import families
 from tests.storages import StorageMeter
 
@@ -198,6 +198,28 @@ DEFAULTS: dict[str, Any] = {
     "precision": "float32", "head": "chunked", "boundaries": "auto", "held_blocks": None, "held_graphs": None,
     "device_micro_batch_size": None, "head_chunk_tokens": None, "grad_dtype": None,
 }  # fmt: skip
+
+
+def test_boundaries_of_frozen_blocks_do_not_travel() -> None:
+    """Only blocks that a gradient passes through keep one, and each travels there and back."""
+    model = families.build("llama", num_hidden_layers=5)
+    outline = outline_config(
+        model.config, "tiny", length=LENGTH, dtype=torch.float32, trainable="layers.3.*|layers.4.*"
+    )
+    options = {**DEFAULTS, "boundaries": 1}
+    step = choose(outline, Case(2, options, "float32", False, frozenset()).request, HERE).step
+    kinds = [op.kind for each in step.passes() for op in each.ops if op.kind in (Kind.OFFLOAD, Kind.FETCH)]
+    assert kinds == [Kind.OFFLOAD, Kind.FETCH]
+    assert (step.waiting, step.staying) == (1, 1)
+
+
+def test_a_long_forward_with_scores_is_planned_by_its_square() -> None:
+    config = families.build("gpt_oss").config
+    short, long = (outline_config(config, "tiny", length=n, dtype=torch.float32) for n in (64, 512))
+    batch = ForwardBatch(1, 512)
+    settings = {"per_device_train_batch_size": 1, "forwards": (batch,)}
+    planned, exact = (choose(each, Request(**settings), HERE).step for each in (short, long))
+    assert device_use(planned).for_a_while >= max(kind.forward_peak.at(1) for kind in exact.outline.kinds)
 
 
 @pytest.mark.parametrize("values", [("logprobs",), ("logprobs", "mean")])

@@ -72,6 +72,30 @@ def test_goes_on_where_it_was_interrupted(cache: Path, rows: TokenTable, monkeyp
     assert np.array_equal(np.load(kept), expected)
 
 
+def test_what_never_reached_the_disk_is_computed(cache: Path, rows: TokenTable) -> None:
+    """A crash of the machine leaves zeros, or half a file; another run may have been faster."""
+    model = build()
+    expected = ReferenceCache(model).logprobs(rows, 2)
+    (file,) = cache.iterdir()
+    part = file.with_suffix(".part")
+    broken = expected.copy()
+    broken[2:4] = 0
+    for left in (broken.tobytes(), broken.tobytes()[:13], b""):
+        file.unlink()
+        part.write_bytes(left)
+        assert np.array_equal(ReferenceCache(model).logprobs(rows, 2), expected)
+    file.write_bytes(file.read_bytes()[:40])
+    assert np.array_equal(ReferenceCache(model).logprobs(rows, 2), expected)
+    file.unlink()
+
+    def be_overtaken(done: int, total: int) -> None:
+        if done == 2:
+            ReferenceCache(model).logprobs(rows, 2)
+
+    assert np.array_equal(ReferenceCache(model).logprobs(rows, 2, be_overtaken), expected)
+    assert [each.name for each in cache.iterdir()] == [file.name]
+
+
 def test_works_where_nothing_can_be_kept(cache: Path, rows: TokenTable) -> None:
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file in the place of a folder")

@@ -443,6 +443,81 @@ def test_a_folder_is_its_visible_files_of_one_kind(tmp_path: Path) -> None:
         prepared(folder)
 
 
+@pytest.mark.parametrize("names", [("a_train", "a_test"), ("train/0", "test/0"), ("train", "validation")])
+def test_held_out_files_of_a_folder_are_not_trained_on(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        file = tmp_path / "rows" / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file.parent, [messages("Who?", "I.")], file.name)
+    with pytest.raises(DataError, match=f"{names[1]}.jsonl looks like held-out rows"):
+        prepared(tmp_path / "rows")
+
+
+def test_csv_with_more_fields_than_names_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "instruction,output\nWhat is 1,000?,A thousand\n", "rows.csv")
+    with pytest.raises(DataError, match="more fields than the header"):
+        prepared(path)
+    with pytest.raises(DataError, match="header cannot be read"):
+        prepared(write(tmp_path, "instruction," + "x" * 200_000, "wide.csv"))
+
+
+def test_audit_where_a_data_set_has_no_row_in_use(tmp_path: Path) -> None:
+    good = write(tmp_path, [messages("Who?", "I.")] * 2, "good.jsonl")
+    long = write(tmp_path, [messages("q" * 90, "never seen")] * 3, "long.jsonl")
+    datasets = [DatasetConfig(path=str(good)), DatasetConfig(path=str(long), weight=0.5)]
+    report = prepare(datasets, build_tokenizer(), Recipe("sft", max_length=30))
+    assert next(finding.what for finding in audit(report, build_tokenizer())) == "have no token to train on"
+    sampler = Sampler(tuple(report.rows.part_sizes()), 2, 0, tuple(report.rows.weights()))
+    assert (sampler.steps_per_epoch, sorted(sampler.rows(0))) == (1, [0, 1])
+    some = prepare(
+        [
+            DatasetConfig(
+                path=str(write(tmp_path, [messages("Who?", f"{n}.") for n in range(3000)], "many.jsonl")),
+                fraction=0.0005,
+            )
+        ],
+        build_tokenizer(),
+        Recipe("sft"),
+    )
+    assert audit(some, build_tokenizer()) == []
+
+
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
+def test_rows_that_were_left_long_to_be_packed_are_cut_where_they_are_not(tmp_path: Path, strategy: str) -> None:
+    path = write(
+        tmp_path, [messages("Who?", "I" * 80), messages("When?", "At dusk."), messages("q" * 90, "never seen")]
+    )
+    report = prepare([DatasetConfig(path=str(path))], build_tokenizer(), Recipe("sft", max_length=30, packing=strategy))
+    assert report.rows.lengths.max() > 30
+    rows = pack_rows(report.rows, Recipe("sft", max_length=30))
+    expected, _ = prepared(path, max_length=30)
+    assert len(rows) == len(expected) == 2
+    for row, other in zip(rows, expected, strict=True):
+        assert np.array_equal(row.sequences[0].ids, other.sequences[0].ids)
+        assert row.place == other.place
+    assert rows.num_targets.tolist() == expected.num_targets.tolist()
+
+
+def test_optional_column_that_no_row_has(tmp_path: Path) -> None:
+    rows = [messages("Who?", "I."), {**messages("Who?", "I."), "rules": "Be short."}]
+    table, _ = prepared(write(tmp_path, rows), columns={"system": "rules"})
+    assert len(table) == 2
+    with pytest.raises(DataError, match="'rule', which columns names, is in none"):
+        prepared(write(tmp_path, rows), columns={"system": "rule"})
+
+
+def test_two_different_system_messages() -> None:
+    row = {"messages": [{"role": "system", "content": "Be short."}, USER, ANSWER]}
+    assert len(example({**row, "system": "Be short."}).messages) == 3
+    with pytest.raises(RowError, match="say different things"):
+        example({**row, "system": "Be long."})
+
+
+def test_preference_whose_answers_leave_the_question_to_the_prompt() -> None:
+    pair = example({"prompt": "Who?", "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "Rain."}]}, "dpo")
+    assert pair.chosen.messages == [{"role": "user", "content": "Who?"}, ANSWER]
+
+
 def test_copies_are_found_across_data_sets(tmp_path: Path) -> None:
     first = write(tmp_path, [messages("Who?", "I."), messages("When?", "At dusk.")], "first.jsonl")
     second = write(tmp_path, [messages("When?", "At dusk."), messages("When?", "At dawn.")], "second.jsonl")

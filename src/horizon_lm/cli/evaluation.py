@@ -30,6 +30,8 @@ def load_tasks(names: Sequence[str]) -> list[Any]:
     except ImportError as error:
         raise ConfigError("eval needs lm-eval, which is not installed: pip install 'horizon-lm[eval]'") from error
     wanted = [name.strip() for text in names for name in text.split(",") if name.strip()]
+    if not wanted:
+        raise ConfigError("--tasks: name one, or a YAML file")
     files = [name for name in wanted if name.endswith((".yaml", ".yml"))]
     for name in files:
         if not Path(name).is_file():
@@ -52,7 +54,11 @@ def evaluate_model(
     model: Any, tokenizer: Any, tasks: list[Any], num_fewshot: int | None, limit: int | None, batch_size: int,
     apply_chat_template: bool,
 ) -> Results:  # fmt: skip
-    """Measure a streamed model. ConfigError where a chat template is wanted that there is not."""
+    """Measure a streamed model.
+
+    Raises:
+        ConfigError: a chat template is wanted that there is not, or lm-eval refuses the settings.
+    """
     if apply_chat_template and tokenizer.chat_template is None:
         raise ConfigError("--apply-chat-template: the tokenizer has no chat template; remove the option")
     from lm_eval import simple_evaluate
@@ -63,10 +69,13 @@ def evaluate_model(
         judged = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         # The weights are in host memory; logits come from where they are computed.
         judged._device = model._horizon.engine.device.torch_device
-        results = simple_evaluate(
-            model=judged, tasks=tasks, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size,
-            apply_chat_template=apply_chat_template, log_samples=False,
-        )  # fmt: skip
+        try:
+            results = simple_evaluate(
+                model=judged, tasks=tasks, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size,
+                apply_chat_template=apply_chat_template, log_samples=False,
+            )  # fmt: skip
+        except ValueError as error:  # more examples than there are rows, and the like
+            raise ConfigError(f"lm-eval refuses: {first_line(error)}") from error
     assert results is not None
     return Results(make_table(results), dict(results))
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from horizon_lm.config.elsewhere import ELSEWHERE
 from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.text import start_file
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, first_line
 
 _AXOLOTL_TYPES = {
     "alpaca": {"format": "alpaca"},
@@ -74,11 +74,17 @@ def translate(path: str, objective: str | None = None) -> Translation:
     result = Translation(table["name"], objective or _objective(theirs, table))
     if result.objective != "sft":
         result.settings["objective"] = result.objective
-    for name, ours in _rows(table["name"], theirs, Path(path).expanduser().parent, result.left_out):
-        result.settings[name] = ours
+    try:
+        result.settings |= _rows(table["name"], theirs, Path(path).expanduser().parent, result.left_out)
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        names = ", ".join(name for name in _OF_ROWS[table["name"]] if name in theirs)
+        raise ConfigError(f"{path}: {names}: not as {table['name']} has them ({first_line(error)})") from error
     for key, value in theirs.items():
         if key not in _OF_ROWS[table["name"]]:
-            _translate_setting(key, value, table, theirs, result)
+            try:
+                _translate_setting(key, value, table, theirs, result)
+            except (TypeError, ValueError):
+                result.left_out[key] = f"{value!r} is not a value of it"
     for name, value in {
         **table.get("defaults", {}),
         **table.get("defaults_of_stage", {}).get(theirs.get("stage"), {}),
@@ -171,7 +177,7 @@ def _objective(theirs: Mapping[str, Any], table: Mapping[str, Any]) -> str:
     for key, says in table.get("objective", {}).items():
         if key in theirs:
             value = theirs[key][0] if isinstance(theirs[key], list) else theirs[key]
-            found = says if isinstance(says, str) else says.get(value)
+            found = says if isinstance(says, str) else says.get(_key(value))
             if found:
                 return str(found)
             if key in ("stage", "rl"):

@@ -142,6 +142,8 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(chosen, list):
         pair = {name: read_messages(row, name) for name in pair}
     found = {**row, **extract_prompt(pair)}
+    if not found["prompt"] and isinstance(row.get("prompt"), str):  # then it was not in the answers
+        return {**row, **pair, "prompt": [{"role": "user", "content": row["prompt"]}]}
     if not found["prompt"]:
         raise RowError("'chosen' and 'rejected' do not begin alike, so there is no prompt; give a field 'prompt'")
     return found
@@ -175,8 +177,10 @@ def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: i
         raise RowError(f"field 'chat_template_kwargs' must be an object, but is {kind(options)}")
     if taken := sorted(_TAKEN & set(options)):
         raise RowError(f"chat_template_kwargs.{taken[0]} is not for a row to say; remove it")
-    system = _text(row, "system", optional=True)
-    if system and messages[0]["role"] not in ("system", "developer"):
+    system, first = _text(row, "system", optional=True), messages[0]
+    if system and first["role"] in ("system", "developer") and first["content"] != system:
+        raise RowError("field 'system' and the first message say different things to the model; keep one of them")
+    if system and first["role"] not in ("system", "developer"):
         messages, num_prompt = [{"role": "system", "content": system}, *messages], num_prompt and num_prompt + 1
     return Conversation(checked(messages), _tools(row), dict(options), num_prompt)
 

@@ -136,7 +136,7 @@ class Sampler:
 
 def _rest(weight: float, size: int) -> int:
     """Rows that come once more than the others; at least one, if no row would come at all."""
-    return max(0 if int(weight) else 1, round((weight - int(weight)) * size))
+    return min(size, max(0 if int(weight) else 1, round((weight - int(weight)) * size)))
 
 
 @lru_cache(maxsize=1)

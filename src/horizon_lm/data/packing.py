@@ -1,5 +1,6 @@
 """Several rows in one, each of which sees only itself."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,24 @@ def pack(part: Part, strategy: str, length: int) -> Part:
 
     # A long row is cut into several, of which some may have nothing to train on.
     return Part(packed, place_of_packed, np.flatnonzero(packed.data.column("num_targets").to_numpy()), part.weight)
+
+
+def cut(part: Part, length: int) -> Part:
+    """Rows that were left long to be packed, without what is beyond ``length`` tokens."""
+    table = part.table
+    rows = table.map(
+        partial(_first_tokens, length=length), batched=True, batch_size=100,
+        remove_columns=[name for name in table.column_names if name not in ("input_ids", "trained", "num_targets")],
+        new_fingerprint=digest(part.fingerprint, "cut", length), desc="cutting rows",
+    )  # fmt: skip
+    targets = rows.data.column("num_targets").to_numpy()
+    return Part(rows, part.place, part.indices[targets[part.indices] > 0], part.weight)
+
+
+def _first_tokens(columns: dict[str, list[Any]], length: int) -> dict[str, list[Any]]:
+    trained = [mask[:length] for mask in columns["trained"]]
+    ids = [each[:length] for each in columns["input_ids"]]
+    return {"input_ids": ids, "trained": trained, "num_targets": [sum(mask[1:]) for mask in trained]}
 
 
 def _count_targets(columns: dict[str, list[Any]]) -> dict[str, list[int]]:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.config import DatasetConfig
-from horizon_lm.data.forms import Form, find_form, rename
+from horizon_lm.data.forms import OPTIONAL, Form, find_form, rename
 from horizon_lm.data.messages import RowError
-from horizon_lm.data.packing import pack
+from horizon_lm.data.packing import cut, pack
 from horizon_lm.data.progress import progress_bars
 from horizon_lm.data.sources import Source, digest, open_source
 from horizon_lm.data.table import Part, TokenTable
@@ -20,6 +20,7 @@ from horizon_lm.errors import DataError
 VERSION = 4  # of what is cached
 _MAX_SHOWN = 5  # problems listed in one error
 _TEXT_AT_ONCE = 4 * 2**20  # bytes
+_ROWS_LOOKED_AT = 1000  # for fields that not every row has
 _PLACES_SHOWN = 3  # rows of one kind in a report
 CUT, ENDLESS, CUT_ANSWER, UNSAID = 1, 2, 4, 8  # bits of a row's flags, as `Report` tells them
 
@@ -132,9 +133,13 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe) -
 
 
 def pack_rows(rows: TokenTable, recipe: Recipe) -> TokenTable:
-    """The rows of each data set packed as a recipe says; as they are if it says nothing."""
+    """The rows of each data set packed as a recipe says, or else cut to its length if they are not yet."""
     if recipe.packing is None:
-        return rows
+        length = recipe.max_length
+        if length is None or not len(rows) or int(rows.lengths.max()) <= length:
+            return rows
+        with progress_bars():
+            return TokenTable([cut(part, length) for part in rows.parts if len(part)])
     with progress_bars():
         return TokenTable([pack(part, recipe.packing, recipe.max_length or 0) for part in rows.parts if len(part)])
 
@@ -152,10 +157,25 @@ def _form(source: Source, recipe: Recipe, problems: _Problems) -> Form | None:
     """The form of a data set, as its first row shows it."""
     try:
         first = source.row(0)
+        _require_columns(source)
         return find_form(_renamed(first, source), source.config.format, recipe.objective, source.config.columns or ())
     except RowError as error:  # without a form every further row would say the same
         problems.add(f"{source.place(0)}: {error}")
         return None
+
+
+def _require_columns(source: Source) -> None:
+    """RowError for an optional field under a name that none of the first rows has."""
+    optional = {theirs for ours, theirs in (source.config.columns or {}).items() if ours in OPTIONAL}
+    some = (source.row(index) for index in range(min(_ROWS_LOOKED_AT, len(source))))
+    for row in some if optional else ():
+        optional -= set(row) if isinstance(row, dict) else set()
+        if not optional:
+            return
+    if optional:
+        raise RowError(
+            f"field {min(optional)!r}, which columns names, is in none of the first {_ROWS_LOOKED_AT:,} rows"
+        )
 
 
 def _renamed(row: Any, source: Source) -> Any:

@@ -17,6 +17,7 @@ from horizon_lm.errors import DataError, first_line
 
 _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
 _NO_ROWS = (".md", ".yaml", ".yml", ".py", "")  # endings of what lies beside rows
+_HELD_OUT = re.compile(r"(^|[._\- ])(test|testing|val|valid|validation|eval|evaluation|dev)([._\- ]|$)")
 _JSON, _PLACE = "row", "place"  # columns of rows that were read from JSON
 
 
@@ -93,10 +94,11 @@ def _own_files(config: DatasetConfig) -> list[Path]:
     files = [file for file in files if file.suffix not in _NO_ROWS and file.name != "dataset_info.json"]
     if not files:
         raise DataError(f"{config.path}: the folder has no files of rows")
-    held_out = [file for file in files if re.match(r"(test|val|valid|validation|eval|dev)([._-]|$)", file.stem)]
+    names = {file: file.relative_to(folder).with_suffix("").parts for file in files}
+    held_out = [file for file, parts in names.items() if any(map(_HELD_OUT.search, parts))]
     if held_out and len(held_out) < len(files):
         raise DataError(
-            f"{config.path}: {held_out[0].name} looks like held-out rows; name the files to read with data_files, or each by its "
+            f"{config.path}: {held_out[0].relative_to(folder)} looks like held-out rows; name the files to read with data_files, or each by its "
             "own path"
         )
     if len(kinds := {file.suffix for file in files}) > 1 and not kinds <= set(ENDINGS):
@@ -163,11 +165,8 @@ def _load(config: DatasetConfig, files: Sequence[Path]) -> Source:
                 f"{', '.join(_BUILDERS)}"
             )
         options: dict[str, Any] = {"path": builder, "data_files": {"train": [str(file) for file in files]}}
-        if builder == "csv":  # a text is what it is, even N/A or 7
-            separator = "\t" if ending == ".tsv" else ","
-            with files[0].open(encoding="utf-8-sig", errors="replace", newline="") as stream:
-                names = next(csv.reader(stream, delimiter=separator), [])
-            options |= {"sep": separator, "converters": dict.fromkeys(names, str), "keep_default_na": False}
+        if builder == "csv":
+            options |= _of_csv(files[0])
     else:
         wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
         options = {"path": str(path) if path.is_dir() else config.path, **{k: v for k, v in wanted.items() if v}}
@@ -175,7 +174,22 @@ def _load(config: DatasetConfig, files: Sequence[Path]) -> Source:
         table = datasets.load_dataset(**options, split=config.split or "train")
     except Exception as error:  # whatever a reader of some format, or the hub, has to say
         raise DataError(f"{config.path}: {_reason(error)}") from error
+    if any(name.startswith("__index_level_") for name in table.column_names):  # what pandas makes of the first ones
+        raise DataError(
+            f"{config.path}: rows have more fields than the header names; put texts that have commas between quotes"
+        )
     return Source(config, table, digest(table._fingerprint, _state(files)), is_json=False)
+
+
+def _of_csv(file: Path) -> dict[str, Any]:
+    """A text is what it is, even N/A or 7."""
+    separator = "\t" if file.suffix == ".tsv" else ","
+    try:
+        with file.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
+            names = next(csv.reader(stream, delimiter=separator), [])
+    except (OSError, csv.Error) as error:
+        raise DataError(f"{file}: its header cannot be read ({first_line(error)})") from error
+    return {"sep": separator, "converters": dict.fromkeys(names, str), "keep_default_na": False}
 
 
 def _reason(error: BaseException) -> str:

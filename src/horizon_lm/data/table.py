@@ -166,9 +166,10 @@ class Part:
         for ids, trained in zip(*columns, strict=True):
             lengths = ids.value_lengths().to_numpy()
             mask = used[start : start + len(lengths)]
-            keep = np.repeat(mask, lengths)
-            values = (each.flatten().to_numpy(zero_copy_only=False)[keep] for each in (ids, trained))
-            yield start + np.flatnonzero(mask), np.cumsum(lengths[mask]), *values
+            if mask.any():
+                keep = np.repeat(mask, lengths)
+                values = (each.flatten().to_numpy(zero_copy_only=False)[keep] for each in (ids, trained))
+                yield start + np.flatnonzero(mask), np.cumsum(lengths[mask]), *values
             start += len(lengths)
 
     def keys(self) -> np.ndarray:

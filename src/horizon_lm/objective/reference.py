@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,44 +58,62 @@ class ReferenceCache:
             NonFiniteError: some are NaN or infinite.
         """
         name = hashlib.sha256(f"{VERSION} {self._key} {rows.fingerprint}".encode()).hexdigest()[:32]
-        file, part = self._folder / f"{name}.npy", self._folder / f"{name}.part.npy"
-        if file.is_file():
-            return np.asarray(np.load(file))
-        values = np.full((len(rows), 2), np.nan, np.float32) if self.problem else _opened(part, len(rows))
-        self._compute(values, rows, batch_size, advance)
+        file, part = self._folder / f"{name}.npy", self._folder / f"{name}.part"
+        if not self.problem and (kept := _load(file, len(rows))) is not None:
+            return kept
+        values = np.zeros((len(rows), 2), np.float32) if self.problem else _begun(part, len(rows))
+        self._compute(values, None if self.problem else part, rows, batch_size, advance)
         if not np.isfinite(values).all():
             place = rows[int(np.flatnonzero(~np.isfinite(values).all(1))[0])].place
             part.unlink(missing_ok=True)
             raise NonFiniteError(f"the reference gives no finite log-probability to {place}: check the model's weights")
-        if isinstance(values, np.memmap):
-            values.flush()
-            part.replace(file)
-        return np.array(values)
+        if not self.problem:
+            with suppress(OSError):  # a full disk: then it is computed again another time
+                new = part.with_suffix(f".{os.getpid()}")
+                with new.open("wb") as stream:
+                    np.save(stream, values)
+                new.replace(file)
+                part.unlink(missing_ok=True)
+        return values
 
     def _compute(
-        self, values: np.ndarray, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None]
-    ) -> None:
-        """Those that are not there yet."""
+        self, values: np.ndarray, part: Path | None, rows: TokenTable, batch_size: int,
+        advance: Callable[[int, int], None],
+    ) -> None:  # fmt: skip
+        """Those that are not there yet; written down as they come, where other runs may write the same."""
         was_training = self._model.training
         self._model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as stack:
+            file = None if part is None else os.open(part, os.O_WRONLY | os.O_CREAT)
+            if file is not None:
+                stack.callback(os.close, file)
             for batch in in_order(rows, batch_size):
-                numbers = list(batch.rows)
-                if np.isnan(values[numbers]).any():
-                    values[numbers] = answer_logprobs(self._model, batch)[0].T.cpu().numpy()
-                advance(numbers[-1] + 1, len(rows))
+                first, stop = batch.rows[0], batch.rows[-1] + 1
+                if not values[first:stop].all():
+                    values[first:stop] = answer_logprobs(self._model, batch)[0].T.cpu().numpy()
+                    if file is not None:
+                        with suppress(OSError):  # a full disk
+                            os.pwrite(file, values[first:stop].tobytes(), values[:first].nbytes)
+                advance(stop, len(rows))
         self._model.train(was_training)
 
 
-def _opened(part: Path, count: int) -> np.ndarray:
-    """Values on disk; NaN where they have not been computed yet."""
+def _begun(part: Path, count: int) -> np.ndarray:
+    """Values (count, 2); zeros, which no answer has, where there are none yet: what never reached a disk is zeros, too."""
+    values = np.zeros((count, 2), np.float32)
     if part.is_file():
-        found: np.ndarray = np.lib.format.open_memmap(part, mode="r+")
-        if found.shape == (count, 2):
-            return found
-    values = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(count, 2))
-    values[:] = np.nan
+        found = np.fromfile(part, np.float32)[: values.size]
+        values.reshape(-1)[: len(found)] = found
     return values
+
+
+def _load(file: Path, count: int) -> np.ndarray | None:
+    """The values in a file; None if there is none, or it is not whole."""
+    try:
+        values: np.ndarray = np.load(file)
+    except (OSError, ValueError, EOFError):
+        return None
+    return values if values.shape == (count, 2) else None
 
 
 def lookup(values: np.ndarray) -> Callable[[Batch], np.ndarray]:

@@ -99,10 +99,12 @@ def _forward(step: Step, batch: ForwardBatch) -> int:
     """What a batch without gradients needs: no boundary is kept, and as many rows are there at once as in training."""
     outline, settings = step.outline, step.settings
     share = batch.length / outline.length  # of a row that was outlined
+    # Scores grow with the square of the length where they are held.
+    in_rows = share * max(1.0, share) if outline.attention == "eager" else share
     at_once = min(batch.rows, settings.micro_batch or batch.rows)
     tokens = batch.rows * batch.length
     hidden = tokens * outline.sizes.hidden * outline.compute_bytes
-    in_block = max(kind.forward_peak.at(max(1.0, at_once * share)) for kind in outline.kinds)
+    in_block = max(kind.forward_peak.at(max(1.0, at_once * in_rows)) for kind in outline.kinds)
     head = outline.head_peak["chunked" if settings.chunked_head else "whole"]
     at_head = head.at(min(tokens, settings.head_chunk_tokens) if settings.chunked_head else tokens)
     masks = outline.shared.at(batch.rows * max(1.0, share**2)) - outline.shared.at(settings.rows)

@@ -117,7 +117,7 @@ class Step:
         layout = build.Layout(
             num_blocks=self.outline.num_blocks,
             tied=trained.tied,
-            offloaded=self.waiting,
+            offloaded=self.offloaded,
             held=settings.residency.weights,
             accumulate=accumulate,
             update_in_backward=settings.update_in_backward,

@@ -40,7 +40,7 @@ class RowShape:
                 present = np.pad(present, (0, 2 * largest + 1 - len(present)))
             present[ids] = True
         # Where rows are padded there is the padding's token, too.
-        distinct = int(present.sum()) + 1
+        distinct = int(present.sum()) + 1 + prompt_length
         steps = [rows.lengths[loader.sampler.rows(step)] for step in range(loader.sampler.steps_per_epoch)]
         usual = sum(step.max() * len(step) for step in steps) / sum(map(len, steps))
         in_epoch = sum(rows.num_tokens[loader.sampler.rows(step)].sum() for step in range(len(steps)))

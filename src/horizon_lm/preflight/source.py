@@ -28,7 +28,9 @@ class Source:
     def cache_bytes_per_token(self, run: RunConfig) -> int:
         """Keys and values that all blocks keep of a token in generation, on the device."""
         config = self.config.get_text_config()
-        heads = config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", None)
+        if not heads:  # a state, which does not grow
+            return 0
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         if getattr(config, "kv_lora_rank", None) is None:
             heads = getattr(config, "num_key_value_heads", None) or heads

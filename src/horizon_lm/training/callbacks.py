@@ -29,7 +29,8 @@ class Callbacks:
         own: instances or classes of `transformers.TrainerCallback`.
 
     Raises:
-        ConfigError: a service of ``report_to`` whose package is not installed, or settings that transformers refuses.
+        ConfigError: a service of ``report_to`` whose package is not installed, or settings that transformers or a callback
+            refuses.
     """
 
     def __init__(self, config: RunConfig, own: Sequence[Any], num_steps: int, steps_per_epoch: int) -> None:
@@ -65,7 +66,10 @@ class Callbacks:
 
         self._handler = CallbackHandler([OurFlow(), *self._wanted], model, tokenizer, optimizer, scheduler)
         self._tell("on_init_end")
-        self._tell("on_train_begin")
+        try:
+            self._tell("on_train_begin")
+        except AssertionError as error:  # as transformers' own callbacks refuse a run
+            raise ConfigError(f"callbacks: {error}") from error
 
     def before_step(self, step: int) -> None:
         """Step ``step``, from 1, begins."""
@@ -76,6 +80,10 @@ class Callbacks:
     def before_update(self) -> None:
         """Gradients are there."""
         self._tell("on_pre_optimizer_step")
+
+    def after_update(self) -> None:
+        """Weights are new, gradients and learning rate are those of the update."""
+        self._tell("on_optimizer_step")
 
     @property
     def wishes(self) -> Wishes:
@@ -90,7 +98,6 @@ class Callbacks:
         if self._handler is None:
             return
         self._state.global_step, self._state.epoch = step, step / self._steps_per_epoch
-        self._tell("on_optimizer_step")
         self._tell("on_step_end")
         if step % self._steps_per_epoch == 0:
             self._tell("on_epoch_end")
@@ -104,7 +111,8 @@ class Callbacks:
         self._tell("on_log", logs=logs)
         if "eval_loss" in line:
             self._tell("on_evaluate", metrics=logs)
-            self._remember_best(logs)
+            if line["step"]:  # a Trainer, too, begins with what training has made
+                self._remember_best(logs)
 
     def _remember_best(self, logs: Mapping[str, float]) -> None:
         """As a Trainer does, after its callbacks have been told: some stop a run that gets no better."""

@@ -156,6 +156,7 @@ class _Loop:
         loss.value.backward()
         self.listeners.before_update()
         update(self.optimizer, step, batch, self.folder, self.reporter)
+        self.listeners.after_update()
         self.metrics.add(value, loss, batch, self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.optimizer.zero_grad()

@@ -127,5 +127,5 @@ def sampler_without_tokens(config: RunConfig) -> Sampler | None:
         return None
     held = config.test_split_size or 0
     sizes = [round(len(open_source(each)) * (each.fraction or 1)) for each in config.datasets]
-    sizes = [max(1, round(size * (1 - (held if held < 1 else held / sum(sizes))))) for size in sizes]
+    sizes = [max(1, round(size * (1 - (held if held < 1 else held / max(1, sum(sizes)))))) for size in sizes]
     return Sampler(tuple(sizes), config.rows_per_step, 0, tuple(each.weight for each in config.datasets))

@@ -10,7 +10,7 @@ class Prompts:
     """A run's sample prompts as tokens, through the chat template, if there is one.
 
     Raises:
-        ConfigError: the chat template refuses a prompt.
+        ConfigError: the chat template refuses a prompt, or one has no token.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Any) -> None:
@@ -20,6 +20,12 @@ class Prompts:
             self._inputs = [self._encode(prompt) for prompt in self._prompts]
         except Exception as error:  # of the template, which is a program
             raise ConfigError(f"sample_prompts: the chat template refuses them: {first_line(error)}") from error
+
+        for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
+            if not inputs["input_ids"].shape[1]:
+                raise ConfigError(
+                    f"sample_prompts: {prompt!r} has no token to go on from; remove it, or write something"
+                )
 
     @property
     def longest(self) -> int:
