@@ -104,3 +104,26 @@ def test_what_cannot_be_translated(
     result = run("init", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base_model: m\nmicro_batch_size: 1\ndatasets: 5\n", "datasets: not as Axolotl has them"),
+        ("base_model: m\nmicro_batch_size: 1\ndatasets: [5]\n", "datasets: not as Axolotl has them"),
+        ("model_name_or_path: m\ncutoff_len: 8\ndataset: 5\n", "dataset: not as LLaMA-Factory has them"),
+        ("model_name_or_path: m\nstage: [[sft]]\ncutoff_len: 8\n", None),
+        ("base_model: m\nmicro_batch_size: 1\nevals_per_epoch: often\n", None),
+        ("model_name_or_path: m\nloss_type: [[a]]\n", None),
+    ],
+)
+def test_values_of_the_wrong_kind(tmp_path: Path, text: str, message: str | None) -> None:
+    """Refused with their name, or left out with a word; never a traceback."""
+    path = tmp_path / "theirs.yaml"
+    path.write_text(text)
+    result = run("init", "--from", path)
+    if message is None:
+        assert result.exit_code in (0, 2), result.stderr
+    else:
+        assert result.exit_code == 2
+        assert message in result.stderr
