@@ -78,6 +78,22 @@ def test_checkpoints_of_others_are_left_alone(base: dict[str, Any]) -> None:
     assert kept == ["checkpoint-2", "checkpoint-500", "model"]
 
 
+def test_export_keeps_every_digit_where_it_is_to(base: dict[str, Any], model: Path) -> None:
+    """A learning rate so small that bf16 shows nothing of it."""
+    settings = {"precision": "fp32_master", "learning_rate": 1e-6, "max_steps": 2}
+    changed = {}
+    for dtype in ("bfloat16", "float32"):
+        output = f"{base['output_dir']}-{dtype}"
+        horizon_lm.train({**base, **settings, "export_dtype": dtype, "output_dir": output}, **QUIET)
+        before, after = (load_file(folder / "model.safetensors") for folder in (model, Path(output) / "model"))
+        assert {str(tensor.dtype) for tensor in after.values()} == {f"torch.{dtype}"}
+        changed[dtype] = sum(int((before[name].to(tensor.dtype) != tensor).sum()) for name, tensor in after.items())
+        plan = json.loads((Path(output) / "plan.json").read_text())
+        exported = next(item for item in plan["disk"]["items"] if item["name"] == "exported model")
+        assert exported["bytes"] == plan["model"]["parameters"] * (2 if dtype == "bfloat16" else 4)
+    assert changed["float32"] > 10 * changed["bfloat16"]
+
+
 def test_holds_out_rows_of_its_own(base: dict[str, Any]) -> None:
     horizon_lm.train({**base, "test_split_size": 0.25, "max_steps": 2}, **QUIET)
     assert {line["step"] for line in lines(base) if "eval_loss" in line} == {0, 2}

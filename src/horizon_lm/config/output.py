@@ -16,6 +16,11 @@ class OutputSettings(TrainingSettings):
         False, description="Allow a finished run in output_dir to be replaced, once the new one is finished."
     )
 
+    export_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
+        None,
+        description="Of the weights in exported models; float32 keeps every digit that fp32_master has learned, null is as they were.",
+    )
+
     eval_strategy: Literal["no", "steps", "epoch"] = Field(
         "no", description="When held-out rows are evaluated besides before and after training: no, steps or epoch."
     )

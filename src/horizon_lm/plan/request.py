@@ -59,7 +59,7 @@ class Request(Given):
         sequences: of tokens in a row: two in a preference.
         tokens_per_step: without padding, as steps go; None for as many as there are places.
         num_steps: None if it is not known.
-        export_bytes: of an element of the exported model.
+        export_bytes, stored_bytes: of an element of the exported model, and of the checkpoint to start from.
         num_checkpoints: exports on the way that are there at once.
         download_bytes: of the checkpoint to start from, if it has to be fetched.
         has_grad_dtype: the run says how gradients are kept.
@@ -79,6 +79,7 @@ class Request(Given):
     tokens_per_step: float | None = None
     num_steps: int | None = None
     export_bytes: int = 2
+    stored_bytes: int = 2
     num_checkpoints: int = 0
     download_bytes: int = 0
     has_grad_dtype: bool = False

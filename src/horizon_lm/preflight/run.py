@@ -14,6 +14,8 @@ from horizon_lm.plan.text import remedy_lines
 from horizon_lm.preflight.rows import RowShape
 from horizon_lm.preflight.source import Source
 
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
 
 def plan_run(
     run: RunConfig,
@@ -90,7 +92,8 @@ def make_request(
         tokens_per_step=rows.tokens,
         num_steps=num_steps,
         num_checkpoints=num_checkpoints,
-        export_bytes=source.stored_bytes,
+        export_bytes=_ITEMSIZE[run.export_dtype] if run.export_dtype else source.stored_bytes,
+        stored_bytes=source.stored_bytes,
         download_bytes=0 if source.is_here else num_parameters * source.stored_bytes,
     )
 

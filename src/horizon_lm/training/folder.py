@@ -27,6 +27,7 @@ class RunFolder:
         self.trace_file = self.path / "trace.json"
         self.samples_file = self.path / "samples.jsonl"
         self._keep, self._saved = config.save_total_limit, list[Path]()
+        self._dtype = config.export_dtype
         if self.model_dir.exists() and not config.overwrite_output_dir:
             raise ConfigError(
                 f"output_dir: {self.path} holds a finished run; choose another folder, or set "
@@ -66,14 +67,15 @@ class RunFolder:
         """Write the model's folder; it has its name when it is complete, and only then an old one goes."""
         self._write(model, tokenizer, self.model_dir)
 
-    @staticmethod
-    def _write(model: Any, tokenizer: Any, target: Path) -> None:
+    def _write(self, model: Any, tokenizer: Any, target: Path) -> None:
+        import torch
+
         part, old = (target.with_name(f"{target.name}.{what}") for what in ("part", "old"))
         if old.exists() and not target.exists():  # killed between the two renames below
             old.rename(target)
         for leftover in (part, old):
             shutil.rmtree(leftover, ignore_errors=True)
-        model.save_pretrained(part)
+        model.save_pretrained(part, dtype=getattr(torch, self._dtype) if self._dtype else None)
         tokenizer.save_pretrained(part)
         if target.exists():
             target.rename(old)
