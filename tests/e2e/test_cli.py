@@ -39,7 +39,7 @@ def test_train_then_use(tmp_path: Path, model: Path, run_file: Path) -> None:
     assert result.exit_code == 0, result.output
     folder = tmp_path / "run"
     lines = result.stdout.splitlines()
-    assert lines[0] == f"run folder: {folder}"
+    assert f"run folder: {folder}" in lines
     assert f"horizon-lm generate {folder / 'model'}" in result.stdout
 
     first, *steps, last = metrics(folder)
@@ -202,7 +202,7 @@ def no_cuda(files: Path) -> list[str]:
         (no_tokenizer, 2, "has no tokenizer that can be read"),
         (missing_rows, 2, "there is no such file"),
         (malformed_row, 4, "bad.jsonl:3: field 'output' is missing"),
-        (output_is_a_file, 2, "taken cannot be made"),
+        (output_is_a_file, 2, "taken cannot be written to"),
         pytest.param(no_cuda, 2, "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
     ],
 )
@@ -257,7 +257,7 @@ def start(run_file: Path, *arguments: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_stops_at_the_end_of_a_step(tmp_path: Path, run_file: Path, number: int) -> None:
-    process = start(run_file, "--max_steps", 100_000, "--logging_steps", 1)
+    process = start(run_file, "--max_steps", 100_000, "--logging_steps", 7)
     file = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not file.is_file() or file.read_text().count("\n") < 3:
@@ -270,8 +270,7 @@ def test_interrupt_stops_at_the_end_of_a_step(tmp_path: Path, run_file: Path, nu
     assert "error: interrupted after step" in stderr
     assert "Traceback" not in stderr
     steps = [line["step"] for line in metrics(tmp_path / "run")]
-    assert steps == list(range(len(steps)))
-    assert f"after step {steps[-1]} of" in stderr
+    assert f"after step {steps[-1]} of" in stderr  # what was not logged yet is written then
     assert not (tmp_path / "run" / "model").exists()
 
 

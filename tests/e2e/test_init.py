@@ -47,7 +47,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LEFT_OUT = {
-    "trl": ("gradient_checkpointing: every block is recomputed", "bf16: use precision"),
+    "trl": ("gradient_checkpointing: every block is recomputed", "bf16: weights are bf16 with an fp32 master in any case"),
     "llamafactory": ("deepspeed: weights stream", "template: the model's own", "finetuning_type: ", "max_samples: use fraction"),
     "axolotl": ("gradient_checkpointing: ", "bf16: ", "pad_to_sequence_len: ", "special_tokens: ", "dataset_prepared_path: "),
 }  # fmt: skip

@@ -131,6 +131,7 @@ def test_a_70b_model_does_not_fit_here_and_fits_elsewhere(run_file: Path) -> Non
     message = refused("plan", "--model", "meta-llama/Llama-3.1-70B", "--host-memory", "2GiB", "--device", "cpu")
     assert "2.00 GiB are there (host_memory)" in message
     assert "No settings make it fit" in message
+    assert re.search(r"updates in the backward it would take [\d.]+ \w+ of host memory", message)
     message = refused("train", run_file, "--model_name_or_path", "meta-llama/Llama-3.1-70B", "--host_memory", "2GiB")
     assert "bytes)" in message
     assert plan("--model", "meta-llama/Llama-3.1-70B", "--device", "h200", "--host-memory", "1.5TB")["fits"]

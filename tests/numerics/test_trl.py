@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from horizon_lm.data.loader import Sampler
-from horizon_lm.training import setup
+from horizon_lm.training import rows as run_rows
 from horizon_lm.training.loop import train
 from tests.e2e import tiny
 
@@ -72,13 +72,13 @@ def run_ours(
             return order_of_table[step]
 
     order_of_table: list[list[int]] = []
-    loader = setup.Loader
+    loader = run_rows.Loader
 
     def with_order(rows: Any, sampler: Any) -> Any:
         order_of_table.extend(order(rows))
         return loader(rows, Ordered(sampler.num_rows, sampler.rows_per_step, sampler.seed, sampler.weights))
 
-    monkeypatch.setattr(setup, "Loader", with_order)
+    monkeypatch.setattr(run_rows, "Loader", with_order)
     run = {
         "model_name_or_path": str(folder), "datasets": str(rows_file), "output_dir": str(tmp_path / "run"), "device": "cpu",
         "precision": "float32", **SHARED, **settings,

@@ -181,7 +181,7 @@ def test_the_figures_that_matter(tmp_path: Path, complete: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     found = {figure.name: (figure.value, figure.beside) for figure in summarise(load_run(tmp_path))}
     assert found == {
-        "Final training loss": ("1.0000", "step 3; at first 3.0000"),
+        "Last training loss": ("1.0000", "step 3 of 200; at first 3.0000"),
         "Held-out loss": ("5 → 2.5", "before → after 3 steps"),
         "Tokens per second": ("202", "median; predicted 101 (+100.0%)"),
         "Step": ("2 s", "median; predicted 1.6 s (+25.0%)"),

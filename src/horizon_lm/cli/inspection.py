@@ -101,7 +101,7 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
 def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: int, num_rows: int) -> None:
     num_sequences, length = batch.input_ids.shape
     console.print(
-        f"batch {step + 1}: {num_sequences} rows of {length} tokens, {batch.num_trained:,} of them trained on"
+        f"batch {step + 1}: {num_sequences} rows of {length} tokens; {batch.num_trained:,} tokens are trained on"
     )
     console.print(
         "trained tokens are green, between [[ and ]] where there is no colour; special tokens are as they are\n"

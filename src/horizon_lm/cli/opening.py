@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from horizon_lm.errors import ConfigError
+
 
 def open_model(
     name: str, device: str, device_memory: int | None, precision: str, gguf_file: str | None, trust_remote_code: bool
@@ -12,7 +14,12 @@ def open_model(
     from horizon_lm.model.source import local_folder
     from horizon_lm.training.setup import choose_device, open_tokenizer
 
-    folder: Path = local_folder(name)
+    try:
+        folder: Path = local_folder(name)
+    except ConfigError as error:
+        run = Path(name).expanduser().parent
+        hint = f"; the run in {run} has not left its model yet" if (run / "metrics.jsonl").is_file() else ""
+        raise ConfigError(str(error).removeprefix("model_name_or_path: ") + hint) from error
     model = horizon_lm.from_pretrained(
         folder,
         device=choose_device(device),

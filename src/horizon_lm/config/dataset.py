@@ -55,7 +55,9 @@ class DatasetConfig(Settings):
     def _renames_known_fields(cls, value: dict[str, str] | None) -> dict[str, str] | None:
         unknown = [name for name in value or {} if name not in FIELDS]
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is not a field of rows; there are {', '.join(FIELDS)}")
+            theirs = (value or {})[unknown[0]]
+            turned = f"; did you mean {{{theirs}: {unknown[0]}}}, the expected name first?" if theirs in FIELDS else ""
+            raise ValueError(f"{unknown[0]!r} is not a field of rows; there are {', '.join(FIELDS)}{turned}")
         return value
 
     @field_validator("name", "data_dir", "data_files", "split")

@@ -3,7 +3,7 @@
 _ONE_DEVICE = "a run has one process and one device; remove it"
 _RECOMPUTED = "every block is recomputed in the backward in any case; remove it"
 _STREAMED = "weights stream from host memory without it; remove it"
-_PRECISION = "use precision, which says how weights are kept"
+_PRECISION = "weights are bf16 with an fp32 master in any case, unless precision says otherwise; remove it"
 _BATCHES = "batches are made from rows on disk as a step needs them; remove it"
 _FOUND = "the plan finds what fits before the run begins; remove it"
 _KERNELS = "there is nothing of that kind here; remove it"
@@ -42,7 +42,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         (
             "use_liger_kernel", "liger_kernel_config", "torch_compile_backend", "torch_compile_mode", "debug",
-            "full_determinism", "enable_jit_checkpoint", "optim_args", "optim_target_modules", "neftune_noise_alpha",
+            "full_determinism", "enable_jit_checkpoint", "optim_args", "optim_target_modules",
         ),
         _KERNELS,
     ),
@@ -100,6 +100,7 @@ ELSEWHERE = {
     "max_prompt_length": "rows are cut at max_length as a whole; remove it",
     "micro_batch_size": "use per_device_train_batch_size",
     "model": "the model's name goes into model_name_or_path",
+    "neftune_noise_alpha": "training is without noise on embeddings; remove it",
     "num_epochs": "transformers calls it num_train_epochs",
     "num_items_in_batch": "the loss is always the mean over all targets of a step; remove it",
     "torch_dtype": _PRECISION,

@@ -78,7 +78,7 @@ class OutputSettings(TrainingSettings):
         strategy = f"{name.partition('_')[0]}_strategy"
         needed = ("steps", "epoch") if name == "save_total_limit" else ("steps",)
         if value != cls.model_fields[name].default and info.data.get(strategy, "steps") not in needed:
-            raise ValueError(f"is not used with {strategy}: {info.data[strategy]}; set {strategy}: steps")
+            raise ValueError(f"is not used with {strategy}: {info.data[strategy]}; set {strategy}: steps, or remove it")
         return value
 
     @field_validator("report_to")

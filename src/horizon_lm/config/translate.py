@@ -212,6 +212,8 @@ def _rows(
             names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
             if names:
                 yield ours, [_of_llamafactory(name, *info) for name in names]
+            if unknown := [name for name in names if name not in info[1]]:
+                left_out[key] = f"{', '.join(unknown)}: not found in a dataset_info.json; write their paths in {ours}"
     elif trainer == "Axolotl":
         for key, ours in (("datasets", "datasets"), ("test_datasets", "eval_datasets")):
             entries = [theirs[key]] if isinstance(theirs.get(key), str | Mapping) else theirs.get(key)

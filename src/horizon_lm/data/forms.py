@@ -57,7 +57,8 @@ def find_form(row: Any, wanted: str | None, objective: str, columns: Collection[
         raise RowError(f"rows of the form {others[0]} are not used with objective: {objective}")
     expected = "; ".join(f"{' or '.join(' and '.join(f) for f in form.needed)} ({form.name})" for form in usable)
     raise RowError(
-        f"the row has {_names(row)}, which make no known form; rows have {expected}. Rename fields with columns"
+        f"the row has {_names(row)}, which make no known form; rows have {expected}. Rename fields with columns, the "
+        "expected name first, such as columns: {instruction: question, output: answer}"
     )
 
 

@@ -76,6 +76,13 @@ def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     return [remedy for _, remedy in found]
 
 
+def smallest(plan: Plan) -> Plan:
+    """The same run with the fewest bytes per parameter that there are."""
+    request = plan.request
+    less = replace(request, precision="bf16", grad_bytes=2, moments="8bit", update_in_backward=not request.skips_steps)
+    return make_plan(plan.step.outline, less, plan.machine, priced=False)
+
+
 def _try(request: Request, machine: Machine, parts: list[Change], outline_for: OutlineFor) -> Remedy:
     changed: dict[str, Any] = {}
     outlined: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from typing import Any
 
 from horizon_lm.plan.budget import Budget
 from horizon_lm.plan.plan import Plan
-from horizon_lm.plan.remedies import Remedy
+from horizon_lm.plan.remedies import Remedy, smallest
 from horizon_lm.units import format_bytes, format_seconds
 
 _CAUSES = {
@@ -110,6 +110,9 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
         yield "Make room on the disk, or choose another output_dir."
     if plan.memory_deficit and not remedies:
         yield "No settings make it fit: take a smaller model (horizon-lm plan --largest lists those that do), or more memory."
+        least = smallest(plan).host.num_bytes
+        if plan.host.deficit and least < plan.host.num_bytes:
+            yield f"With bf16 weights, 8-bit moments and updates in the backward it would take {format_bytes(least)} of host memory."
     if remedies:
         yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
     for remedy in remedies:

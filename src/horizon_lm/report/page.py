@@ -85,6 +85,8 @@ def _about(run: Run) -> tuple[str, str]:
     if run.plan is not None:
         model = run.plan.model
         name, precision = model.name, run.plan.run.precision
+        if name.startswith(("/", ".", "~")):
+            name = Path(name).name
         active = "" if model.active_parameters == model.parameters else f", {count(model.active_parameters)} active"
         words.append(f"{count(model.parameters)} parameters{active}")
         words.append(f"{model.num_blocks} blocks")

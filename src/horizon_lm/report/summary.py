@@ -50,9 +50,10 @@ def _losses(run: Run) -> list[Figure]:
     metrics = run.metrics
     if metrics is not None and metrics.losses:
         step, loss = metrics.losses[-1]
-        figures.append(
-            Figure("Final training loss", f"{loss:.4f}", f"step {step:,}; at first {metrics.losses[0][1]:.4f}")
-        )
+        of = run.plan.run.num_steps if run.plan is not None else None
+        name, to_come = ("Last training loss", f" of {of:,}") if of and step < of else ("Final training loss", "")
+        beside = f"step {step:,}{to_come}; at first {metrics.losses[0][1]:.4f}"
+        figures.append(Figure(name, f"{loss:.4f}", beside))
     if metrics is not None and metrics.evaluations:
         first, last = metrics.evaluations[0], metrics.evaluations[-1]
         if last is first:

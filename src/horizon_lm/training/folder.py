@@ -39,15 +39,16 @@ class RunFolder:
                 f"output_dir: {self.path} holds {checkpoints[0]} of another run; choose another folder, or set "
                 "overwrite_output_dir: true to write beside it"
             )
+        there = next(folder for folder in (self.path, *self.path.resolve().parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise ConfigError(f"output_dir: {there} cannot be written to; choose another folder")
+
+    def begin(self, config: RunConfig, plan: Plan) -> None:
+        """Make the folder with the settings and the plan, and move an earlier run's metrics aside."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"output_dir: {self.path} cannot be made ({error.strerror})") from error
-        if not os.access(self.path, os.W_OK):
-            raise ConfigError(f"output_dir: {self.path} cannot be written to; choose another folder")
-
-    def begin(self, config: RunConfig, plan: Plan) -> None:
-        """Write the settings and the plan, and move an earlier run's metrics aside."""
         (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         for stale in (self.trace_file, self.samples_file, self.path / "predicted_trace.json"):
             stale.unlink(missing_ok=True)

@@ -13,14 +13,14 @@ from horizon_lm.errors import InterruptedRunError
 class Interrupts:
     """SIGINT and SIGTERM: at once while there is nothing to lose, at the end of a step in the loop. A context manager.
 
-    A second signal stops at once in any case. Outside the main thread, where signals do not arrive, nothing happens.
+    ``requested``: a signal has come. A second one stops at once in any case. Outside the main thread, where signals do not arrive, nothing happens.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
         self._previous: list[Any] = []
-        self._waits = self._requested = False
+        self._waits = self.requested = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -39,15 +39,15 @@ class Interrupts:
 
     def check(self, step: int, num_steps: int, metrics_file: Path) -> None:
         """At the end of a step: InterruptedRunError if a signal has come."""
-        if self._requested:
+        if self.requested:
             raise InterruptedRunError(
-                f"interrupted after step {step} of {num_steps}. Kept: {metrics_file}. No model was exported; run "
-                "the same command again to start over"
+                f"interrupted after step {step} of {num_steps}. Kept: {metrics_file}, and exports on the way, if there were "
+                "any (save_steps); a run cannot be resumed yet, so the same command starts over"
             )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._waits or self._requested:
+        if not self._waits or self.requested:
             raise KeyboardInterrupt
-        self._requested = True
+        self.requested = True
         # print() may be what was interrupted
         os.write(2, b"\nstopping at the end of this step; interrupt again to stop at once\n")

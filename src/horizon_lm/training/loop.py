@@ -32,8 +32,7 @@ class RunResult:
 
     Attributes:
         output_dir, model_dir: its folder, and that of the trained model.
-        num_steps: optimizer steps.
-        eval_loss_before, eval_loss_after: held-out loss; None without held-out rows.
+        num_steps: optimizer steps; eval_loss_before, eval_loss_after: held-out loss, None without held-out rows.
     """
 
     output_dir: Path
@@ -62,15 +61,13 @@ def train(
 
     Raises:
         ConfigError, DataError, DoesNotFitError: before the first step.
-        NonFiniteError: a loss or gradient is NaN or infinite; the step is not applied, and nothing is exported. Or the loss
-            of held-out rows is, after the last step, and then the model is there.
+        NonFiniteError: a loss or gradient is NaN or infinite: the step is not applied. After the last step the model is there.
         InterruptedRunError: SIGINT or SIGTERM, at the end of a step.
     """
     config = as_config(run)
     config = config.model_copy(update={"device": choose_device(config.device)})
     folder = RunFolder(config)
     with Interrupts() as interrupts, Reporter(say) as reporter:
-        reporter.say(f"run folder: {folder.path}")
         admission = Admission(config)
         admission.refuse_hopeless()
         tokenizer = load_tokenizer(config)
@@ -89,13 +86,13 @@ def train(
         config = settle(config, plan)
         listeners = Callbacks(config, callbacks, num_steps, sampler.steps_per_epoch)
         folder.begin(config, plan)
+        reporter.say(f"run folder: {folder.path}")
         model = load_model(config)
         objectives = make_objectives(config, model, data, reporter, objective)
         optimizer, scheduler = build_optimizer(model, config, num_steps)
-        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan)
         result = _Loop(
             config, folder, reporter, listeners, tokenizer, data, prompts, calendar, model, objectives, optimizer, scheduler,
-            metrics,
+            Metrics(num_steps, sampler.steps_per_epoch, plan),
         ).run(interrupts)  # fmt: skip
         if config.push_to_hub:
             reporter.say(folder.push(config))
@@ -132,6 +129,8 @@ class _Loop:
         loss_before = self.hold_out(0)
         step = 0
         while step < num_steps and not listeners.wishes.stop:
+            if interrupts.requested:
+                self.log(step)
             interrupts.check(step, num_steps, folder.metrics_file)
             step += 1
             tracing.before_step(step)
@@ -140,8 +139,7 @@ class _Loop:
             listeners.after_step(step)
             self.finish_step(step)
         tracing.finish(step)
-        if self.metrics.has_steps:
-            self.log(step)
+        self.log(step)
         folder.export(self.model, self.tokenizer)
         loss_after = self.hold_out(step)
         listeners.end()
@@ -182,17 +180,18 @@ class _Loop:
     def hold_out(self, step: int) -> float | None:
         """The loss of held-out rows, None without any; once a step."""
         if self.judged[0] != step:
+            rows, batch_size = self.data.held_out, self.config.per_device_eval_batch_size
             with self.metrics.aside():
-                batch_size = self.config.per_device_eval_batch_size
-                line = evaluate(self.model, self.objectives.held_out, self.data.held_out, batch_size, step)
+                line = evaluate(self.model, self.objectives.held_out, rows, batch_size, step)
             self.judged = step, None if line is None else line["eval_loss"]
             if line is not None:
                 self.record(line)
         return self.judged[1]
 
     def log(self, step: int) -> None:
-        """What was measured since the last time."""
-        self.record(self.metrics.line(step, self.optimizer, self.model, self.config.log_unit_grad_norms))
+        """What was measured since the last time, if there was a step."""
+        if self.metrics.has_steps:
+            self.record(self.metrics.line(step, self.optimizer, self.model, self.config.log_unit_grad_norms))
 
     def record(self, line: dict[str, Any]) -> None:
         """A line of metrics, for everybody who listens."""
