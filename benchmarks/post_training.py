@@ -33,7 +33,11 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 
 
-PRECISIONS = {"sft": ("fp32_master",), "pretrain": ("float32", "fp32_master", "bf16"), "dpo": ("fp32_master",)}
+PRECISIONS = {
+    "sft": ("fp32_master",),
+    "pretrain": ("float32", "fp32_master", "bf16"),
+    "dpo": ("float32", "fp32_master"),
+}
 
 
 def tasks(data: Path) -> dict[str, dict[str, Any]]:
@@ -50,7 +54,7 @@ def tasks(data: Path) -> dict[str, dict[str, Any]]:
         },
         "dpo": {
             "objective": "dpo", "datasets": [{"path": str(data / "dpo_en_demo.json"), "fraction": 0.5}], "test_split_size": 24,
-            "max_length": 320, "per_device_train_batch_size": 4, "max_steps": 12, "learning_rate": 1e-5, "beta": 0.1,
+            "max_length": 320, "per_device_train_batch_size": 4, "max_steps": 12, "learning_rate": 5e-5, "beta": 0.1,
         },
     }  # fmt: skip
 

@@ -402,6 +402,14 @@ def test_what_the_template_leaves_out_is_told(tmp_path: Path) -> None:
     assert report.unsaid.count == 0
 
 
+def test_text_that_passes_a_chat_template_by_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"prompt": "Who? ", "completion": "I."}])
+    _, report = prepared(path)
+    assert "so the chat template is not applied: 1 (" in str(audit(report, build_tokenizer())[0])
+    _, report = prepared(path, chat_template=None)
+    assert audit(report, build_tokenizer(None)) == []
+
+
 def test_calls_as_text_for_templates_that_want_them_so(tmp_path: Path) -> None:
     """Some templates join the arguments of a call to other text."""
     template = CHATML.replace(

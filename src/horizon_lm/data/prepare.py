@@ -17,12 +17,12 @@ from horizon_lm.data.table import Part, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import DataError
 
-VERSION = 4  # of what is cached
+VERSION = 5  # of what is cached
 _MAX_SHOWN = 5  # problems listed in one error
 _TEXT_AT_ONCE = 4 * 2**20  # bytes
 _ROWS_LOOKED_AT = 1000  # for fields that not every row has
 _PLACES_SHOWN = 3  # rows of one kind in a report
-CUT, ENDLESS, CUT_ANSWER, UNSAID = 1, 2, 4, 8  # bits of a row's flags, as `Report` tells them
+CUT, ENDLESS, CUT_ANSWER, UNSAID, PLAIN = 1, 2, 4, 8, 16  # bits of a row's flags, as `Report` tells them
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class Report:
         left_out: rows that have nothing to train on.
         endless: rows with an answer that no end-of-turn token follows.
         unsaid: rows with thoughts or tools that the chat template leaves out.
+        plain: prompts and completions as text, to which the chat template that there is is not applied.
     """
 
     rows: TokenTable = field(default_factory=lambda: TokenTable([]))
@@ -77,6 +78,7 @@ class Report:
     left_out: Tally = field(default_factory=Tally)
     endless: Tally = field(default_factory=Tally)
     unsaid: Tally = field(default_factory=Tally)
+    plain: Tally = field(default_factory=Tally)
 
 
 @dataclass
@@ -278,6 +280,7 @@ def _flags(sequences: Sequence[Tokens]) -> int:
         ENDLESS: not all(each.ends for each in sequences),
         CUT_ANSWER: any(each.lost_targets for each in sequences),
         UNSAID: not all(each.whole for each in sequences),
+        PLAIN: any(each.without_template for each in sequences),
     }
     return sum(bit for bit, is_so in kinds.items() if is_so)
 
@@ -293,6 +296,7 @@ def _used(source: Source, table: Any, recipe: Recipe, report: Report) -> Part:
     report.endless.add(chosen[(flags[chosen] & ENDLESS) != 0], source.place)
     report.left_out.add(chosen[targets[chosen] == 0], source.place)
     chosen = chosen[targets[chosen] > 0]
+    report.plain.add(chosen[(flags[chosen] & PLAIN) != 0], source.place)
     report.unsaid.add(chosen[(flags[chosen] & UNSAID) != 0], source.place)
     report.cut_answer.add(chosen[(flags[chosen] & CUT_ANSWER) != 0], source.place)
     return Part(table, source.place, chosen, source.config.weight)

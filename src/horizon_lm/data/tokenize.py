@@ -22,6 +22,7 @@ class Tokens:
         is_cut: it lost its end.
         lost_targets: and with it tokens that would have been trained on.
         whole: all that the example says is in it.
+        without_template: it is a prompt and a completion as text, though the tokenizer has a chat template.
     """
 
     ids: np.ndarray
@@ -30,6 +31,7 @@ class Tokens:
     is_cut: bool = False
     lost_targets: bool = False
     whole: bool = True
+    without_template: bool = False
 
     @property
     def num_targets(self) -> int:
@@ -100,7 +102,8 @@ class ExampleTokenizer:
         # A token of both belongs to the completion. What the tokenizer adds at the end has no characters.
         completion = (stops > len(example.prompt)) | ((starts == stops) & (np.arange(len(ids)) > 0))
         trained = np.ones(len(ids), dtype=bool) if train_on == "all" else completion
-        return Tokens(ids, trained, ends=self._tokenizer.eos_token is not None)
+        has_template = self._tokenizer.chat_template is not None
+        return Tokens(ids, trained, ends=self._tokenizer.eos_token is not None, without_template=has_template)
 
     def _with_end(self, text: str) -> str:
         end = self._tokenizer.eos_token
