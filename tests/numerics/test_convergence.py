@@ -74,7 +74,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("lr", "modes", "never_changed"), [(1e-5, ["fp32_master", "bf16, stochastic"], 0.8), (1e-4, list(MODES), 0.2)]
+    ("lr", "modes", "never_changed"),
+    [(1e-5, ["fp32_master", "bf16, stochastic"], 0.8), pytest.param(1e-4, list(MODES), 0.2, marks=pytest.mark.slow)],
 )
 def test_rounding_to_the_nearest_loses_what_the_modes_keep(
     pretrained: dict[str, torch.Tensor],

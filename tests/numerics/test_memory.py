@@ -27,8 +27,10 @@ def _streamed(num_blocks: int, micro_batch_size: int | None, **options: Any) -> 
     return horizon_lm.stream(model, device_micro_batch_size=micro_batch_size, boundaries="host", **options)
 
 
-@pytest.mark.parametrize("micro_batch_size", [8, 1], ids=["one micro-batch", "eight micro-batches"])
-@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
+@pytest.mark.parametrize(
+    ("precision", "micro_batch_size"),
+    [("float32", 8), ("fp32_master", 8), ("fp32_master", 1), pytest.param("float32", 1, marks=pytest.mark.slow)],
+)
 def test_device_peak_does_not_depend_on_depth(precision: str, micro_batch_size: int) -> None:
     peaks, counted = {}, {}
     for num_blocks in (4, 64):

@@ -145,7 +145,13 @@ def test_the_adversary_changes_nothing(
     assert same(train(device, **options), undisturbed(**options))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+# A minute each: by default those that have every kind of operation between them.
+_ALWAYS = ("boundaries on the host", "update in backward, tied")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in _ALWAYS else pytest.mark.slow) for name in SETTINGS]
+)
 def test_each_dropped_wait_changes_the_numbers(
     undisturbed: Callable[..., Result], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
