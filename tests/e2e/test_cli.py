@@ -95,7 +95,7 @@ def test_finished_run_is_not_overwritten(tmp_path: Path, run_file: Path) -> None
     assert refused.exit_code == 2
     assert "holds a finished run" in refused.stderr
     # a run that there is no room for leaves all as it was
-    failed = run("train", run_file, "--overwrite_output_dir", "true", "--device_memory", "1KiB")
+    failed = run("train", run_file, "--overwrite_output_dir", "true", "--device_memory", "8KiB")
     assert failed.exit_code == 3
     assert (tmp_path / "run/model/model.safetensors").read_bytes() == before
     assert (tmp_path / "run/metrics.jsonl").read_text().count("\n") == 3

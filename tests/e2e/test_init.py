@@ -127,3 +127,11 @@ def test_values_of_the_wrong_kind(tmp_path: Path, text: str, message: str | None
     else:
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+def test_a_file_of_adapters_says_what_changes(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d\nuse_peft: true\nlora_r: 16\nlearning_rate: 2e-4\n")
+    result = run("init", "--from", path)
+    assert "the learning rate is usually a tenth of theirs" in " ".join(result.stdout.replace("#", "").split())
+    assert "lora_r: adapters are not supported yet" in result.stdout

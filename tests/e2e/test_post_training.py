@@ -21,6 +21,7 @@ from horizon_lm.preflight.rows import RowShape
 from horizon_lm.preflight.run import make_request
 from horizon_lm.preflight.source import open_source
 from horizon_lm.training import loop, metrics
+from horizon_lm.training.folder import RunFolder
 from horizon_lm.training.rows import load_data
 from horizon_lm.training.setup import load_tokenizer
 from tests import families
@@ -92,6 +93,14 @@ def test_export_keeps_every_digit_where_it_is_to(base: dict[str, Any], model: Pa
         exported = next(item for item in plan["disk"]["items"] if item["name"] == "exported model")
         assert exported["bytes"] == plan["model"]["parameters"] * (2 if dtype == "bfloat16" else 4)
     assert changed["float32"] > 10 * changed["bfloat16"]
+
+
+def test_an_interrupt_says_what_there_is(base: dict[str, Any]) -> None:
+    folder = RunFolder(as_config(base))
+    assert "No model was exported; run the same command again" in folder.what_is_kept()
+    folder._saved.append(folder.path / "checkpoint-3")
+    assert "checkpoint-3. A run cannot be resumed yet" in folder.what_is_kept()
+    assert "--overwrite_output_dir true" in folder.what_is_kept()
 
 
 def test_holds_out_rows_of_its_own(base: dict[str, Any]) -> None:

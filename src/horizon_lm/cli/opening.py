@@ -14,6 +14,8 @@ def open_model(
     from horizon_lm.model.source import local_folder
     from horizon_lm.training.setup import choose_device, open_tokenizer
 
+    if (Path(name).expanduser() / "model" / "config.json").is_file():
+        raise ConfigError(f"{name} is a run; its model is in {Path(name) / 'model'}")
     try:
         folder: Path = local_folder(name)
     except ConfigError as error:

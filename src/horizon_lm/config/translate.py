@@ -92,6 +92,10 @@ def translate(path: str, objective: str | None = None) -> Translation:
         result.settings.setdefault(name, value)
     if isinstance(steps := result.settings.get("max_steps"), int) and steps > 0:
         result.settings.pop("num_train_epochs", None)  # steps win, there as here
+    if any(key.startswith("lora_") or value in _ADAPTERS.get(key, []) for key, value in theirs.items()):
+        result.notes.append(
+            "It trained adapters, and here all weights are trained: the learning rate is usually a tenth of theirs, or less"
+        )
     note = table.get("notes", {}).get(result.objective)
     if note and "train_on" not in result.settings:
         result.notes.append(note)
@@ -119,12 +123,15 @@ def _translate_setting(
             result.settings[strategy] = "no"
         else:
             result.settings |= {strategy: "steps", interval: round(1 / times, 6)} if times > 1 else {strategy: "epoch"}
+    elif key.startswith("lora_"):
+        result.left_out[key] = "adapters are not supported yet"
     elif value is not False and key not in table.get("objective", {}):
         result.left_out[key] = table.get("gone", {}).get(key) or ELSEWHERE.get(
             key, "it is not known here"
         ).removesuffix("; remove it")
 
 
+_ADAPTERS: dict[str, list[Any]] = {"use_peft": [True], "adapter": ["lora", "qlora"], "finetuning_type": ["lora"]}
 _PER_EPOCH = {"evals_per_epoch": ("eval_strategy", "eval_steps"), "saves_per_epoch": ("save_strategy", "save_steps")}
 
 

@@ -27,12 +27,18 @@ def _steps_or_share(value: float) -> float:
     return int(value) if value >= 1 else value
 
 
+def _with_unit(num_bytes: int) -> int:
+    if num_bytes < 4096:  # nobody means so few
+        raise ValueError(f"is {num_bytes} bytes; write a unit, such as {max(1, num_bytes)}GiB")
+    return num_bytes
+
+
 def as_list(value: Any) -> Any:
     """One entry stands for a list of one."""
     return [value] if isinstance(value, str) else value
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), AfterValidator(_with_unit)]
 DeviceName = Annotated[str, AfterValidator(_device_name)]
 Names = Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]

@@ -90,6 +90,15 @@ class RunFolder:
         while self._keep and len(self._saved) > self._keep:
             shutil.rmtree(self._saved.pop(0), ignore_errors=True)
 
+    def what_is_kept(self) -> str:
+        """Of a run that does not come to its end, and how to begin it again."""
+        if not self._saved:
+            return f"Kept: {self.metrics_file}. No model was exported; run the same command again to start over"
+        return (
+            f"Kept: {self.metrics_file}, and the model as it was in {self._saved[-1]}. A run cannot be resumed yet; to start "
+            "over, run the same command with --overwrite_output_dir true"
+        )
+
     def push(self, config: RunConfig) -> str:
         """Upload the exported model; a sentence of where it is. What fails here is said: the model is safe in its folder."""
         from huggingface_hub import HfApi

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -37,13 +36,10 @@ class Interrupts:
         """From now on a signal waits for `check`."""
         self._waits = True
 
-    def check(self, step: int, num_steps: int, metrics_file: Path) -> None:
+    def check(self, step: int, num_steps: int, kept: str) -> None:
         """At the end of a step: InterruptedRunError if a signal has come."""
         if self.requested:
-            raise InterruptedRunError(
-                f"interrupted after step {step} of {num_steps}. Kept: {metrics_file}, and exports on the way, if there were "
-                "any (save_steps); a run cannot be resumed yet, so the same command starts over"
-            )
+            raise InterruptedRunError(f"interrupted after step {step} of {num_steps}. {kept}")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._waits or self.requested:

@@ -131,7 +131,7 @@ class _Loop:
         while step < num_steps and not listeners.wishes.stop:
             if interrupts.requested:
                 self.log(step)
-            interrupts.check(step, num_steps, folder.metrics_file)
+            interrupts.check(step, num_steps, folder.what_is_kept())
             step += 1
             tracing.before_step(step)
             listeners.before_step(step)
