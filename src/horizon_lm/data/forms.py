@@ -54,12 +54,19 @@ def find_form(row: Any, wanted: str | None, objective: str, columns: Collection[
             return form
     others = [form.name for form in FORMS if form not in usable and form.fits(row)]
     if others:
-        raise RowError(f"rows of the form {others[0]} are not used with objective: {objective}")
-    expected = "; ".join(f"{' or '.join(' and '.join(f) for f in form.needed)} ({form.name})" for form in usable)
+        raise RowError(
+            f"rows of the form {others[0]} are not used with objective: {objective}; it needs {_needed(usable)}"
+        )
+    expected = _needed(usable)
     raise RowError(
         f"the row has {_names(row)}, which make no known form; rows have {expected}. Rename fields with columns, the "
         "expected name first, such as columns: {instruction: question, output: answer}"
     )
+
+
+def _needed(forms: Collection[Form]) -> str:
+    """What rows of these forms have."""
+    return "; ".join(f"{' or '.join(' and '.join(f) for f in form.needed)} ({form.name})" for form in forms)
 
 
 def _text(row: Mapping[str, Any], name: str, optional: bool = False) -> str:
