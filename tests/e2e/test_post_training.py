@@ -214,7 +214,9 @@ def test_stops_when_held_out_loss_gets_no_better(base: dict[str, Any]) -> None:
         "learning_rate": 1e-12,
     }
     early = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1e-3)
-    result = horizon_lm.train({**base, **settings}, callbacks=[early], **QUIET)
+    said: list[str] = []
+    result = horizon_lm.train({**base, **settings}, callbacks=[early], say=said.append)
+    assert said[-1].startswith("stopped by a callback after step 6 of 12\n")
     assert result.num_steps == 6  # the first of three evaluations in training is the best
     with pytest.raises(ConfigError, match="callbacks: EarlyStoppingCallback requires"):
         horizon_lm.train({**base, "output_dir": f"{base['output_dir']}-2"}, callbacks=[early], **QUIET)

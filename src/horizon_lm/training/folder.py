@@ -121,10 +121,11 @@ class RunFolder:
         with suppress(OSError):
             write_loss_png(self.metrics_file, self.path / "loss.png")
 
-    def how_to_use(self) -> str:
-        """The last words of a run."""
+    def last_words(self, steps_done: int, num_steps: int) -> str:
+        """Why a run ended before its time, where its model is, and how to use it."""
+        early = f"stopped by a callback after step {steps_done} of {num_steps}\n" if steps_done < num_steps else ""
         return (
-            f"\nthe trained model is in {self.model_dir}; try it:\n"
+            f"{early}\nthe trained model is in {self.model_dir}; try it:\n"
             f'  horizon-lm generate {self.model_dir} "..."\n'
             f"and look at the run:\n  horizon-lm report {self.path}\n"
             "or in Python:\n"

@@ -96,7 +96,7 @@ def train(
         ).run(interrupts)  # fmt: skip
         if config.push_to_hub:
             reporter.say(folder.push(config))
-        reporter.say(folder.how_to_use())
+        reporter.say(folder.last_words(result.num_steps, num_steps))
     return result
 
 
