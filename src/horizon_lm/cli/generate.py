@@ -44,13 +44,9 @@ def _answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temper
     import torch
     from transformers import TextStreamer
 
-    if tokenizer.chat_template is not None:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
+    from horizon_lm.training.samples import padding_id, prompt_inputs
+
+    inputs = prompt_inputs(tokenizer, prompt)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature}
     if not temperature:  # what the model's generation config sets for sampling would only raise a warning
         sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -59,7 +55,7 @@ def _answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temper
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        pad_token_id=padding_id(tokenizer),
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         **sampling,
     )

@@ -1,6 +1,7 @@
 """What an objective is."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +29,18 @@ class Loss:
 def with_balance(loss: torch.Tensor, aux_loss: torch.Tensor | None) -> torch.Tensor:
     """A loss with what the model adds to it for the balance of experts."""
     return loss if aux_loss is None else loss + aux_loss.to(loss.device)
+
+
+@contextmanager
+def judging(model: Any) -> Iterator[None]:
+    """Inside, a model is in evaluation mode and makes no graphs."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 class Objective(Protocol):

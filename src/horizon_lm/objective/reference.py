@@ -18,6 +18,7 @@ from horizon_lm.data.loader import Batch, in_order
 from horizon_lm.data.table import TokenTable
 from horizon_lm.device.cores import usable_cores
 from horizon_lm.errors import NonFiniteError
+from horizon_lm.objective.base import judging
 from horizon_lm.objective.dpo import answer_logprobs
 from horizon_lm.store.arena import as_array
 
@@ -81,9 +82,7 @@ class ReferenceCache:
         advance: Callable[[int, int], None],
     ) -> None:  # fmt: skip
         """Those that are not there yet; written down as they come, where other runs may write the same."""
-        was_training = self._model.training
-        self._model.eval()
-        with torch.no_grad(), ExitStack() as stack:
+        with judging(self._model), ExitStack() as stack:
             file = None if part is None else os.open(part, os.O_WRONLY | os.O_CREAT)
             if file is not None:
                 stack.callback(os.close, file)
@@ -95,7 +94,6 @@ class ReferenceCache:
                         with suppress(OSError):  # a full disk
                             os.pwrite(file, values[first:stop].tobytes(), values[:first].nbytes)
                 advance(stop, len(rows))
-        self._model.train(was_training)
 
 
 def _begun(part: Path, count: int) -> np.ndarray:

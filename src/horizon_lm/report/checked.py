@@ -1,5 +1,6 @@
 """Files of a run are checked against dataclasses, so that what is wrong in one is said with its place."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,3 +38,23 @@ def check_json(adapter: TypeAdapter[T], content: bytes, place: str) -> T:
             raise NotJsonError(f"{place}: {first['msg']}") from error
         field = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{place}: {field + ': ' if field else ''}{first['msg']}") from error
+
+
+def check_lines(path: Path, adapter_of: Callable[[bytes], TypeAdapter[T]]) -> Iterator[T]:
+    """The lines of a file of JSON lines. A last line without its end is of a run that was killed, and is left out.
+
+    Args:
+        adapter_of: from a line to what it has to be.
+
+    Raises:
+        ConfigError: any other line is something else, with its number.
+    """
+    *lines, rest = read_bytes(path).split(b"\n")
+    for number, line in enumerate([*lines, rest], start=1):
+        if not line.strip():
+            continue
+        try:
+            yield check_json(adapter_of(line), line, f"{path}:{number}")
+        except NotJsonError as error:
+            if number <= len(lines):
+                raise ConfigError(f"{error}; remove the line, or the file") from error

@@ -9,8 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from horizon_lm.errors import ConfigError
-from horizon_lm.report.checked import NotJsonError, check_json, read_bytes
+from horizon_lm.report.checked import check_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +70,15 @@ class MetricsFile:
         return median(spans) if spans else None
 
 
-_TRAINING_LINE, _EVALUATION = TypeAdapter(TrainingLine), TypeAdapter(Evaluation)
+_TRAINING_LINE: TypeAdapter[TrainingLine | Evaluation] = TypeAdapter(TrainingLine)
+_EVALUATION: TypeAdapter[TrainingLine | Evaluation] = TypeAdapter(Evaluation)
 
 
 def read_metrics(path: Path) -> MetricsFile:
-    """The lines of a file. A last line without its end is of a run that was killed, and is left out.
-
-    Raises:
-        ConfigError: any other line that is not one of metrics, with its number.
-    """
-    *lines, rest = read_bytes(path).split(b"\n")
-    training: list[TrainingLine] = []
-    evaluations: list[Evaluation] = []
-    for number, line in enumerate([*lines, rest], start=1):
-        if not line.strip():
-            continue
-        try:
-            if b'"eval_loss"' in line:
-                evaluations.append(check_json(_EVALUATION, line, f"{path}:{number}"))
-            else:
-                training.append(check_json(_TRAINING_LINE, line, f"{path}:{number}"))
-        except NotJsonError as error:
-            if number > len(lines):
-                break
-            raise ConfigError(f"{error}; remove the line, or the file") from error
-    return MetricsFile(training, evaluations, datetime.fromtimestamp(path.stat().st_mtime).astimezone())
+    """The lines of a file. ConfigError as of `check_lines`."""
+    lines = list(check_lines(path, lambda line: _EVALUATION if b'"eval_loss"' in line else _TRAINING_LINE))
+    return MetricsFile(
+        [line for line in lines if isinstance(line, TrainingLine)],
+        [line for line in lines if isinstance(line, Evaluation)],
+        datetime.fromtimestamp(path.stat().st_mtime).astimezone(),
+    )

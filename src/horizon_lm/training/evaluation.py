@@ -7,7 +7,7 @@ from typing import Any
 from horizon_lm.data.loader import in_order
 from horizon_lm.data.table import TokenTable
 from horizon_lm.errors import NonFiniteError
-from horizon_lm.objective.base import Objective
+from horizon_lm.objective.base import Objective, judging
 
 
 def evaluate(
@@ -51,15 +51,11 @@ class _Total:
 
 
 def _total(model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> _Total:
-    import torch
-
-    total, was_training = _Total(), model.training
-    model.eval()
-    with torch.no_grad():
+    total = _Total()
+    with judging(model):
         for batch in in_order(rows, batch_size):
             loss = objective(model, batch)
             total.add(float(loss.value), loss.weight, loss.metrics, batch.num_trained)
-    model.train(was_training)
     return total
 
 

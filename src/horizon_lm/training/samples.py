@@ -4,6 +4,7 @@ from typing import Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.objective.base import judging
 
 
 class Prompts:
@@ -17,7 +18,7 @@ class Prompts:
         self._prompts, self._tokenizer = config.sample_prompts or [], tokenizer
         self._max_new_tokens = config.sample_max_new_tokens
         try:
-            self._inputs = [self._encode(prompt) for prompt in self._prompts]
+            self._inputs = [prompt_inputs(tokenizer, prompt) for prompt in self._prompts]
         except Exception as error:  # of the template, which is a program
             raise ConfigError(f"sample_prompts: the chat template refuses them: {first_line(error)}") from error
 
@@ -32,31 +33,29 @@ class Prompts:
         """Tokens of the longest one; 0 if there is none."""
         return max((inputs["input_ids"].shape[1] for inputs in self._inputs), default=0)
 
-    def _encode(self, prompt: str) -> Any:
-        if self._tokenizer.chat_template is None:
-            return self._tokenizer(prompt, return_tensors="pt")
-        message = [{"role": "user", "content": prompt}]
-        return self._tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-
     def answer(self, model: Any, step: int) -> dict[str, Any]:
         """What the model says to each after a step, greedily, as a line of ``samples.jsonl``."""
-        import torch
-
-        was_training = model.training
-        model.eval()
         samples = []
-        for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
-            length = inputs["input_ids"].shape[1]
-            with torch.no_grad():
+        with judging(model):
+            for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
+                length = inputs["input_ids"].shape[1]
                 output = model.generate(
                     input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], do_sample=False,
-                    max_new_tokens=self._max_new_tokens,
-                    pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id,
+                    max_new_tokens=self._max_new_tokens, pad_token_id=padding_id(self._tokenizer),
                 )  # fmt: skip
-            samples.append(
-                {"prompt": prompt, "answer": self._tokenizer.decode(output[0, length:], skip_special_tokens=True)}
-            )
-        model.train(was_training)
+                answer = self._tokenizer.decode(output[0, length:], skip_special_tokens=True)
+                samples.append({"prompt": prompt, "answer": answer})
         return {"step": step, "samples": samples}
+
+
+def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
+    """A prompt as a model is given it: through the chat template, if there is one."""
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")
+    message = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def padding_id(tokenizer: Any) -> int | None:
+    """The token that fills up answers."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
