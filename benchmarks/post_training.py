@@ -180,11 +180,10 @@ def main() -> None:
     for name in arguments.tasks:
         lines += run_task(name, known[name], arguments.model, arguments.runs, lambda text: print(text, flush=True))
         print(json.dumps({"done": name}), flush=True)
-    text = "\n".join(lines)
-    if arguments.output:
-        arguments.output.write_text(text, encoding="utf-8")
-    else:
-        print(text)
+        if arguments.output:
+            arguments.output.write_text("\n".join(lines), encoding="utf-8")
+    if not arguments.output:
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from horizon_lm.data.files import read_rows
 from horizon_lm.data.forms import find_form, rename
 from horizon_lm.data.loader import NOT_TRAINED, Sampler, collate, in_order
 from horizon_lm.data.messages import RowError
-from horizon_lm.data.prepare import Recipe, pack_rows, prepare
+from horizon_lm.data.prepare import Recipe, cut_rows, pack_rows, prepare
 from horizon_lm.data.spans import locate_answers
 from horizon_lm.data.table import Row
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
@@ -497,7 +497,7 @@ def test_rows_that_were_left_long_to_be_packed_are_cut_where_they_are_not(tmp_pa
     )
     report = prepare([DatasetConfig(path=str(path))], build_tokenizer(), Recipe("sft", max_length=30, packing=strategy))
     assert report.rows.lengths.max() > 30
-    rows = pack_rows(report.rows, Recipe("sft", max_length=30))
+    rows = cut_rows(report.rows, Recipe("sft", max_length=30))
     expected, _ = prepared(path, max_length=30)
     assert len(rows) == len(expected) == 2
     for row, other in zip(rows, expected, strict=True):

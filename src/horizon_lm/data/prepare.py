@@ -134,14 +134,19 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe) -
     return report
 
 
+def cut_rows(rows: TokenTable, recipe: Recipe) -> TokenTable:
+    """Rows that were left long to be packed, cut where a recipe does not pack them."""
+    length = recipe.max_length
+    if recipe.packing is not None or length is None or not len(rows) or int(rows.lengths.max()) <= length:
+        return rows
+    with progress_bars():
+        return TokenTable([cut(part, length) for part in rows.parts if len(part)])
+
+
 def pack_rows(rows: TokenTable, recipe: Recipe) -> TokenTable:
-    """The rows of each data set packed as a recipe says, or else cut to its length if they are not yet."""
+    """The rows of each data set packed as a recipe says; as they are if it says nothing."""
     if recipe.packing is None:
-        length = recipe.max_length
-        if length is None or not len(rows) or int(rows.lengths.max()) <= length:
-            return rows
-        with progress_bars():
-            return TokenTable([cut(part, length) for part in rows.parts if len(part)])
+        return rows
     with progress_bars():
         return TokenTable([pack(part, recipe.packing, recipe.max_length or 0) for part in rows.parts if len(part)])
 

@@ -11,7 +11,7 @@ import numpy as np
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.data.audit import Finding, audit
 from horizon_lm.data.loader import Loader, Sampler
-from horizon_lm.data.prepare import Recipe, Report, pack_rows, prepare, summary
+from horizon_lm.data.prepare import Recipe, Report, cut_rows, pack_rows, prepare, summary
 from horizon_lm.data.sources import open_source
 from horizon_lm.data.table import TokenTable
 from horizon_lm.errors import ConfigError
@@ -91,6 +91,7 @@ def load_data(config: RunConfig, tokenizer: Any) -> RunData:
     rows, parts = report.rows, []
     if config.test_split_size is not None:
         held, rows = _split(rows, config.test_split_size, _data_seed(config))
+        held = cut_rows(held, held_out_recipe)
         parts.append(Prepared("held_out", Report(), (), held, pack_rows(held, held_out_recipe)))
     training = Prepared("training data", report, audit(report, tokenizer), rows, pack_rows(rows, recipe))
     names = [each.name for each in parts]
