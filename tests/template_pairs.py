@@ -118,7 +118,7 @@ TRL ships templates with `{% generation %}` marks for many models that have none
 tokens of a conversation we train on. It is made by `python -m tests.template_pairs`, and a test keeps it true
 (`tests/unit/test_template_pairs.py`).
 
-- **equal**: the same tokens, one by one. Where TRL is installed (`pip install 'horizon-lm[post-training]'`) and its template
+- **equal**: the same tokens, one by one. Where TRL is installed (the extra `post-training`) and its template
   renders the conversation as the model's own does, its marks are used.
 - **otherwise**: its template renders this conversation in another way, so its marks cannot be used. The model's own rendering
   is trained on, with the answers located in it; what that comes to is listed below.

@@ -27,6 +27,11 @@ _HOME = {
 }
 
 
+def __dir__() -> list[str]:
+    """What there is, for people and their editors."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use: torch and transformers take seconds, ``horizon-lm --help`` should not."""
     if name not in _HOME:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,14 @@ def output_is_a_file(files: Path) -> list[str]:
     return ["--output_dir", str(files / "taken")]
 
 
+def known_name_without_its_folder(files: Path) -> list[str]:
+    return ["--model_name_or_path", "smollm2-135m-instruct"]
+
+
+def kernel_that_is_not_installed(files: Path) -> list[str]:
+    return ["--attn_implementation", "flash_attention_2"]
+
+
 def no_cuda(files: Path) -> list[str]:
     return ["--device", "cuda"]
 
@@ -203,6 +212,17 @@ def no_cuda(files: Path) -> list[str]:
         (missing_rows, 2, "there is no such file"),
         (malformed_row, 4, "bad.jsonl:3: field 'output' is missing"),
         (output_is_a_file, 2, "taken cannot be written to"),
+        (
+            known_name_without_its_folder,
+            2,
+            "smollm2-135m-instruct is neither a folder here nor a model that could be fetched",
+        ),
+        pytest.param(
+            kernel_that_is_not_installed,
+            2,
+            "attn_implementation: flash_attention_2 cannot be used here",
+            marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="it is installed"),
+        ),
         pytest.param(no_cuda, 2, "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
     ],
 )
@@ -279,7 +299,10 @@ def test_help_and_version() -> None:
     assert overview.exit_code == 0
     assert "75 interrupted" in " ".join(overview.output.split())
     assert "torch" in run("version").output
-    assert "per_device_train_batch_size (8)" in run("train", "--settings").output
+    assert run("--version").output == run("version").output
+    settings = run("train", "--settings").output
+    assert "per_device_train_batch_size (8)" in settings
+    assert "One of fp32_master, bf16, float32." in settings
 
 
 def test_help_needs_no_torch() -> None:

@@ -104,7 +104,7 @@ def test_says_what_to_install(folder: Path, model: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(builtins, "__import__", without)
     result = run("eval", model, "--tasks", folder / "choices.yaml")
     assert result.exit_code == 2
-    assert "pip install 'horizon-lm[eval]'" in result.stderr
+    assert "pip install lm_eval" in result.stderr
 
 
 def test_example_of_a_task(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def test_files_to_begin_with_are_valid(tmp_path: Path, monkeypatch: pytest.Monke
         (["grpo"], "'grpo' is not an objective; there are sft, pretrain, dpo"),
         (["--from", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--from", "other.yaml"], "not a file of TRL, LLaMA-Factory or Axolotl"),
+        (["--from", "ours.yaml"], "ours.yaml: all its settings are Horizon-LM's own"),
         (["--from", "ppo.yaml"], "stage: 'ppo' is not an objective here"),
     ],
 )
@@ -101,6 +102,7 @@ def test_what_cannot_be_translated(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.yaml").write_text("a: 1\n")
     (tmp_path / "ppo.yaml").write_text("stage: ppo\nfinetuning_type: full\n")
+    (tmp_path / "ours.yaml").write_text(run("init", "dpo").stdout)
     result = run("init", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr

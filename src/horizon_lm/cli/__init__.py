@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+from typing import Annotated
 
 import typer
 
@@ -13,7 +14,7 @@ from horizon_lm.cli.inspect import inspect
 from horizon_lm.cli.plan import plan
 from horizon_lm.cli.report import report
 from horizon_lm.cli.train import train
-from horizon_lm.cli.version import version
+from horizon_lm.cli.version import print_version, version
 from horizon_lm.errors import EXIT_CODES
 
 _CODES = "  ".join(f"{code} {meaning.partition(':')[0]}," for code, meaning in EXIT_CODES.items()).rstrip(",")
@@ -26,6 +27,17 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="As the command.")
+    ] = False,
+) -> None:
+    """Train large language models from host RAM."""
+
+
 # Settings of a run are not options of the command: they are in its file, and any of them can be overridden.
 _TAKES_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 app.command(context_settings=_TAKES_SETTINGS)(plan)

@@ -28,7 +28,9 @@ def load_tasks(names: Sequence[str]) -> list[Any]:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ConfigError("eval needs lm-eval, which is not installed: pip install 'horizon-lm[eval]'") from error
+        raise ConfigError(
+            "eval needs lm-eval, which is not installed: pip install lm_eval, or Horizon-LM with its extra eval"
+        ) from error
     wanted = [name.strip() for text in names for name in text.split(",") if name.strip()]
     if not wanted:
         raise ConfigError("--tasks: name one, or a YAML file")
@@ -90,11 +92,15 @@ def write_results(results: Results, path: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, lm-eval does not explain how it is used otherwise."""
-    logger = logging.getLogger("lm_eval")
+    """Inside, lm-eval does not explain how it is used otherwise, nor lets git complain that a folder is not of its own."""
+    from lm_eval import evaluator
+
+    logger, commit = logging.getLogger("lm_eval"), evaluator.get_git_commit_hash
     before = logger.level
     logger.setLevel(logging.ERROR)
+    evaluator.get_git_commit_hash = lambda: None
     try:
         yield
     finally:
         logger.setLevel(before)
+        evaluator.get_git_commit_hash = commit

@@ -3,6 +3,8 @@
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 
+import typer
+
 import horizon_lm
 from horizon_lm.cli.exits import exits
 
@@ -16,3 +18,10 @@ def version() -> None:
             print(f"{name} {installed_version(name)}")
         except PackageNotFoundError:
             print(f"{name} is not installed")
+
+
+def print_version(wanted: bool) -> None:
+    """The same as an option, where people look for it."""
+    if wanted:
+        version()
+        raise typer.Exit

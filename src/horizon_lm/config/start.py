@@ -3,23 +3,23 @@
 from typing import Any
 
 _USUAL: dict[str, Any] = {
-    "max_length": 1024, "output_dir": "runs/first", "per_device_train_batch_size": 8, "num_train_epochs": 3.0,
+    "max_length": 1024, "per_device_train_batch_size": 8, "num_train_epochs": 3.0,
     "lr_scheduler_type": "cosine", "warmup_steps": 0.03, "logging_steps": 10,
 }  # fmt: skip
 
 START_VALUES: dict[str, dict[str, Any]] = {
     "sft": {
         "objective": "sft", "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "datasets": ["data/train.jsonl"],
-        "test_split_size": 0.05, "learning_rate": 1e-5, **_USUAL,
+        "test_split_size": 0.05, "output_dir": "runs/sft", "learning_rate": 1e-5, **_USUAL,
     },
     "pretrain": {
         "objective": "pretrain", "model_name_or_path": "Qwen/Qwen2.5-7B", "datasets": ["data/texts"],
-        "test_split_size": 0.01, "learning_rate": 1e-5, **_USUAL, "num_train_epochs": 1.0, "packing": True,
+        "test_split_size": 0.01, "output_dir": "runs/pretrain", "learning_rate": 1e-5, **_USUAL, "num_train_epochs": 1.0, "packing": True,
         "packing_strategy": "bfd_split", "max_length": 4096,
     },
     "dpo": {
         "objective": "dpo", "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "datasets": ["data/preferences.jsonl"],
-        "test_split_size": 0.05, "learning_rate": 1e-6, "beta": 0.1, **_USUAL, "num_train_epochs": 1.0,
+        "test_split_size": 0.05, "output_dir": "runs/dpo", "learning_rate": 1e-6, "beta": 0.1, **_USUAL, "num_train_epochs": 1.0,
     },
 }  # fmt: skip
 

@@ -1,9 +1,12 @@
 """Settings as text that people read: the file of a run, a file to start from, and the page of the documentation."""
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from io import StringIO
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from horizon_lm.config.run import RunConfig
 
@@ -12,7 +15,7 @@ def to_yaml(config: RunConfig) -> str:
     """A configuration as a file that reads back as the same, each setting under its sentence."""
     lines = ["# The settings of this run, defaults included."]
     for name, value in config.model_dump().items():
-        lines += ["", f"# {type(config).model_fields[name].description}", _entry(name, value)]
+        lines += ["", f"# {_sentence(type(config).model_fields[name])}", _entry(name, value)]
     return "\n".join(lines) + "\n"
 
 
@@ -35,7 +38,7 @@ def start_file(schema: type[RunConfig], values: Mapping[str, Any], heading: str)
             entry = _entry(name, values[name] if name in values else schema.model_fields[name].default)
             if name not in values:
                 entry = "\n".join(f"# {line}" for line in entry.splitlines())
-            lines += ["", f"## {schema.model_fields[name].description}", entry]
+            lines += ["", f"## {_sentence(schema.model_fields[name])}", entry]
     return "\n".join(lines) + "\n"
 
 
@@ -44,8 +47,22 @@ def describe(schema: type[RunConfig]) -> list[str]:
     lines = []
     for name, field in schema.model_fields.items():
         default = "required" if field.is_required() or name == "datasets" else _inline(field.default)
-        lines.append(f"{name} ({default}): {field.description}")
+        lines.append(f"{name} ({default}): {_sentence(field)}")
     return lines
+
+
+def _sentence(field: FieldInfo) -> str:
+    """What a setting is, and the names that it takes where the sentence does not say them."""
+    said = str(field.description)
+    names = [each for each in _names(field.annotation) if not re.search(rf"\b{each}\b", said)]
+    return said if not names else f"{said} One of {', '.join(_names(field.annotation))}."
+
+
+def _names(annotation: Any) -> list[str]:
+    """The names that a value may be."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [name for each in get_args(annotation) for name in _names(each)]
 
 
 def _inline(value: Any) -> str:
@@ -104,7 +121,7 @@ def _table(title: str, schema: Any, names: list[str]) -> list[str]:
 def _row(schema: Any, name: str) -> str:
     field = schema.model_fields[name]
     default = "required" if field.is_required() or name == "datasets" else f"`{_inline(field.default)}`"
-    return f"| `{name}` | {default} | {field.description} |".replace('"layers.20.*|lm_head"', '"layers.20.*\\|lm_head"')
+    return f"| `{name}` | {default} | {_sentence(field)} |".replace('"layers.20.*|lm_head"', '"layers.20.*\\|lm_head"')
 
 
 if __name__ == "__main__":

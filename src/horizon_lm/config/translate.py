@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from horizon_lm.config.elsewhere import ELSEWHERE
-from horizon_lm.config.run import SCHEMAS
+from horizon_lm.config.run import SCHEMAS, RunConfig
 from horizon_lm.config.text import start_file
 from horizon_lm.errors import ConfigError, first_line
 
@@ -67,6 +67,7 @@ def translate(path: str, objective: str | None = None) -> Translation:
 
     theirs, _ = read_yaml(path)
     theirs = {key: value for key, value in theirs.items() if value is not None}
+    _refuse_ours(theirs, path)
     table = _table_of(theirs, path)
     for key, what in table.get("refused", {}).items():
         if key in theirs:
@@ -157,6 +158,13 @@ def _keep_what_is_valid(result: Translation) -> None:
                 result.left_out[name] = f"{result.settings.pop(name)!r} {names[name]}"
         else:
             return
+
+
+def _refuse_ours(theirs: Mapping[str, Any], path: str) -> None:
+    """ConfigError for a file that needs no translation."""
+    schema = SCHEMAS.get(str(theirs.get("objective", "sft")), RunConfig)
+    if "datasets" in theirs and all(name in schema.model_fields for name in theirs):
+        raise ConfigError(f"{path}: all its settings are Horizon-LM's own; use it as it is")
 
 
 def _table_of(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:

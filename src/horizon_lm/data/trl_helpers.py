@@ -14,7 +14,9 @@ def is_there() -> bool:
 
 def _need(what: str) -> None:
     if not is_there():
-        raise ConfigError(f"{what} needs TRL, which is not installed: pip install 'horizon-lm[post-training]'")
+        raise ConfigError(
+            f"{what} needs TRL, which is not installed: pip install trl, or Horizon-LM with its extra post-training"
+        )
 
 
 def extract_prompt(pair: dict[str, Any]) -> dict[str, Any]:

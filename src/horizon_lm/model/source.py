@@ -22,14 +22,14 @@ def local_folder(name: str | Path) -> Path:
     if path.is_dir():
         return path
     _require_hub_id(str(name))
-    name = full_name(str(name))
+    typed, name = str(name), full_name(str(name))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(name), allow_patterns=list(_PATTERNS)))
+        return Path(snapshot_download(name, allow_patterns=list(_PATTERNS)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise _not_found(str(name), error) from error
+        raise _not_found(typed, name, error) from error
 
 
 def _require_hub_id(name: str) -> None:
@@ -38,9 +38,10 @@ def _require_hub_id(name: str) -> None:
         raise ConfigError(f"model_name_or_path: {name} is not a folder")
 
 
-def _not_found(name: str, error: Exception) -> ConfigError:
+def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
+    known = f" as {hub_id}" if hub_id != typed else ""
     return ConfigError(
-        f"model_name_or_path: {name} is neither a folder here nor a model that could be fetched from the hub "
+        f"model_name_or_path: {typed} is neither a folder here nor a model that could be fetched from the hub{known} "
         f"({first_line(error)})"
     )
 
@@ -69,7 +70,7 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise _not_found(name, error) from error
+        raise _not_found(name, name, error) from error
     return _require_causal(config, name)
 
 
@@ -151,6 +152,12 @@ def skeleton_of(config: Any, place: str, **options: Any) -> Any:
     try:
         return build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        attention = options.get("attn_implementation")
+        if attention is not None and isinstance(error, ImportError):  # a kernel that is not installed
+            raise ConfigError(
+                f"attn_implementation: {attention} cannot be used here ({first_line(error)}); choose sdpa, or varlen, which "
+                "needs no package"
+            ) from error
         raise ConfigError(
             f"{place}: transformers cannot build this model ({first_line(error)}); mend its config.json, or the setting "
             "that is named"
@@ -181,5 +188,5 @@ def load_gguf(folder: Path, gguf_file: str) -> Any:
     except (ImportError, ValueError, KeyError, OSError) as error:
         raise ConfigError(
             f"gguf_file: {folder / gguf_file} cannot be opened ({first_line(error)}). It needs pip install "
-            "'horizon-lm[gguf]', and an architecture that transformers reads from GGUF"
+            "gguf accelerate (or the extra gguf), and an architecture that transformers reads from GGUF"
         ) from error

@@ -129,8 +129,13 @@ def describe(line: dict[str, Any], num_steps: int) -> str:
         f"grad norm {_number(line['grad_norm'], '.2f')}  lr {line['learning_rate']:.2e}  "
         f"tokens/s {line['trained_tokens_per_second']:.0f} trained, {line['tokens_per_second']:.0f} in all  "
         f"device {format_bytes(line['device_bytes_peak'])}  host {format_bytes(line['host_bytes'])}  "
-        f"left {format_seconds(line['eta_seconds'])}"
+        f"left {format_seconds(line['eta_seconds'])}{_slow(line['of_planned_speed'])}"
     )
+
+
+def _slow(of_planned: float | None) -> str:
+    """A word about steps that take more than twice as long as planned: something else computes on this machine."""
+    return f"  ({of_planned:.0%} of the planned speed)" if of_planned is not None and of_planned < 0.5 else ""
 
 
 def _others(line: dict[str, Any], prefix: str) -> str:
