@@ -17,9 +17,10 @@ from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.evaluation import evaluate
 from horizon_lm.training.folder import RunFolder
 from horizon_lm.training.interrupts import Interrupts
-from horizon_lm.training.metrics import Metrics, Reporter
+from horizon_lm.training.metrics import Metrics
 from horizon_lm.training.non_finite import finite, update
 from horizon_lm.training.objectives import Objectives, make_objectives
+from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.samples import Prompts
 from horizon_lm.training.setup import build_optimizer, choose_device, load_model, load_tokenizer

@@ -9,7 +9,7 @@ from horizon_lm.data.loader import Batch
 from horizon_lm.errors import NonFiniteError, NonFiniteWarning
 from horizon_lm.objective.base import Loss
 from horizon_lm.training.folder import RunFolder
-from horizon_lm.training.metrics import Reporter
+from horizon_lm.training.reporter import Reporter
 
 
 def finite(loss: Loss, step: int, batch: Batch, config: RunConfig, folder: RunFolder) -> float:

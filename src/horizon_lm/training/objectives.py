@@ -7,7 +7,7 @@ from typing import Any
 from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
 from horizon_lm.data.table import TokenTable
 from horizon_lm.objective.base import Objective, OwnObjective
-from horizon_lm.training.metrics import Reporter
+from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData
 
 
