@@ -74,16 +74,14 @@ def train(
         tokenizer = load_tokenizer(config)
         data = load_data(config, tokenizer)
         for prepared in data.parts:
-            for line in prepared.lines():
-                reporter.say(line)
+            reporter.say(*prepared.lines())
             refuse(prepared.findings)
         sampler = data.loader.sampler
         num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
         calendar = Calendar(config, num_steps, sampler.steps_per_epoch)
         prompts = Prompts(config, tokenizer)
         plan = admission.admit(data.loader, data.held_out.values(), num_steps, calendar.num_saves(), prompts.longest)
-        for line in summary_lines(plan):
-            reporter.say(line)
+        reporter.say(*summary_lines(plan))
         config = settle(config, plan)
         listeners = Callbacks(config, callbacks, num_steps, sampler.steps_per_epoch)
         folder.begin(config, plan)

@@ -76,10 +76,11 @@ class Reporter:
         if self._file is not None:
             self._file.close()
 
-    def say(self, text: str) -> None:
-        """A line for people."""
+    def say(self, *lines: str) -> None:
+        """Lines for people."""
         assert self._say is not None
-        self._say(text)
+        for line in lines:
+            self._say(line)
 
     def begin(self, metrics_file: Path, num_steps: int) -> None:
         """The loop begins; lines go into a new file."""
