@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
 
 import horizon_lm
 from horizon_lm.config.file import as_config
@@ -93,6 +93,22 @@ def test_export_keeps_every_digit_where_it_is_to(base: dict[str, Any], model: Pa
         exported = next(item for item in plan["disk"]["items"] if item["name"] == "exported model")
         assert exported["bytes"] == plan["model"]["parameters"] * (2 if dtype == "bfloat16" else 4)
     assert changed["float32"] > 10 * changed["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("float32", "float32"), ("fp32_master", "bfloat16"), ("bf16", "bfloat16")]
+)
+def test_a_model_is_exported_as_it_was_or_as_it_was_trained(
+    base: dict[str, Any], model: Path, tmp_path: Path, precision: str, dtype: str
+) -> None:
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(tmp_path / "published")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "published")
+    published = str(tmp_path / "published")
+    result = horizon_lm.train(
+        {**base, "model_name_or_path": published, "precision": precision, "max_steps": 1}, **QUIET
+    )
+    exported = load_file(result.model_dir / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in exported.values()} == {f"torch.{dtype}"}
 
 
 def test_an_interrupt_says_what_there_is(base: dict[str, Any]) -> None:

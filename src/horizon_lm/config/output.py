@@ -18,7 +18,7 @@ class OutputSettings(TrainingSettings):
 
     export_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
         None,
-        description="Of the weights in exported models; float32 keeps every digit that fp32_master has learned, null is as they were.",
+        description="Of the weights in exported models; float32 keeps every digit that was learned; null is float32 if precision is, else as they were.",
     )
 
     eval_strategy: Literal["no", "steps", "epoch"] = Field(
@@ -61,6 +61,11 @@ class OutputSettings(TrainingSettings):
     push_to_hub: bool = Field(False, description="Upload the trained model to the Hugging Face hub at the end.")
     hub_model_id: str | None = Field(None, description="Its name there; null for the last part of output_dir.")
     hub_private_repo: bool | None = Field(None, description="Whether it is private there; null for your default.")
+
+    @property
+    def exported_dtype(self) -> str | None:
+        """Of exported weights, None for as they were. transformers, too, saves in float32 what it trains in float32."""
+        return self.export_dtype or ("float32" if self.precision == "float32" else None)
 
     @field_validator("eval_strategy", "per_device_eval_batch_size")
     @classmethod

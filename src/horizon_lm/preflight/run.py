@@ -92,7 +92,7 @@ def make_request(
         tokens_per_step=rows.tokens,
         num_steps=num_steps,
         num_checkpoints=num_checkpoints,
-        export_bytes=_ITEMSIZE[run.export_dtype] if run.export_dtype else source.stored_bytes,
+        export_bytes=_ITEMSIZE[run.exported_dtype] if run.exported_dtype else source.stored_bytes,
         stored_bytes=source.stored_bytes,
         download_bytes=0 if source.is_here else num_parameters * source.stored_bytes,
     )

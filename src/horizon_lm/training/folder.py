@@ -27,7 +27,7 @@ class RunFolder:
         self.trace_file = self.path / "trace.json"
         self.samples_file = self.path / "samples.jsonl"
         self._keep, self._saved = config.save_total_limit, list[Path]()
-        self._dtype = config.export_dtype
+        self._dtype = config.exported_dtype
         if self.model_dir.exists() and not config.overwrite_output_dir:
             raise ConfigError(
                 f"output_dir: {self.path} holds a finished run; choose another folder, or set "
