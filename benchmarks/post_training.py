@@ -137,7 +137,10 @@ def run_task(name: str, settings: dict[str, Any], model: str, output: Path, say:
     def judge(who: str, judged: Any, seconds: float) -> list[str]:
         """Add a line, and return what was measured."""
         figures = plain.judge(judged)
-        rounded = plain.judge(judged.to(torch.bfloat16).float())
+        with torch.no_grad():
+            for weight in judged.parameters():
+                weight.copy_(weight.to(torch.bfloat16))
+        rounded = plain.judge(judged)
         shown = " | ".join(f"{figures[each]:.4f} | {rounded[each]:.4f}" for each in figures)
         lines.append(f"| {who} | {shown} | {seconds / 60:.1f} |")
         say(f"{name}: {lines[-1]}")
