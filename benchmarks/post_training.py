@@ -1,8 +1,9 @@
 """Post-training of a real model on real rows: held-out figures of the base model, of plain Hugging Face, and of Horizon-LM.
 
 Three tasks: fine-tuning on GSM8K, continued pre-training on raw text, preferences. Plain Hugging Face is a loop of a few lines with
-the same rows in the same order, a model in float32 and torch's fused AdamW. All three models are judged by plain Hugging Face,
-with every digit and rounded to bf16, as models are published.
+the same rows in the same order and torch's fused AdamW: in float32, and in bf16 with an fp32 master of the weights, as others'
+mixed precision and our `fp32_master` are. All models are judged by plain Hugging Face, with every digit of theirs and rounded to
+bf16, as models are published.
 
     python benchmarks/post_training.py --model .cache/smollm2-135m-instruct --data ../shared/data sft pretrain dpo
 """
@@ -34,10 +35,11 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 
 
-PRECISIONS = {
-    "sft": ("fp32_master",),
-    "pretrain": ("fp32_master", "bf16"),
-    "dpo": ("float32", "fp32_master"),
+PLAIN = {"Hugging Face, float32": torch.float32, "Hugging Face, bf16 and fp32 master": torch.bfloat16}  # what computes
+SYSTEMS = {
+    "sft": [*PLAIN, "fp32_master"],
+    "pretrain": [*PLAIN, "fp32_master", "bf16"],
+    "dpo": [*PLAIN, "float32", "fp32_master"],
 }
 
 
@@ -80,17 +82,24 @@ class Plain:
         chosen, rejected = (answer_logprobs(model, batch) - reference) * self.config.beta
         return chosen - rejected
 
-    def train(self, model: Any) -> None:
+    def train(self, model: Any, working: Any = None) -> None:
+        """Train a model in float32; with ``working``, a copy in bf16, as the master of what computes."""
         config, steps = self.config, self.config.max_steps
         optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0, fused=True)
         scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, steps)
-        model.train()
+        computes = (working or model).train()
         for step in range(steps):
-            self.loss(model, self.data.loader.batch(step)).backward()
+            self.loss(computes, self.data.loader.batch(step)).backward()
+            for master, weight in zip(model.parameters(), computes.parameters(), strict=True):
+                if master is not weight:
+                    master.grad, weight.grad = weight.grad.float(), None
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+            for master, weight in zip(model.parameters(), computes.parameters(), strict=True):
+                if master is not weight:
+                    weight.data.copy_(master.data)
 
     @torch.no_grad()
     def judge(self, model: Any) -> dict[str, float]:
@@ -116,11 +125,13 @@ def answer_logprobs(model: Any, batch: Batch) -> torch.Tensor:
     return (logprobs * (labels != NOT_TRAINED)).sum(1).view(2, -1)
 
 
-def open_plain(folder: str | Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+def open_plain(folder: str | Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
 
 
-def run_task(name: str, settings: dict[str, Any], model: str, output: Path, say: Callable[[str], None]) -> list[str]:
+def run_task(
+    name: str, settings: dict[str, Any], model: str, systems: list[str], output: Path, say: Callable[[str], None]
+) -> list[str]:
     """Lines of a table."""
     run = {
         **SHARED,
@@ -146,16 +157,19 @@ def run_task(name: str, settings: dict[str, Any], model: str, output: Path, say:
         say(f"{name}: {lines[-1]}")
         return list(figures)
 
+    def trained(system: str) -> Any:
+        if system in PLAIN:
+            dtype, theirs = PLAIN[system], open_plain(model)
+            working = None if dtype == torch.float32 else open_plain(model, dtype)
+            Plain(config, data, open_plain(model, dtype)).train(theirs, working)
+            return theirs
+        return open_plain(horizon_lm.train({**run, "precision": system}, say=lambda text: None).model_dir)
+
     names = judge("base", open_plain(model), 0.0)
-    begun = time.perf_counter()
-    theirs = open_plain(model)
-    plain.train(theirs)
-    judge("Hugging Face, float32", theirs, time.perf_counter() - begun)
-    del theirs
-    for precision in PRECISIONS[name]:
+    for system in systems or SYSTEMS[name]:
         begun = time.perf_counter()
-        result = horizon_lm.train({**run, "precision": precision}, say=lambda text: None)
-        judge(f"Horizon-LM `{precision}`", open_plain(result.model_dir), time.perf_counter() - begun)
+        found = trained(system)
+        judge(system if system in PLAIN else f"Horizon-LM `{system}`", found, time.perf_counter() - begun)
     rows, held = len(data.loader.rows), sum(map(len, data.held_out.values()))
     heading = [
         f"## {name}", "",
@@ -173,6 +187,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--output", type=Path, help="a Markdown file; standard output without it")
+    parser.add_argument("--systems", nargs="+", default=[], help="Of those of a task, these alone.")
     parser.add_argument("--runs", type=Path, default=Path("runs/post_training"))
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -185,7 +200,9 @@ def main() -> None:
         "the run's own evaluation, and not for comparing speed.", "",
     ]  # fmt: skip
     for name in arguments.tasks:
-        lines += run_task(name, known[name], arguments.model, arguments.runs, lambda text: print(text, flush=True))
+        lines += run_task(
+            name, known[name], arguments.model, arguments.systems, arguments.runs, lambda text: print(text, flush=True)
+        )
         print(json.dumps({"done": name}), flush=True)
         if arguments.output:
             arguments.output.write_text("\n".join(lines), encoding="utf-8")
