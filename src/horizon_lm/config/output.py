@@ -18,7 +18,7 @@ class OutputSettings(TrainingSettings):
 
     export_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
         None,
-        description="Of the weights in exported models; float32 keeps every digit that was learned; null is float32 if precision is, else as they were.",
+        description="Of the weights in exported models; null is float32 if precision is, else as they were; float32 keeps a master whole, to go on from.",
     )
 
     eval_strategy: Literal["no", "steps", "epoch"] = Field(
