@@ -83,7 +83,7 @@ def test_train_then_use(tmp_path: Path, model: Path, run_file: Path) -> None:
 
 def test_sampling_follows_the_seed(model: Path) -> None:
     texts = [
-        run("generate", model, "Who?", "--max-new-tokens", 8, "--temperature", 1, "--seed", seed).stdout
+        run("generate", model, "Who?", "--max_new_tokens", 8, "--temperature", 1, "--seed", seed).stdout
         for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]

@@ -77,12 +77,12 @@ def test_measures_what_the_plain_model_measures(folder: Path, model: Path, tmp_p
     ("arguments", "message"),
     [
         (["--tasks", "nothing.yaml"], "there is no file nothing.yaml"),
-        (["--tasks", "{folder}/broken.yaml"], "broken.yaml cannot be loaded"),
+        (["--tasks", "{folder}/broken.yaml"], "broken.yaml cannot be loaded (its paths start in its folder)"),
         (["--tasks", "{folder}/rowless.yaml"], "rowless.yaml cannot be loaded"),
         (["--tasks", " , "], "name one, or a YAML file"),
         (["--tasks", "{folder}/choices.yaml", "--num-fewshot", "50", "--device", "cpu"], "lm-eval refuses"),
         (["--tasks", "no_such_task_of_lm_eval"], "no_such_task_of_lm_eval cannot be loaded"),
-        (["--tasks", "{folder}/choices.yaml", "--output", "{folder}/nowhere/results.json"], "in one that is not there"),
+        (["--tasks", "{folder}/choices.yaml", "--output", "{folder}/nowhere/results.json"], "there is no folder"),
     ],
 )
 def test_what_is_refused(folder: Path, model: Path, arguments: list[str], message: str) -> None:

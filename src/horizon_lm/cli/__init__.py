@@ -32,7 +32,10 @@ app = typer.Typer(
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="As the command.")
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the versions of what numbers depend on."
+        ),
     ] = False,
 ) -> None:
     """Train large language models from host RAM."""
@@ -44,10 +47,12 @@ app.command(context_settings=_TAKES_SETTINGS)(plan)
 app.command(context_settings=_TAKES_SETTINGS)(train)
 app.command(context_settings=_TAKES_SETTINGS)(inspect)
 app.command()(init)
-app.command()(generate)
-app.command("eval")(evaluate)
-app.command()(report)
-app.command()(doctor)
+# Their options may be written as settings are, with underscores.
+_EITHER_WAY = {"token_normalize_func": lambda name: name.replace("_", "-")}
+app.command(context_settings=_EITHER_WAY)(generate)
+app.command("eval", context_settings=_EITHER_WAY)(evaluate)
+app.command(context_settings=_EITHER_WAY)(report)
+app.command(context_settings=_EITHER_WAY)(doctor)
 app.command()(version)
 
 

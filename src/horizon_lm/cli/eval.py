@@ -29,8 +29,10 @@ def evaluate(
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model.")] = False,
 ) -> None:  # fmt: skip
     """Measure a model with tasks of lm-eval while it is streamed from host memory, so it need not fit on the device."""
-    if output is not None and (not output.parent.is_dir() or output.is_dir()):
-        raise ConfigError(f"--output: {output} is a folder, or in one that is not there; name a file")
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output: {output} is a folder; name a file in it")
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"--output: there is no folder {output.parent}; make it")
     from horizon_lm.cli.evaluation import evaluate_model, load_tasks, write_results
     from horizon_lm.cli.opening import open_model
     from horizon_lm.units import parse_bytes

@@ -48,7 +48,8 @@ def load_tasks(names: Sequence[str]) -> list[Any]:
                 try:
                     found |= manager.load(str(file) if name in files else name)["tasks"]
                 except Exception as error:  # of YAML, of Jinja, of the hub, of the task's own Python
-                    raise ConfigError(f"--tasks: {name} cannot be loaded: {first_line(error)}") from error
+                    where = " (its paths start in its folder)" if name in files else ""
+                    raise ConfigError(f"--tasks: {name} cannot be loaded{where}: {first_line(error)}") from error
     return list(found.values())
 
 

@@ -10,6 +10,7 @@ _KERNELS = "there is nothing of that kind here; remove it"
 _PLAIN_LOSS = "this part of the objective does not exist here; remove it, or give train() an objective of your own"
 _LOGS = "metrics are written as logging_steps says; remove it"
 _EVALUATION = "held-out rows are evaluated before training, as eval_strategy says, and at the end; remove it"
+_BEST = "the last weights are exported, and with save_strategy those on the way; the best have the lowest eval_loss in metrics.jsonl; remove it"
 _RESUME = "a run cannot be resumed yet; remove it"
 _HUB = "the finished model is uploaded once, with the account that is logged in; remove it"
 _TRACKIO = "set it in trackio's own environment variables; remove it"
@@ -63,11 +64,11 @@ ELSEWHERE = {
     **dict.fromkeys(
         (
             "batch_eval_metrics", "do_eval", "do_predict", "do_train", "eval_accumulation_steps", "eval_delay",
-            "eval_do_concat_batches", "eval_on_start", "eval_use_gather_object", "greater_is_better", "include_for_metrics",
-            "load_best_model_at_end", "metric_for_best_model", "prediction_loss_only",
+            "eval_do_concat_batches", "eval_on_start", "eval_use_gather_object", "include_for_metrics", "prediction_loss_only",
         ),
         _EVALUATION,
     ),
+    **dict.fromkeys(("greater_is_better", "load_best_model_at_end", "metric_for_best_model"), _BEST),
     **dict.fromkeys(("restore_callback_states_from_checkpoint", "resume_from_checkpoint", "save_only_model"), _RESUME),
     **dict.fromkeys(("hub_always_push", "hub_revision", "hub_strategy", "hub_token"), _HUB),
     **dict.fromkeys(("project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"), _TRACKIO),
@@ -89,13 +90,17 @@ ELSEWHERE = {
     "use_cpu": "use device: cpu",
     # of the scripts around them, and of other versions
     "attn_impl": "transformers calls it attn_implementation",
+    "batch_size": "use per_device_train_batch_size",
+    "cutoff_len": "TRL calls it max_length",
     "dataset_name": "name it in datasets",
     "dataset_config": "use name in datasets: {path: ..., name: ...}",
     "dataset_train_split": "use split in datasets",
     "dataset_test_split": "use split in eval_datasets",
     "dtype": _PRECISION,
     "evaluation_strategy": "transformers calls it eval_strategy",
+    "epochs": "transformers calls it num_train_epochs",
     "eval_dataset": "name it in eval_datasets",
+    "lr": "transformers calls it learning_rate",
     "max_seq_length": "TRL calls it max_length",
     "max_prompt_length": "rows are cut at max_length as a whole; remove it",
     "micro_batch_size": "use per_device_train_batch_size",
@@ -103,9 +108,11 @@ ELSEWHERE = {
     "neftune_noise_alpha": "training is without noise on embeddings; remove it",
     "num_epochs": "transformers calls it num_train_epochs",
     "num_items_in_batch": "the loss is always the mean over all targets of a step; remove it",
+    "sequence_len": "TRL calls it max_length",
     "torch_dtype": _PRECISION,
     "train_file": "name the file in datasets",
     "use_peft": "all weights are trained, or those that trainable names; adapters are not supported yet",
+    "val_set_size": "use test_split_size",
     "validation_file": "name the file in eval_datasets",
     "warmup_ratio": "warmup_steps takes a share of all steps below 1",
 }  # fmt: skip

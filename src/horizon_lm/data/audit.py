@@ -62,8 +62,8 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
             "the model does not see them; name a template that writes them with chat_template_path", report.unsaid,
         ),
         Finding(
-            False, "are prompt and completion as text, so the chat template is not applied",
-            "right for a base model; else write both as messages, or name the fields instruction and output", report.plain,
+            False, "have prompt and answer as text, so the chat template is not applied",
+            "right for a base model; else write them as messages, or call the fields instruction (for prompt) and output (for completion)", report.plain,
         ),
         Finding(
             False, "train on an empty thinking block", "the model learns not to think; render with thoughts, or without blocks",

@@ -69,9 +69,7 @@ class Callbacks:
         try:
             self._tell("on_train_begin")
         except AssertionError as error:  # as transformers' own callbacks refuse a run
-            raise ConfigError(
-                f"callbacks: {error}; what it watches are held-out rows, with an eval_strategy"
-            ) from error
+            raise ConfigError(f"callbacks: {error}; set eval_strategy: steps or epoch, and hold out rows") from error
 
     def before_step(self, step: int) -> None:
         """Step ``step``, from 1, begins."""
