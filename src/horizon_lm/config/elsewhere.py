@@ -91,7 +91,6 @@ ELSEWHERE = {
     # of the scripts around them, and of other versions
     "attn_impl": "transformers calls it attn_implementation",
     "batch_size": "use per_device_train_batch_size",
-    "cutoff_len": "TRL calls it max_length",
     "dataset_name": "name it in datasets",
     "dataset_config": "use name in datasets: {path: ..., name: ...}",
     "dataset_train_split": "use split in datasets",
@@ -108,11 +107,9 @@ ELSEWHERE = {
     "neftune_noise_alpha": "training is without noise on embeddings; remove it",
     "num_epochs": "transformers calls it num_train_epochs",
     "num_items_in_batch": "the loss is always the mean over all targets of a step; remove it",
-    "sequence_len": "TRL calls it max_length",
     "torch_dtype": _PRECISION,
     "train_file": "name the file in datasets",
     "use_peft": "all weights are trained, or those that trainable names; adapters are not supported yet",
-    "val_set_size": "use test_split_size",
     "validation_file": "name the file in eval_datasets",
     "warmup_ratio": "warmup_steps takes a share of all steps below 1",
 }  # fmt: skip

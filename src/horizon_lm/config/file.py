@@ -12,6 +12,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from horizon_lm.config import SCHEMAS, WITHOUT_ROWS, DatasetConfig, RunConfig
 from horizon_lm.config.elsewhere import ELSEWHERE
+from horizon_lm.config.tables import our_name
 from horizon_lm.config.text import describe
 from horizon_lm.errors import ConfigError
 
@@ -190,6 +191,8 @@ def _suggest(key: str, known: list[str], of_run: bool) -> str:
         return f" of this objective, but of objective: {' or '.join(others)}; remove it, or change the objective"
     if key in ELSEWHERE:
         return f"; {ELSEWHERE[key]}"
+    if of_run and (ours := our_name(key)) in known:
+        return f"; it is called {ours} here"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else "; horizon-lm train --settings lists those there are"
 

@@ -5,8 +5,6 @@ What is called how is data, in ``translations/``; what a table cannot say about 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from pydantic import ValidationError
 
 from horizon_lm.config.elsewhere import ELSEWHERE
 from horizon_lm.config.run import SCHEMAS, RunConfig
+from horizon_lm.config.tables import tables
 from horizon_lm.config.text import start_file
 from horizon_lm.config.translate_rows import OF_ROWS, translate_rows
 from horizon_lm.errors import ConfigError, first_line
@@ -162,23 +161,11 @@ def _refuse_ours(theirs: Mapping[str, Any], path: str) -> None:
 
 def _table_of(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """Whose file it is, by the settings that only they have."""
-    scores = {name: sum(key in theirs for key in table["known_by"]) for name, table in _tables().items()}
+    scores = {name: sum(key in theirs for key in table["known_by"]) for name, table in tables().items()}
     best = max(scores, key=lambda name: scores[name])
     if not scores[best] and "model_name_or_path" not in theirs:
         raise ConfigError(f"{path}: not a file of TRL, LLaMA-Factory or Axolotl: none of their settings is in it")
-    return _tables()[best if scores[best] else "trl"]
-
-
-@cache
-def _tables() -> dict[str, Mapping[str, Any]]:
-    from ruamel.yaml import YAML
-
-    folder = files("horizon_lm.config") / "translations"
-    yaml = YAML(typ="safe", pure=True)
-    return {
-        name: yaml.load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
-        for name in ("trl", "llamafactory", "axolotl")
-    }
+    return tables()[best if scores[best] else "trl"]
 
 
 def _objective(theirs: Mapping[str, Any], table: Mapping[str, Any]) -> str:

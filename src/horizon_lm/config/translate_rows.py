@@ -7,25 +7,13 @@ from typing import Any
 
 from horizon_lm.errors import ConfigError
 
-_AXOLOTL_TYPES = {
-    "alpaca": {"format": "alpaca"},
-    "chat_template": {"format": "messages"},
-    "sharegpt": {"format": "sharegpt"},
-    "completion": {"format": "text"},
-}
-
 OF_ROWS = {
     "TRL": (
-        "dataset_name",
-        "dataset_config",
-        "dataset_train_split",
-        "dataset_test_split",
-        "datasets",
-        "dataset_text_field",
+        "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "datasets", "dataset_text_field",
     ),
     "LLaMA-Factory": ("dataset", "eval_dataset"),
     "Axolotl": ("datasets", "test_datasets"),
-}
+}  # fmt: skip
 
 
 def translate_rows(
@@ -106,34 +94,30 @@ def _of_llamafactory(name: str, folder: Path, info: Mapping[str, Any]) -> dict[s
     return entry | ({"columns": columns} if columns else {})
 
 
+_AXOLOTL_TYPES = {
+    "alpaca": {"format": "alpaca"},
+    "chat_template": {"format": "messages"},
+    "sharegpt": {"format": "sharegpt"},
+    "completion": {"format": "text"},
+}
+_AXOLOTL_PLACE = ("path", "name", "data_files", "split")
+_AXOLOTL_COLUMNS = {
+    "field_messages": "messages", "field": "text", "field_chosen": "chosen", "field_rejected": "rejected",
+}  # fmt: skip
+
+
 def _of_axolotl(said: Mapping[str, Any], left_out: dict[str, str]) -> dict[str, Any]:
-    entry = {key: said[key] for key in ("path", "name", "data_files", "split") if said.get(key)}
+    entry = {key: said[key] for key in _AXOLOTL_PLACE if said.get(key)}
     kind = str(said.get("type", "")).partition(".")[0]
     entry |= _AXOLOTL_TYPES.get(kind, {})
-    for theirs, ours in (
-        ("field_messages", "messages"),
-        ("field", "text"),
-        ("field_chosen", "chosen"),
-        ("field_rejected", "rejected"),
-    ):
+    for theirs, ours in _AXOLOTL_COLUMNS.items():
         if said.get(theirs, ours) != ours:
             entry.setdefault("columns", {})[ours] = said[theirs]
     if entry.get("format") == "messages" and said.get("field_messages", "conversations") == "conversations":
         entry.pop("format")  # told by its fields
         entry.pop("columns", None)
     for key in said:
-        if key not in (
-            "path",
-            "name",
-            "data_files",
-            "split",
-            "type",
-            "ds_type",
-            "field_messages",
-            "field",
-            "field_chosen",
-            "field_rejected",
-        ):
+        if key not in (*_AXOLOTL_PLACE, "type", "ds_type", *_AXOLOTL_COLUMNS):
             left_out[f"datasets.{key}"] = "rows are read as their fields say; see columns and format"
     if kind == "alpaca":
         left_out["datasets.type"] = (
