@@ -1,9 +1,9 @@
 """Streams that run by themselves: threads play them, late by random delays, and nothing changes unless a wait is missing."""
 
 import gc
-import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -79,20 +79,25 @@ class InjectedError(Exception):
 
 
 class Failing(ThreadedDevice):
-    """The n-th task of its issuers fails."""
+    """Once `armed`, counts the tasks that its issuers order, by name, and fails in the one named `at`.
 
-    def __init__(self, at: int | None = None) -> None:
+    By name and not by number: the issuers run beside each other, so which of their tasks is the n-th is chance.
+    """
+
+    def __init__(self, at: tuple[str, int] | None = None) -> None:
         super().__init__(1, delay=2e-4)
-        self.at, self.count, self.lock, self.failed = at, 0, threading.Lock(), ""
+        self.at, self.armed, self.failed, self.lock = at, False, False, threading.Lock()
+        self.seen: Counter[str] = Counter()
 
     def _order(self, stream: Any, task: Task) -> None:
-        if stream is not None:
+        if stream is not None and self.armed:
+            name = str(task.op)
             with self.lock:
-                self.count += 1
-                fails = self.count - 1 == self.at
+                self.seen[name] += 1
+                fails = (name, self.seen[name]) == self.at
             if fails:
-                self.failed = str(task.op)
-                raise InjectedError(self.failed)
+                self.failed = True
+                raise InjectedError(name)
         super()._order(stream, task)
 
 
@@ -118,28 +123,32 @@ def test_a_fault_in_an_issuer_reaches_the_caller_and_loses_nothing() -> None:
     model, optimizer = _make("cpu")
     expected = [_step(model, optimizer, 1), _step(model, optimizer, 2)]
     weights = _weights(model)
-    places = set()
-    for at in itertools.count():
-        device = Failing()
+
+    def second_step(device: Failing) -> None:
         model, optimizer = _make(device)
         assert _step(model, optimizer, 1) == expected[0]
         device.synchronize()
-        device.at, device.count = at, 0
+        device.armed = True
         try:
             assert _step(model, optimizer, 2) == expected[1]
             horizon_lm.synchronize(model)
         except InjectedError:
             pass
-        if not device.failed:
-            break
-        places.add(device.failed)
+        device.armed = False
+        assert device.failed == (device.at is not None), device.at
         if model._horizon.engine.grads.invalid:
             with pytest.raises(StreamingError, match="zero_grad"):
                 optimizer.step()
             optimizer.zero_grad()
-            assert _step(model, optimizer, 2) == expected[1], device.failed
-        assert all(torch.equal(a, b) for a, b in zip(_weights(model), weights, strict=True)), device.failed
-    assert len(places) >= 15
+            assert _step(model, optimizer, 2) == expected[1], device.at
+        assert all(torch.equal(a, b) for a, b in zip(_weights(model), weights, strict=True)), device.at
+
+    undisturbed = Failing()
+    second_step(undisturbed)
+    assert len(undisturbed.seen) >= 15
+    for name, times in undisturbed.seen.items():
+        for nth in range(1, times + 1):
+            second_step(Failing((name, nth)))
 
 
 def test_threads_end_with_the_model() -> None:
