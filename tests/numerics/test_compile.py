@@ -37,7 +37,7 @@ def test_equal_to_eager_and_compiled_once(family: str) -> None:
         expected, got = (gradients(m, families.batch(seed=seed)) for m in (eager, compiled))
         torch.testing.assert_close(got[0], expected[0], rtol=1e-6, atol=0)
         for a, b in zip(got[1], expected[1], strict=True):
-            assert (a - b).norm() <= 1e-6 * b.norm().clamp(min=1e-3)
+            assert (a - b).norm() <= 3e-6 * b.norm().clamp(min=1e-3)  # sums in another order: 1.2e-6 on some CPUs
     structures = {id(bound.template) for bound in compiled._horizon.blocks._bound}
     assert 1 <= counters["stats"]["unique_graphs"] <= len(structures)  # three blocks, forward and backward
     assert not counters["graph_break"]

@@ -1,6 +1,7 @@
 """Rows to examples, to tokens and labels, to batches."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizon_lm.config import DatasetConfig
-from horizon_lm.data.audit import audit, refuse
+from horizon_lm.data.audit import also_trained_on, audit, refuse
 from horizon_lm.data.chat import ChatRenderer, Rendered
 from horizon_lm.data.examples import Completion, Conversation, Preference, Text
 from horizon_lm.data.files import read_rows
@@ -20,7 +21,7 @@ from horizon_lm.data.loader import NOT_TRAINED, Sampler, collate, in_order
 from horizon_lm.data.messages import RowError
 from horizon_lm.data.prepare import Recipe, cut_rows, pack_rows, prepare
 from horizon_lm.data.spans import locate_answers
-from horizon_lm.data.table import Row
+from horizon_lm.data.table import Row, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import ConfigError, DataError
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
@@ -86,6 +87,20 @@ def test_preferences_with_and_without_their_prompt(row: dict[str, Any]) -> None:
     assert pair.chosen.messages == [USER, ANSWER]
     assert pair.rejected.messages == [USER, {"role": "assistant", "content": "No."}]
     assert pair.chosen.num_prompt == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "message"),
+    [
+        ("Yes ", "No", "do not begin alike"),
+        ("Hi", "Hi there", "alike to the end of one"),
+        ("At dusk. Yes.", "At dusk. Yes.", "are the same"),
+        ([USER, ANSWER], [USER, {**ANSWER, "content": " "}], "'rejected' has an answer that is empty"),
+    ],
+)
+def test_preferences_without_a_prompt_to_find(chosen: Any, rejected: Any, message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        example({"chosen": chosen, "rejected": rejected}, "dpo")
 
 
 def test_preference_of_texts() -> None:
@@ -293,8 +308,9 @@ def test_tool_calls_cannot_be_located() -> None:
         "content": "",
         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
     }
+    template = "{% for m in messages %}{{ m.role + m.content }}{{ (m.tool_calls or 0) | tojson }}{% endfor %}"
     with pytest.raises(RowError, match="the tokens of tool calls"):
-        ChatRenderer(build_tokenizer()).render(Conversation([USER, call]))
+        ChatRenderer(build_tokenizer(template)).render(Conversation([USER, call]))
 
 
 def test_template_that_refuses_a_row() -> None:
@@ -312,7 +328,8 @@ def test_tokenizer_without_template() -> None:
     ("example", "train_on", "trained"),
     [
         (conversation("Who?", "I.", "When?", "At dusk."), None, "I.<|im_end|>At dusk.<|im_end|>"),
-        (conversation("Who?", "I.", "When?", "At dusk."), "completion", "At dusk.<|im_end|>\n"),
+        (conversation("Who?", "I.", "When?", "At dusk."), "completion", "At dusk.<|im_end|>"),
+        (conversation("Who?", "I.", "When?", "At dusk.", "Why?"), "completion", "At dusk.<|im_end|>"),
         (
             Conversation(conversation("Who?", "I.", "When?", "Now.").messages, num_prompt=1),
             None,
@@ -384,49 +401,12 @@ def test_audit_of_rows(tmp_path: Path) -> None:
     }
 
 
-def test_what_the_template_leaves_out_is_told(tmp_path: Path) -> None:
-    """A template that knows neither thoughts nor tools, and one that knows both."""
-    plain = messages("Who?", "I.")
-    thought = {"messages": [USER, {**ANSWER, "reasoning_content": "It is dusk."}]}
-    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
-    path = write(tmp_path, [plain, thought, {**plain, "tools": [tool]}])
-    _, report = prepared(path)
-    assert (report.unsaid.count, [place.rpartition(":")[2] for place in report.unsaid.places]) == (2, ["2", "3"])
-    assert "thoughts or tools that the chat template leaves out: 2 (" in "\n".join(
-        map(str, audit(report, build_tokenizer()))
-    )
-    knowing = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
-        "+ message['content'] +", "+ message.get('reasoning_content', '') + message['content'] +"
-    )
-    _, report = prepared(path, chat_template=knowing)
-    assert report.unsaid.count == 0
-
-
 def test_text_that_passes_a_chat_template_by_is_told(tmp_path: Path) -> None:
     path = write(tmp_path, [{"prompt": "Who? ", "completion": "I."}])
     _, report = prepared(path)
     assert "so the chat template is not applied: 1 (" in str(audit(report, build_tokenizer())[0])
     _, report = prepared(path, chat_template=None)
     assert audit(report, build_tokenizer(None)) == []
-
-
-def test_calls_as_text_for_templates_that_want_them_so(tmp_path: Path) -> None:
-    """Some templates join the arguments of a call to other text."""
-    template = CHATML.replace(
-        "+ message['content'] +",
-        "+ message['content'] + ('' if not message.get('tool_calls') else message['tool_calls'][0].function.arguments) +",
-    )
-    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "Mars"}}}
-    row = {
-        "messages": [
-            USER,
-            {"role": "assistant", "content": "Look.", "tool_calls": [call]},
-            {"role": "tool", "content": "Red."},
-            ANSWER,
-        ]
-    }
-    text = ChatRenderer(build_tokenizer(template)).text(example(row))
-    assert 'Look.{"at": "Mars"}<|im_end|>' in text
 
 
 def test_csv_is_text(tmp_path: Path) -> None:
@@ -535,6 +515,17 @@ def test_copies_are_found_across_data_sets(tmp_path: Path) -> None:
     assert finding.rows.places[0].endswith("second.jsonl:1")
 
 
+def test_held_out_rows_that_are_trained_on_are_told(tmp_path: Path) -> None:
+    rows, others = (
+        prepared(write(tmp_path, [messages("Who?", answer) for answer in answers], name))[1].rows
+        for name, answers in (("a.jsonl", ["I.", "The keeper."]), ("b.jsonl", ["The wind.", "I."]))
+    )
+    (found,) = also_trained_on(others, rows)
+    assert str(found).startswith("rows that are trained on, too: 1 (")
+    assert "b.jsonl:2" in str(found)
+    assert also_trained_on(TokenTable([]), rows) == []
+
+
 def test_doubled_begin_is_refused(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
@@ -558,6 +549,18 @@ def test_what_was_tokenized_is_found_again(tmp_path: Path, monkeypatch: pytest.M
     assert prepared(path)[0][0].sequences[0].ids.tolist() != first[0].sequences[0].ids.tolist()
     cut, _ = prepared(path, max_length=20)
     assert cut.lengths.max() == 20
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt"])
+def test_a_file_with_the_time_of_an_older_one_is_read_anew(tmp_path: Path, name: str) -> None:
+    """As tar and rsync leave it."""
+    texts = {"rows.jsonl": '{{"text": "{}"}}\n', "rows.csv": "text\n{}\n", "rows.txt": "{}\n"}
+    old = 10**18
+    for text in ("At dusk.", "The keeper counts."):
+        path = write(tmp_path, texts[name].format(text), name)
+        os.utime(path, ns=(old, old))
+        table, _ = prepared(path, objective="pretrain")
+        assert build_tokenizer().decode(table[0].sequences[0].ids) == f"{text}<|im_end|>"
 
 
 def test_a_share_of_the_rows(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.data.prepare import Report, Tally
+from horizon_lm.data.table import TokenTable
 from horizon_lm.errors import DataError
 
 _EMPTY_THINKING = ("<think></think>", "<think>\n</think>", "<think>\n\n</think>")
@@ -58,7 +59,7 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
             report.endless,
         ),
         Finding(
-            False, "have thoughts or tools that the chat template leaves out",
+            False, "have messages, thoughts or tools that the chat template leaves out",
             "the model does not see them; name a template that writes them with chat_template_path", report.unsaid,
         ),
         Finding(
@@ -72,6 +73,15 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
         Finding(False, "are copies of others", "remove them, or say so with weight", repeated),
     ]  # fmt: skip
     return [finding for finding in found if finding.rows.count]
+
+
+def also_trained_on(held_out: TokenTable, training: TokenTable) -> list[Finding]:
+    """What is found in held-out rows beside those that are trained on."""
+    known, shared = np.concatenate([part.keys() for part in training.parts]), Tally()
+    for part in held_out.parts:
+        shared.add(part.indices[np.isin(part.keys(), known)], part.place)
+    remedy = "their loss says little about new rows; remove copies, or hold out others"
+    return [Finding(False, "are trained on, too", remedy, shared)] if shared.count else []
 
 
 def refuse(findings: Sequence[Finding]) -> None:

@@ -6,19 +6,22 @@ trains with, where that renders the conversation alike; the answers' places in t
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from horizon_lm.data.examples import Conversation, Message
-from horizon_lm.data.messages import RowError
-from horizon_lm.data.spans import Span, locate_answers
+from horizon_lm.data.messages import RowError, says_something
+from horizon_lm.data.offsets import with_offsets
+from horizon_lm.data.spans import Manner, Span, locate_answers
 from horizon_lm.data.trl_helpers import training_template
+from horizon_lm.data.unsaid import Unsaid, with_calls_written
 from horizon_lm.errors import ConfigError, first_line
 
 _THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
+_ANSWER = "\u2042"  # a character that no template writes
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -30,7 +33,7 @@ class Rendered:
         ids: (T,).
         assistant: bool (T,), whether the assistant would generate a token.
         ends: each answer is followed by a token that ends its turn, as far as that is known.
-        whole: thoughts and tools are in it, which not every template writes.
+        whole: all that the conversation says is in it, which not every template writes.
     """
 
     ids: np.ndarray
@@ -51,51 +54,44 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any, use_training_template: bool = True) -> None:
-        self._tokenizer = tokenizer
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template, so conversations cannot be rendered; "
                 "name one with chat_template_path, such as that of the model's instruct version"
             )
-        require_offsets(tokenizer)
+        self._tokenizer = with_offsets(tokenizer)
         self._training = training_template(tokenizer) if use_training_template else None
         self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
-        self._openings: dict[str, str] = {}
+        self._manners: dict[str, Manner] = {}
+        self._unsaid = Unsaid(self.text)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """A conversation's tokens. RowError if the template refuses it, or an answer cannot be located."""
+        """A conversation's tokens. RowError if the template refuses it, leaves out an answer, or it cannot be located."""
         try:
-            rendered = self._render(conversation)
-            said = [*_thoughts(conversation), *_tool_names(conversation)]
-            whole = not said or all(map(self.text(conversation).__contains__, said))
-            return replace(rendered, whole=whole)
+            conversation = with_calls_written(conversation, self.text)
+            text = self.text(conversation)
+            written, is_whole = self._unsaid.written(conversation, text)
+            return replace(self._render(conversation, text, written), whole=is_whole)
         except RowError:
             raise
         except Exception as error:  # of the template, which is a program
             raise RowError(f"the chat template refuses this row: {first_line(error)}") from error
 
-    def _render(self, conversation: Conversation) -> Rendered:
+    def _render(self, conversation: Conversation, text: str, written: Sequence[Message]) -> Rendered:
         """In the first way that is possible."""
         if self._marked(conversation):
             return self._from_marks(conversation, None)
-        text = self.text(conversation)
         if self._training is not None and text == self.text(conversation, chat_template=self._training):
             return self._from_marks(conversation, self._training)
-        return self._from_spans(text, locate_answers(text, conversation.messages, self._opening(conversation)))
+        return self._from_spans(text, locate_answers(text, written, self._manner(conversation)))
 
     def text(self, conversation: Conversation, **options: Any) -> str:
         """A conversation as the template writes it."""
         return str(self._apply(conversation, tokenize=False, **options))
 
     def _apply(self, conversation: Conversation, **options: Any) -> Any:
-        """The template on a conversation; once more with the arguments of calls as text, if it fails: some want them so."""
         options = {**conversation.template_options, **options, "tools": conversation.tools}
-        try:
-            return self._tokenizer.apply_chat_template(conversation.messages, **options)
-        except TypeError:
-            if not any(message.get("tool_calls") for message in conversation.messages):
-                raise
-            return self._tokenizer.apply_chat_template(with_arguments_as_text(conversation.messages), **options)
+        return self._tokenizer.apply_chat_template(conversation.messages, **options)
 
     def _marked(self, conversation: Conversation) -> bool:
         """Whether the template that a conversation is rendered with has marks: there may be one of its own for tools."""
@@ -106,6 +102,7 @@ class ChatRenderer:
         """The template says itself what the assistant generates."""
         encoded = self._apply(conversation, chat_template=template, return_dict=True, return_assistant_tokens_mask=True)
         ids, assistant = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
+        assistant &= ~_empty_answers(assistant, conversation.messages)
         last = np.flatnonzero(assistant & ~np.append(assistant[1:], False))
         return Rendered(ids, assistant, all(self._ends_turn(ids[: index + 1]) for index in last))
 
@@ -140,53 +137,38 @@ class ChatRenderer:
             return None
         return int(after[0])
 
-    def _opening(self, conversation: Conversation) -> str:
-        """What the template writes for the assistant to go on from."""
+    def _manner(self, conversation: Conversation) -> Manner:
+        """How the template writes answers, tried on a conversation of its own."""
+        key = json.dumps(conversation.template_options, sort_keys=True, default=str)
+        if key not in self._manners:
+            self._manners[key] = self._find_manner(conversation.template_options)
+        return self._manners[key]
+
+    def _find_manner(self, template_options: Mapping[str, Any]) -> Manner:
         import jinja2
 
-        key = json.dumps(conversation.template_options, sort_keys=True, default=str)
-        if key not in self._openings:
-            asked = Conversation([{"role": "user", "content": "?"}], template_options=conversation.template_options)
-            try:
-                without, opened = self.text(asked), self.text(asked, add_generation_prompt=True)
-            except jinja2.TemplateError:
-                without = opened = ""
-            opening = opened.removeprefix(without) if opened.startswith(without) else ""
-            # A thinking block that the template opens, or leaves empty, is the model's own in what it has said.
-            self._openings[key] = _THINKING.sub("", opening)
-        return self._openings[key]
+        question, spaced = {"role": "user", "content": "?"}, f"\n\n {_ANSWER} \n\n"
+
+        def write(*answers: str, **options: Any) -> str:
+            messages = [question, *({"role": "assistant", "content": answer} for answer in answers)]
+            return self.text(Conversation(messages, template_options=template_options), **options)
+
+        try:
+            without, opened = write(), write(add_generation_prompt=True)
+            trims = write(spaced) == write(_ANSWER)
+        except jinja2.TemplateError:
+            return Manner()
+        opening = opened.removeprefix(without) if opened.startswith(without) else ""
+        # A thinking block that the template opens, or leaves empty, is the model's own in what it has said.
+        return Manner(_THINKING.sub("", opening), trims)
 
 
-def _thoughts(conversation: Conversation) -> Iterator[str]:
-    for message in conversation.messages:
-        thought = message.get("reasoning_content") or message.get("thinking")
-        if thought:
-            yield thought.strip()
-
-
-def _tool_names(conversation: Conversation) -> Iterator[str]:
-    for tool in conversation.tools or ():
-        name = tool.get("function", tool).get("name") if isinstance(tool, dict) else None
-        if name:
-            yield name
-
-
-def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Messages with the arguments of calls as JSON text."""
-    changed = []
-    for message in messages:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments", {}))}}
-            for call in message.get("tool_calls", ())
-        ]
-        changed.append({**message, "tool_calls": calls} if calls else message)
-    return changed
-
-
-def require_offsets(tokenizer: Any) -> None:
-    """ConfigError for a tokenizer that cannot say which characters its tokens come from."""
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            f"{tokenizer.name_or_path}: the tokenizer does not tell the characters its tokens come from; add its "
-            "tokenizer.json to the folder"
-        )
+def _empty_answers(assistant: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
+    """Where templates mark answers that say nothing: from them a model would learn to end its turn at once."""
+    says = [says_something(message) for message in messages if message["role"] == "assistant"]
+    turns = np.cumsum(assistant & ~np.insert(assistant[:-1], 0, False))  # of each token, from 1
+    if all(says):
+        return np.zeros(len(assistant), dtype=bool)
+    if not len(turns) or turns[-1] != len(says):
+        raise RowError("an answer of the assistant is empty, and cannot be told apart from others; remove it")
+    return assistant & ~np.array([True, *says])[turns]

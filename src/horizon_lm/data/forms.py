@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horizon_lm.data.examples import Completion, Conversation, Example, Message, Preference, Text
-from horizon_lm.data.messages import RowError, checked, kind, read_messages
+from horizon_lm.data.messages import RowError, checked, kind, read_messages, says_something
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,26 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if type(chosen) is not type(rejected):
         raise RowError("fields 'chosen' and 'rejected' must both be text, or both lists of {role, content}")
     pair = {"chosen": chosen, "rejected": rejected}
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        _require_a_common_beginning(chosen, rejected)
     if isinstance(chosen, list):
         pair = {name: read_messages(row, name) for name in pair}
     found = {**row, **extract_prompt(pair)}
     if not found["prompt"] and isinstance(row.get("prompt"), str):  # then it was not in the answers
         return {**row, **pair, "prompt": [{"role": "user", "content": row["prompt"]}]}
     if not found["prompt"]:
-        raise RowError("'chosen' and 'rejected' do not begin alike, so there is no prompt; give a field 'prompt'")
+        raise RowError(_NO_PROMPT)
     return found
+
+
+def _require_a_common_beginning(chosen: str, rejected: str) -> None:
+    """RowError for texts in which TRL would find a prompt that is none."""
+    if chosen[0] != rejected[0]:
+        raise RowError(_NO_PROMPT)
+    if chosen != rejected and (chosen.startswith(rejected) or rejected.startswith(chosen)):
+        raise RowError(
+            "'chosen' and 'rejected' are alike to the end of one, which has no answer; give a field 'prompt'"
+        )
 
 
 def _continued(row: Mapping[str, Any], name: str) -> Conversation | Completion:
@@ -173,8 +185,10 @@ def _continued(row: Mapping[str, Any], name: str) -> Conversation | Completion:
         raise RowError(
             f"field 'prompt' is {kind(prompt)}, but {name!r} is {kind(answer)}; both must be text, or both lists"
         )
-    messages = read_messages(row, "prompt")
-    return _conversation(row, [*messages, *read_messages(row, name)], len(messages))
+    messages, answers = read_messages(row, "prompt"), read_messages(row, name)
+    if not all(says_something(message) for message in answers if message["role"] == "assistant"):
+        raise RowError(f"field {name!r} has an answer that is empty, so nothing to learn")
+    return _conversation(row, [*messages, *answers], len(messages))
 
 
 def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: int | None = None) -> Conversation:
@@ -221,6 +235,7 @@ FORMS = (
     Form("alpaca", (("instruction", "output"),), _from_alpaca),
     Form("text", (("text",),), _from_text),
 )
+_NO_PROMPT = "'chosen' and 'rejected' do not begin alike, so there is no prompt; give a field 'prompt'"
 OPTIONAL = ("input", "system", "history", "tools", "chat_template_kwargs")  # fields that a row may do without
 _TAKEN = {
     "add_generation_prompt",

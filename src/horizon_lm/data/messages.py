@@ -115,6 +115,12 @@ def _json(text: str, where: str) -> Any:
         raise RowError(f"{where} is not valid JSON ({error.msg})") from error
 
 
+def says_something(message: Message) -> bool:
+    """Whether a message has a content, a call or a thought."""
+    parts = ("content", "tool_calls", "reasoning_content", "thinking")
+    return any(value.strip() if isinstance(value, str) else value for value in map(message.get, parts))
+
+
 def checked(messages: list[Message]) -> list[Message]:
     """Messages in an order that has something to learn; RowError for others."""
     roles = [message["role"] for message in messages]

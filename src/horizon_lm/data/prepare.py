@@ -17,7 +17,7 @@ from horizon_lm.data.table import Part, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import DataError
 
-VERSION = 5  # of what is cached
+VERSION = 6  # of what is cached
 _MAX_SHOWN = 5  # problems listed in one error
 _TEXT_AT_ONCE = 4 * 2**20  # bytes
 _ROWS_LOOKED_AT = 1000  # for fields that not every row has
@@ -68,7 +68,7 @@ class Report:
         cut, cut_answer: rows that lost their end, and those of them that lost tokens to train on.
         left_out: rows that have nothing to train on.
         endless: rows with an answer that no end-of-turn token follows.
-        unsaid: rows with thoughts or tools that the chat template leaves out.
+        unsaid: rows with messages, thoughts or tools that the chat template leaves out.
         plain: prompts and completions as text, to which the chat template that there is is not applied.
     """
 
@@ -243,7 +243,7 @@ def _state(tokenizer: Any) -> list[Any]:
     return [
         transformers.__version__, tokenizers.__version__, trl_helpers.version(), type(tokenizer).__name__,
         digest(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.name_or_path,
-        tokenizer.chat_template, tokenizer.special_tokens_map,
+        tokenizer.chat_template, tokenizer.special_tokens_map, tokenizer.split_special_tokens,
     ]  # fmt: skip
 
 

@@ -156,6 +156,7 @@ def _load(config: DatasetConfig, files: Sequence[Path]) -> Source:
     import datasets
 
     path = Path(config.path).expanduser()
+    state = _state(files or sorted(file for file in path.rglob("*") if file.is_file()))
     if files:
         ending = files[0].suffix
         builder = _BUILDERS.get(ending) or ("json" if ".json" in files[0].name else None)
@@ -170,6 +171,8 @@ def _load(config: DatasetConfig, files: Sequence[Path]) -> Source:
     else:
         wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
         options = {"path": str(path) if path.is_dir() else config.path, **{k: v for k, v in wanted.items() if v}}
+    if state:  # `datasets` would take a file with the time of an older one for that
+        options["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE) / "horizon-lm" / digest(state))
     try:
         table = datasets.load_dataset(**options, split=config.split or "train")
     except Exception as error:  # whatever a reader of some format, or the hub, has to say
@@ -178,7 +181,7 @@ def _load(config: DatasetConfig, files: Sequence[Path]) -> Source:
         raise DataError(
             f"{config.path}: rows have more fields than the header names; put texts that have commas between quotes"
         )
-    return Source(config, table, digest(table._fingerprint, _state(files)), is_json=False)
+    return Source(config, table, digest(table._fingerprint, state), is_json=False)
 
 
 def _of_csv(file: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ turn does not begin the rendering of two.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from horizon_lm.data.examples import Message
 from horizon_lm.data.messages import RowError
@@ -14,19 +15,30 @@ _MARKS = "use a template with {% generation %} marks"
 Span = tuple[int, int]
 
 
-def locate_answers(text: str, messages: Sequence[Message], opening: str = "") -> list[Span]:
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a template writes answers.
+
+    Attributes:
+        opening: what it writes for the assistant to go on from; empty if that is not known.
+        trims: it takes spaces off their ends.
+    """
+
+    opening: str = ""
+    trims: bool = False
+
+
+def locate_answers(text: str, messages: Sequence[Message], manner: Manner = Manner()) -> list[Span]:
     """Character spans of the assistant's turns in the rendering of a conversation, without what ends them.
 
     All contents are placed in order without overlap, once as early and once as late as possible; where both agree, no
-    other placement exists. A turn begins where ``opening`` ends, so that it has what the template writes before a content.
-
-    Args:
-        opening: what the template writes for the assistant to go on from; empty if that is not known.
+    other placement exists. A turn begins where its opening ends, so that it has what the template writes before a content.
 
     Raises:
         RowError: a content is not there, or could be in several places.
     """
-    contents = [_as_rendered(text, message) for message in messages]
+    opening = manner.opening
+    contents = [_as_rendered(text, message, manner.trims) for message in messages]
     anchors = [index for index, content in enumerate(contents) if content]
     early, late = _place_early(text, contents, anchors), _place_late(text, contents, anchors)
     spans, before, last = [], 0, -1
@@ -47,14 +59,16 @@ def locate_answers(text: str, messages: Sequence[Message], opening: str = "") ->
     return spans
 
 
-def _as_rendered(text: str, message: Message) -> str:
+def _as_rendered(text: str, message: Message, trims: bool) -> str:
     """A content as the template writes it: many strip it. Empty where nothing can be located by it."""
     content: str = message["content"]
     if message.get("tool_calls"):
         raise RowError(
             f"the tokens of tool calls cannot be told apart in the rendering of this chat template; {_MARKS}"
         )
-    if content not in text:
+    if not content.strip():
+        return ""
+    if content not in text or (trims and message["role"] == "assistant"):
         content = content.strip()
     if content in text or message["role"] != "assistant":
         return content if content in text else ""

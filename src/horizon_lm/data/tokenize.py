@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from horizon_lm.data.chat import ChatRenderer, require_offsets
+from horizon_lm.data.chat import ChatRenderer
 from horizon_lm.data.examples import Completion, Conversation, Example, Preference, Text
 from horizon_lm.data.messages import RowError
+from horizon_lm.data.offsets import with_offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,7 @@ class ExampleTokenizer:
     """
 
     def __init__(self, tokenizer: Any, train_on: str | None, max_length: int | None) -> None:
-        require_offsets(tokenizer)
-        self._tokenizer, self._train_on, self._max_length = tokenizer, train_on, max_length
+        self._tokenizer, self._train_on, self._max_length = with_offsets(tokenizer), train_on, max_length
         self._renderer: ChatRenderer | None = None
 
     def tokenize(self, example: Example) -> list[Tokens]:
@@ -98,9 +98,8 @@ class ExampleTokenizer:
         text = self._with_end(example.prompt + example.completion)
         encoded = self._tokenizer(text, return_offsets_mapping=True)
         ids = np.array(encoded["input_ids"], dtype=np.int32)
-        starts, stops = np.array(encoded["offset_mapping"]).T
-        # A token of both belongs to the completion. What the tokenizer adds at the end has no characters.
-        completion = (stops > len(example.prompt)) | ((starts == stops) & (np.arange(len(ids)) > 0))
+        # A token of both belongs to the completion, as does what the tokenizer adds at the end.
+        completion = np.cumsum(np.array(encoded["offset_mapping"])[:, 1] > len(example.prompt)) > 0
         trained = np.ones(len(ids), dtype=bool) if train_on == "all" else completion
         has_template = self._tokenizer.chat_template is not None
         return Tokens(ids, trained, ends=self._tokenizer.eos_token is not None, without_template=has_template)
@@ -111,7 +110,7 @@ class ExampleTokenizer:
 
 
 def _completion_of(assistant: np.ndarray, example: Conversation) -> np.ndarray:
-    """All from the first answer after the prompt on; without a prompt, the last answer."""
+    """All from the first answer after the prompt on; in rows that name no prompt, the last answer."""
     starts = np.flatnonzero(assistant & ~np.insert(assistant[:-1], 0, False))
     roles = [message["role"] for message in example.messages]
     if len(starts) != roles.count("assistant"):
@@ -119,8 +118,9 @@ def _completion_of(assistant: np.ndarray, example: Conversation) -> np.ndarray:
             f"{roles.count('assistant')} answers, but {len(starts)} places of the assistant in the rendering of the chat "
             "template, so where the completion begins is not known; use train_on: assistant"
         )
-    before = roles[: example.num_prompt].count("assistant") if example.num_prompt is not None else len(starts) - 1
-    return np.arange(len(assistant)) >= starts[before]
+    if example.num_prompt is None:
+        return assistant & (np.arange(len(assistant)) >= starts[-1])
+    return np.arange(len(assistant)) >= starts[roles[: example.num_prompt].count("assistant")]
 
 
 _CHOOSE: dict[str, Callable[[np.ndarray, Conversation], np.ndarray]] = {

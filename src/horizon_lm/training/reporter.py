@@ -36,7 +36,7 @@ def _slow(of_planned: float | None) -> str:
 def _others(line: dict[str, Any], prefix: str) -> str:
     """What of an objective's measures deserves a place on a line."""
     known = {"perplexity": "perplexity", "rewards/margins": "margin", "rewards/accuracies": "accuracy"}
-    return "".join(f"  {name} {line[prefix + key]:.3f}" for key, name in known.items() if prefix + key in line)
+    return "".join(f"  {name} {line[prefix + key]:z.3f}" for key, name in known.items() if prefix + key in line)
 
 
 def _number(value: float | None, form: str) -> str:

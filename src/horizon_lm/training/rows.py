@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
-from horizon_lm.data.audit import Finding, audit
+from horizon_lm.data.audit import Finding, also_trained_on, audit
 from horizon_lm.data.loader import Loader, Sampler
 from horizon_lm.data.prepare import Recipe, Report, cut_rows, pack_rows, prepare, summary
 from horizon_lm.data.sources import open_source
@@ -92,14 +92,16 @@ def load_data(config: RunConfig, tokenizer: Any) -> RunData:
     if config.test_split_size is not None:
         held, rows = _split(rows, config.test_split_size, _data_seed(config))
         held = cut_rows(held, held_out_recipe)
-        parts.append(Prepared("held_out", Report(), (), held, pack_rows(held, held_out_recipe)))
+        found = also_trained_on(held, rows)
+        parts.append(Prepared("held_out", Report(), found, held, pack_rows(held, held_out_recipe)))
     training = Prepared("training data", report, audit(report, tokenizer), rows, pack_rows(rows, recipe))
     names = [each.name for each in parts]
     for dataset in config.eval_datasets or ():
         names.append(_unused_name(Path(dataset.path).stem, names))
         of_held_out = prepare([dataset], tokenizer, held_out_recipe)
         packed = pack_rows(of_held_out.rows, held_out_recipe)
-        parts.append(Prepared(names[-1], of_held_out, audit(of_held_out, tokenizer), of_held_out.rows, packed))
+        found = [*audit(of_held_out, tokenizer), *also_trained_on(of_held_out.rows, rows)]
+        parts.append(Prepared(names[-1], of_held_out, found, of_held_out.rows, packed))
     loader = Loader(training.packed, training_sampler(config, training.packed))
     return RunData(training, loader, [training, *parts], {each.name: each.packed for each in parts})
 

@@ -1,0 +1,129 @@
+"""What of a conversation is trained on where templates, tokenizers or answers are unusual."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import processors
+
+from horizon_lm.data.audit import audit
+from horizon_lm.data.chat import ChatRenderer
+from horizon_lm.data.examples import Completion, Conversation
+from horizon_lm.data.messages import RowError
+from horizon_lm.data.tokenize import ExampleTokenizer
+from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
+from tests.unit.test_data import ANSWER, USER, conversation, messages, prepared, trained_text, write
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Zürich", "on": True}}}
+ROUND = [
+    USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "Red."}, ANSWER,
+]  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+
+
+def with_calls(how: str) -> str:
+    """A template with marks that writes calls somehow."""
+    return CHATML_WITH_MARKS.replace(
+        "message['content'] + '<|im_end|>' }}{% endgeneration",
+        "message['content'] }}{% for call in message.tool_calls or () %}{{ " + how + " }}{% endfor %}"
+        "{{ '<|im_end|>' }}{% endgeneration",
+    )
+
+
+def trained(template: str, rows: Any) -> str:
+    tokenizer = build_tokenizer(template)
+    return trained_text(tokenizer, ChatRenderer(tokenizer).render(Conversation(rows)))
+
+
+# What a template leaves out
+
+
+def test_what_the_template_leaves_out_is_told(tmp_path: Path) -> None:
+    """A template that knows neither thoughts nor tools, and one that knows both."""
+    plain = messages("Who?", "I.")
+    thought = {"messages": [USER, {**ANSWER, "reasoning_content": "It is dusk."}]}
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    path = write(tmp_path, [plain, thought, {**plain, "tools": [tool]}])
+    _, report = prepared(path)
+    assert (report.unsaid.count, [place.rpartition(":")[2] for place in report.unsaid.places]) == (2, ["2", "3"])
+    said = "\n".join(map(str, audit(report, build_tokenizer())))
+    assert "messages, thoughts or tools that the chat template leaves out: 2 (" in said
+    knowing = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
+        "+ message['content'] +", "+ message.get('reasoning_content', '') + message['content'] +"
+    )
+    _, report = prepared(path, chat_template=knowing)
+    assert report.unsaid.count == 0
+
+
+def test_roles_that_the_template_leaves_out_are_told(tmp_path: Path) -> None:
+    """Also where what they say happens to stand elsewhere."""
+    template = "{% for message in messages if message.role != 'developer' %}" + CHATML.partition("%}")[2]
+    rows = [{"messages": [{"role": "developer", "content": text}, USER, ANSWER]} for text in ("Be short.", "keeper")]
+    _, report = prepared(write(tmp_path, rows), chat_template=template)
+    assert report.unsaid.count == 2
+
+
+def test_an_answer_that_the_template_leaves_out_is_refused() -> None:
+    template = CHATML.replace("+ message['content'] +", "+ (message['content'] if message['role'] == 'user' else '') +")
+    renderer = ChatRenderer(build_tokenizer(template))
+    for answer in ("The keeper.", "user"):  # the last one is in the rendering, but not as an answer
+        with pytest.raises(RowError, match=r"leaves out the assistant's answer \(message 2\)"):
+            renderer.render(conversation("Who?", answer))
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_WITH_MARKS])
+def test_a_call_that_the_template_leaves_out_is_refused(template: str) -> None:
+    """Else the model would learn to end its turn where it should call."""
+    with pytest.raises(RowError, match="leaves out a call"):
+        trained(template, ROUND)
+
+
+@pytest.mark.parametrize("how", ["call.function.name + call.function.arguments", "'f' ~ call.function.arguments"])
+def test_arguments_of_calls_are_json_wherever_they_are_text(how: str) -> None:
+    """Templates that join arguments to text, and those that would write Python's form of them."""
+    assert trained(with_calls(how), ROUND) == 'f{"city": "Zürich", "on": true}<|im_end|>The keeper.<|im_end|>'
+
+
+# Answers
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_WITH_MARKS])
+@pytest.mark.parametrize("nothing", ["", " \n"])
+def test_empty_answers_are_not_trained_on(template: str, nothing: str) -> None:
+    """From them a model would learn to end its turn at once."""
+    assert trained(template, conversation("Who?", nothing, "Who?", "I.").messages) == "I.<|im_end|>"
+
+
+@pytest.mark.parametrize("answer", ["\nI.", "I. \n"])
+def test_answers_in_a_template_that_trims_them(answer: str) -> None:
+    """Not what its header happens to share with them."""
+    template = CHATML.replace("message['content']", "(message['content'] | trim)")
+    assert trained(template, conversation("Who?", answer).messages) == f"{answer.strip()}<|im_end|>"
+
+
+# Tokenizers whose offsets leave out spaces
+
+
+def trimming(template: str | None = CHATML) -> Any:
+    tokenizer = build_tokenizer(template)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return tokenizer
+
+
+def test_spaces_of_a_prompt_are_not_trained_on() -> None:
+    tokenizer = trimming(None)
+    (row,) = ExampleTokenizer(tokenizer, None, None).tokenize(Completion("def f():\n        return", " 1"))
+    assert tokenizer.decode(row.ids[row.trained]) == " 1<|im_end|>"
+    assert row.ids.tolist() == tokenizer("def f():\n        return 1<|im_end|>")["input_ids"]
+
+
+@pytest.mark.parametrize("answer", [" ja", "ja  "])
+def test_spaces_around_marked_answers(answer: str) -> None:
+    """transformers would mark all that follows, or nothing."""
+    template = CHATML_WITH_MARKS.replace(
+        "message['content'] + '<|im_end|>' }}{% endgeneration %}",
+        "message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
+    )
+    tokenizer = trimming(template)
+    row = ChatRenderer(tokenizer).render(conversation("Who?", answer, "Secret", "no"))
+    assert trained_text(tokenizer, row) == f"{answer}no"
