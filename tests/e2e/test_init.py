@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from horizon_lm.config.file import read_run_config
+from horizon_lm.config.translate import translate
 from tests.e2e import tiny
 from tests.e2e.command import run
 
@@ -128,6 +129,103 @@ def test_values_of_the_wrong_kind(tmp_path: Path, text: str, message: str | None
     else:
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+TRL, LLAMA_FACTORY, AXOLOTL = (
+    "model_name_or_path: m\ndataset_name: d\n",
+    "model_name_or_path: m\nstage: sft\nfinetuning_type: full\ndataset: d\n",
+    "base_model: m\nmicro_batch_size: 1\ndatasets: [{path: d, type: chat_template}]\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # of two settings for one thing, the one that they heed, whatever the order
+        (LLAMA_FACTORY + "warmup_ratio: 0.1\nwarmup_steps: 0\n", {"warmup_steps": 0.1}),
+        (TRL + "warmup_steps: 0\nwarmup_ratio: 0.1\n", {"warmup_steps": 0.1}),
+        (TRL + "warmup_steps: 5\nwarmup_ratio: 0.1\n", {"warmup_steps": 5}),
+        (AXOLOTL + "warmup_ratio: 0.1\nwarmup_steps: 0\n", {"warmup_steps": 0}),
+        (TRL + "assistant_only_loss: true\ncompletion_only_loss: false\n", {"train_on": "assistant"}),
+        (TRL + "completion_only_loss: true\nassistant_only_loss: false\n", {"train_on": "completion"}),
+        # what holds there where nothing is said
+        (LLAMA_FACTORY, {"max_length": 2048, "learning_rate": 5e-5}),
+        (AXOLOTL, {"max_length": 512, "warmup_steps": 0.03, "lr_scheduler_type": "cosine"}),
+        (AXOLOTL + "lr_scheduler: rex\n", {"lr_scheduler_type": "cosine"}),
+        # values as lenient readers take them
+        (AXOLOTL + "learning_rate: '0.0003'\nadam_beta2: '0.95'\n", {"learning_rate": 3e-4, "adam_beta2": 0.95}),
+        (LLAMA_FACTORY + "packing: yes\nmask_history: on\n", {"packing": True, "train_on": "completion"}),
+        (AXOLOTL + "max_steps: 10\nnum_epochs: 3\n", {"max_steps": 10}),
+        # rows
+        (
+            "model_name_or_path: m\nuse_peft: false\ndatasets: [{path: a, columns: [text]}, {path: b}]\n",
+            {"datasets": [{"path": "a", "format": "text"}, {"path": "b"}]},
+        ),
+        (
+            "model_name_or_path: m\nuse_peft: false\ndatasets: [{path: a}]\ndataset_text_field: body\n",
+            {"datasets": [{"path": "a", "columns": {"text": "body"}}]},
+        ),
+        (
+            "base_model: m\nmicro_batch_size: 1\npretraining_dataset: [{path: a, text_column: body}]\nmax_steps: 9\n",
+            {"objective": "pretrain", "packing": True, "packing_strategy": "wrapped", "max_steps": 9,
+             "datasets": [{"path": "a", "format": "text", "columns": {"text": "body"}}]},
+        ),
+        (
+            "base_model: m\nsample_packing: true\ndatasets: [{path: a, type: completion}]\n",
+            {"packing": True, "packing_strategy": "bfd_split", "datasets": [{"path": "a", "format": "text"}]},
+        ),
+        (
+            "base_model: m\nrl: dpo\nmicro_batch_size: 1\ndatasets: [{path: a, type: chat_template.default}]\n",
+            {"objective": "dpo", "datasets": [{"path": "a"}]},
+        ),
+        (
+            "base_model: m\nmicro_batch_size: 1\ndatasets: [{path: rows.jsonl, type: chat_template, split: train}]\n",
+            {"datasets": [{"path": "rows.jsonl"}]},
+        ),
+    ],
+)  # fmt: skip
+def test_meanings_are_kept(work: Path, text: str, expected: dict[str, Any]) -> None:
+    (work / "theirs.yaml").write_text(text)
+    settings = translate("theirs.yaml").settings
+    assert {key: settings.get(key) for key in expected} == expected
+    assert {"max_steps", "num_train_epochs"} - settings.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (AXOLOTL, "Axolotl leaves out rows that are longer than sequence_len"),
+        (AXOLOTL, "at most 100 steps"),
+        (AXOLOTL + "shuffle_merged_datasets: false\nbf16: false\n", "shuffle_merged_datasets: rows are shuffled in each epoch"),
+        (TRL + "bf16: false\n", "bf16: weights are bf16 with an fp32 master here; precision: float32"),
+        ("model_name_or_path: m\nstage: sft\ndataset: d\n", "It trained adapters"),
+        (LLAMA_FACTORY.replace("d\n", "many\n"), "dataset_info.many.num_samples: use fraction"),
+        (LLAMA_FACTORY.replace("d\n", "many\n"), "dataset_info.many.tags: messages are {role, content}"),
+        (LLAMA_FACTORY.replace("d\n", "keepers\n"), "dataset_info.keepers.columns: query is not in it"),
+        ("base_model: m\ndatasets: [{path: a, type: completion}]\n", "go on in further rows there"),
+    ],
+)  # fmt: skip
+def test_what_changes_is_told(work: Path, text: str, told: str) -> None:
+    info = json.loads((work / "dataset_info.json").read_text())
+    info["many"] = {"file_name": "many.json", "num_samples": 100, "tags": {"role_tag": "speaker"}}
+    (work / "dataset_info.json").write_text(json.dumps(info))
+    (work / "theirs.yaml").write_text(text)
+    assert told in " ".join(translate("theirs.yaml").text().replace("#", "").split())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model_name_or_path: m\nstage: dpo\npref_loss: orpo\ndataset: d\n",
+        TRL + "loss_type: [sigmoid, bco_pair, sft]\n",
+        TRL + "loss_type: apo_zero\n",
+    ],
+)
+def test_another_loss_is_not_made_this_one(tmp_path: Path, text: str) -> None:
+    (tmp_path / "theirs.yaml").write_text(text)
+    result = run("init", "--from", tmp_path / "theirs.yaml")
+    assert result.exit_code == 2
+    assert "is not there with objective: dpo" in result.stderr
 
 
 def test_a_file_of_adapters_says_what_changes(tmp_path: Path) -> None:

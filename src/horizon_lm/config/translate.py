@@ -3,7 +3,7 @@
 What is called how is data, in ``translations/``; what a table cannot say about rows is in `translate_rows`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,32 +68,56 @@ def translate(path: str, objective: str | None = None) -> Translation:
     if result.objective != "sft":
         result.settings["objective"] = result.objective
     try:
-        result.settings |= dict(translate_rows(table["name"], theirs, Path(path).expanduser().parent, result.left_out))
+        result.settings |= translate_rows(table["name"], theirs, Path(path).expanduser().parent, result.left_out)
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         names = ", ".join(name for name in OF_ROWS[table["name"]] if name in theirs)
         raise ConfigError(f"{path}: {names}: not as {table['name']} has them ({first_line(error)})") from error
-    for key, value in theirs.items():
+    for key, value in _heeded(theirs, table, result).items():
         if key not in OF_ROWS[table["name"]]:
             try:
                 _translate_setting(key, value, table, theirs, result)
             except (TypeError, ValueError):
                 result.left_out[key] = f"{value!r} is not a value of it"
-    for name, value in {
-        **table.get("defaults", {}),
-        **table.get("defaults_of_stage", {}).get(theirs.get("stage"), {}),
-    }.items():
-        result.settings.setdefault(name, value)
-    if isinstance(steps := result.settings.get("max_steps"), int) and steps > 0:
+    defaults = _defaults(theirs, table)
+    result.settings = {**defaults, **result.settings}
+    if isinstance(steps := _as_meant(result.settings.get("max_steps")), int) and steps > 0:
         result.settings.pop("num_train_epochs", None)  # steps win, there as here
-    if any(key.startswith("lora_") or value in _ADAPTERS.get(key, []) for key, value in theirs.items()):
-        result.notes.append(
-            "It trained adapters, and here all weights are trained: the learning rate is usually a tenth of theirs, or less"
-        )
-    note = table.get("notes", {}).get(result.objective)
-    if note and "train_on" not in result.settings:
-        result.notes.append(note)
-    _keep_what_is_valid(result)
+    _keep_what_is_valid(result, defaults, path)
+    result.notes += _notes(theirs, table, defaults, result)
     return result
+
+
+def _heeded(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Translation) -> dict[str, Any]:
+    """Their settings without those that give way to others, whatever their order."""
+    heeded = dict(theirs)
+    for winner, loser in table.get("wins", {}).items():
+        if winner in heeded and loser in heeded:
+            if heeded[winner] or table.get("wins_at_zero"):
+                del heeded[loser]
+                result.left_out[loser] = f"{winner} is set, too, and wins"
+            else:
+                del heeded[winner]
+    return heeded
+
+
+def _defaults(theirs: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """What holds there where a file says nothing, and here would not."""
+    defaults = dict(table.get("defaults", {}))
+    for key, of_value in table.get("defaults_with", {}).items():
+        if key in theirs:
+            defaults |= of_value.get(_key(theirs[key]), of_value.get("any", {}))
+    return defaults
+
+
+def _notes(
+    theirs: Mapping[str, Any], table: Mapping[str, Any], defaults: Mapping[str, Any], result: Translation
+) -> Iterator[str]:
+    """What a reader has to know of a translation, and no setting says."""
+    by_default = "adapters_unless" in table and table["adapters_unless"] not in theirs
+    if by_default or any(key.startswith("lora_") or value in _ADAPTERS.get(key, []) for key, value in theirs.items()):
+        yield "It trained adapters, and here all weights are trained: the learning rate is usually a tenth of theirs, or less"
+    said = {*theirs, *(result.settings.keys() - defaults.keys())}
+    yield from (note["text"] for note in table.get("notes", []) if said.isdisjoint(note["unless"]))
 
 
 def _translate_setting(
@@ -101,10 +125,9 @@ def _translate_setting(
 ) -> None:
     rename, values = table.get("rename", {}), table.get("values", {})
     schema = SCHEMAS[result.objective].model_fields
-    if key == "warmup_ratio" and theirs.get("warmup_steps"):
-        result.left_out[key] = "warmup_steps is set, too, and wins"
-    elif key in values and _key(value) in values[key]:
-        result.settings |= values[key][_key(value)]
+    found = values.get(key, {}).get(_key(value), values.get(key, {}).get(_key(_as_meant(value))))
+    if found is not None:
+        result.settings |= found
     elif rename.get(key) in schema:
         result.settings[rename[key]] = value
     elif key in schema and key not in values:
@@ -118,7 +141,10 @@ def _translate_setting(
             result.settings |= {strategy: "steps", interval: round(1 / times, 6)} if times > 1 else {strategy: "epoch"}
     elif key.startswith("lora_"):
         result.left_out[key] = "adapters are not supported yet"
-    elif value is not False and key not in table.get("objective", {}):
+    elif value is False:
+        if key in table.get("gone_if_false", {}):
+            result.left_out[key] = table["gone_if_false"][key]
+    elif key not in table.get("objective", {}):
         result.left_out[key] = table.get("gone", {}).get(key) or ELSEWHERE.get(
             key, "it is not known here"
         ).removesuffix("; remove it")
@@ -133,21 +159,50 @@ def _key(value: Any) -> Any:
     return value if isinstance(value, bool | str) else str(value)
 
 
-def _keep_what_is_valid(result: Translation) -> None:
-    """Leave out what our own validation would refuse, with what it says, so that the file can be used as it is."""
+def _as_meant(value: Any) -> Any:
+    """What YAML 1.1 or a lenient reader makes of a text: yes and on, and numbers between quotes."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("yes", "on", "true", "no", "off", "false"):
+        return value.lower() in ("yes", "on", "true")
+    for number in (int, float):
+        try:
+            return number(value)
+        except ValueError:
+            continue
+    return value
+
+
+def _keep_what_is_valid(result: Translation, defaults: Mapping[str, Any], path: str) -> None:
+    """Leave out what our own validation would refuse, with what it says, so that the file can be used as it is.
+
+    Raises:
+        ConfigError: a loss that is not there: without it, it would be another run.
+    """
     from horizon_lm.config.data import WITHOUT_ROWS
 
-    for _ in range(len(result.settings)):
+    settings = result.settings
+    for _ in range(3 * len(settings)):
         try:
-            SCHEMAS[result.objective].model_validate(result.settings, context=WITHOUT_ROWS)
+            SCHEMAS[result.objective].model_validate(settings, context=WITHOUT_ROWS)
         except ValidationError as error:
             names = {str(each["loc"][0]): each["msg"].removeprefix("Value error, ") for each in error.errors()}
             kept = {"datasets", "eval_datasets", "model_name_or_path"}  # places that are not here
-            wrong = [name for name in names if name in result.settings and name not in kept]
+            wrong = [name for name in names if name in settings and name not in kept]
             if not wrong:
                 return
             for name in wrong:
-                result.left_out[name] = f"{result.settings.pop(name)!r} {names[name]}"
+                value = settings.pop(name)
+                if (meant := _as_meant(value)) != value:
+                    settings[name] = meant
+                    continue
+                if name == "loss_type":
+                    raise ConfigError(
+                        f"{path}: the loss {value!r} is not there with objective: {result.objective}: {names[name]}"
+                    ) from None
+                result.left_out[name] = f"{value!r} {names[name]}"
+                if name in defaults and value != defaults[name]:
+                    settings[name] = defaults[name]
         else:
             return
 
