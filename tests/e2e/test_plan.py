@@ -131,7 +131,7 @@ def test_a_70b_model_does_not_fit_here_and_fits_elsewhere(run_file: Path) -> Non
     message = refused("plan", "--model", "meta-llama/Llama-3.1-70B", "--host-memory", "2GiB", "--device", "cpu")
     assert "2.00 GiB are there (host_memory)" in message
     assert "No settings make it fit" in message
-    assert re.search(r"updates in the backward it would take [\d.]+ \w+ of host memory", message)
+    assert re.search(r"--max_grad_norm 0 it would take [\d.]+ \w+ of host memory", message)
     message = refused("train", run_file, "--model_name_or_path", "meta-llama/Llama-3.1-70B", "--host_memory", "2GiB")
     assert "bytes)" in message
     assert plan("--model", "meta-llama/Llama-3.1-70B", "--device", "h200", "--host-memory", "1.5TB")["fits"]
@@ -151,6 +151,18 @@ def test_remedies_are_named_with_what_they_cost_and_they_help(run_file: Path) ->
         changed = plan(*wanted, "--host-memory", "850GiB", *settings)
         assert changed["host"]["bytes"] == remedy["bytes"]["host"]
     assert "It would fit with any of" in result.stderr
+
+
+@pytest.mark.parametrize(("boundaries", "rows"), [("auto", 64), ("host", 1)])
+def test_where_three_changes_are_not_enough(run_file: Path, boundaries: str, rows: int) -> None:
+    wanted = ["--model", "Qwen3-0.6B", "--device", "rtx-4090", "--host-memory", "4.9GiB", "--max_length", "4096"]
+    wanted += ["--boundaries", boundaries]
+    result = run("plan", *wanted, "--per_device_train_batch_size", "256", "--json")
+    (remedy,) = json.loads(result.stdout)["remedies"]
+    assert remedy["settings"]["per_device_train_batch_size"] == rows
+    assert len(remedy["settings"]) >= 4
+    settings = [text for name, value in remedy["settings"].items() for text in (f"--{name}", str(value).lower())]
+    assert plan(*wanted, *settings)["fits"]
 
 
 def test_too_small_a_device_is_refused_with_what_would_help(run_file: Path) -> None:

@@ -57,11 +57,12 @@ def anonymous_bytes(pid: int) -> int:
 def test_planned_host_memory_is_what_a_run_takes(tmp_path: Path, size: str, precision: str) -> None:
     model = make_model(tmp_path / "model", size)
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(12))
-    command = [
-        sys.executable, "-m", "horizon_lm.cli", "train", "--model_name_or_path", model, "--datasets", rows,
-        "--output_dir", tmp_path / "run", "--device", "cpu", "--precision", precision, "--max_steps", "2",
-        "--per_device_train_batch_size", "4",
+    program = [sys.executable, "-m", "horizon_lm.cli"]
+    settings = [
+        "--model_name_or_path", model, "--datasets", rows, "--output_dir", tmp_path / "run", "--device", "cpu",
+        "--precision", precision, "--max_steps", "2", "--per_device_train_batch_size", "4",
     ]  # fmt: skip
+    command = [*program, "train", *settings]
     errors = tmp_path / "errors"
     with errors.open("w") as stderr:
         child = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=stderr)
@@ -74,6 +75,15 @@ def test_planned_host_memory_is_what_a_run_takes(tmp_path: Path, size: str, prec
             time.sleep(0.005)
         assert child.wait() == 0, errors.read_text()
 
-    planned = json.loads((tmp_path / "run/plan.json").read_text())["host"]["bytes"]
+    content = json.loads((tmp_path / "run/plan.json").read_text())
+    planned = content["host"]["bytes"]
     print(f"{size} {precision}: planned {planned / MIB:.0f} MiB, measured {peak / MIB:.0f} MiB, {peak / planned:.3f}")
     assert peak == pytest.approx(planned, rel=0.03)
+    told = subprocess.run([*map(str, program), "plan", *map(str, settings), "--json"], capture_output=True, check=True)
+    process = [
+        item["bytes"]
+        for each in (content, json.loads(told.stdout))
+        for item in each["host"]["items"]
+        if item["name"] == "process"
+    ]
+    assert process[1] == pytest.approx(process[0], abs=0.03 * planned)  # before rows are read, and after

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from horizon_lm.config import RunConfig
 from horizon_lm.config.file import parse_overrides, read_run_config, split_arguments
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, HorizonError
 from horizon_lm.plan.hardware import Hardware, find_profile
 from horizon_lm.plan.host import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
 from horizon_lm.plan.plan import Plan
@@ -17,7 +17,7 @@ from horizon_lm.preflight.run import plan_run, remedies_of
 from horizon_lm.preflight.source import Source, open_source
 from horizon_lm.training.calendar import Calendar
 from horizon_lm.training.rows import sampler_without_tokens
-from horizon_lm.training.setup import choose_device
+from horizon_lm.training.setup import choose_device, load_tokenizer
 from horizon_lm.units import parse_bytes
 
 
@@ -42,8 +42,10 @@ def plan_one(arguments: Sequence[str], model: str | None, device: str | None, ho
     if device is not None and hardware is None:
         overrides += ["--device", device]
     run = read_run_config(path, overrides, without_rows=True)
-    run, machine = _place(run, hardware)
     source = open_source(run)
+    loaded = _what_training_loads(run, source) if hardware is None else ()
+    run, machine = _place(run, hardware)
+    del loaded  # the process of this machine was looked at with it
     num_steps, num_checkpoints = _steps_and_saves(run)
     plan = plan_run(run, source, machine, num_steps=num_steps, num_checkpoints=num_checkpoints)
     return Result(plan, run.device, remedies_of(plan, run, source))
@@ -67,6 +69,21 @@ def _other(device: str | None) -> Hardware | None:
     if device is None or re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         return None
     return find_profile(device)
+
+
+def _what_training_loads(run: RunConfig, source: Source) -> Sequence[object]:
+    """What a run holds before its first step, so that the process is as large here as it will be there."""
+    import datasets
+
+    from horizon_lm.data.trl_helpers import training_template
+
+    if not source.is_here:
+        return (datasets,)
+    try:
+        tokenizer = load_tokenizer(run)
+        return datasets, tokenizer, training_template(tokenizer)
+    except HorizonError:  # a plan needs no tokenizer
+        return (datasets,)
 
 
 def _place(run: RunConfig, hardware: Hardware | None) -> tuple[RunConfig, Machine]:

@@ -1,6 +1,6 @@
 """What to change in a run that does not fit, and what each change costs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -52,6 +52,7 @@ class Remedy:
 def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     """The smallest sets of changes, up to three, with which a run would fit into memory; none if there is none.
 
+    Sets of up to three changes are tried; where none helps, all changes together, without those that are not needed.
     Disk space has no setting: who lacks that has to make room.
     """
     if not plan.memory_deficit:
@@ -73,7 +74,29 @@ def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
                 found.append((frozenset(chosen), remedy))
             if len(found) == _MOST:
                 return [remedy for _, remedy in found]
-    return [remedy for _, remedy in found]
+    return (
+        [remedy for _, remedy in found]
+        or _all_that_is_needed(plan, changes, outline_for)
+        or _all_that_is_needed(plan, [*changes, _one_row()], outline_for)
+    )
+
+
+def _all_that_is_needed(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> list[Remedy]:
+    """The strongest change of each setting, without those that the others make needless, those that cost most first."""
+    parts: list[Change] = []
+    for change in reversed(changes):
+        if not any(change.settings.keys() & part.settings.keys() for part in parts):
+            parts.insert(0, change)
+    best: Remedy | None = None
+    for without in [None, *reversed(parts)]:
+        fewer = [part for part in parts if part is not without]
+        try:
+            remedy = _try(plan.request, plan.machine, fewer, outline_for)
+        except ConfigError:
+            remedy = None
+        if remedy is not None and not remedy.plan.memory_deficit:
+            best, parts = remedy, fewer
+    return [best] if best else []
 
 
 def smallest(plan: Plan) -> Plan:
@@ -116,6 +139,11 @@ def _fewer_rows(request: Request) -> Iterator[Change]:
         yield _plain(cost, per_device_train_batch_size=request.per_device_train_batch_size // 4)
 
 
+def _one_row() -> Change:
+    cost = "one row a step, so a much smaller learning rate is needed"
+    return _plain(cost, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+
+
 def _plain(cost: str, **settings: Any) -> Change:
     """A change whose settings have the same names in a run and in a request."""
     return Change(settings, cost, settings, {})
@@ -145,10 +173,10 @@ def _less_at_once(plan: Plan) -> Iterator[Change]:
 
 
 def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
-    if request.moments != "8bit":
-        yield _plain("moments in 8 bits: 6 bytes per parameter less, another rounding of the update", moments="8bit")
     if request.moments == "float32":
         yield _plain("moments in bf16, stochastically rounded: 4 bytes per parameter less", moments="bfloat16")
+    if request.moments != "8bit":
+        yield _plain("moments in 8 bits: 6 bytes per parameter less, another rounding of the update", moments="8bit")
     if request.precision != "bf16":
         less = 4 if request.precision == "float32" else 2
         cost = f"bf16 weights with stochastic rounding instead of an exact fp32 master: {less} bytes per parameter less"

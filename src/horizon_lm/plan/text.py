@@ -112,7 +112,10 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
         yield "No settings make it fit: take a smaller model (horizon-lm plan --largest lists those that do), or more memory."
         least = smallest(plan).host.num_bytes
         if plan.host.deficit and least < plan.host.num_bytes:
-            yield f"With bf16 weights, 8-bit moments and updates in the backward it would take {format_bytes(least)} of host memory."
+            yield (
+                f"With --precision bf16 --moments 8bit --update_in_backward true --max_grad_norm 0 it would take {format_bytes(least)} "
+                "of host memory."
+            )
     if remedies:
         yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
     for remedy in remedies:
