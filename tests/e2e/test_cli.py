@@ -248,6 +248,17 @@ def test_bad_arguments_of_generate(model: Path) -> None:
     assert run("generate", model / "nowhere/there", "Who?").exit_code == 2
 
 
+def test_generate_names_the_model_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-4").mkdir()
+    stopped = run("generate", tmp_path, "Who?")
+    assert f"has not left its model yet; as it was on the way, it is in {tmp_path / 'checkpoint-4'}" in stopped.stderr
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    finished = run("generate", tmp_path, "Who?")
+    assert f"is a run; its model is in {tmp_path / 'model'}" in finished.stderr
+    assert (stopped.exit_code, finished.exit_code) == (2, 2)
+
+
 def test_non_finite_loss_stops_before_the_weights(tmp_path: Path, run_file: Path) -> None:
     """One row has a token whose embedding is NaN; steps before it are kept, and the row is named."""
     poisoned = tiny.save_model(tmp_path / "poisoned")

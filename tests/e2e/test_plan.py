@@ -293,6 +293,7 @@ def test_a_model_that_cannot_be_tried_without_weights_runs_all_the_same(
         (("--model", "Qwen2.5-7B", "--device", "h300"), "choose one of a100-pcie-80gb"),
         (("--model", "Qwen2.5-7B", "--host-memory", "many"), "is not a size"),
         (("--model", "./nowhere"), "is not a folder"),
+        (("--model", "Qwen/Qwen2.5-7B-Instrut"), "did you mean Qwen/Qwen2.5-7B-Instruct?"),
         (("--model", "Qwen2.5-7B", "--max_length", "null"), "max_length is null"),
         (("--model", "Qwen2.5-7B", "--precison", "bf16"), "did you mean precision?"),
         (("--model", "Qwen2.5-7B", "--device", "nowhere.json"), "nowhere.json"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
 
@@ -386,7 +387,7 @@ def test_a_held_out_loss_that_is_not_finite_at_the_end_loses_no_model(
     evaluate = loop.evaluate
 
     def broken(*args: Any) -> Any:
-        if args[-1] == 2:
+        if args[4] == 2:
             raise NonFiniteError("after step 2: the held-out loss is nan")
         return evaluate(*args)
 
@@ -403,6 +404,42 @@ def test_a_run_that_stops_while_it_is_traced_leaves_the_trace(base: dict[str, An
 
     horizon_lm.train({**base, "trace_steps": 5, "max_steps": 9}, callbacks=[Stop()], **QUIET)
     assert (Path(base["output_dir"]) / "trace.json").is_file()
+
+
+def test_settings_of_a_call_win(base: dict[str, Any], tmp_path: Path) -> None:
+    """Over a mapping and over a file; what they make useless gives way."""
+    held_out = {**base, "test_split_size": 2, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    assert horizon_lm.train(held_out, max_steps=1, eval_strategy="no", **QUIET).num_steps == 1
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({**held_out, "overwrite_output_dir": True}))  # JSON is YAML
+    result = horizon_lm.train(file, num_train_epochs=2, test_split_size=None, **QUIET)
+    assert result.num_steps > 3
+    assert result.eval_loss_after is None
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "samples.jsonl", "model"])
+def test_what_is_not_of_a_run_is_not_overwritten(base: dict[str, Any], name: str) -> None:
+    folder = Path(base["output_dir"])
+    folder.mkdir()
+    (folder / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"{name} is not of a run, and would be lost"):
+        horizon_lm.train({**base, "overwrite_output_dir": True}, **QUIET)
+    assert (folder / name).read_text() == "mine"
+    assert [path.name for path in folder.iterdir()] == [name]
+
+
+def test_a_hub_that_is_not_to_be_had_is_told_before_training(base: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="push_to_hub: the hub is not to be had"):
+        horizon_lm.train({**base, "push_to_hub": True}, **QUIET)
+    assert not Path(base["output_dir"]).exists()
+
+
+def test_an_upload_that_fails_is_told(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HfApi, "whoami", lambda self: {"name": "me"})
+    said: list[str] = []
+    horizon_lm.train({**base, "push_to_hub": True, "max_steps": 1}, say=said.append)
+    (told,) = [line for line in said if line.startswith("push_to_hub: the model was not uploaded")]
+    assert told.endswith(f"it is in {Path(base['output_dir']) / 'model'}")
 
 
 def test_speed_is_that_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:

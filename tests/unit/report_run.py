@@ -205,7 +205,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 def training(step: int, **changes: Any) -> dict[str, Any]:
     line = {
         "step": step, "epoch": 0.1, "loss": 4.0 - step, "grad_norm": 1.0, "steps_skipped": 0, "learning_rate": step / 4,
-        "tokens_trained": 10, "tokens_total": 20, "trained_tokens_per_second": 100.0 + step,
+        "tokens_trained": 10, "tokens_total": 400 * step, "trained_tokens_per_second": 100.0 + step,
         "tokens_per_second": 200.0 + step, "device_bytes_peak": step * GIB, "host_bytes": 10 * step * GIB,
         "seconds": 2.0 * step, "eta_seconds": 1.0,
     }  # fmt: skip

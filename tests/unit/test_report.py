@@ -184,7 +184,7 @@ def test_the_figures_that_matter(tmp_path: Path, complete: Path) -> None:
         "Last training loss": ("1.0000", "step 3 of 200; at first 3.0000"),
         "Held-out loss": ("5 → 2.5", "before → after 3 steps"),
         "Tokens per second": ("202", "median; predicted 101 (+100.0%)"),
-        "Step": ("2 s", "median; predicted 1.6 s (+25.0%)"),
+        "Step": ("1.97 s", "median; predicted 1.6 s (+23.2%)"),
         "Host peak": ("30.00 GiB", "planned 40.00 GiB (-25.0%)"),
         "Device peak": ("3.00 GiB", "planned 2.00 GiB (+50.0%)"),
     }

@@ -26,7 +26,7 @@ def test_lines_of_metrics(tmp_path: Path) -> None:
     assert [(line.step, line.loss) for line in found.training] == [(1, 3.0), (3, None)]
     assert found.losses == [(1, 3.0)]
     assert [(each.step, each.eval_loss) for each in found.evaluations] == [(0, 5.0), (3, 2.0)]
-    assert found.step_seconds == 2.0
+    assert found.step_seconds == 400 / 203  # of its tokens: evaluations between lines are no part of a step
 
 
 @pytest.mark.parametrize("length", [1, 10, 100])

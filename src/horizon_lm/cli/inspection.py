@@ -36,6 +36,10 @@ class Inspection:
         rows, packed, report = training.rows, training.packed, training.report
         tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
         numbers: dict[str, Any] = {
+            "rows_read": report.read,
+            "cut": report.cut.count,
+            "left_out": report.left_out.count,
+            "held_out": {part.name: len(part.rows) for part in self.data.parts if part is not training},
             "rows": len(rows),
             "tokens": tokens,
             "trained": targets,
@@ -44,9 +48,6 @@ class Inspection:
                 name: int(np.quantile(rows.lengths, share))
                 for name, share in (("shortest", 0), ("median", 0.5), ("90%", 0.9), ("99%", 0.99), ("longest", 1))
             },
-            "cut": report.cut.count,
-            "left_out": report.left_out.count,
-            "held_out": {name: len(table) for name, table in self.data.held_out.items()},
             "steps_per_epoch": self.data.loader.sampler.steps_per_epoch,
             "rows_per_step": self.config.rows_per_step,
         }
@@ -100,13 +101,12 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
 
 def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: int, num_rows: int) -> None:
     num_sequences, length = batch.input_ids.shape
-    console.print(
-        f"batch {step + 1}: {num_sequences} rows of {length} tokens; {batch.num_trained:,} tokens are trained on"
-    )
+    per_row = num_sequences // len(batch.places)
+    count = f"{num_sequences} rows" if per_row == 1 else f"{len(batch.places)} rows, {num_sequences} answers"
+    console.print(f"batch {step + 1}: {count} of {length} tokens; {batch.num_trained:,} tokens are trained on")
     console.print(
         "trained tokens are green, between [[ and ]] where there is no colour; special tokens are as they are\n"
     )
-    per_row = num_sequences // len(batch.places)
     for index in range(min(num_rows, len(batch.places))):
         for answer in range(per_row):
             name = "" if per_row == 1 else (", chosen", ", rejected")[answer]

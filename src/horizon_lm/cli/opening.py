@@ -16,6 +16,10 @@ def open_model(
 
     if (Path(name).expanduser() / "model" / "config.json").is_file():
         raise ConfigError(f"{name} is a run; its model is in {Path(name) / 'model'}")
+    if saved := sorted(Path(name).expanduser().glob("checkpoint-*"), key=lambda path: path.stat().st_mtime):
+        raise ConfigError(
+            f"{name} is a run that has not left its model yet; as it was on the way, it is in {saved[-1]}"
+        )
     try:
         folder: Path = local_folder(name)
     except ConfigError as error:

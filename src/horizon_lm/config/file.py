@@ -17,6 +17,13 @@ from horizon_lm.config.text import describe
 from horizon_lm.errors import ConfigError
 
 _LENGTHS = {"num_train_epochs", "max_steps"}  # of which a run has one
+_NEED = {  # what is of no use without another setting
+    "eval_strategy": {"eval_steps"},
+    "save_strategy": {"save_steps", "save_total_limit"},
+    "packing": {"packing_strategy", "eval_packing"},
+    "sample_prompts": {"sample_steps", "sample_max_new_tokens"},
+}
+_OF_HELD_OUT = {"eval_strategy", "eval_steps", "per_device_eval_batch_size", "eval_packing"}
 
 
 def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_rows: bool = False) -> RunConfig:
@@ -32,10 +39,22 @@ def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_
     """
     settings, places = read_yaml(path) if path is not None else ({}, _Places("the command line", None, set()))
     changed = parse_overrides(overrides)
-    if len(changed.keys() & _LENGTHS) == 1:  # the other one, in the file, gives way
-        settings = {key: value for key, value in settings.items() if key not in _LENGTHS}
     places.overridden |= set(changed)
-    return _validated(settings | changed, places, without_rows)
+    return _validated(_laid_over(settings, changed), places, without_rows)
+
+
+def _laid_over(settings: dict[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with changes, before which those give way that are of no use any more."""
+    gone = _LENGTHS if len(changed.keys() & _LENGTHS) == 1 else set()
+    gone = gone.union(
+        *(needing for key, needing in _NEED.items() if key in changed and changed[key] in (None, False, "no"))
+    )
+    kept = {**{key: value for key, value in settings.items() if key not in gone}, **changed}
+    if {"eval_datasets", "test_split_size"} & changed.keys() and not (
+        kept.get("eval_datasets") or kept.get("test_split_size")
+    ):
+        kept = {key: value for key, value in kept.items() if key in changed or key not in _OF_HELD_OUT}
+    return kept
 
 
 def _validated(merged: dict[str, Any], places: "_Places", without_rows: bool) -> RunConfig:
@@ -45,19 +64,24 @@ def _validated(merged: dict[str, Any], places: "_Places", without_rows: bool) ->
     try:
         return schema.model_validate(merged, context=WITHOUT_ROWS if without_rows else None)
     except ValidationError as error:
-        details = sorted(error.errors(include_url=False), key=lambda each: places.position(each["loc"]) or (0, 0))
+        details = _one_each(error.errors(include_url=False))
+        details.sort(key=lambda each: places.position(each["loc"]) or (0, 0))
         problems = [_describe(each, places, schema) for each in details]
         heading = "" if len(problems) == 1 else f"{len(problems)} settings cannot be used:\n"
         raise ConfigError(heading + "\n".join(problems)) from error
 
 
-def as_config(run: RunConfig | Mapping[str, Any] | str | Path) -> RunConfig:
-    """A run's settings from themselves, from a mapping, or from the file that has them. ConfigError as above."""
-    if isinstance(run, RunConfig):
+def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changed: Mapping[str, Any] | None = None) -> RunConfig:
+    """A run's settings from themselves, from a mapping, or from the file that has them, with changes. ConfigError as above."""
+    if isinstance(run, RunConfig) and not changed:
         return run
-    if isinstance(run, Mapping):
-        return _validated(dict(run), _Places("train()", None, set()), without_rows=False)
-    return read_run_config(str(run))
+    if isinstance(run, str | Path):
+        settings, places = read_yaml(str(run))
+    else:
+        settings = run.model_dump() if isinstance(run, RunConfig) else dict(run)
+        places = _Places("train()", None, set())
+    places.overridden |= set(changed or ())
+    return _validated(_laid_over(settings, changed or {}), places, without_rows=False)
 
 
 def describe_settings() -> str:
@@ -173,11 +197,25 @@ def read_yaml(path: str) -> tuple[dict[str, Any], _Places]:
     return settings, _Places(path, marks, set())
 
 
+def _one_each(details: Sequence[Any]) -> list[Any]:
+    """One error for each place: pydantic has one for each kind of value that a setting may have, with the kind as a place."""
+    found: dict[tuple[int | str, ...], Any] = {}
+    for each in details:
+        loc = each["loc"] if each["loc"][0] in ("datasets", "eval_datasets") else each["loc"][:1]
+        if loc in found:
+            more = each["msg"].removeprefix("Input should be ")
+            found[loc] = {**found[loc], "msg": f"{found[loc]['msg']}, or {more}"}
+        else:
+            found[loc] = {**each, "loc": loc}
+    return list(found.values())
+
+
 def _describe(details: Any, places: _Places, schema: type[RunConfig]) -> str:
     """One error of pydantic as a line: place, setting, value, what to do."""
     loc = details["loc"]
     known = schema.model_fields if len(loc) == 1 else DatasetConfig.model_fields
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.replace("a valid boolean", "true or false").removesuffix(", unable to interpret input")
     if details["type"] == "missing" or message == "is missing":
         return f"{places.of(loc)} is missing. {known[str(loc[-1])].description}"
     if details["type"] == "extra_forbidden":

@@ -10,10 +10,12 @@ from pydantic.fields import FieldInfo
 
 from horizon_lm.config.run import RunConfig
 
+OF_A_RUN = "# The settings of this run, defaults included."  # the first line of a run's own file
+
 
 def to_yaml(config: RunConfig) -> str:
     """A configuration as a file that reads back as the same, each setting under its sentence."""
-    lines = ["# The settings of this run, defaults included."]
+    lines = [OF_A_RUN]
     for name, value in config.model_dump().items():
         lines += ["", f"# {_sentence(type(config).model_fields[name])}", _entry(name, value)]
     return "\n".join(lines) + "\n"

@@ -65,6 +65,7 @@ class Report:
 
     Attributes:
         rows: those that are trained on.
+        read: how many there were, of which the following tell.
         cut, cut_answer: rows that lost their end, and those of them that lost tokens to train on.
         left_out: rows that have nothing to train on.
         endless: rows with an answer that no end-of-turn token follows.
@@ -73,6 +74,7 @@ class Report:
     """
 
     rows: TokenTable = field(default_factory=lambda: TokenTable([]))
+    read: int = 0
     cut: Tally = field(default_factory=Tally)
     cut_answer: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)
@@ -296,6 +298,7 @@ def _used(source: Source, table: Any, recipe: Recipe, report: Report) -> Part:
     if source.config.fraction is not None:
         number = max(1, round(source.config.fraction * len(table)))
         chosen = np.sort(np.random.default_rng((recipe.seed, len(table))).permutation(len(table))[:number])
+    report.read += len(chosen)
     flags, targets = (table.data.column(name).to_numpy() for name in ("flags", "num_targets"))
     report.cut.add(chosen[(flags[chosen] & CUT) != 0], source.place)
     report.endless.add(chosen[(flags[chosen] & ENDLESS) != 0], source.place)

@@ -1,5 +1,6 @@
 """Opening a model that is named by a folder or a hub id."""
 
+import difflib
 import json
 import re
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, first_line
 from horizon_lm.model.skeleton import build_skeleton
-from horizon_lm.plan.known import KnownModel, find_known
+from horizon_lm.plan.known import KnownModel, find_known, known_models
 
 _PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model")
 
@@ -40,9 +41,13 @@ def _require_hub_id(name: str) -> None:
 
 def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
     known = f" as {hub_id}" if hub_id != typed else ""
+    close = difflib.get_close_matches(
+        typed, [name for each in known_models() for name in (each.name, *each.aliases)], n=1
+    )
+    hint = f"; did you mean {close[0]}?" if close and close[0] not in (typed, hub_id) else ""
     return ConfigError(
         f"model_name_or_path: {typed} is neither a folder here nor a model that could be fetched from the hub{known} "
-        f"({first_line(error)})"
+        f"({first_line(error)}){hint}"
     )
 
 

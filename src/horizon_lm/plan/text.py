@@ -99,7 +99,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     if plan.time is not None and plan.run_seconds is not None:
         yield (
             f"expected: {_seconds(plan.time.seconds)} a step, limited by {_CAUSES[plan.time.limited_by]}; "
-            f"{format_seconds(plan.run_seconds)} in all"
+            f"{format_seconds(plan.run_seconds)} for all of them, besides held-out rows, samples and exports"
         )
 
 

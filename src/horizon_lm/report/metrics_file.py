@@ -19,6 +19,7 @@ class TrainingLine:
     step: int
     loss: float | None
     learning_rate: float
+    tokens_total: int
     trained_tokens_per_second: float
     tokens_per_second: float
     device_bytes_peak: int
@@ -61,11 +62,11 @@ class MetricsFile:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median seconds of a step between two lines, evaluations included; None without two lines."""
+        """Median seconds of a step between two lines, without what stands between steps; None without two lines."""
         spans = [
-            (after.seconds - before.seconds) / (after.step - before.step)
+            (after.tokens_total - before.tokens_total) / after.tokens_per_second / (after.step - before.step)
             for before, after in pairwise(self.training)
-            if after.step > before.step
+            if after.step > before.step and after.tokens_per_second
         ]
         return median(spans) if spans else None
 

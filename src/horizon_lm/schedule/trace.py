@@ -51,6 +51,11 @@ class Trace:
         if self._sample is not None:
             self.samples.append((time.perf_counter(), self._sample()))
 
+    def drop_before(self, moment: float) -> None:
+        """Forget what had ended by then."""
+        self.spans = [span for span in self.spans if span.end > moment]
+        self.samples = [(at, sample) for at, sample in self.samples if at > moment]
+
     def write(self, path: Path) -> None:
         """A file for chrome://tracing or Perfetto."""
         write_chrome(path, self.spans, self.samples, self.steps)

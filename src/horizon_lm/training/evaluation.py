@@ -1,7 +1,7 @@
 """Held-out rows: forward passes alone."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from horizon_lm.data.loader import in_order
@@ -11,9 +11,14 @@ from horizon_lm.objective.base import Objective, judging
 
 
 def evaluate(
-    model: Any, objectives: Mapping[str, Objective], held_out: Mapping[str, TokenTable], batch_size: int, step: int
+    model: Any,
+    objectives: Mapping[str, Objective],
+    held_out: Mapping[str, TokenTable],
+    batch_size: int,
+    step: int,
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any] | None:
-    """Mean losses over held-out rows, as a line of metrics; None without rows.
+    """Mean losses over held-out rows, as a line of metrics; None without rows. ``advance`` is told of how many rows are done.
 
     Returns:
         ``eval_loss`` over all rows, and what else the objective measures, under ``eval_``; with several data sets also
@@ -24,7 +29,11 @@ def evaluate(
     """
     if not held_out:
         return None
-    totals = {name: _total(model, objectives[name], rows, batch_size) for name, rows in held_out.items()}
+    totals, done, number = {name: _Total() for name in held_out}, 0, sum(map(len, held_out.values()))
+    for name, rows in held_out.items():
+        for num_rows in _judge(totals[name], model, objectives[name], rows, batch_size):
+            done += num_rows
+            advance(done, number)
     line: dict[str, Any] = {"step": step, **_means(totals.values(), "eval_")}
     if len(totals) > 1:
         for name, total in totals.items():
@@ -50,13 +59,13 @@ class _Total:
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
-def _total(model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> _Total:
-    total = _Total()
+def _judge(total: _Total, model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> Iterator[int]:
+    """Adds up, batch by batch; the rows of each."""
     with judging(model):
         for batch in in_order(rows, batch_size):
             loss = objective(model, batch)
             total.add(float(loss.value), loss.weight, loss.metrics, batch.num_trained)
-    return total
+            yield len(batch.places)
 
 
 def _means(totals: Any, prefix: str) -> dict[str, float]:

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import RunConfig
-from horizon_lm.config.text import to_yaml
+from horizon_lm.config.text import OF_A_RUN, to_yaml
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.plan.as_json import write_plan
 from horizon_lm.plan.plan import Plan
+
+_LEFT_BY_A_RUN = (
+    "config.yaml", "plan.json", "metrics.jsonl", "samples.jsonl", "trace.json", "predicted_trace.json", "loss.png", "model",
+)  # fmt: skip
 
 
 class RunFolder:
     """``output_dir`` with ``config.yaml``, ``plan.json``, ``metrics.jsonl`` and, when the run is finished, ``model/``.
 
     Raises:
-        ConfigError: a finished run is there, or the folder cannot be written.
+        ConfigError: a finished run is there, or what no run has made, or the folder cannot be written.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -26,6 +30,7 @@ class RunFolder:
         self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
         self.trace_file = self.path / "trace.json"
         self.samples_file = self.path / "samples.jsonl"
+        self._refuse_what_is_not_ours()
         self._keep, self._saved = config.save_total_limit, list[Path]()
         self._dtype = config.exported_dtype
         if self.model_dir.exists() and not config.overwrite_output_dir:
@@ -42,6 +47,22 @@ class RunFolder:
         there = next(folder for folder in (self.path, *self.path.resolve().parents) if folder.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise ConfigError(f"output_dir: {there} cannot be written to; choose another folder")
+        if config.push_to_hub:
+            _require_login()
+
+    def _refuse_what_is_not_ours(self) -> None:
+        """ConfigError for a folder that no run has made and that has something under the name of what a run leaves."""
+        try:
+            with (self.path / "config.yaml").open(encoding="utf-8") as stream:
+                if stream.readline().strip() == OF_A_RUN:
+                    return
+        except (OSError, UnicodeDecodeError):
+            pass
+        for name in _LEFT_BY_A_RUN:
+            if (self.path / name).exists():
+                raise ConfigError(
+                    f"output_dir: {self.path / name} is not of a run, and would be lost; choose another folder, or move it"
+                )
 
     def begin(self, config: RunConfig, plan: Plan) -> None:
         """Make the folder with the settings and the plan, and move an earlier run's metrics aside."""
@@ -132,3 +153,15 @@ class RunFolder:
             "  from transformers import pipeline\n"
             f'  print(pipeline("text-generation", "{self.model_dir}")([{{"role": "user", "content": "..."}}]))'
         )
+
+
+def _require_login() -> None:
+    """ConfigError before hours of training, if its model could not be uploaded."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().whoami()
+    except Exception as error:  # of the network, or of a token
+        raise ConfigError(
+            f"push_to_hub: the hub is not to be had ({first_line(error)}); log in with hf auth login, or leave push_to_hub out"
+        ) from error

@@ -49,23 +49,24 @@ def train(
     objective: Callable[[Any, Batch], Any] | None = None,
     callbacks: Sequence[Any] = (),
     say: Callable[[str], None] | None = None,
+    **settings: Any,
 ) -> RunResult:
     """Train a model and export it to ``<output_dir>/model``.
 
     Args:
         run: its settings, or the YAML file that has them.
         objective: a loss of your own in the place of that of the run's ``objective``, which still says how rows are read:
-            given the streamed model and a `horizon_lm.data.loader.Batch` with the rows of a step, it returns a scalar tensor,
-            or that and a dict of numbers to log.
+            given the streamed model and a `horizon_lm.data.loader.Batch`, it returns a scalar tensor, or that and numbers.
         callbacks: of transformers, instances or classes; they are told what a Trainer would tell them.
         say: prints a line of progress; None for standard output.
+        settings: that win over those of ``run``, such as ``max_steps=20``.
 
     Raises:
         ConfigError, DataError, DoesNotFitError: before the first step.
         NonFiniteError: a loss or gradient is NaN or infinite: the step is not applied. After the last step the model is there.
         InterruptedRunError: SIGINT or SIGTERM, at the end of a step.
     """
-    config = as_config(run)
+    config = as_config(run, settings)
     config = config.model_copy(update={"device": choose_device(config.device)})
     folder = RunFolder(config)
     with Interrupts() as interrupts, Reporter(say) as reporter:
@@ -180,8 +181,8 @@ class _Loop:
         """The loss of held-out rows, None without any; once a step."""
         if self.judged[0] != step:
             rows, batch_size = self.data.held_out, self.config.per_device_eval_batch_size
-            with self.metrics.aside():
-                line = evaluate(self.model, self.objectives.held_out, rows, batch_size, step)
+            with self.metrics.aside(), self.reporter.progress("held-out rows") as advance:
+                line = evaluate(self.model, self.objectives.held_out, rows, batch_size, step, advance)
             self.judged = step, None if line is None else line["eval_loss"]
             if line is not None:
                 self.record(line)

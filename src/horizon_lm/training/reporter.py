@@ -36,7 +36,7 @@ def _slow(of_planned: float | None) -> str:
 def _others(line: dict[str, Any], prefix: str) -> str:
     """What of an objective's measures deserves a place on a line."""
     known = {"perplexity": "perplexity", "rewards/margins": "margin", "rewards/accuracies": "accuracy"}
-    return "".join(f"  {name} {line[prefix + key]:z.3f}" for key, name in known.items() if prefix + key in line)
+    return "".join(f"  {name} {line[prefix + key]:z.4g}" for key, name in known.items() if prefix + key in line)
 
 
 def _number(value: float | None, form: str) -> str:
@@ -107,21 +107,23 @@ class Reporter:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """What comes before the loop and takes long; told how much of how much is done."""
-        if self._bar is None:
-            said = [time.perf_counter()]
+        """What stands between steps and may take long; told how much of how much is done."""
+        said, task = time.perf_counter(), None
 
-            def say(done: int, total: int) -> None:
-                if time.perf_counter() - said[0] > 10:
-                    said[0] = time.perf_counter()
-                    self.say(f"{what}: {done:,} of {total:,}")
+        def say(done: int, total: int) -> None:
+            nonlocal said, task
+            if self._bar is not None:
+                if task is None:
+                    task = self._bar.add_task(what, total=total, loss="")
+                    self._bar.start()
+                self._bar.update(task, completed=done)
+            elif time.perf_counter() - said > 10:
+                said = time.perf_counter()
+                self.say(f"{what}: {done:,} of {total:,}")
 
-            yield say
-            return
-        task = self._bar.add_task(what, total=None, loss="")
-        self._bar.start()
-        yield lambda done, total: self._bar.update(task, completed=done, total=total)
-        self._bar.remove_task(task)
+        yield say
+        if task is not None:
+            self._bar.remove_task(task)
 
     def stop_bar(self) -> None:
         """The loop is over; what is said from now on stays below the bar."""

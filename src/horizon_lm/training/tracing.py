@@ -33,9 +33,10 @@ class Tracing:
             self._step_is_over(step - 1)
             if step > self._last:
                 self._write()
-        elif step == self._first <= self._last:
+        elif step == max(1, self._first - 1) and self._first <= self._last:
             import horizon_lm
 
+            # A step early: its updates run in the first step that is recorded.
             horizon_lm.synchronize(self._model)
             self._trace = self._device.trace = Trace(self._sample)
             self._begun = time.perf_counter()
@@ -49,7 +50,8 @@ class Tracing:
     def _step_is_over(self, step: int) -> None:
         assert self._trace is not None
         now = time.perf_counter()
-        self._trace.steps.append((step, self._begun, now))
+        if step >= self._first:
+            self._trace.steps.append((step, self._begun, now))
         self._begun = now
 
     def _sample(self) -> dict[str, int]:
@@ -61,5 +63,6 @@ class Tracing:
         assert self._trace is not None
         horizon_lm.synchronize(self._model)
         self._device.trace = None
+        self._trace.drop_before(self._trace.steps[0][1] if self._trace.steps else self._begun)
         self._trace.write(self._path)
         self._trace = None
