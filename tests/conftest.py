@@ -15,9 +15,14 @@ transformers.utils.logging.disable_progress_bar()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_profile(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One that doctor has left on this machine would change plans."""
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What doctor and other runs have left on this machine would change plans, and be changed."""
+    import datasets
+
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+    cache = tmp_path_factory.mktemp("datasets")
+    os.environ["HF_DATASETS_CACHE"] = str(cache)
+    datasets.config.HF_DATASETS_CACHE = cache
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

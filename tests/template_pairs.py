@@ -13,6 +13,7 @@ import numpy as np
 from horizon_lm.data.chat import ChatRenderer
 from horizon_lm.data.examples import Conversation
 from horizon_lm.data.messages import RowError
+from horizon_lm.data.unsaid import forms_of
 from tests.e2e.tiny import build_tokenizer
 
 _CALL = {"type": "function", "function": {"name": "count", "arguments": {"of": "stars"}}}
@@ -75,10 +76,9 @@ def tokenizer_for(name: str) -> tuple[Any, str]:
 def compare(name: str, conversation: Conversation, use_training_template: bool = True) -> tuple[str, str]:
     """What becomes of a conversation, and a detail: why it is refused, or what of the trained text differs."""
     tokenizer, training = tokenizer_for(name)
-    plain = tokenizer.chat_template
     options = {"tools": conversation.tools, "tokenize": False}
     try:
-        text = tokenizer.apply_chat_template(conversation.messages, chat_template=plain, **options)
+        text = _rendered(tokenizer, conversation)
         theirs = tokenizer.apply_chat_template(conversation.messages, chat_template=training, **options)
     except (jinja2.TemplateError, TypeError) as error:
         return IMPOSSIBLE, str(error)
@@ -96,6 +96,18 @@ def compare(name: str, conversation: Conversation, use_training_template: bool =
             return EQUAL, ""
         return DIFFERENT, _trained(tokenizer, ours.ids, ours.assistant)
     return OTHERWISE, _trained(tokenizer, ours.ids, ours.assistant)
+
+
+def _rendered(tokenizer: Any, conversation: Conversation) -> str:
+    """By the model's own template, with arguments of calls as text if it wants them so."""
+    failure = None
+    for form in forms_of(conversation):
+        try:
+            return str(tokenizer.apply_chat_template(form.messages, tools=form.tools, tokenize=False))
+        except TypeError as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
 
 
 def trained_by_template(name: str, conversation: Conversation) -> str:

@@ -252,6 +252,8 @@ def test_generate_names_the_model_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-4").mkdir()
     stopped = run("generate", tmp_path, "Who?")
     assert f"has not left its model yet; as it was on the way, it is in {tmp_path / 'checkpoint-4'}" in stopped.stderr
+    (tmp_path / "config.json").write_text("{}")  # beside its checkpoints, as transformers leaves a model
+    assert "has not left its model yet" not in run("generate", tmp_path, "Who?").stderr
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     finished = run("generate", tmp_path, "Who?")

@@ -156,6 +156,9 @@ TRL, LLAMA_FACTORY, AXOLOTL = (
         (AXOLOTL + "learning_rate: '0.0003'\nadam_beta2: '0.95'\n", {"learning_rate": 3e-4, "adam_beta2": 0.95}),
         (LLAMA_FACTORY + "packing: yes\nmask_history: on\n", {"packing": True, "train_on": "completion"}),
         (AXOLOTL + "max_steps: 10\nnum_epochs: 3\n", {"max_steps": 10}),
+        # what is for another objective
+        (LLAMA_FACTORY + "pref_loss: sigmoid\npref_beta: 0.1\n", {"max_length": 2048}),
+        (AXOLOTL + "pretraining_dataset: []\nmax_grad_norm: 'nan'\n", {"max_length": 512, "objective": None}),
         # rows
         (
             "model_name_or_path: m\nuse_peft: false\ndatasets: [{path: a, columns: [text]}, {path: b}]\n",

@@ -80,6 +80,18 @@ def test_checkpoints_of_others_are_left_alone(base: dict[str, Any]) -> None:
     assert kept == ["checkpoint-2", "checkpoint-500", "model"]
 
 
+def test_a_checkpoint_of_others_is_moved_aside(base: dict[str, Any]) -> None:
+    theirs = Path(base["output_dir"]) / "checkpoint-1"
+    theirs.mkdir(parents=True)
+    (theirs / "optimizer.pt").write_text("not ours")
+    settings = {"save_strategy": "steps", "save_steps": 1, "overwrite_output_dir": True}
+    for _ in range(2):
+        horizon_lm.train({**base, **settings, "max_steps": 2}, **QUIET)
+        assert (theirs / "config.json").is_file()
+    (aside,) = theirs.parent.glob("checkpoint-1.*")
+    assert (aside / "optimizer.pt").read_text() == "not ours"
+
+
 def test_export_keeps_every_digit_where_it_is_to(base: dict[str, Any], model: Path) -> None:
     """A learning rate so small that bf16 shows nothing of it."""
     settings = {"precision": "fp32_master", "learning_rate": 1e-6, "max_steps": 2}
@@ -397,6 +409,26 @@ def test_a_held_out_loss_that_is_not_finite_at_the_end_loses_no_model(
     assert (Path(base["output_dir"]) / "model" / "model.safetensors").is_file()
 
 
+def test_a_model_that_was_put_aside_stays(base: dict[str, Any]) -> None:
+    folder = Path(base["output_dir"])
+    horizon_lm.train({**base, "max_steps": 1}, **QUIET)
+    (folder / "model").rename(folder / "model.old")
+    before = (folder / "model.old" / "model.safetensors").read_bytes()
+    for _ in range(2):
+        horizon_lm.train({**base, "max_steps": 2, "overwrite_output_dir": True}, **QUIET)
+    assert (folder / "model.old" / "model.safetensors").read_bytes() == before
+    assert not list(folder.glob(".*"))
+
+
+def test_a_run_that_stops_before_it_is_traced_leaves_no_trace(base: dict[str, Any]) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    horizon_lm.train({**base, "trace_steps": 1, "max_steps": 9}, callbacks=[Stop()], **QUIET)
+    assert not (Path(base["output_dir"]) / "trace.json").exists()
+
+
 def test_a_run_that_stops_while_it_is_traced_leaves_the_trace(base: dict[str, Any]) -> None:
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -415,6 +447,10 @@ def test_settings_of_a_call_win(base: dict[str, Any], tmp_path: Path) -> None:
     result = horizon_lm.train(file, num_train_epochs=2, test_split_size=None, **QUIET)
     assert result.num_steps > 3
     assert result.eval_loss_after is None
+    with pytest.raises(ConfigError, match=r"train\(\): max_steps: 0"):
+        horizon_lm.train(file, max_steps=0, **QUIET)
+    with pytest.raises(ConfigError, match="objective is 'dpo', but in a call it is a function"):
+        horizon_lm.train(file, objective="dpo", **QUIET)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "samples.jsonl", "model"])
@@ -422,20 +458,27 @@ def test_what_is_not_of_a_run_is_not_overwritten(base: dict[str, Any], name: str
     folder = Path(base["output_dir"])
     folder.mkdir()
     (folder / name).write_text("mine")
-    with pytest.raises(ConfigError, match=f"{name} is not of a run, and would be lost"):
+    with pytest.raises(ConfigError, match=f"{name} is not of a run of ours"):
         horizon_lm.train({**base, "overwrite_output_dir": True}, **QUIET)
     assert (folder / name).read_text() == "mine"
     assert [path.name for path in folder.iterdir()] == [name]
 
 
-def test_a_hub_that_is_not_to_be_had_is_told_before_training(base: dict[str, Any]) -> None:
+def test_a_hub_that_is_not_to_be_had_is_told_before_training(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HfApi, "whoami", lambda self: 1 / 0)
     with pytest.raises(ConfigError, match="push_to_hub: the hub is not to be had"):
         horizon_lm.train({**base, "push_to_hub": True}, **QUIET)
     assert not Path(base["output_dir"]).exists()
 
 
 def test_an_upload_that_fails_is_told(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no network")
+
     monkeypatch.setattr(HfApi, "whoami", lambda self: {"name": "me"})
+    monkeypatch.setattr(HfApi, "create_repo", fails)
     said: list[str] = []
     horizon_lm.train({**base, "push_to_hub": True, "max_steps": 1}, say=said.append)
     (told,) = [line for line in said if line.startswith("push_to_hub: the model was not uploaded")]

@@ -142,6 +142,36 @@ def test_length_on_the_command_line_replaces_that_of_the_file(write) -> None:
     assert (config.max_steps, config.num_train_epochs) == (5, 3.0)
 
 
+EVALUATED = (
+    "test_split_size: 2\neval_strategy: steps\neval_steps: 5\nper_device_eval_batch_size: 4\neval_packing: true\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "kept", "gone"),
+    [
+        (EVALUATED, ["--eval_strategy", "no"], {"eval_packing": True, "per_device_eval_batch_size": 4}, ["eval_steps"]),
+        (EVALUATED, ["--eval_strategy", "epoch"], {"eval_packing": True}, ["eval_steps"]),
+        (EVALUATED, ["--test_split_size", "null"], {"eval_packing": None}, ["eval_strategy", "eval_steps"]),
+        (EVALUATED + "packing: true\npacking_strategy: wrapped\n", ["--packing", "false"], {"eval_packing": True}, []),
+        ("head_chunk_tokens: 8\n", ["--head", "whole"], {}, ["head_chunk_tokens"]),
+        ("save_strategy: epoch\nsave_total_limit: 2\n", ["--save_strategy", "no"], {}, ["save_total_limit"]),
+        ("num_train_epochs: 2\n", ["--max_steps", "-1"], {"num_train_epochs": 2}, []),
+    ],
+)
+def test_what_a_change_makes_useless_gives_way(
+    write, text: str, overrides: list[str], kept: dict[str, object], gone: list[str]
+) -> None:
+    config = read_run_config(write(text), overrides)
+    assert {name: getattr(config, name) for name in kept} == kept
+    assert [name for name in gone if getattr(config, name) != type(config).model_fields[name].default] == []
+
+
+def test_what_was_useless_before_is_an_error_still(write) -> None:
+    assert "eval_steps: 5: is not used" in error_of(write("eval_steps: 5\n"), ["--save_strategy", "no"])
+    assert "--eval_steps: 5: is not used" in error_of(write(EVALUATED), ["--eval_strategy", "no", "--eval_steps", "5"])
+
+
 def test_arguments_are_told_apart() -> None:
     assert split_arguments(["--seed", "1", "run.yaml", "--precision=bf16"]) == (
         "run.yaml",

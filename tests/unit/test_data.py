@@ -93,6 +93,7 @@ def test_preferences_with_and_without_their_prompt(row: dict[str, Any]) -> None:
     ("chosen", "rejected", "message"),
     [
         ("Yes ", "No", "do not begin alike"),
+        ("Yes", "You", "do not begin alike"),
         ("Hi", "Hi there", "alike to the end of one"),
         ("At dusk. Yes.", "At dusk. Yes.", "are the same"),
         ([USER, ANSWER], [USER, {**ANSWER, "content": " "}], "'rejected' has an answer that is empty"),

@@ -71,6 +71,44 @@ def test_an_answer_that_the_template_leaves_out_is_refused() -> None:
             renderer.render(conversation("Who?", answer))
 
 
+def test_one_of_two_calls_that_the_template_leaves_out_is_refused() -> None:
+    template = with_calls("call.function.name").replace("message.tool_calls or ()", "(message.tool_calls or [])[:1]")
+    twice = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}]
+    with pytest.raises(RowError, match="leaves out a call"):
+        trained(template, twice)
+
+
+def test_words_beside_a_call_that_the_template_leaves_out_are_told() -> None:
+    """The call is trained on, and that is what the turn is for."""
+    template = with_calls("call.function.name").replace(
+        "{{ message['content'] }}{% for call", "{{ '' if message.tool_calls else message['content'] }}{% for call"
+    )
+    rows = [USER, {**ROUND[1], "content": "Let me look."}, *ROUND[2:]]
+    tokenizer = build_tokenizer(template)
+    row = ChatRenderer(tokenizer).render(Conversation(rows))
+    assert trained_text(tokenizer, row) == "f<|im_end|>The keeper.<|im_end|>"
+    assert not row.whole
+
+
+class Counting(ChatRenderer):
+    """Counts renderings."""
+
+    count = 0
+
+    def _apply(self, conversation: Conversation, **options: Any) -> Any:
+        self.count += 1
+        return super()._apply(conversation, **options)
+
+
+def test_the_number_of_renderings_does_not_grow_with_the_conversation() -> None:
+    counts = []
+    for rounds in (1, 20):
+        renderer = Counting(build_tokenizer(with_calls("call.function.arguments")))
+        renderer.render(Conversation(ROUND * rounds))
+        counts.append(renderer.count)
+    assert counts[0] == counts[1] <= 5
+
+
 @pytest.mark.parametrize("template", [CHATML, CHATML_WITH_MARKS])
 def test_a_call_that_the_template_leaves_out_is_refused(template: str) -> None:
     """Else the model would learn to end its turn where it should call."""
@@ -84,7 +122,29 @@ def test_arguments_of_calls_are_json_wherever_they_are_text(how: str) -> None:
     assert trained(with_calls(how), ROUND) == 'f{"city": "Zürich", "on": true}<|im_end|>The keeper.<|im_end|>'
 
 
+def test_a_dict_in_a_question_is_no_call() -> None:
+    rows = [{"role": "user", "content": f"Call f with {CALL['function']['arguments']}"}, *ROUND[1:]]
+    template = with_calls("call.function.arguments is string and 'text' or (call.function.arguments | tojson)")
+    assert trained(template, rows) == '{"city": "Zürich", "on": true}<|im_end|>The keeper.<|im_end|>'
+
+
 # Answers
+
+
+def test_the_last_answer_that_is_empty_leaves_nothing_to_train_on() -> None:
+    empty = conversation("Who?", "I.", "Who?", " ")
+    (row,) = ExampleTokenizer(build_tokenizer(), "completion", None).tokenize(empty)
+    assert row.num_targets == 0
+    earlier = conversation("Who?", "", "Who?", "I.")
+    tokenizer = build_tokenizer()
+    (row,) = ExampleTokenizer(tokenizer, "completion", None).tokenize(earlier)
+    assert tokenizer.decode(row.ids[row.trained]) == "I.<|im_end|>"
+
+
+def test_a_template_that_trims_only_the_last_answer() -> None:
+    template = CHATML.replace("message['content']", "(message['content'] | trim if loop.last else message['content'])")
+    rows = conversation("Who?", "I. \n", "When?", " At dusk.").messages
+    assert trained(template, rows) == "I. \n<|im_end|>At dusk.<|im_end|>"
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_WITH_MARKS])

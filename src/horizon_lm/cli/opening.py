@@ -16,7 +16,8 @@ def open_model(
 
     if (Path(name).expanduser() / "model" / "config.json").is_file():
         raise ConfigError(f"{name} is a run; its model is in {Path(name) / 'model'}")
-    if saved := sorted(Path(name).expanduser().glob("checkpoint-*"), key=lambda path: path.stat().st_mtime):
+    saved = sorted(Path(name).expanduser().glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    if saved and not (Path(name).expanduser() / "config.json").is_file():
         raise ConfigError(
             f"{name} is a run that has not left its model yet; as it was on the way, it is in {saved[-1]}"
         )

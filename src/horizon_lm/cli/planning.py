@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from horizon_lm.config import RunConfig
 from horizon_lm.config.file import parse_overrides, read_run_config, split_arguments
@@ -43,7 +44,7 @@ def plan_one(arguments: Sequence[str], model: str | None, device: str | None, ho
         overrides += ["--device", device]
     run = read_run_config(path, overrides, without_rows=True)
     source = open_source(run)
-    loaded = _what_training_loads(run, source) if hardware is None else ()
+    loaded = _what_training_loads(run) if hardware is None else ()
     run, machine = _place(run, hardware)
     del loaded  # the process of this machine was looked at with it
     num_steps, num_checkpoints = _steps_and_saves(run)
@@ -71,16 +72,16 @@ def _other(device: str | None) -> Hardware | None:
     return find_profile(device)
 
 
-def _what_training_loads(run: RunConfig, source: Source) -> Sequence[object]:
+def _what_training_loads(run: RunConfig) -> Sequence[object]:
     """What a run holds before its first step, so that the process is as large here as it will be there."""
     import datasets
 
     from horizon_lm.data.trl_helpers import training_template
 
-    if not source.is_here:
+    if not Path(run.model_name_or_path).expanduser().is_dir():  # nothing is fetched for a plan
         return (datasets,)
     try:
-        tokenizer = load_tokenizer(run)
+        tokenizer = load_tokenizer(run.model_copy(update={"chat_template_path": None}))
         return datasets, tokenizer, training_template(tokenizer)
     except HorizonError:  # a plan needs no tokenizer
         return (datasets,)

@@ -17,13 +17,6 @@ from horizon_lm.config.text import describe
 from horizon_lm.errors import ConfigError
 
 _LENGTHS = {"num_train_epochs", "max_steps"}  # of which a run has one
-_NEED = {  # what is of no use without another setting
-    "eval_strategy": {"eval_steps"},
-    "save_strategy": {"save_steps", "save_total_limit"},
-    "packing": {"packing_strategy", "eval_packing"},
-    "sample_prompts": {"sample_steps", "sample_max_new_tokens"},
-}
-_OF_HELD_OUT = {"eval_strategy", "eval_steps", "per_device_eval_batch_size", "eval_packing"}
 
 
 def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_rows: bool = False) -> RunConfig:
@@ -43,24 +36,39 @@ def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_
     return _validated(_laid_over(settings, changed), places, without_rows)
 
 
-def _laid_over(settings: dict[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with changes, before which those give way that are of no use any more."""
-    gone = _LENGTHS if len(changed.keys() & _LENGTHS) == 1 else set()
-    gone = gone.union(
-        *(needing for key, needing in _NEED.items() if key in changed and changed[key] in (None, False, "no"))
-    )
-    kept = {**{key: value for key, value in settings.items() if key not in gone}, **changed}
-    if {"eval_datasets", "test_split_size"} & changed.keys() and not (
-        kept.get("eval_datasets") or kept.get("test_split_size")
-    ):
-        kept = {key: value for key, value in kept.items() if key in changed or key not in _OF_HELD_OUT}
-    return kept
+def _laid_over(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with changes, before which those give way that they make useless."""
+    lengths = [key for key in _LENGTHS if changed.get(key) not in (None, -1)]
+    kept = {key: value for key, value in settings.items() if len(lengths) != 1 or key not in _LENGTHS}
+    useless_before = _useless(kept)  # in any case, and so an error
+    for _ in range(len(kept)):
+        useless = _useless({**kept, **changed}) - changed.keys() - useless_before
+        if not useless:
+            break
+        kept = {key: value for key, value in kept.items() if key not in useless}
+    return {**kept, **changed}
+
+
+def _useless(settings: Mapping[str, Any]) -> set[str]:
+    """Settings that a run would not use, as their validators say."""
+    try:
+        _schema(settings).model_validate(settings, context=WITHOUT_ROWS)
+    except ValidationError as error:
+        return {str(each["loc"][0]) for each in error.errors() if len(each["loc"]) == 1 and _UNUSED in each["msg"]}
+    return set()
+
+
+_UNUSED = "used "  # "is not used with ...", "is only used with ..."
+
+
+def _schema(settings: Mapping[str, Any]) -> type[RunConfig]:
+    objective = settings.get("objective", "sft")
+    return SCHEMAS.get(objective if isinstance(objective, str) else "", SCHEMAS["sft"])
 
 
 def _validated(merged: dict[str, Any], places: "_Places", without_rows: bool) -> RunConfig:
     """The one validation of a run."""
-    objective = merged.get("objective", "sft")
-    schema = SCHEMAS.get(objective if isinstance(objective, str) else "", SCHEMAS["sft"])
+    schema = _schema(merged)
     try:
         return schema.model_validate(merged, context=WITHOUT_ROWS if without_rows else None)
     except ValidationError as error:
@@ -81,6 +89,7 @@ def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changed: Mapping[
         settings = run.model_dump() if isinstance(run, RunConfig) else dict(run)
         places = _Places("train()", None, set())
     places.overridden |= set(changed or ())
+    places.of_overridden = "train(): "
     return _validated(_laid_over(settings, changed or {}), places, without_rows=False)
 
 
@@ -143,7 +152,7 @@ class _Places:
     """Where each setting was made."""
 
     def __init__(self, file: str, marks: Any, overridden: set[str]) -> None:
-        self.file, self._marks, self.overridden = file, marks, overridden
+        self.file, self._marks, self.overridden, self.of_overridden = file, marks, overridden, "--"
 
     def position(self, loc: tuple[int | str, ...]) -> tuple[int, int] | None:
         """Line and column, from 1, of the deepest part of ``loc`` that the file has."""
@@ -159,7 +168,7 @@ class _Places:
         """A setting with its place, for a message."""
         name = str(loc[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:])
         if loc[0] in self.overridden:
-            return f"--{name}"
+            return f"{self.of_overridden}{name}"
         position = self.position(loc)
         return f"{self.file}: {name}" if position is None else f"{self.file}:{position[0]}:{position[1]}: {name}"
 

@@ -90,6 +90,10 @@ def translate(path: str, objective: str | None = None) -> Translation:
 def _heeded(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Translation) -> dict[str, Any]:
     """Their settings without those that give way to others, whatever their order."""
     heeded = dict(theirs)
+    for key, objective in table.get("only_with", {}).items():
+        if key in heeded and result.objective != objective:
+            del heeded[key]
+            result.left_out[key] = f"it is for objective: {objective}"
     for winner, loser in table.get("wins", {}).items():
         if winner in heeded and loser in heeded:
             if heeded[winner] or table.get("wins_at_zero"):
@@ -193,7 +197,7 @@ def _keep_what_is_valid(result: Translation, defaults: Mapping[str, Any], path: 
                 return
             for name in wrong:
                 value = settings.pop(name)
-                if (meant := _as_meant(value)) != value:
+                if isinstance(value, str) and not isinstance(meant := _as_meant(value), str):
                     settings[name] = meant
                     continue
                 if name == "loss_type":
@@ -225,7 +229,7 @@ def _table_of(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 def _objective(theirs: Mapping[str, Any], table: Mapping[str, Any]) -> str:
     for key, says in table.get("objective", {}).items():
-        if key in theirs:
+        if theirs.get(key) not in (None, False, "", [], {}):
             value = theirs[key][0] if isinstance(theirs[key], list) else theirs[key]
             found = says if isinstance(says, str) else says.get(_key(value))
             if found:

@@ -17,7 +17,7 @@ from horizon_lm.data.messages import RowError, says_something
 from horizon_lm.data.offsets import with_offsets
 from horizon_lm.data.spans import Manner, Span, locate_answers
 from horizon_lm.data.trl_helpers import training_template
-from horizon_lm.data.unsaid import Unsaid, with_calls_written
+from horizon_lm.data.unsaid import Written, forms_of, written
 from horizon_lm.errors import ConfigError, first_line
 
 _THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
@@ -63,27 +63,32 @@ class ChatRenderer:
         self._training = training_template(tokenizer) if use_training_template else None
         self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
         self._manners: dict[str, Manner] = {}
-        self._unsaid = Unsaid(self.text)
 
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation's tokens. RowError if the template refuses it, leaves out an answer, or it cannot be located."""
         try:
-            conversation = with_calls_written(conversation, self.text)
-            text = self.text(conversation)
-            written, is_whole = self._unsaid.written(conversation, text)
-            return replace(self._render(conversation, text, written), whole=is_whole)
+            found = written(conversation, self.text)
+            return replace(self._render(conversation, found), whole=found.is_whole)
         except RowError:
             raise
         except Exception as error:  # of the template, which is a program
             raise RowError(f"the chat template refuses this row: {first_line(error)}") from error
 
-    def _render(self, conversation: Conversation, text: str, written: Sequence[Message]) -> Rendered:
+    def _render(self, conversation: Conversation, found: Written) -> Rendered:
         """In the first way that is possible."""
-        if self._marked(conversation):
-            return self._from_marks(conversation, None)
-        if self._training is not None and text == self.text(conversation, chat_template=self._training):
-            return self._from_marks(conversation, self._training)
-        return self._from_spans(text, locate_answers(text, written, self._manner(conversation)))
+        if self._marked(found.conversation):
+            return self._from_marks(found.conversation, None)
+        for form in forms_of(conversation) if self._training is not None else ():  # it may want calls in another form
+            if self._renders_alike(form, found.text):
+                return self._from_marks(form, self._training)
+        return self._from_spans(found.text, locate_answers(found.text, found.messages, self._manner(conversation)))
+
+    def _renders_alike(self, form: Conversation, text: str) -> bool:
+        """Whether the training template writes a conversation as the model's own does."""
+        try:
+            return text == self.text(form, chat_template=self._training)
+        except Exception:  # of the template, which is a program
+            return False
 
     def text(self, conversation: Conversation, **options: Any) -> str:
         """A conversation as the template writes it."""
@@ -147,15 +152,15 @@ class ChatRenderer:
     def _find_manner(self, template_options: Mapping[str, Any]) -> Manner:
         import jinja2
 
-        question, spaced = {"role": "user", "content": "?"}, f"\n\n {_ANSWER} \n\n"
-
-        def write(*answers: str, **options: Any) -> str:
-            messages = [question, *({"role": "assistant", "content": answer} for answer in answers)]
+        def write(*contents: str, **options: Any) -> str:
+            turns = zip(("user", "assistant") * 2, contents, strict=False)
+            messages = [{"role": role, "content": content} for role, content in turns]
             return self.text(Conversation(messages, template_options=template_options), **options)
 
+        spaced = f"\n\n {_ANSWER} \n\n"
         try:
-            without, opened = write(), write(add_generation_prompt=True)
-            trims = write(spaced) == write(_ANSWER)
+            without, opened = write("?"), write("?", add_generation_prompt=True)
+            trims = write("?", spaced, "?", spaced) == write("?", _ANSWER, "?", _ANSWER)
         except jinja2.TemplateError:
             return Manner()
         opening = opened.removeprefix(without) if opened.startswith(without) else ""

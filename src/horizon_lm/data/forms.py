@@ -160,13 +160,16 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _require_a_common_beginning(chosen: str, rejected: str) -> None:
-    """RowError for texts in which TRL would find a prompt that is none."""
-    if chosen[0] != rejected[0]:
-        raise RowError(_NO_PROMPT)
-    if chosen != rejected and (chosen.startswith(rejected) or rejected.startswith(chosen)):
+    """RowError for texts in which TRL would find a prompt that is none, such as the Y of Yes and You."""
+    if chosen == rejected:
+        return  # told by the caller
+    if chosen.startswith(rejected) or rejected.startswith(chosen):
         raise RowError(
             "'chosen' and 'rejected' are alike to the end of one, which has no answer; give a field 'prompt'"
         )
+    common = next(index for index, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+    if not any(map(str.isspace, chosen[:common])):
+        raise RowError(_NO_PROMPT)
 
 
 def _continued(row: Mapping[str, Any], name: str) -> Conversation | Completion:

@@ -156,7 +156,7 @@ def _load(config: DatasetConfig, files: Sequence[Path]) -> Source:
     import datasets
 
     path = Path(config.path).expanduser()
-    state = _state(files or sorted(file for file in path.rglob("*") if file.is_file()))
+    state = _state(files or _described_files(config))
     if files:
         ending = files[0].suffix
         builder = _BUILDERS.get(ending) or ("json" if ".json" in files[0].name else None)
@@ -182,6 +182,13 @@ def _load(config: DatasetConfig, files: Sequence[Path]) -> Source:
             f"{config.path}: rows have more fields than the header names; put texts that have commas between quotes"
         )
     return Source(config, table, digest(table._fingerprint, state), is_json=False)
+
+
+def _described_files(config: DatasetConfig) -> list[Path]:
+    """The files of a folder that `datasets` reads as its settings say."""
+    folder = Path(config.path).expanduser() / (config.data_dir or "")
+    named = [config.data_files] if isinstance(config.data_files, str) else config.data_files or ["**/*"]
+    return sorted({file for pattern in named for file in folder.glob(pattern) if file.is_file()})
 
 
 def _of_csv(file: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, overload
 
 import numpy as np
@@ -122,6 +121,7 @@ class Part:
         each = np.stack([_list_lengths(table.data.column(name)) for name in self._names])
         self.lengths, self.num_tokens = each.max(0), each.sum(0)
         self.num_targets = table.data.column("num_targets").to_numpy().astype(np.int64)
+        self._keys: np.ndarray | None = None
 
     def __len__(self) -> int:
         """Rows in use."""
@@ -174,16 +174,18 @@ class Part:
 
     def keys(self) -> np.ndarray:
         """For each row in use a number that tells its tokens from others'."""
-        keys = np.zeros(len(self.lengths), dtype=np.uint64)
-        for name in self._names:
-            start = 0
-            for chunk in self.table.data.column(name).chunks:
-                values, offsets = chunk.flatten().to_numpy(), np.concatenate([[0], np.cumsum(chunk.value_lengths())])
-                for row, (a, b) in enumerate(pairwise(offsets)):
-                    text = keys[start + row].tobytes() + values[a:b].tobytes()
-                    keys[start + row] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
-                start += len(chunk)
-        return keys[self.indices]
+        if self._keys is None:
+            keys, used = np.zeros(len(self.lengths), dtype=np.uint64), np.sort(self.indices)
+            for name in self._names:
+                start = 0
+                for chunk in self.table.data.column(name).chunks:
+                    values, ends = chunk.flatten().to_numpy(), np.cumsum(chunk.value_lengths())
+                    for row in used[np.searchsorted(used, start) : np.searchsorted(used, start + len(chunk))] - start:
+                        text = keys[start + row].tobytes() + values[ends[row - 1] if row else 0 : ends[row]].tobytes()
+                        keys[start + row] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+                    start += len(chunk)
+            self._keys = keys[self.indices]
+        return self._keys
 
     def place(self, index: int) -> str:
         """Where a row comes from."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from horizon_lm.data.chat import ChatRenderer
 from horizon_lm.data.examples import Completion, Conversation, Example, Preference, Text
-from horizon_lm.data.messages import RowError
+from horizon_lm.data.messages import RowError, says_something
 from horizon_lm.data.offsets import with_offsets
 
 
@@ -112,15 +112,19 @@ class ExampleTokenizer:
 def _completion_of(assistant: np.ndarray, example: Conversation) -> np.ndarray:
     """All from the first answer after the prompt on; in rows that name no prompt, the last answer."""
     starts = np.flatnonzero(assistant & ~np.insert(assistant[:-1], 0, False))
-    roles = [message["role"] for message in example.messages]
-    if len(starts) != roles.count("assistant"):
+    answers = [(index, each) for index, each in enumerate(example.messages) if each["role"] == "assistant"]
+    places = [index for index, answer in answers if says_something(answer)]  # others have none
+    if len(starts) != len(places):
         raise RowError(
-            f"{roles.count('assistant')} answers, but {len(starts)} places of the assistant in the rendering of the chat "
-            "template, so where the completion begins is not known; use train_on: assistant"
+            f"{len(places)} answers, but {len(starts)} places of the assistant in the rendering of the chat template, so where "
+            "the completion begins is not known; use train_on: assistant, or another template"
         )
-    if example.num_prompt is None:
-        return assistant & (np.arange(len(assistant)) >= starts[-1])
-    return np.arange(len(assistant)) >= starts[roles[: example.num_prompt].count("assistant")]
+    if example.num_prompt is not None:
+        first = sum(index < example.num_prompt for index in places)
+        return np.arange(len(assistant)) >= starts[first]
+    if places[-1:] != [answers[-1][0]]:  # the last answer is empty
+        return np.zeros(len(assistant), dtype=bool)
+    return assistant & (np.arange(len(assistant)) >= starts[-1])
 
 
 _CHOOSE: dict[str, Callable[[np.ndarray, Conversation], np.ndarray]] = {

@@ -1,8 +1,11 @@
-"""What of a conversation a chat template leaves out: that whose change does not change the rendering."""
+"""What of a conversation a chat template leaves out: each part is marked with a word, and those that are missing are left out.
+
+Looking for the parts themselves would not do: an answer of one letter stands somewhere in any text.
+"""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from horizon_lm.data.examples import Conversation, Message
@@ -11,135 +14,165 @@ from horizon_lm.data.messages import RowError
 Write = Callable[[Conversation], str]  # a conversation as a template writes it
 
 
-def with_calls_written(conversation: Conversation, write: Write) -> Conversation:
-    """A conversation as a template wants its calls: some want arguments as text.
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A conversation as a template writes it.
+
+    Attributes:
+        text: its rendering.
+        conversation: in the form that the template takes.
+        messages: those whose content is in the text.
+        is_whole: the text has all that the conversation says.
+    """
+
+    text: str
+    conversation: Conversation
+    messages: Sequence[Message]
+    is_whole: bool
+
+
+def written(conversation: Conversation, write: Write) -> Written:
+    """Render a conversation.
 
     Raises:
-        RowError: the template does not write them in either form; else what the template raises.
+        RowError: the template leaves out an answer, or a call of a tool. Besides, what the template raises.
     """
-    if not any(message.get("tool_calls") for message in conversation.messages):
-        return conversation
+    taken: tuple[Conversation, str, str] | None = None
     refusal: Exception | None = None
-    for messages in _forms_of_calls(conversation.messages):
-        form = replace(conversation, messages=messages)
+    for form in forms_of(conversation):
         try:
             text = write(form)
         except Exception as error:  # of the template, which is a program
             refusal = refusal or error
             continue
-        if _as_python(messages, text):
-            continue
-        if all(
-            _changes(form, text, write, index, _called_otherwise) for index, each in enumerate(messages) if _calls(each)
-        ):
-            return form
-        refusal = RowError(
-            "the chat template leaves out a call of a tool, so the model would learn to say nothing in its place; name a "
-            "template that writes calls with chat_template_path, or leave the row out"
-        )
-    assert refusal is not None
-    raise refusal
+        marked = _marked(form, write)
+        taken = taken or (form, text, marked)
+        if f"'{_mark('arguments')}': '" not in marked:  # else the template would write Python's form of them
+            return _compared(form, text, marked)
+    if taken is None:
+        assert refusal is not None
+        raise refusal
+    return _compared(*taken)
 
 
-class Unsaid:
-    """Tells what a template leaves out, rendering a conversation anew only where that is in doubt.
+def forms_of(conversation: Conversation) -> Iterator[Conversation]:
+    """As it is; and with the arguments of calls as JSON text, which some templates want."""
+    yield conversation
+    if any(_calls(message) for message in conversation.messages):
+        yield replace(conversation, messages=[_with_text(message) for message in conversation.messages])
 
-    A template that leaves out a message of a conversation does so by its role and place. So each message of the first
-    conversation with a sequence of roles is tried; in later ones those that were left out, and what cannot be found.
-    """
 
-    def __init__(self, write: Write) -> None:
-        self._write = write
-        self._suspects: dict[tuple[str, ...], set[int]] = {}
-
-    def written(self, conversation: Conversation, text: str) -> tuple[Sequence[Message], bool]:
-        """The messages that are in a rendering, and whether that has all that the conversation says.
-
-        Raises:
-            RowError: it is an answer that is left out.
-        """
-        messages, roles = conversation.messages, tuple(message["role"] for message in conversation.messages)
-        missing = {index for index in self._in_doubt(messages, text, roles) if self._misses(conversation, text, index)}
-        self._suspects[roles] = self._suspects.get(roles, set()) | missing
-        if answers := [index for index in missing if roles[index] == "assistant"]:
+def _compared(form: Conversation, text: str, marked: str) -> Written:
+    missing = [place for place in _places(form) if _mark(*place) not in marked]
+    for index, message in enumerate(form.messages):
+        if any(place[:2] == ("call", index) for place in missing):
             raise RowError(
-                f"the chat template leaves out the assistant's answer (message {min(answers) + 1}), so there is nothing to "
-                "learn from it; name a template that writes it with chat_template_path"
+                "the chat template leaves out a call of a tool, so the model would learn to say nothing in its place; name a "
+                "template that writes calls with chat_template_path, or leave the row out"
             )
-        without_tools = replace(conversation, tools=None)
-        is_whole = (
-            not missing
-            and (not conversation.tools or _differs(without_tools, text, self._write))
-            and all(thought in text for thought in _thoughts(messages))
-        )
-        return [message for index, message in enumerate(messages) if index not in missing], is_whole
-
-    def _in_doubt(self, messages: Sequence[Message], text: str, roles: tuple[str, ...]) -> Iterator[int]:
-        suspects = self._suspects.get(roles, set(range(len(roles))))
-        for index, message in enumerate(messages):
-            content = message["content"].strip()
-            if content and (index in suspects or content not in text):
-                yield index
-
-    def _misses(self, conversation: Conversation, text: str, index: int) -> bool:
-        return not _changes(conversation, text, self._write, index, _reworded)
+        if ("content", index) in missing and message["role"] == "assistant" and not _calls(message):
+            raise RowError(
+                f"the chat template leaves out the assistant's answer (message {index + 1}), so there is nothing to learn from "
+                "it; name a template that writes it with chat_template_path"
+            )
+    messages = [message for index, message in enumerate(form.messages) if ("content", index) not in missing]
+    return Written(text, form, messages, not missing)
 
 
-def _changes(
-    conversation: Conversation, text: str, write: Write, index: int, change: Callable[[Message], Message]
-) -> bool:
-    """Whether a rendering differs when a message does."""
-    messages = list(conversation.messages)
-    messages[index] = change(messages[index])
-    return _differs(replace(conversation, messages=messages), text, write)
+# Marks
+
+_THOUGHTS = ("reasoning_content", "thinking")
+_Place = tuple[str | int, ...]
 
 
-def _differs(conversation: Conversation, text: str, write: Write) -> bool:
+def _mark(*place: str | int) -> str:
+    """A word that no row has, whatever a template does to letters or quotes them with."""
+    return f"qzx{'y'.join(map(str, place))}xzq"
+
+
+def _places(conversation: Conversation) -> Iterator[_Place]:
+    """The parts of a conversation that say something."""
+    for index, message in enumerate(conversation.messages):
+        if message["content"].strip():
+            yield "content", index
+        for name in _THOUGHTS:
+            if message.get(name):
+                yield name, index
+        for number in range(len(_calls(message))):
+            yield "call", index, number
+    for number, tool in enumerate(conversation.tools or ()):
+        if isinstance(_function(tool).get("name"), str):
+            yield "tool", number
+
+
+def _marked(conversation: Conversation, write: Write) -> str:
+    """The rendering with all parts marked; all marks, if the template does not take that: then nothing can be told."""
     try:
-        return write(conversation) != text
-    except Exception:  # the template has looked at what was changed
-        return True
+        return write(_with_marks(conversation)).casefold()
+    except Exception:
+        return " ".join(_mark(*place) for place in _places(conversation))
 
 
-def _reworded(message: Message) -> Message:
-    return {**message, "content": f"{message['content']}~"}
+def _with_marks(conversation: Conversation) -> Conversation:
+    messages = []
+    for index, message in enumerate(conversation.messages):
+        changed = dict(message)
+        for name in ("content", *_THOUGHTS):
+            if isinstance(message.get(name), str) and message[name].strip():
+                changed[name] = message[name] + _mark(name, index)
+        calls = [
+            {**call, "function": _called(call["function"], _mark("call", index, number))}
+            for number, call in enumerate(_calls(message))
+        ]
+        messages.append({**changed, "tool_calls": calls} if calls else changed)
+    tools = conversation.tools and [
+        _tool(tool, _mark("tool", number)) for number, tool in enumerate(conversation.tools)
+    ]
+    return replace(conversation, messages=messages, tools=tools)
 
 
-def _called_otherwise(message: Message) -> Message:
-    def change(function: dict[str, Any]) -> dict[str, Any]:
-        arguments = function.get("arguments")
-        changed = {**arguments, "_": "_"} if isinstance(arguments, dict) else f"{arguments}_"
-        return {**function, "name": f"{function['name']}_", "arguments": changed}
-
-    return _with_functions(message, change)
-
-
-def _forms_of_calls(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    yield list(messages)
-    yield [_with_functions(message, _arguments_as_text) for message in messages]
-
-
-def _with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
-    calls = [{**call, "function": change(call["function"])} for call in _calls(message)]
-    return {**message, "tool_calls": calls} if calls else message
+def _called(function: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    arguments, word = function.get("arguments"), _mark("arguments")
+    if isinstance(arguments, dict):
+        arguments = {**arguments, word: mark}
+    elif isinstance(arguments, str):
+        arguments += mark
+    return {
+        **function,
+        "name": function["name"] + mark,
+        **({"arguments": arguments} if "arguments" in function else {}),
+    }
 
 
-def _arguments_as_text(function: dict[str, Any]) -> dict[str, Any]:
-    return {**function, "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
+def _tool(tool: Any, mark: str) -> Any:
+    function = _function(tool)
+    if not isinstance(function.get("name"), str):
+        return tool
+    named = {**function, "name": function["name"] + mark}
+    return {**tool, "function": named} if "function" in tool else named
 
 
-def _as_python(messages: Sequence[Message], text: str) -> bool:
-    """Whether arguments are written as Python's dicts, and not as JSON."""
-    arguments = [call["function"].get("arguments") for message in messages for call in _calls(message)]
-    return any(isinstance(each, dict) and each and repr(each) in text for each in arguments)
+def _function(tool: Any) -> Mapping[str, Any]:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return function if isinstance(function, Mapping) else {}
+
+
+# Calls
 
 
 def _calls(message: Message) -> Sequence[Any]:
     return message.get("tool_calls") or ()
 
 
-def _thoughts(messages: Sequence[Message]) -> Iterator[str]:
-    for message in messages:
-        thought = message.get("reasoning_content") or message.get("thinking")
-        if thought:
-            yield thought.strip()
+def _with_text(message: Message) -> Message:
+    """A message with the arguments of its calls as JSON text."""
+    calls = [{**call, "function": _as_text(call["function"])} for call in _calls(message)]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments", {})
+    return {
+        **function,
+        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+    }

@@ -113,8 +113,7 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
         least = smallest(plan).host.num_bytes
         if plan.host.deficit and least < plan.host.num_bytes:
             yield (
-                f"With --precision bf16 --moments 8bit --update_in_backward true --max_grad_norm 0 it would take {format_bytes(least)} "
-                "of host memory."
+                f"With --precision bf16 --moments 8bit{_in_backward(plan)} it would take {format_bytes(least)} of host memory."
             )
     if remedies:
         yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
@@ -126,6 +125,10 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
             if b.items and b.place in ("host", "device")
         )
         yield f"  {settings}\n    {sizes}; costs: {remedy.cost}"
+
+
+def _in_backward(plan: Plan) -> str:
+    return "" if plan.request.skips_steps else " --update_in_backward true --max_grad_norm 0"
 
 
 def _value(value: Any) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ class RunFolder:
         self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
         self.trace_file = self.path / "trace.json"
         self.samples_file = self.path / "samples.jsonl"
-        self._refuse_what_is_not_ours()
+        self._foreign: list[Path] = []
+        if not self._is_of_a_run():
+            self._refuse_to_replace()
+            self._foreign += self.path.glob("checkpoint-*")
         self._keep, self._saved = config.save_total_limit, list[Path]()
         self._dtype = config.exported_dtype
         if self.model_dir.exists() and not config.overwrite_output_dir:
@@ -50,18 +54,20 @@ class RunFolder:
         if config.push_to_hub:
             _require_login()
 
-    def _refuse_what_is_not_ours(self) -> None:
-        """ConfigError for a folder that no run has made and that has something under the name of what a run leaves."""
+    def _is_of_a_run(self) -> bool:
+        """The settings in it are those of an earlier run."""
         try:
             with (self.path / "config.yaml").open(encoding="utf-8") as stream:
-                if stream.readline().strip() == OF_A_RUN:
-                    return
+                return stream.readline().strip() == OF_A_RUN
         except (OSError, UnicodeDecodeError):
-            pass
+            return False
+
+    def _refuse_to_replace(self) -> None:
+        """ConfigError for a folder that no run has made, with something under a name that a run writes to."""
         for name in _LEFT_BY_A_RUN:
             if (self.path / name).exists():
                 raise ConfigError(
-                    f"output_dir: {self.path / name} is not of a run, and would be lost; choose another folder, or move it"
+                    f"output_dir: {self.path / name} is not of a run of ours, and would be lost; choose another folder"
                 )
 
     def begin(self, config: RunConfig, plan: Plan) -> None:
@@ -70,7 +76,9 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"output_dir: {self.path} cannot be made ({error.strerror})") from error
-        (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        whole = self.path / ".config.yaml.part"
+        whole.write_text(to_yaml(config), encoding="utf-8")
+        whole.rename(self.path / "config.yaml")
         for stale in (self.trace_file, self.samples_file, self.path / "predicted_trace.json"):
             stale.unlink(missing_ok=True)
         write_plan(plan, config.device, self.path)
@@ -92,7 +100,7 @@ class RunFolder:
     def _write(self, model: Any, tokenizer: Any, target: Path) -> None:
         import torch
 
-        part, old = (target.with_name(f"{target.name}.{what}") for what in ("part", "old"))
+        part, old = (target.with_name(f".{target.name}.{what}") for what in ("part", "old"))
         if old.exists() and not target.exists():  # killed between the two renames below
             old.rename(target)
         for leftover in (part, old):
@@ -106,8 +114,11 @@ class RunFolder:
 
     def save(self, model: Any, tokenizer: Any, step: int) -> None:
         """Export the model as it is after a step, and let older exports go that are too many."""
-        self._write(model, tokenizer, self.path / f"checkpoint-{step}")
-        self._saved.append(self.path / f"checkpoint-{step}")
+        target = self.path / f"checkpoint-{step}"
+        if target in self._foreign:
+            target.rename(target.with_name(f"{target.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
+        self._write(model, tokenizer, target)
+        self._saved.append(target)
         while self._keep and len(self._saved) > self._keep:
             shutil.rmtree(self._saved.pop(0), ignore_errors=True)
 

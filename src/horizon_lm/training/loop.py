@@ -19,7 +19,7 @@ from horizon_lm.training.folder import RunFolder
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.metrics import Metrics
 from horizon_lm.training.non_finite import finite, update
-from horizon_lm.training.objectives import Objectives, make_objectives
+from horizon_lm.training.objectives import Objectives, make_objectives, require_callable
 from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.samples import Prompts
@@ -67,6 +67,7 @@ def train(
         InterruptedRunError: SIGINT or SIGTERM, at the end of a step.
     """
     config = as_config(run, settings)
+    require_callable(objective)
     config = config.model_copy(update={"device": choose_device(config.device)})
     folder = RunFolder(config)
     with Interrupts() as interrupts, Reporter(say) as reporter:
@@ -126,8 +127,7 @@ class _Loop:
         self.reporter.begin(folder.metrics_file, num_steps)
         listeners.begin(self.model, self.tokenizer, self.optimizer, self.scheduler)
         interrupts.wait_for_boundary()
-        loss_before = self.hold_out(0)
-        step = 0
+        loss_before, step = self.hold_out(0), 0
         while step < num_steps and not listeners.wishes.stop:
             if interrupts.requested:
                 self.log(step)

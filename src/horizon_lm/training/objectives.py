@@ -6,6 +6,7 @@ from typing import Any
 
 from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
 from horizon_lm.data.table import TokenTable
+from horizon_lm.errors import ConfigError
 from horizon_lm.objective.base import Objective, OwnObjective
 from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData
@@ -22,6 +23,15 @@ class Objectives:
 
     training: Objective
     held_out: Mapping[str, Objective]
+
+
+def require_callable(own: Any) -> None:
+    """ConfigError for an objective of one's own that is none."""
+    if own is not None and not callable(own):
+        raise ConfigError(
+            f"objective is {own!r}, but in a call it is a function of the model and a batch; the setting of that name goes "
+            'into the file, or into a mapping: train({"objective": "dpo", ...})'
+        )
 
 
 def make_objectives(

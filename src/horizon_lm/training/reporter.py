@@ -36,7 +36,12 @@ def _slow(of_planned: float | None) -> str:
 def _others(line: dict[str, Any], prefix: str) -> str:
     """What of an objective's measures deserves a place on a line."""
     known = {"perplexity": "perplexity", "rewards/margins": "margin", "rewards/accuracies": "accuracy"}
-    return "".join(f"  {name} {line[prefix + key]:z.4g}" for key, name in known.items() if prefix + key in line)
+    return "".join(f"  {name} {_short(line[prefix + key])}" for key, name in known.items() if prefix + key in line)
+
+
+def _short(value: float) -> str:
+    """Three digits, and of what is small the first three."""
+    return f"{value:z.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -63,6 +63,7 @@ class Tracing:
         assert self._trace is not None
         horizon_lm.synchronize(self._model)
         self._device.trace = None
-        self._trace.drop_before(self._trace.steps[0][1] if self._trace.steps else self._begun)
-        self._trace.write(self._path)
+        if self._trace.steps:
+            self._trace.drop_before(self._trace.steps[0][1])
+            self._trace.write(self._path)
         self._trace = None
