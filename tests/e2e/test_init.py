@@ -158,7 +158,12 @@ TRL, LLAMA_FACTORY, AXOLOTL = (
         (AXOLOTL + "max_steps: 10\nnum_epochs: 3\n", {"max_steps": 10}),
         # what is for another objective
         (LLAMA_FACTORY + "pref_loss: sigmoid\npref_beta: 0.1\n", {"max_length": 2048}),
-        (AXOLOTL + "pretraining_dataset: []\nmax_grad_norm: 'nan'\n", {"max_length": 512, "objective": None}),
+        (AXOLOTL + "pretraining_dataset: []\nmax_grad_norm: 'nan'\n", {"max_length": 512, "objective": None, "packing": None}),
+        (TRL + "warmup_ratio: 0.1\nwarmup_steps: '0'\n", {"warmup_steps": 0.1}),
+        (
+            AXOLOTL + "val_set_size: 0.1\neval_steps: 0.2\nsave_steps: 5\n",
+            {"eval_strategy": "steps", "eval_steps": 0.2, "save_strategy": "steps", "save_steps": 5},
+        ),
         # rows
         (
             "model_name_or_path: m\nuse_peft: false\ndatasets: [{path: a, columns: [text]}, {path: b}]\n",

@@ -96,7 +96,7 @@ def _heeded(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Transla
             result.left_out[key] = f"it is for objective: {objective}"
     for winner, loser in table.get("wins", {}).items():
         if winner in heeded and loser in heeded:
-            if heeded[winner] or table.get("wins_at_zero"):
+            if _as_meant(heeded[winner]) or table.get("wins_at_zero"):
                 del heeded[loser]
                 result.left_out[loser] = f"{winner} is set, too, and wins"
             else:
@@ -108,9 +108,14 @@ def _defaults(theirs: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, 
     """What holds there where a file says nothing, and here would not."""
     defaults = dict(table.get("defaults", {}))
     for key, of_value in table.get("defaults_with", {}).items():
-        if key in theirs:
+        if _is_set(theirs, key):
             defaults |= of_value.get(_key(theirs[key]), of_value.get("any", {}))
     return defaults
+
+
+def _is_set(theirs: Mapping[str, Any], key: str) -> bool:
+    """To something: not to false, and not to an empty list."""
+    return key in theirs and theirs[key] not in (False, "", [], {})
 
 
 def _notes(
@@ -229,7 +234,7 @@ def _table_of(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 def _objective(theirs: Mapping[str, Any], table: Mapping[str, Any]) -> str:
     for key, says in table.get("objective", {}).items():
-        if theirs.get(key) not in (None, False, "", [], {}):
+        if _is_set(theirs, key):
             value = theirs[key][0] if isinstance(theirs[key], list) else theirs[key]
             found = says if isinstance(says, str) else says.get(_key(value))
             if found:
