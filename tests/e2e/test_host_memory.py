@@ -30,7 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("precision", "per_parameter"), [("fp32_master", 14), ("bf16", 12), ("float32", 16)])
+@pytest.mark.parametrize(
+    ("precision", "per_parameter"),
+    [
+        ("fp32_master", 14),
+        pytest.param("bf16", 12, marks=pytest.mark.slow),
+        pytest.param("float32", 16, marks=pytest.mark.slow),
+    ],
+)
 def test_peak_of_load_steps_and_save(folder: Path, tmp_path: Path, precision: str, per_parameter: int) -> None:
     command = [sys.executable, "-m", "tests.e2e.host_memory_child", str(folder), precision, str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

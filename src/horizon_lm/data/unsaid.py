@@ -81,7 +81,7 @@ def _compared(form: Conversation, text: str, marked: str) -> Written:
 
 # Marks
 
-_THOUGHTS = ("reasoning_content", "thinking")
+_TEXTS = ("content", "reasoning_content", "thinking")
 _Place = tuple[str | int, ...]
 
 
@@ -93,16 +93,18 @@ def _mark(*place: str | int) -> str:
 def _places(conversation: Conversation) -> Iterator[_Place]:
     """The parts of a conversation that say something."""
     for index, message in enumerate(conversation.messages):
-        if message["content"].strip():
-            yield "content", index
-        for name in _THOUGHTS:
-            if message.get(name):
+        for name in _TEXTS:
+            if _says(message.get(name)):
                 yield name, index
         for number in range(len(_calls(message))):
             yield "call", index, number
     for number, tool in enumerate(conversation.tools or ()):
         if isinstance(_function(tool).get("name"), str):
             yield "tool", number
+
+
+def _says(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _marked(conversation: Conversation, write: Write) -> str:
@@ -117,8 +119,8 @@ def _with_marks(conversation: Conversation) -> Conversation:
     messages = []
     for index, message in enumerate(conversation.messages):
         changed = dict(message)
-        for name in ("content", *_THOUGHTS):
-            if isinstance(message.get(name), str) and message[name].strip():
+        for name in _TEXTS:
+            if _says(message.get(name)):
                 changed[name] = message[name] + _mark(name, index)
         calls = [
             {**call, "function": _called(call["function"], _mark("call", index, number))}
