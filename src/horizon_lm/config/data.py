@@ -6,6 +6,7 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
 from horizon_lm.config.dataset import DatasetList
 from horizon_lm.config.model import ModelSettings
+from horizon_lm.config.types import UnusedError
 
 WITHOUT_ROWS = {"without_rows": True}  # a context of validation: a plan is wanted before there are rows
 
@@ -51,7 +52,7 @@ class DataSettings(ModelSettings):
         if value is None:
             return None
         if info.data.get("eval_datasets"):
-            raise ValueError("is not used with eval_datasets; remove one of the two")
+            raise UnusedError("is not used with eval_datasets; remove one of the two")
         if value >= 1 and value != int(value):
             raise ValueError("must be a whole number of rows, or a share of them below 1")
         return value

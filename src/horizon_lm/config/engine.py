@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
 from horizon_lm.config.data import DataSettings
-from horizon_lm.config.types import Bytes, DeviceName
+from horizon_lm.config.types import Bytes, DeviceName, UnusedError
 
 
 class EngineSettings(DataSettings):
@@ -60,7 +60,7 @@ class EngineSettings(DataSettings):
     @classmethod
     def _chunks_need_chunked_head(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and info.data.get("head") == "whole":
-            raise ValueError("is not used with head: whole; remove one of the two")
+            raise UnusedError("is not used with head: whole; remove one of the two")
         return value
 
     @field_validator("held_graphs")

@@ -14,6 +14,7 @@ from horizon_lm.config import SCHEMAS, WITHOUT_ROWS, DatasetConfig, RunConfig
 from horizon_lm.config.elsewhere import ELSEWHERE
 from horizon_lm.config.tables import our_name
 from horizon_lm.config.text import describe
+from horizon_lm.config.types import UnusedError
 from horizon_lm.errors import ConfigError
 
 _LENGTHS = {"num_train_epochs", "max_steps"}  # of which a run has one
@@ -38,6 +39,8 @@ def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_
 
 def _laid_over(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with changes, before which those give way that they make useless."""
+    if not changed:
+        return dict(settings)
     lengths = [key for key in _LENGTHS if changed.get(key) not in (None, -1)]
     kept = {key: value for key, value in settings.items() if len(lengths) != 1 or key not in _LENGTHS}
     useless_before = _useless(kept)  # in any case, and so an error
@@ -54,11 +57,9 @@ def _useless(settings: Mapping[str, Any]) -> set[str]:
     try:
         _schema(settings).model_validate(settings, context=WITHOUT_ROWS)
     except ValidationError as error:
-        return {str(each["loc"][0]) for each in error.errors() if len(each["loc"]) == 1 and _UNUSED in each["msg"]}
+        found = [each for each in error.errors() if isinstance(each.get("ctx", {}).get("error"), UnusedError)]
+        return {str(each["loc"][0]) for each in found}
     return set()
-
-
-_UNUSED = "used "  # "is not used with ...", "is only used with ..."
 
 
 def _schema(settings: Mapping[str, Any]) -> type[RunConfig]:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from horizon_lm.config.types import Settings
+from horizon_lm.config.types import Settings, UnusedError
 
 
 class ModelSettings(Settings):
@@ -36,7 +36,7 @@ class ModelSettings(Settings):
     @classmethod
     def _no_option_of_a_config_with_gguf(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("gguf_file"):
-            raise ValueError("is not used with gguf_file; remove one of the two")
+            raise UnusedError("is not used with gguf_file; remove one of the two")
         return value
 
     @field_validator("trainable")

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
 from horizon_lm.config.training import TrainingSettings
-from horizon_lm.config.types import Interval, Names
+from horizon_lm.config.types import Interval, Names, UnusedError
 
 
 class OutputSettings(TrainingSettings):
@@ -73,7 +73,7 @@ class OutputSettings(TrainingSettings):
         default = cls.model_fields[info.field_name or ""].default
         held_out = [info.data.get(name, ...) for name in ("eval_datasets", "test_split_size")]
         if value != default and held_out == [None, None]:
-            raise ValueError("is not used without eval_datasets or test_split_size; add one, or remove it")
+            raise UnusedError("is not used without eval_datasets or test_split_size; add one, or remove it")
         return value
 
     @field_validator("eval_steps", "save_steps", "save_total_limit")
@@ -83,7 +83,9 @@ class OutputSettings(TrainingSettings):
         strategy = f"{name.partition('_')[0]}_strategy"
         needed = ("steps", "epoch") if name == "save_total_limit" else ("steps",)
         if value != cls.model_fields[name].default and info.data.get(strategy, "steps") not in needed:
-            raise ValueError(f"is not used with {strategy}: {info.data[strategy]}; set {strategy}: steps, or remove it")
+            raise UnusedError(
+                f"is not used with {strategy}: {info.data[strategy]}; set {strategy}: steps, or remove it"
+            )
         return value
 
     @field_validator("report_to")
@@ -99,7 +101,7 @@ class OutputSettings(TrainingSettings):
     @classmethod
     def _samples_something(cls, value: Any, info: ValidationInfo) -> Any:
         if value != cls.model_fields[info.field_name or ""].default and info.data.get("sample_prompts", ...) is None:
-            raise ValueError("is not used without sample_prompts; add some, or remove it")
+            raise UnusedError("is not used without sample_prompts; add some, or remove it")
         return value
 
     @field_validator("run_name", "hub_model_id", "hub_private_repo")
@@ -107,7 +109,7 @@ class OutputSettings(TrainingSettings):
     def _goes_somewhere(cls, value: Any, info: ValidationInfo) -> Any:
         name, unset = ("report_to", "none") if info.field_name == "run_name" else ("push_to_hub", False)
         if value is not None and info.data.get(name) == unset:
-            raise ValueError(f"is not used without {name}; set it, or remove this")
+            raise UnusedError(f"is not used without {name}; set it, or remove this")
         return value
 
 

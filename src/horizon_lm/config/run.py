@@ -14,7 +14,7 @@ from pydantic import (
 
 from horizon_lm.config.data import WITHOUT_ROWS
 from horizon_lm.config.output import OutputSettings
-from horizon_lm.config.types import as_list
+from horizon_lm.config.types import UnusedError, as_list
 
 
 class RunConfig(OutputSettings):
@@ -46,7 +46,7 @@ class TextConfig(RunConfig):
     @classmethod
     def _packs_something(cls, value: str, info: ValidationInfo) -> str:
         if value != "bfd" and not info.data.get("packing", True):
-            raise ValueError("is not used without packing: true")
+            raise UnusedError("is not used without packing: true")
         return value
 
     @field_validator("eval_packing")
@@ -54,7 +54,7 @@ class TextConfig(RunConfig):
     def _packs_held_out_rows(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         held_out = [info.data.get(name, ...) for name in ("eval_datasets", "test_split_size")]
         if value is not None and held_out == [None, None]:
-            raise ValueError("is not used without eval_datasets or test_split_size; add one, or remove it")
+            raise UnusedError("is not used without eval_datasets or test_split_size; add one, or remove it")
         if value and info.data.get("max_length", 1) is None:
             raise ValueError("needs a max_length to pack up to, which is null")
         return value
@@ -132,7 +132,7 @@ class DpoConfig(RunConfig):
     @classmethod
     def _smooths_robust(cls, value: float, info: ValidationInfo) -> float:
         if value and "robust" not in info.data.get("loss_type", ["robust"]):
-            raise ValueError("is only used with loss_type: robust; remove it")
+            raise UnusedError("is only used with loss_type: robust; remove it")
         return value
 
 

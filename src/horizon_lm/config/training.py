@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from horizon_lm.config.engine import EngineSettings
-from horizon_lm.config.types import Share, StepsOrShare
+from horizon_lm.config.types import Share, StepsOrShare, UnusedError
 
 _WITHOUT_WARMUP = ("constant",)
 
@@ -80,12 +80,12 @@ class TrainingSettings(EngineSettings):
     @classmethod
     def _schedule_has_settings(cls, value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get("lr_scheduler_type") in ("constant", "constant_with_warmup"):
-            raise ValueError(f"is not used by lr_scheduler_type: {info.data['lr_scheduler_type']}; remove it")
+            raise UnusedError(f"is not used by lr_scheduler_type: {info.data['lr_scheduler_type']}; remove it")
         return value
 
     @field_validator("warmup_steps")
     @classmethod
     def _schedule_has_warmup(cls, value: float, info: ValidationInfo) -> float:
         if value and info.data.get("lr_scheduler_type") in _WITHOUT_WARMUP:
-            raise ValueError("is not used by lr_scheduler_type: constant; choose constant_with_warmup")
+            raise UnusedError("is not used by lr_scheduler_type: constant; choose constant_with_warmup")
         return value

@@ -73,15 +73,13 @@ def _from_llamafactory(theirs: Mapping[str, Any], folder: Path, left_out: dict[s
     for key, ours in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
         names = theirs.get(key) or []
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-        if names:
-            of_texts = theirs.get("stage") == "pt"
-            yield (
-                ours,
-                [
-                    _of_llamafactory(name, place, info[name], of_texts, left_out) if name in info else {"path": name}
-                    for name in names
-                ],
-            )
+        of_texts = theirs.get("stage") == "pt"
+        entries = [
+            _of_llamafactory(name, place, info[name], of_texts, left_out) if name in info else {"path": name}
+            for name in names
+        ]
+        if entries:
+            yield ours, entries
         if unknown := [name for name in names if name not in info]:
             left_out[key] = f"{', '.join(unknown)}: not found in a dataset_info.json; write their paths in {ours}"
 
@@ -96,8 +94,7 @@ def _from_axolotl(theirs: Mapping[str, Any], folder: Path, left_out: dict[str, s
         if entries:
             said = [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
             if key == "pretraining_dataset":
-                said = [{"type": "completion", **entry, "field": entry.get("text_column", "text")} for entry in said]
-                said = [{name: value for name, value in entry.items() if name != "text_column"} for entry in said]
+                said = [_of_texts(entry) for entry in said]
             yield ours, [_of_axolotl(entry, "rl" in theirs, left_out) for entry in said]
             if key != "datasets" or not any(map(_is_text, said)):
                 continue
@@ -108,6 +105,12 @@ def _from_axolotl(theirs: Mapping[str, Any], folder: Path, left_out: dict[str, s
                     "texts that are longer than sequence_len go on in further rows there; here they do with packing: true and "
                     "packing_strategy: bfd_split"
                 )
+
+
+def _of_texts(said: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of ``pretraining_dataset`` in the words of ``datasets``."""
+    entry = {name: value for name, value in said.items() if name != "text_column"}
+    return {"type": "completion", **entry, "field": said.get("text_column", "text")}
 
 
 def _dataset_info(folder: Path, data_dir: Any) -> tuple[Path, Mapping[str, Any]]:

@@ -8,6 +8,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from horizon_lm.units import parse_bytes
 
 
+class UnusedError(ValueError):
+    """A setting that the run would not use."""
+
+
 class Settings(BaseModel):
     """A group of settings. What is not one of them is refused, and nothing is converted."""
 

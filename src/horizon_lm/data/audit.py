@@ -42,7 +42,7 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
             starts = np.concatenate([[0], ends[:-1]])
             doubled.add(numbers[_begins_twice(ids, starts, ends, tokenizer.bos_token_id)], part.place)
             thinking.add(numbers[_has_trained(ids, trained, ends, patterns)], part.place)
-    for part, again in zip(report.rows.parts, _copies([part.keys() for part in report.rows.parts]), strict=True):
+    for part, again in zip(report.rows.parts, _copies([part.keys for part in report.rows.parts]), strict=True):
         repeated.add(part.indices[again], part.place)
     found = [
         Finding(
@@ -77,9 +77,9 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
 
 def also_trained_on(held_out: TokenTable, training: TokenTable) -> list[Finding]:
     """What is found in held-out rows beside those that are trained on."""
-    known, shared = np.concatenate([part.keys() for part in training.parts]), Tally()
+    known, shared = np.concatenate([part.keys for part in training.parts]), Tally()
     for part in held_out.parts:
-        shared.add(part.indices[np.isin(part.keys(), known)], part.place)
+        shared.add(part.indices[np.isin(part.keys, known)], part.place)
     remedy = "their loss says little about new rows; remove copies, or hold out others"
     return [Finding(False, "are trained on, too", remedy, shared)] if shared.count else []
 

@@ -11,8 +11,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant", "function": "tool",
 }  # fmt: skip
+TEXTS = ("content", "reasoning_content", "thinking")  # what a message says, besides calls
 _READ = {  # besides role and content
-    "assistant": ("tool_calls", "reasoning_content", "thinking"),
+    "assistant": ("tool_calls", *TEXTS[1:]),
     "tool": ("name", "tool_call_id"),
     "user": ("name",),
 }
@@ -115,10 +116,14 @@ def _json(text: str, where: str) -> Any:
         raise RowError(f"{where} is not valid JSON ({error.msg})") from error
 
 
+def is_said(value: Any) -> bool:
+    """Whether a text of a message is there, and more than spaces."""
+    return isinstance(value, str) and bool(value.strip())
+
+
 def says_something(message: Message) -> bool:
     """Whether a message has a content, a call or a thought."""
-    parts = ("content", "tool_calls", "reasoning_content", "thinking")
-    return any(value.strip() if isinstance(value, str) else value for value in map(message.get, parts))
+    return bool(message.get("tool_calls")) or any(is_said(message.get(name)) for name in TEXTS)
 
 
 def checked(messages: list[Message]) -> list[Message]:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
@@ -121,7 +122,6 @@ class Part:
         each = np.stack([_list_lengths(table.data.column(name)) for name in self._names])
         self.lengths, self.num_tokens = each.max(0), each.sum(0)
         self.num_targets = table.data.column("num_targets").to_numpy().astype(np.int64)
-        self._keys: np.ndarray | None = None
 
     def __len__(self) -> int:
         """Rows in use."""
@@ -172,20 +172,19 @@ class Part:
                 yield start + np.flatnonzero(mask), np.cumsum(lengths[mask]), *values
             start += len(lengths)
 
+    @cached_property
     def keys(self) -> np.ndarray:
         """For each row in use a number that tells its tokens from others'."""
-        if self._keys is None:
-            keys, used = np.zeros(len(self.lengths), dtype=np.uint64), np.sort(self.indices)
-            for name in self._names:
-                start = 0
-                for chunk in self.table.data.column(name).chunks:
-                    values, ends = chunk.flatten().to_numpy(), np.cumsum(chunk.value_lengths())
-                    for row in used[np.searchsorted(used, start) : np.searchsorted(used, start + len(chunk))] - start:
-                        text = keys[start + row].tobytes() + values[ends[row - 1] if row else 0 : ends[row]].tobytes()
-                        keys[start + row] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
-                    start += len(chunk)
-            self._keys = keys[self.indices]
-        return self._keys
+        keys, used = np.zeros(len(self.lengths), dtype=np.uint64), np.sort(self.indices)
+        for name in self._names:
+            start = 0
+            for chunk in self.table.data.column(name).chunks:
+                values, ends = chunk.flatten().to_numpy(), np.cumsum(chunk.value_lengths())
+                for row in used[np.searchsorted(used, start) : np.searchsorted(used, start + len(chunk))] - start:
+                    text = keys[start + row].tobytes() + values[ends[row - 1] if row else 0 : ends[row]].tobytes()
+                    keys[start + row] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+                start += len(chunk)
+        return keys[self.indices]
 
     def place(self, index: int) -> str:
         """Where a row comes from."""

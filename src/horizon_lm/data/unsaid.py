@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from horizon_lm.data.examples import Conversation, Message
-from horizon_lm.data.messages import RowError
+from horizon_lm.data.messages import TEXTS, RowError, is_said
 
 Write = Callable[[Conversation], str]  # a conversation as a template writes it
 
@@ -81,7 +81,6 @@ def _compared(form: Conversation, text: str, marked: str) -> Written:
 
 # Marks
 
-_TEXTS = ("content", "reasoning_content", "thinking")
 _Place = tuple[str | int, ...]
 
 
@@ -93,18 +92,14 @@ def _mark(*place: str | int) -> str:
 def _places(conversation: Conversation) -> Iterator[_Place]:
     """The parts of a conversation that say something."""
     for index, message in enumerate(conversation.messages):
-        for name in _TEXTS:
-            if _says(message.get(name)):
+        for name in TEXTS:
+            if is_said(message.get(name)):
                 yield name, index
         for number in range(len(_calls(message))):
             yield "call", index, number
     for number, tool in enumerate(conversation.tools or ()):
         if isinstance(_function(tool).get("name"), str):
             yield "tool", number
-
-
-def _says(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
 
 
 def _marked(conversation: Conversation, write: Write) -> str:
@@ -119,8 +114,8 @@ def _with_marks(conversation: Conversation) -> Conversation:
     messages = []
     for index, message in enumerate(conversation.messages):
         changed = dict(message)
-        for name in _TEXTS:
-            if _says(message.get(name)):
+        for name in TEXTS:
+            if is_said(message.get(name)):
                 changed[name] = message[name] + _mark(name, index)
         calls = [
             {**call, "function": _called(call["function"], _mark("call", index, number))}

@@ -99,11 +99,14 @@ def _all_that_is_needed(plan: Plan, changes: Sequence[Change], outline_for: Outl
     return [best] if best else []
 
 
-def smallest(plan: Plan) -> Plan:
-    """The same run with the fewest bytes per parameter that there are."""
-    request = plan.request
-    less = replace(request, precision="bf16", grad_bytes=2, moments="8bit", update_in_backward=not request.skips_steps)
-    return make_plan(plan.step.outline, less, plan.machine, priced=False)
+def smallest(plan: Plan) -> Remedy:
+    """The same run with the fewest bytes per parameter that there are, whether it fits or not."""
+    settings: dict[str, Any] = {"precision": "bf16", "moments": "8bit"}
+    in_backward = not plan.request.skips_steps
+    if in_backward:
+        settings |= {"update_in_backward": True, "max_grad_norm": 0}
+    less = replace(plan.request, precision="bf16", grad_bytes=2, moments="8bit", update_in_backward=in_backward)
+    return Remedy(settings, "", make_plan(plan.step.outline, less, plan.machine, priced=False))
 
 
 def _try(request: Request, machine: Machine, parts: list[Change], outline_for: OutlineFor) -> Remedy:

@@ -110,25 +110,23 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
         yield "Make room on the disk, or choose another output_dir."
     if plan.memory_deficit and not remedies:
         yield "No settings make it fit: take a smaller model (horizon-lm plan --largest lists those that do), or more memory."
-        least = smallest(plan).host.num_bytes
-        if plan.host.deficit and least < plan.host.num_bytes:
-            yield (
-                f"With --precision bf16 --moments 8bit{_in_backward(plan)} it would take {format_bytes(least)} of host memory."
-            )
+        least = smallest(plan)
+        if plan.host.deficit and least.plan.host.num_bytes < plan.host.num_bytes:
+            needed = format_bytes(least.plan.host.num_bytes)
+            yield f"With {_arguments(least)} it would take {needed} of host memory."
     if remedies:
         yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
     for remedy in remedies:
-        settings = " ".join(f"--{name} {_value(value)}" for name, value in remedy.settings.items())
         sizes = ", ".join(
             f"{_TITLES[b.place]} {format_bytes(b.num_bytes)}"
             for b in remedy.plan.budgets
             if b.items and b.place in ("host", "device")
         )
-        yield f"  {settings}\n    {sizes}; costs: {remedy.cost}"
+        yield f"  {_arguments(remedy)}\n    {sizes}; costs: {remedy.cost}"
 
 
-def _in_backward(plan: Plan) -> str:
-    return "" if plan.request.skips_steps else " --update_in_backward true --max_grad_norm 0"
+def _arguments(remedy: Remedy) -> str:
+    return " ".join(f"--{name} {_value(value)}" for name, value in remedy.settings.items())
 
 
 def _value(value: Any) -> str:
