@@ -63,17 +63,6 @@ def test_every_operation_of_the_traced_steps_is_there(traced: Path) -> None:
     assert {"update block0", "update block1", "update embed"} <= updated
 
 
-def test_updates_of_the_step_before_lie_in_every_traced_step(traced: Path) -> None:
-    """In the first one, too: they run under its forward."""
-    for step in steps(traced / "trace.json"):
-        updated = {
-            event["name"]
-            for event in events(traced / "trace.json", "X")
-            if event["cat"] == "update" and event["ts"] < step["end"] and event["ts"] + event["dur"] > step["start"]
-        }
-        assert {"update block0", "update block1"} <= updated
-
-
 def test_the_predicted_step_has_the_same_operations_in_the_same_form(traced: Path) -> None:
     (predicted,) = steps(traced / "predicted_trace.json")
     (measured, _) = steps(traced / "trace.json")

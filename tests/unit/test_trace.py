@@ -1,9 +1,17 @@
-"""What a device waited for, found in a trace."""
+"""What a device waited for, found in a trace; and which operations a trace of some steps has."""
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import horizon_lm
 from horizon_lm.schedule.ops import Kind, Op, Stream
-from horizon_lm.schedule.trace import Span, exposed_seconds
+from horizon_lm.schedule.trace import Span, Trace, exposed_seconds
+from horizon_lm.training.tracing import Tracing
 
 
 def _span(kind: Kind, stream: Stream, start: float, end: float, reached: float | None = None) -> Span:
@@ -53,3 +61,27 @@ def test_a_device_that_never_waits() -> None:
     spans = [_computed(0.0, 1.0), _computed(1.0, 2.0), _computed(2.0, 3.0), _copied_in(0.0, 3.0)]
     assert sum(exposed_seconds(spans).values()) == 0
     assert sum(exposed_seconds([]).values()) == 0
+
+
+def test_updates_of_the_step_before_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run under the forward of the first step that is; what had ended before it is no part of it."""
+    monkeypatch.setattr(horizon_lm, "synchronize", lambda model: None)
+    device: Any = SimpleNamespace(trace=None, used_bytes=lambda: 0)
+    model = SimpleNamespace(_horizon=SimpleNamespace(engine=SimpleNamespace(device=device)))
+    tracing = Tracing(model, num_traced=2, num_steps=9, path=tmp_path / "trace.json")
+    at_submission: dict[
+        int, tuple[Trace | None, float]
+    ] = {}  # an update tells the trace that was there when it was due
+    for step in range(1, 6):
+        tracing.before_step(step)
+        at_submission[step] = device.trace, time.perf_counter()
+        if device.trace is not None:
+            now = time.perf_counter()
+            device.trace.add(Op(Kind.FORWARD, f"block{step}", Stream.COMPUTE), now, now + 1e-9)
+        trace, began = at_submission.get(step - 1, (None, 0.0))
+        if trace is not None:
+            trace.add(Op(Kind.UPDATE, f"block{step - 1}", Stream.HOST), began, time.perf_counter())
+    content = json.loads((tmp_path / "trace.json").read_text())
+    assert [step["step"] for step in content["otherData"]["steps"]] == [3, 4]
+    names = {event["name"] for event in content["traceEvents"] if event["ph"] == "X"}
+    assert names == {"update block2", "forward block3", "update block3", "forward block4"}
