@@ -1,0 +1,150 @@
+"""Adapters of PEFT."""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+
+from tests import families
+from tests.seams.seam import EITHER, REJECTED, Case, row
+from tests.seams.use import adamw, copied_weights, evaluated, gradients, train
+
+SECTION = "PEFT"
+
+
+def _config(**settings: Any) -> peft.LoraConfig:
+    settings = {
+        "r": 4,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "up_proj"],
+        "init_lora_weights": False,
+    } | settings
+    return peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+
+
+def _adapted(**settings: Any) -> Any:
+    model = peft.get_peft_model(families.build("llama"), _config(**settings))
+    return model.train()
+
+
+def _two() -> Any:
+    model = _adapted()
+    model.add_adapter("second", _config(r=2, lora_alpha=32))
+    return model.train()
+
+
+_LORA = {"": Case(_adapted)}
+_KINDS = {
+    "lora": Case(_adapted),
+    "mixed-ranks": Case(partial(_adapted, rank_pattern={"layers.1.mlp.up_proj": 8}, alpha_pattern={"layers.0.mlp.up_proj": 64})),
+    "rslora": Case(partial(_adapted, use_rslora=True, rank_pattern={"layers.2.self_attn.q_proj": 2})),
+    "one-layer": Case(partial(_adapted, layers_to_transform=[1])),
+    "bias": Case(partial(_adapted, bias="lora_only")),
+    "dora": Case(partial(_adapted, use_dora=True)),
+    "saved-head": Case(partial(_adapted, modules_to_save=["lm_head"])),
+    "embedding": Case(partial(_adapted, target_modules=["q_proj", "embed_tokens"])),
+    "head": Case(partial(_adapted, target_modules=["q_proj", "lm_head"])),
+    "whole": Case(_adapted, {"head": "whole"}),
+    "micro-batches": Case(_adapted, {"device_micro_batch_size": 1}),
+    "bf16": Case(_adapted, {"precision": "bf16"}),
+}  # fmt: skip
+
+
+@row("W20.train", SECTION, "Train `stream(get_peft_model(model))`, with ranks and alphas that differ", EITHER,
+     cases={name: case for name, case in _KINDS.items() if name != "bf16"}, tolerance=1e-4)  # fmt: skip
+def train_adapters(model: Any) -> Any:
+    return [evaluated(model), gradients(model), train(model, adamw(model)), evaluated(model)]
+
+
+@row("W20.ranks", SECTION, "Ranks and alphas that differ between blocks", cases={k: _KINDS[k] for k in ("lora", "mixed-ranks", "rslora", "one-layer")})  # fmt: skip
+def ranks(model: Any) -> Any:
+    return [evaluated(model), gradients(model)]
+
+
+@row("W20.disable", SECTION, "`with model.disable_adapter():`", cases=_LORA | {"mixed": _KINDS["mixed-ranks"]})
+def disable(model: Any) -> Any:
+    first = evaluated(model)
+    with model.disable_adapter():
+        without = evaluated(model)
+    return [first, without, evaluated(model), gradients(model)]
+
+
+@row("W20.disable-before", SECTION, "The same before any other forward", cases=_LORA)
+def disable_before(model: Any) -> Any:
+    with model.disable_adapter():
+        without = evaluated(model)
+    return [without, evaluated(model)]
+
+
+@row("W20.set", SECTION, "`set_adapter` with several adapters", EITHER, cases={"": Case(_two)})
+def set_adapter(model: Any) -> Any:
+    first = evaluated(model)
+    model.set_adapter("second")
+    try:
+        return [first, evaluated(model), gradients(model)]
+    finally:
+        model.set_adapter("default")
+
+
+@row("W20.add", SECTION, "`add_adapter` after `stream()`", REJECTED, cases=_LORA)
+def add_adapter(model: Any) -> Any:
+    first = evaluated(model)
+    model.add_adapter("later", _config(r=2))
+    try:
+        model.set_adapter("later")
+        return [first, evaluated(model), gradients(model)]
+    finally:
+        model.set_adapter("default")
+        model.delete_adapter("later")
+
+
+@row("W20.get", SECTION, "`get_peft_model(stream(model))`: adapters are added before `stream()`", REJECTED,
+     cases={"train": Case(arguments={"training": True}), "evaluate": Case(arguments={"training": False})})  # fmt: skip
+def get_peft_model(model: Any, training: bool) -> Any:
+    adapted = peft.get_peft_model(model, _config())
+    try:
+        return gradients(adapted) if training else evaluated(adapted)
+    finally:
+        adapted.unload()
+        model.requires_grad_(True)
+
+
+@row("W20.merge", SECTION, "`merge_adapter()` and `unmerge_adapter()`", cases=_LORA, tolerance=1e-4)
+def merge(model: Any) -> Any:
+    first = evaluated(model)
+    model.merge_adapter()
+    merged, weights = evaluated(model), copied_weights(model)
+    model.unmerge_adapter()
+    return [first, merged, weights, evaluated(model), gradients(model)]
+
+
+@row("W20.merge-and-unload", SECTION, "`merge_and_unload()` of a streamed model", EITHER, cases=_LORA, edits=True)
+def merge_and_unload(model: Any) -> Any:
+    return evaluated(model.merge_and_unload())
+
+
+@row("W20.save", SECTION, "`save_pretrained` writes the adapter alone, as plain PEFT reads it", cases=_LORA)
+def save(model: Any) -> Any:
+    train(model, adamw(model))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        files = sorted(path.name for path in Path(folder).iterdir())
+        loaded = peft.PeftModel.from_pretrained(families.build("llama"), folder)
+        return [files, evaluated(loaded), evaluated(model)]
+
+
+@row("W20.generate", SECTION, "`generate` with adapters", EITHER, cases=_LORA)
+def generate(model: Any) -> Any:
+    ids = families.batch(rows=2, padding="none")["input_ids"]
+    model.eval()
+    return model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0
+    )
+
+
+@row("W20.optimizer", SECTION, "Train adapters with another optimizer", cases=_LORA)
+def optimizer(model: Any) -> Any:
+    return train(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))

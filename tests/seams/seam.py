@@ -1,0 +1,196 @@
+"""The table of rows, and what runs one of them."""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+import horizon_lm
+from horizon_lm.errors import HorizonError
+from tests import families
+from tests.seams.compare import difference
+from tests.seams.use import copied_weights, gradients
+
+WORKS, REJECTED, EITHER = "works", "is rejected", "works or is rejected"
+WRONG = "is wrong"
+
+Body = Callable[..., Any]
+
+
+def llama() -> Any:
+    """Build the model of rows that are about no model in particular."""
+    return families.build("llama")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on which a row is tried.
+
+    Attributes:
+        build: makes the plain model; called several times, and each time the same.
+        options: of `horizon_lm.stream`, besides ``precision="float32"``.
+        arguments: of the row's body, besides the model.
+        stream: makes the streamed model of a plain one; None for `horizon_lm.stream` with the options.
+    """
+
+    build: Callable[[], Any] = llama
+    options: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    stream: Callable[[Any], Any] | None = None
+
+    def plain(self) -> Any:
+        """Build the plain model."""
+        torch.manual_seed(0)
+        return self.build()
+
+    def streamed(self) -> Any:
+        """Build the model and stream it."""
+        model = self.plain()
+        return (
+            self.stream(model) if self.stream else horizon_lm.stream(model, **({"precision": "float32"} | self.options))
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """Something that foreign code does with a model.
+
+    Attributes:
+        key: name of the test.
+        section: of the page.
+        text: what is done, as the page says it.
+        expected: `WORKS`, `REJECTED` or `EITHER`.
+        body: does it with a model, and returns what must be the same on a plain and on a streamed one.
+        cases: on which it is tried, by name.
+        tolerance: largest relative difference of a tensor.
+        edits: the body may have changed weights before it was rejected.
+        warns: that it warns is part of what is expected.
+    """
+
+    key: str
+    section: str
+    text: str
+    expected: str
+    body: Body
+    cases: Mapping[str, Case]
+    tolerance: float = 1e-5
+    edits: bool = False
+    warns: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a row: ``kind`` is `WORKS`, `REJECTED` or `WRONG`; ``message`` is the error's, the warning's or the reason."""
+
+    kind: str
+    message: str = ""
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(
+    key: str, section: str, text: str, expected: str = WORKS, cases: Mapping[str, Case] | None = None, **settings: Any
+) -> Callable[[Body], Body]:
+    """Add the decorated body to the table."""
+
+    def add(body: Body) -> Body:
+        assert key not in ROWS, key
+        ROWS[key] = Row(key, section, text, expected, body, cases or {"": Case()}, **settings)
+        return body
+
+    return add
+
+
+def all_cases() -> list[tuple[str, str]]:
+    """Return the key and the name of the case of everything that is tried."""
+    return [(key, name) for key, each in ROWS.items() for name in each.cases]
+
+
+@cache
+def run(key: str, name: str) -> Outcome:
+    """Try a row on one of its cases."""
+    each = ROWS[key]
+    case = each.cases[name]
+    expected, plain_warnings = _plain_values(key, name)
+    try:
+        model = case.streamed()
+    except HorizonError as error:
+        return _rejection(error)
+    before = copied_weights(model)
+    value, warned = _call(each.body, model, case.arguments)
+    if isinstance(value, HorizonError):
+        outcome = _rejection(value)
+        left = _half_done(each, case, model, before)
+        return Outcome(WRONG, f"{outcome.message}\nafterwards {left}") if left else outcome
+    if isinstance(value, Exception):
+        return Outcome(WRONG, f"{type(value).__name__}: {value}")
+    if isinstance(expected, Exception):
+        return Outcome(WRONG, f"nothing is raised, where a plain model raises {type(expected).__name__}: {expected}")
+    found = difference(expected, value, each.tolerance)
+    warned = [text for text in warned if text not in plain_warnings]
+    if not found and bool(warned) != each.warns:
+        found = f"warns: {warned[0]}" if warned else "there is no warning"
+    if found:
+        return Outcome(WRONG, found)
+    return Outcome(WORKS, _without_places(warned[0]) if warned else "")
+
+
+_KNOWN: dict[Any, tuple[Any, list[str]]] = {}
+
+
+def _plain_values(key: str, name: str) -> tuple[Any, list[str]]:
+    """Return what the body returns on the plain model, and the warnings; run once for all cases that differ in options."""
+    each = ROWS[key]
+    case = each.cases[name]
+    known = (key, case.build, str(sorted(case.arguments.items(), key=str)))
+    if known not in _KNOWN:
+        _KNOWN[known] = _call(each.body, case.plain(), case.arguments)
+    value = _KNOWN[known][0]
+    if isinstance(value, Exception) and each.expected != REJECTED:
+        raise value
+    return _KNOWN[known]
+
+
+def _rejection(error: HorizonError) -> Outcome:
+    message = f"{type(error).__name__}: {_without_places(str(error))}"
+    if "the schedule expects" in message:
+        return Outcome(WRONG, f"{message}: this has no remedy, and nobody outside knows the schedule")
+    return Outcome(REJECTED, message)
+
+
+def _call(body: Body, model: Any, arguments: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return what the body returns or raises, and the warnings."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            value = body(model, **arguments)
+        except Exception as error:
+            value = error.with_traceback(None) if isinstance(error, HorizonError) else error
+    return value, [str(each.message) for each in caught]
+
+
+def _half_done(each: Row, case: Case, model: Any, before: Mapping[str, torch.Tensor]) -> str | None:
+    """Return what a rejection has left undone: the model must compute as before, with the weights that it had."""
+    after = copied_weights(model)
+    if not each.edits and (changed := difference(before, after, 0.0)):
+        return f"the weights have changed: {changed}"
+    plain = case.plain()
+    try:
+        for name, param in plain.named_parameters():
+            param.requires_grad_(model.get_parameter(name).requires_grad)
+        plain.load_state_dict({name: value.clone() for name, value in after.items()})
+        left = difference(gradients(plain.eval()), gradients(model.eval()), 1e-4)
+    except Exception as error:
+        return f"the model cannot be used: {type(error).__name__}: {error}"
+    return f"the model computes something else: {left}" if left else None
+
+
+def _without_places(message: str) -> str:
+    """Return a message without what differs from run to run: temporary folders and addresses."""
+    return re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"/tmp/[^\s'\",;)]+", "FOLDER", message))

@@ -1,0 +1,70 @@
+"""What the bodies of rows are made of; all of it runs on plain and on streamed models alike."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import horizon_lm
+from horizon_lm.engine.streamed import StreamedModel
+from tests import families
+
+
+def is_streamed(model: Any) -> bool:
+    """Return whether a model, or the one that it wraps, is streamed."""
+    return any(isinstance(module, StreamedModel) for module in model.modules())
+
+
+def loss(model: Any, **arguments: Any) -> torch.Tensor:
+    """Return the loss of the usual batch."""
+    return model(**(families.batch() | arguments)).loss
+
+
+def evaluated(model: Any, **arguments: Any) -> float:
+    """Return the loss of the usual batch in evaluation mode, without gradients."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        value = float(loss(model, **arguments))
+    model.train(training)
+    return value
+
+
+def gradients(model: Any, **arguments: Any) -> dict[str, Any]:
+    """Return the loss and the gradients of the usual batch, from none before."""
+    model.zero_grad()
+    value = loss(model, **arguments)
+    value.backward()
+    return {"loss": float(value), "gradients": copied_gradients(model)}
+
+
+def copied_gradients(model: Any) -> dict[str, torch.Tensor | None]:
+    """Copy the gradients of all parameters."""
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def copied_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Copy the weights as a checkpoint has them."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train(model: Any, optimizer: Any, steps: int = 3, **arguments: Any) -> list[float]:
+    """Run steps of training, each on another batch, and return the losses."""
+    losses = []
+    for step in range(steps):
+        value = model(**(families.batch(seed=step) | arguments)).loss
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(value))
+    return losses
+
+
+def adamw(
+    model: Any, lr: float = 1e-2, weight_decay: float = 0.1, params: Iterable[Any] | None = None, **ours: Any
+) -> Any:
+    """Make Horizon-LM's AdamW for a streamed model, and torch's for a plain one. ``ours``: settings of the former."""
+    if is_streamed(model):
+        return horizon_lm.AdamW(model, lr=lr, weight_decay=weight_decay, params=params, **ours)
+    params = model.parameters() if params is None else params
+    return torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, foreach=False)
