@@ -50,6 +50,14 @@ class NonFiniteWarning(RuntimeWarning):
     """A step was left out because a gradient was NaN or infinite."""
 
 
+class HeadWarning(UserWarning):
+    """A model's loss cannot be computed in chunks, so that all its logits are made at once."""
+
+
+class ForeignWriteWarning(UserWarning):
+    """Weights were written by other code, and what the store keeps beside them was reset."""
+
+
 class InterruptedRunError(HorizonError):
     """The user or the system asked the run to stop."""
 

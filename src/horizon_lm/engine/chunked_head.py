@@ -4,7 +4,6 @@ The model's own forward is called once per chunk, with a decoder that returns th
 Face's code that scales and caps logits and computes the loss.
 """
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,16 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.device.base import send
 from horizon_lm.engine.head import Head
 from horizon_lm.engine.replay import Surroundings, no_autocast_cache
-from horizon_lm.errors import ModelNotSupportedError
-from horizon_lm.model.parts import ModelParts
+from horizon_lm.errors import StreamingError
+from horizon_lm.model.head_path import IGNORED, ChunkedPath, Decoded, hidden_of, is_same
+from horizon_lm.model.places import in_place
 
-IGNORED = -100  # label of a token that is not trained, as in torch.nn.functional.cross_entropy
 _ROW_BLOCK = 4096  # rows of the head's gradient formed at once when it has another dtype than its buffer
 
 
@@ -56,120 +54,129 @@ class LossInputs:
         return cls(send(shifted, device), send(trained, device), num_items)
 
 
-def require_chunkable(parts: ModelParts) -> None:
-    """ModelNotSupportedError if a model's loss cannot be cut into chunks of tokens."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    name, remedy = type(parts.model).__name__, "stream with head='whole'"
-    if type(parts.head) is not nn.Linear:
-        raise ModelNotSupportedError(f"{name}: the head is a {type(parts.head).__name__}, not a plain Linear; {remedy}")
-    arguments = inspect.signature(type(parts.model).forward).parameters.values()
-    if parts.model.loss_function is not ForCausalLMLoss or not any(p.kind == p.VAR_KEYWORD for p in arguments):
-        raise ModelNotSupportedError(
-            f"{name} computes its loss in a way of its own, which cannot be cut into chunks; {remedy}"
-        )
-
-
 class ChunkedHead:
     """Norm, head and loss of a model over chunks of its trained tokens. ``call_model`` is the model's own forward."""
 
-    def __init__(self, head: Head, call_model: Callable[..., Any]) -> None:
-        self.head, self.engine, self.call_model = head, head.engine, call_model
-        parts = self.engine.parts
-        self._decoder, self.norm = parts.decoder, parts.final_norm
+    def __init__(self, head: Head, path: ChunkedPath, call_model: Callable[..., Any]) -> None:
+        self.head, self.engine, self.path, self.call_model = head, head.engine, path, call_model
         self.chunk_tokens = self.engine.options.head_chunk_tokens
-        self.decoder_output: Any = None  # class of what the decoder returns, seen in the forward
-        self.hidden: torch.Tensor | None = None  # what the norm was given, seen in the forward
+        self._leaves_norm = False  # the running forward leaves the norm to the chunks
+        self._given_to_norm: torch.Tensor | None = None
+        self._hidden: torch.Tensor | None = None  # what the trunk returned
+        self._active = False
         self._chunk: _Chunk | None = None
+        norm, refs = self.engine.parts.final_norm, self.engine.refs
+        self._norm_attributes = {
+            name: attribute for name, ref in refs.items() for module, attribute in ref.places if module is norm
+        }
 
     @property
-    def in_chunk(self) -> bool:
-        """Whether the model's forward is computing a chunk."""
-        return self._chunk is not None
+    def is_wanted(self) -> bool:
+        """Whether the head's module is called for chunks now, or for a forward that leaves logits to them."""
+        return self._active or self._chunk is not None
 
-    @property
-    def norm_names(self) -> list[str]:
-        """Full names of the final norm's parameters."""
-        norm = self.norm
-        if norm is None:
-            return []
-        own = {id(p) for p in norm._parameters.values()}
-        return [
-            n for n, ref in self.engine.refs.items() if any(m is norm for m, _ in ref.places) or id(ref.param) in own
-        ]
+    @contextmanager
+    def instead_of_logits(self, with_norm: bool) -> Iterator[None]:
+        """Inside, the model's forward leaves the head to chunks. ``with_norm``: it computes the final norm all the same."""
+        self._active, self._leaves_norm = True, self.path.norm_is_last and not with_norm
+        try:
+            yield
+        finally:
+            self._active = False
 
-    def compute(self, run: "ChunkedRun", norm_weights: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def outer_names(self) -> list[str]:
+        """Full names of the outer parameters that chunks compute with: the norm's, and a bias of a tied head."""
+        norm = list(self._norm_attributes) if self._leaves_norm else []
+        return [*norm, *self.head.outer.values()]
+
+    def compute(self, run: "ChunkedRun", outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What ``run`` makes of the hidden states that the forward saw; differentiable when the forward records."""
-        hidden, self.hidden = self.hidden, None
+        hidden, self._hidden, self._given_to_norm = self._hidden, None, None
         assert hidden is not None
-        return _HeadFunction.apply(run, self.engine.anchor, hidden, *norm_weights)
+        anchor = self.engine.anchor if self.engine.handle is not None else hidden.new_empty(0)
+        return _HeadFunction.apply(run, anchor, hidden, *outer)
 
     # What stands in for modules while the model's forward runs
 
-    def seen_by_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The final norm is left to the chunks."""
-        self.hidden = hidden
+    def trunk_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of the trunk's forward."""
+        if self._chunk is not None:
+            return Decoded(self._chunk.normalise())
+        output = forward(*args, **kwargs)
+        if self._active:
+            self._hidden = hidden_of(output)
+            if self._leaves_norm and (self._given_to_norm is None or not is_same(self._hidden, self._given_to_norm)):
+                raise StreamingError(
+                    f"{type(self.path.trunk).__name__} does more after its final norm than when the model was streamed; stream "
+                    "with head='whole'"
+                )
+        return output
+
+    def norm_forward(self, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
+        """In the place of the final norm's: that is left to the chunks."""
+        if not (self._active and self._leaves_norm):
+            return forward(hidden)
+        self._given_to_norm = hidden
         return hidden
 
-    def seen_by_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Instead of logits: one row of zeros, for a loss without labels."""
+    def head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Instead of logits of all tokens: those of a chunk, or one row of zeros for a loss without labels."""
         if self._chunk is not None:
             return self._chunk.project(hidden)
-        if self.norm is None:
-            self.hidden = hidden
-        elif self.hidden is None or hidden.shape != self.hidden.shape or hidden.data_ptr() != self.hidden.data_ptr():
-            raise ModelNotSupportedError(
-                f"{type(self._decoder).__name__} does more between its final norm and the head than the norm, so the "
-                "head cannot be computed in chunks; stream with head='whole'"
-            )
         return hidden.new_zeros((1, 1, self.head.vocabulary))
 
     @contextmanager
     def computing(self, chunk: "_Chunk") -> Iterator[None]:
         """Inside, the model's forward computes this chunk."""
-        before = self._decoder.__dict__.get("forward")
         self._chunk = chunk
-        self._decoder.forward = lambda *args, **kwargs: self.decoder_output(  # type: ignore[method-assign]
-            last_hidden_state=chunk.normalise()
-        )
         try:
             yield
         finally:
             self._chunk = None
-            if before is None:
-                del self._decoder.forward
-            else:
-                self._decoder.forward = before  # type: ignore[method-assign]
+
+    def chunk(
+        self,
+        names: list[str],
+        hidden: torch.Tensor,
+        outer: list[torch.Tensor],
+        grads: dict[str, torch.Tensor],
+        first: bool,
+    ) -> "_Chunk":
+        """Tokens (n, H) with the outer parameters of these names."""
+        given = dict(zip(names, outer, strict=True))
+        norm = {self._norm_attributes[name]: tensor for name, tensor in given.items() if name in self._norm_attributes}
+        bias = {attribute: given[name] for attribute, name in self.head.outer.items()}
+        return _Chunk(self, hidden[None], norm, bias, grads, first)
 
 
 class _Chunk:
     """Some trained tokens (1, n, H) on their way through norm and head; ``grads`` takes the head's gradients."""
 
     def __init__(
-        self, owner: ChunkedHead, hidden: torch.Tensor, norm: dict[str, torch.Tensor], grads: dict[str, torch.Tensor],
-        first: bool,
+        self, owner: ChunkedHead, hidden: torch.Tensor, norm: dict[str, torch.Tensor], bias: dict[str, torch.Tensor],
+        grads: dict[str, torch.Tensor], first: bool,
     ) -> None:  # fmt: skip
-        self.owner, self.hidden, self.norm_weights = owner, hidden, norm
+        self.owner, self.hidden, self.norm_weights, self.bias = owner, hidden, norm, bias
         self.grads, self.first = grads, first
 
     def normalise(self) -> torch.Tensor:
-        norm = self.owner.norm
-        if norm is None:
+        norm = self.owner.engine.parts.final_norm
+        if norm is None or not self.norm_weights:
             return self.hidden
-        before = dict(norm._parameters)
-        norm._parameters.update(self.norm_weights)  # type: ignore[arg-type]
-        try:
-            return type(norm).forward(norm, self.hidden)
-        finally:
-            norm._parameters.update(before)
+        with in_place((norm, attribute, weight) for attribute, weight in self.norm_weights.items()):
+            hidden: torch.Tensor = type(norm).forward(norm, self.hidden)  # type: ignore[attr-defined]
+        return hidden
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights = self.owner.head.weights()
+        weights = self.owner.head.weights() | self.bias
         return _ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), self.grads, self.first)
 
 
 class _ChunkLinear(torch.autograd.Function):
-    """``F.linear`` whose weight gradient is added into a buffer instead of being returned, chunk after chunk."""
+    """``F.linear`` whose gradients are added into a buffer instead of being returned, chunk after chunk.
+
+    The gradient of a bias that has no place in the buffer is returned.
+    """
 
     @staticmethod
     def forward(
@@ -189,10 +196,13 @@ class _ChunkLinear(torch.autograd.Function):
         flat, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         if "weight" in ctx.grads:
             _add_product(ctx.grads["weight"], flat, inputs, ctx.first)
+        bias_grad = None
         if "bias" in ctx.grads:
             bias = ctx.grads["bias"]
             bias.copy_(flat.sum(0) if ctx.first else bias + flat.sum(0))
-        return grad.matmul(weight.to(grad.dtype)), None, None, None, None
+        elif ctx.needs_input_grad[2]:
+            bias_grad = flat.sum(0)
+        return grad.matmul(weight.to(grad.dtype)), None, bias_grad, None, None
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, first: bool) -> None:
@@ -206,7 +216,7 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, 
         rows.copy_(product) if first else rows.add_(product)
 
 
-Grads = tuple[torch.Tensor, list[torch.Tensor]]  # of hidden states, and of the norm's parameters
+Grads = tuple[torch.Tensor, list[torch.Tensor]]  # of hidden states, and of outer parameters
 
 
 class ChunkedRun(ABC):
@@ -214,15 +224,16 @@ class ChunkedRun(ABC):
 
     def __init__(self, owner: ChunkedHead, inputs: LossInputs, options: dict[str, Any]) -> None:
         self.owner, self.engine, self.inputs, self.handle = owner, owner.engine, inputs, owner.engine.handle
+        self.outer_names = owner.outer_names()
         self._options = options
         self.surroundings = Surroundings(self.engine.device.torch_device.type)
 
     @abstractmethod
-    def forward(self, hidden: torch.Tensor, norm: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """From hidden states (B, T, H) and the norm's parameters."""
+    def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """From hidden states (B, T, H) and the outer parameters of these names."""
 
     @abstractmethod
-    def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, norm: list[torch.Tensor]) -> Grads:
+    def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor]) -> Grads:
         """From the gradients of what `forward` returned."""
 
     def chunks(self) -> tuple[torch.Tensor, ...]:
@@ -230,41 +241,39 @@ class ChunkedRun(ABC):
         return self.inputs.trained.split(self.owner.chunk_tokens) if len(self.inputs.trained) else ()
 
     def call_model(
-        self, hidden: torch.Tensor, norm: list[torch.Tensor], grads: dict[str, torch.Tensor] | None, first: bool,
+        self, hidden: torch.Tensor, outer: list[torch.Tensor], grads: dict[str, torch.Tensor] | None, first: bool,
         **arguments: Any,
     ) -> Any:  # fmt: skip
         """What the model makes of hidden states (n, H). The head's gradients will go into ``grads``."""
-        names = [name.rpartition(".")[2] for name in self.owner.norm_names]
-        chunk = _Chunk(self.owner, hidden[None], dict(zip(names, norm, strict=True)), grads or {}, first)
-        with self.owner.computing(chunk):
+        with self.owner.computing(self.owner.chunk(self.outer_names, hidden, outer, grads or {}, first)):
             return self.owner.call_model(**arguments, **self._options)
 
-    def differentiate(self, hidden: torch.Tensor, norm: list[torch.Tensor], of_chunk: Callable[..., None]) -> Grads:
-        """Run ``of_chunk(leaf, index, norm_leaves, head_grads, first)``, which calls backward, for each chunk."""
+    def differentiate(self, hidden: torch.Tensor, outer: list[torch.Tensor], of_chunk: Callable[..., None]) -> Grads:
+        """Run ``of_chunk(leaf, index, outer_leaves, head_grads, first)``, which calls backward, for each chunk."""
         flat, grads = hidden.detach().reshape(-1, hidden.shape[-1]), self.owner.head.grads()
         chunks = self.chunks()
         for tensor in grads.values() if not chunks else ():
             tensor.zero_()
         hidden_grad = torch.zeros_like(flat)
-        leaves = [w.detach().requires_grad_() for w in norm]
+        leaves = [w.detach().requires_grad_() for w in outer]
         with torch.enable_grad(), no_autocast_cache():
             for number, index in enumerate(chunks):
                 leaf = flat[index].requires_grad_()
                 of_chunk(leaf, index, leaves, grads, number == 0)
                 hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
-        norm_grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in leaves]
-        return hidden_grad.view(hidden.shape), norm_grads
+        outer_grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in leaves]
+        return hidden_grad.view(hidden.shape), outer_grads
 
 
 class _HeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, run: ChunkedRun, anchor: torch.Tensor, hidden: torch.Tensor, *norm: torch.Tensor
+        ctx: Any, run: ChunkedRun, anchor: torch.Tensor, hidden: torch.Tensor, *outer: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        values = run.forward(hidden, list(norm))
-        ctx.save_for_backward(hidden, *norm)
+        values = run.forward(hidden, list(outer))
+        ctx.save_for_backward(hidden, *outer)
         return values
 
     @staticmethod
@@ -272,6 +281,6 @@ class _HeadFunction(torch.autograd.Function):
         run: ChunkedRun = ctx.run
         assert run.handle is not None
         with run.engine.backward_of(run.handle):
-            hidden, *norm = ctx.saved_tensors
-            hidden_grad, norm_grads = run.backward(grads, hidden, norm)
-        return None, None, hidden_grad, *norm_grads
+            hidden, *outer = ctx.saved_tensors
+            hidden_grad, outer_grads = run.backward(grads, hidden, outer)
+        return None, None, hidden_grad, *outer_grads

@@ -1,5 +1,6 @@
 """The executor: passes over the units, and what each of their operations moves."""
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,14 +13,18 @@ from torch.autograd import Variable
 
 from horizon_lm.device.base import Device
 from horizon_lm.device.moves import Copy, Move
+from horizon_lm.engine.anchor import Anchor
 from horizon_lm.engine.cursor import Cursor
+from horizon_lm.engine.foreign import WeightWatch, watch_optimizers
 from horizon_lm.engine.grads import HostGrads
 from horizon_lm.engine.handle import BoundaryPool, Claim, ForwardHandle
 from horizon_lm.engine.landing import LandingSlots
 from horizon_lm.engine.memory import DeviceMemory, Options, block_index
+from horizon_lm.engine.parameters import call_after_grad, landing_grad
 from horizon_lm.engine.replay import MicroBatchRandomness
 from horizon_lm.engine.updates import PendingUpdates, TableUpdate, UpdatesInBackward
-from horizon_lm.errors import ConfigError, ScheduleMismatchError, StreamingError
+from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
+from horizon_lm.model.block import comparable
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.plan.residency import BatchSize, DevicePlan, Residency
 from horizon_lm.schedule import build
@@ -37,11 +42,12 @@ class Engine:
     def __init__(self, parts: ModelParts, store: Store, device: Device, options: Options) -> None:
         self.parts, self.store, self.device, self.options = parts, store, device, options
         self.refs: dict[str, ParamRef] = {ref.name: ref for refs in parts.units.values() for ref in refs}
-        self._unit_of = {id(ref.param): self.store.unit_of[name] for name, ref in self.refs.items()}
+        self._name_of = {id(ref.param): name for name, ref in self.refs.items()}
+        self._watch = WeightWatch(self.refs)
+        watch_optimizers()
         self.cursor = Cursor(device)
         self.grads = HostGrads(self.refs, store, device)
         self.boundaries = BoundaryPool(device)
-        self.anchor = torch.zeros((), device=device.torch_device, requires_grad=True)
         self.counts: Counter[str] = Counter()  # rows through blocks, by kind of computation
 
         self.handle: ForwardHandle | None = None  # of the running forward, if it records
@@ -49,8 +55,12 @@ class Engine:
         self.num_rows = 0
         self.head_buffer, self._graphs = Claim(), Claim()  # the head's gradients made in a forward; kept graphs
         self._backward_of: ForwardHandle | None = None
-        self._landed: set[str] = set()
-        self._changed = True  # the weights, since the last forward
+        self._landed: dict[str, list[str]] = {}  # by unit, parameters that got a gradient in the running backward
+        self._after_grad: dict[str, None] = {}  # parameters with hooks to call when the whole backward is over
+        self._trained: dict[str, list[str]] = {}  # by unit, parameters that the running pass trains
+        self._anchor: Anchor | None = None
+        self._resident_version = -1  # of the weights that stay on the device between passes
+        self._warned = False  # of weights that others have written
         self.updates = PendingUpdates(device)
         self._in_backward: UpdatesInBackward | None = None
         self._shape: tuple[Any, ...] = ()
@@ -71,13 +81,27 @@ class Engine:
         """The host slabs that hold a unit."""
         return self.store.units[self.slab_unit(unit)]
 
-    def trainable(self, unit: str) -> list[str]:
-        """Full names of a unit's parameters that take part in training now."""
-        return [name for name in self.slabs(unit).layout if self.refs[name].param.requires_grad]
+    def trained(self, unit: str) -> list[str]:
+        """Full names of a unit's parameters that the running pass trains: those that required a gradient in its forward."""
+        return self._trained.get(self.slab_unit(unit), [])
+
+    def trainable(self) -> dict[str, list[str]]:
+        """By unit that owns slabs, full names of the parameters that require a gradient now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {
+                unit: [name for name in slabs.layout if self.refs[name].param.requires_grad]
+                for unit, slabs in self.store.units.items()
+            }
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """What autograd nodes of the running forward depend on."""
+        assert self.handle is not None
+        return self.handle.anchor.tensor
 
     def allocate_grads(self) -> None:
         """Make room for gradients of what is trainable now, unless that was done before."""
-        trainable = [name for name, ref in self.refs.items() if ref.param.requires_grad]
+        trainable = [name for names in self.trainable().values() for name in names]
         if not self.store.has_grads:
             kept = () if self._in_backward is not None else self.store.units
             self.grads.allocate(trainable, [*kept, *([EMBED] if self.parts.tied else [])])
@@ -120,22 +144,24 @@ class Engine:
     def _set_residency(self, residency: Residency) -> None:
         self.residency = residency
         self.memory.hold(range(self.parts.num_blocks - residency.weights, self.parts.num_blocks))
-        self._changed = True  # held weights have to be streamed in
+        self._resident_version = -1  # held weights have to be streamed in
 
     # Forward
 
     @contextmanager
     def forward_pass(
-        self, *, recording: bool, rows: int, embed: bool, inputs_need_grad: bool, head_grads: bool
+        self, *, recording: bool, rows: int, embed: bool, inputs_need_grad: bool, head_grads: bool, draws: bool
     ) -> Iterator[None]:
-        """A forward runs inside. ``recording``: for a later backward."""
+        """A forward runs inside. ``recording``: for a later backward. ``draws``: it may advance the global generators."""
         self.check_alive()
         if self.cursor.active:  # a backward that died in foreign code, or a nested call
             self.fault(StreamingError("the backward before this forward was not finished"))
+        self.notice_writes()
         keeps = self._kept_blocks(inputs_need_grad) if recording else frozenset()
+        self._trained = self.trainable()
         if recording:
             self.allocate_grads()
-            self.handle = ForwardHandle(self.store.version, keeps)
+            self.handle = ForwardHandle(self.store.version, keeps, self._trained, self._config(), self._find_anchor())
             self._handles.add(self.handle)
             self.handle.head_grads = head_grads
             self._hold_graphs(self.handle)
@@ -144,28 +170,42 @@ class Engine:
             self.layout,
             keeps=keeps,
             embed=embed,
-            changed=self._changed,
+            changed=self._resident_version != self.store.version,
             table_update=self.updates.table is not None,
-            head_grads=head_grads and bool(self.trainable(HEAD)),
+            head_grads=head_grads and bool(self.trained(HEAD)),
         )
         self.num_rows = rows
-        self.randomness = MicroBatchRandomness(self.device, len(self.micro_batches()))
+        self.randomness = MicroBatchRandomness(self.device, len(self.micro_batches()), draws)
         try:
             self.cursor.start(schedule, self._moves)
             yield
             self.updates.add(self.cursor.update_tasks())
             self.cursor.finish()
-            self._changed, self.updates.table = False, None
+            self._resident_version, self.updates.table = self.store.version, None
         except BaseException as error:
             self.fault(error)
             raise
         finally:
             self.handle = None
 
-    def require_forward(self, unit: str) -> None:
-        """ScheduleMismatchError when a unit is called by itself, outside a forward of the model."""
+    def require_forward(self, what: str) -> None:
+        """StreamingError when a part of the model is called by itself, outside a forward of the model."""
         if not self.cursor.active:
-            raise ScheduleMismatchError("a forward of the whole model", f"{Kind.FORWARD} {unit}")
+            raise StreamingError(
+                f"{what} of a streamed model cannot be called by itself: its weights are on the device only while the whole "
+                "model runs. Call model(...); with output_hidden_states=True it returns the hidden states, too."
+            )
+
+    def _find_anchor(self) -> Anchor:
+        """Return the anchor of the parameters that are trained now: the last one, or another if these are others."""
+        params = [self.refs[name].param for names in self._trained.values() for name in names]
+        if self._anchor is None or list(map(id, params)) != list(map(id, self._anchor.params)):
+            with torch.enable_grad():
+                self._anchor = Anchor(params)
+        return self._anchor
+
+    def _config(self) -> Any:
+        return comparable(vars(self.parts.model.config.get_text_config()))
 
     def micro_batches(self) -> list[tuple[int, int]]:
         """Row ranges of the device micro-batches of the running forward."""
@@ -174,7 +214,8 @@ class Engine:
 
     def _kept_blocks(self, inputs_need_grad: bool) -> frozenset[int]:
         """Blocks that a gradient passes through: from the first trainable unit on."""
-        first = 0 if inputs_need_grad else self.parts.first_differentiated()
+        with torch._C.DisableTorchFunctionSubclass():
+            first = 0 if inputs_need_grad else self.parts.first_differentiated()
         return frozenset(range(first, self.parts.num_blocks))
 
     @property
@@ -193,7 +234,7 @@ class Engine:
         """Waits across passes are proven for passes of one shape; what is trainable rarely changes, so that may cost."""
         if not keeps:
             return
-        shape = (keeps, self.residency, tuple(name for name, ref in self.refs.items() if ref.param.requires_grad))
+        shape = (keeps, self.residency, [name for names in self._trained.values() for name in names])
         if shape != self._shape:
             self.drain()
             self._shape = shape
@@ -218,11 +259,11 @@ class Engine:
     def backward_of(self, handle: ForwardHandle) -> Iterator[None]:
         """A node of a backward runs inside; the first one of a forward begins its pass."""
         self.check_alive()
-        if torch.is_grad_enabled():
-            raise StreamingError("create_graph=True is not supported: a streamed model has no second derivatives")
+        if self._backward_of is None:
+            self._require_possible(handle)  # what is rejected here has changed nothing
         try:
             if self._backward_of is not handle:
-                handle.check_usable(self.store.version)
+                self._require_possible(handle)
                 self._finish_backward()
                 self._start_backward(handle)
             yield
@@ -230,23 +271,44 @@ class Engine:
             self.fault(error)
             raise
 
+    def _require_possible(self, handle: ForwardHandle) -> None:
+        """StreamingError for a backward that would be wrong."""
+        if torch.is_grad_enabled():
+            raise StreamingError("create_graph=True is not supported: a streamed model has no second derivatives")
+        if not handle.anchor.sees_whole_backward():
+            raise StreamingError(
+                "gradients of a streamed model go to host memory, all of them, so backward(inputs=...) and "
+                "torch.autograd.grad are not supported; call backward() and read param.grad, and freeze what should get none "
+                "(requires_grad_(False)) before the forward"
+            )
+        self.notice_writes()
+        handle.check_usable(self.store.version, self._config())
+
     def _start_backward(self, handle: ForwardHandle) -> None:
         if self.cursor.active:
             raise StreamingError("backward was called inside a forward of the same model")
         self.grads.forgive_if_empty()
         if self._in_backward is not None:
             self._in_backward.begin()
+        self._trained = handle.trained
         trainable = [
-            unit for unit in (EMBED, *map(block, range(self.parts.num_blocks)), HEAD, OUTER) if self.trainable(unit)
+            unit for unit in (EMBED, *map(block, range(self.parts.num_blocks)), HEAD, OUTER) if self.trained(unit)
         ]  # fmt: skip
-        self._backward_of, self._landed = handle, set()
+        self._backward_of, self._landed = handle, {}
         self._evict_head_grads(handle)
         schedule = build.backward(self.layout, blocks=handle.keeps, trainable=trainable, head_grads=handle.head_grads)
         self.cursor.start(schedule, self._moves)
-        Variable._execution_engine.queue_callback(self._finish_backward)
+        Variable._execution_engine.queue_callback(self._end_of_graph)
+
+    def _end_of_graph(self) -> None:
+        """Called by autograd when its graph is done."""
+        self._finish_backward()
+        names, self._after_grad = self._after_grad, {}
+        for name in names:
+            call_after_grad(self.refs[name].param)
 
     def _finish_backward(self) -> None:
-        """Publish the gradients that are landing; called by autograd when its graph is done."""
+        """Publish the gradients that are landing."""
         handle, self._backward_of = self._backward_of, None
         if handle is None:
             return
@@ -259,19 +321,24 @@ class Engine:
                 assert self.grads.slots is not None
                 self.updates.table = self._in_backward.table(self.grads.slots.table_grads())
             return
-        self.grads.publish(name for unit in self._landed for name in self.trainable(unit))
+        landed = [name for names in self._landed.values() for name in names]
+        self.grads.publish(landed)
+        self._after_grad |= dict.fromkeys(landed)
 
-    def landed(self, unit: str) -> None:
-        """The gradients of a unit are complete on the device and on their way."""
-        self._landed.add(unit)
+    def landed(self, unit: str, names: list[str]) -> None:
+        """The gradients of these parameters of a unit are complete on the device. Called before they leave it."""
+        self._landed[unit] = names
+        if self._in_backward is not None and unit != EMBED and self.slab_unit(unit) == unit:
+            assert self.grads.slots is not None
+            self.cursor.bind(Kind.UPDATE, unit, self._in_backward.moves(unit, names, self.grads.slots.of(unit)))
 
     def has_landed(self, unit: str) -> bool:
         return unit in self._landed
 
     def _moves(self, op: Op) -> Sequence[Move] | None:
         """What an operation of the pass that begins moves; None if only the batch will tell."""
-        if op.kind == Kind.UPDATE:
-            return self._update_moves(op.unit)
+        if op.kind == Kind.UPDATE:  # the table's, or in a backward the unit's own, for which see `landed`
+            return None if self.updates.table is None or self._backward_of is not None else self.updates.table.rest()
         if op.kind == Kind.STREAM_OUT and op.unit != EMBED:
             return self.grads.moves(self.slab_unit(op.unit), self.memory.grads_of(op))
         if op.kind == Kind.FETCH:
@@ -283,15 +350,6 @@ class Engine:
             buffer = self.memory.weights_of(op.unit)[: slab.numel()]
             return [Copy(buffer, slab, slab.numel() * slab.element_size())]
         return None
-
-    def _update_moves(self, unit: str) -> Sequence[Move]:
-        """The table's pending update in a forward, or a unit's own in a backward."""
-        if self._backward_of is None:
-            assert self.updates.table is not None
-            return self.updates.table.rest()
-        assert self._in_backward is not None
-        assert self.grads.slots is not None
-        return self._in_backward.moves(unit, self.grads.slots.of(unit))
 
     # Updates, faults and waiting
 
@@ -314,7 +372,35 @@ class Engine:
     def weights_changed(self) -> None:
         """The host's weights are new, or will be when the updates that are on their way are done."""
         self.store.version += 1
-        self._changed = True
+
+    def notice_writes(self, expected: bool = False) -> None:
+        """Follow what others have written to the weights. ``expected``: with their low halves, if they have any."""
+        written = self._watch.written()
+        if not written:
+            return
+        self.weights_changed()
+        if self.store.precision.low_half and not expected:
+            for name in written:
+                self.store.reset_low(name)
+            if self._warned:
+                return
+            self._warned = True
+            warnings.warn(
+                f"{written[0]}{f' and {len(written) - 1} others' if written[1:] else ''} of a streamed model in precision "
+                "'fp32_master' were written by other code. They are exactly the bfloat16 values that were written: the 16 low "
+                "bits of their fp32 master are zero now. A loaded optimizer state of horizon_lm.AdamW brings them back.",
+                ForeignWriteWarning,
+                stacklevel=3,
+            )
+
+    def before_foreign_step(self, optimizer: str) -> None:
+        """Another optimizer is about to update weights. StreamingError if it would lose their low halves."""
+        if self.store.precision.low_half:
+            raise StreamingError(
+                f"{optimizer} sees bfloat16 weights and would round every update to them: in precision 'fp32_master' their "
+                "other 16 bits are horizon_lm.AdamW's. Use that optimizer, or stream with precision='bf16' or 'float32'."
+            )
+        self.hand_out_weight()
 
     def update_in_backward(self, updates: UpdatesInBackward) -> None:
         """From now on units are updated as their gradients land. ConfigError if there is a gradient store already."""
@@ -345,7 +431,7 @@ class Engine:
             if handle is not None:
                 handle.consumed = True
                 self.boundaries.release(handle)
-        self._backward_of, self.handle = None, None
+        self._backward_of, self.handle, self._after_grad = None, None, {}
         self.head_buffer.release()
         self._graphs.release()
 
@@ -363,12 +449,27 @@ class Engine:
         self.wait_for_grads()
         self.grads.clear()
 
+    def hand_out_weight(self) -> None:
+        """Somebody may read a weight, or write to it: its update must be done."""
+        if self.cursor.active:  # of the running pass, what has begun; the rest comes after
+            self.updates.wait(self.cursor.update_tasks())
+        else:
+            self.updates.finish()
+
     def hand_out_grad(self, param: nn.Parameter) -> None:
         """Somebody may read a gradient, or write to it: it must have landed, and no update may still need it."""
-        self.wait_for_grads()
-        self.updates.finish()
-        if id(param) in self._unit_of:
-            self.grads.squares.forget(self._unit_of[id(param)])
+        name = self._name_of.get(id(param))
+        if name is None:
+            return
+        if self._in_backward is not None and self._in_backward.pending:
+            raise StreamingError(
+                f"{name}.grad: with update_in_backward no gradients are kept, they are applied as they come. Gradients cannot "
+                "be read or clipped (clip_grad_norm_); use horizon_lm.AdamW without update_in_backward for that"
+            )
+        if landing_grad(param) is not None:
+            self.wait_for_grads()
+            self.hand_out_weight()
+        self.grads.squares.forget(self.store.unit_of[name])
 
     def wait_for_grads(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""
@@ -380,6 +481,12 @@ class Engine:
             if self._in_backward is not None:
                 self.updates.tear(error)
             raise
+
+    def settle(self) -> None:
+        """Finish all updates, and follow what others have written, so that the weights are those of now."""
+        self.check_alive()
+        self.drain()
+        self.notice_writes()
 
     def drain(self) -> None:
         """Block until nothing is on its way, and all updates are done."""

@@ -2,10 +2,12 @@
 
 import weakref
 from collections import defaultdict
+from typing import Any
 
 import torch
 
 from horizon_lm.device.base import Device, Task
+from horizon_lm.engine.anchor import Anchor
 from horizon_lm.errors import StreamingError
 
 
@@ -15,21 +17,29 @@ class ForwardHandle:
     Attributes:
         version: of the weights it was computed with.
         keeps: blocks with a boundary.
+        trained: names of the parameters of each unit that were trained then.
+        config: the model's settings, as comparable values.
+        anchor: what its autograd nodes depend on.
         graphs: of these blocks the whole computation is kept, so that it is not repeated.
         boundaries: host copies of boundaries, by block.
         head_grads: the head's gradients were made in this forward and are in the head's buffer.
     """
 
-    def __init__(self, version: int, keeps: frozenset[int]) -> None:
+    def __init__(
+        self, version: int, keeps: frozenset[int], trained: dict[str, list[str]], config: Any, anchor: Anchor
+    ) -> None:
         self.version = version
         self.keeps = keeps
+        self.trained = trained
+        self.config = config
+        self.anchor = anchor
         self.graphs: frozenset[int] = frozenset()
         self.boundaries: dict[int, torch.Tensor] = {}
         self.offloads: dict[int, Task] = {}
         self.head_grads = False
         self.consumed = False
 
-    def check_usable(self, version: int) -> None:
+    def check_usable(self, version: int, config: Any) -> None:
         """StreamingError if a backward through this forward would be wrong."""
         if self.consumed:
             raise StreamingError(
@@ -38,8 +48,13 @@ class ForwardHandle:
             )
         if self.version != version:
             raise StreamingError(
-                "the weights were updated between this forward and its backward, so its gradients would mix two sets of "
-                "weights. Call backward before optimizer.step()."
+                "the weights were changed between this forward and its backward, so its gradients would mix two sets of "
+                "weights. Call backward before optimizer.step(), and before weights are edited."
+            )
+        if self.config != config:
+            raise StreamingError(
+                "the model's config was changed between this forward and its backward, which computes the blocks again; "
+                "change it (set_attn_implementation, for example) before the forward"
             )
 
 

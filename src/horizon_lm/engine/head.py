@@ -1,6 +1,6 @@
 """The head: the output projection, called once with all hidden states (mode ``whole``, and wherever logits are wanted)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.handle import ForwardHandle
 from horizon_lm.engine.replay import no_autocast_cache
-from horizon_lm.model.skeleton import meta_copy
+from horizon_lm.model.places import in_place
 from horizon_lm.schedule.ops import HEAD, Kind
 
 
@@ -17,14 +17,14 @@ class Head:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        parts = engine.parts
-        self._module = meta_copy(parts.head)
+        self._module = module = engine.parts.head
         self._layout = engine.slabs(HEAD).layout
         self._attributes = {
-            name: attribute
-            for name in self._layout
-            for module, attribute in engine.refs[name].places
-            if module is parts.head
+            name: attribute for name in self._layout for owner, attribute in engine.refs[name].places if owner is module
+        }
+        # A bias beside a tied weight is an outer parameter, which is on the device already.
+        self.outer = {
+            a: n for n, ref in engine.refs.items() for m, a in ref.places if m is module and n not in self._layout
         }
         self.vocabulary = self._layout.entries[next(iter(self._attributes))].shape[0]
 
@@ -33,47 +33,55 @@ class Head:
         buffer = self.engine.memory.head_weights[0]
         return {attribute: self._layout.view(buffer, name) for name, attribute in self._attributes.items()}
 
+    def outer_weights(self) -> dict[str, torch.Tensor]:
+        """Outer parameters of the head module, as they are on the device in a forward."""
+        return {attribute: self._module._parameters[attribute] for attribute in self.outer}  # type: ignore[misc]
+
     def grads(self) -> dict[str, torch.Tensor]:
         """Views of the gradient buffer, likewise, for what is trained."""
-        trainable = set(self.engine.trainable(HEAD))
-        if not trainable:
+        trained = set(self.engine.trained(HEAD))
+        if not trained:
             return {}
         layout, buffer = self.engine.slabs(HEAD).grad_layout, self.engine.memory.head_grads[0]
-        return {a: layout.view(buffer, name) for name, a in self._attributes.items() if name in trainable}
+        return {a: layout.view(buffer, name) for name, a in self._attributes.items() if name in trained}
 
-    def zero_gaps(self) -> None:
+    def landed(self) -> None:
+        """All gradients of the head are in their buffer."""
         if self.grads():
             for gap in self.engine.slabs(HEAD).grad_layout.gaps(self.engine.memory.head_grads[0]):
                 gap.zero_()
+            trained = set(self.engine.trained(HEAD))
+            self.engine.landed(HEAD, [name for name in self._attributes if name in trained])
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of all hidden states, differentiable when the forward records."""
-        self.engine.require_forward(HEAD)
-        handle = self.engine.handle
-        if handle is not None and (hidden.requires_grad or self.engine.trainable(HEAD)):
-            return _ProjectFunction.apply(_Projection(self, handle), hidden, self.engine.anchor)
-        with self.engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
+        engine = self.engine
+        engine.require_forward("the head")
+        handle, outer = engine.handle, self.outer_weights()
+        needs_grad = hidden.requires_grad or any(t.requires_grad for t in outer.values())
+        if handle is not None and (needs_grad or engine.trained(HEAD)):
+            projection = _Projection(self, handle, list(outer))
+            return _ProjectFunction.apply(projection, engine.anchor, hidden, *outer.values())
+        with engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
             logits = self.run(self.weights(), hidden)
-            self.engine.device.poison(self.engine.memory.head_weights[0])
+            engine.device.poison(engine.memory.head_weights[0])
         return logits
 
-    def run(self, weights: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """The model's own head module with these weights, which it does not keep."""
-        self._module._parameters.update(weights)  # type: ignore[arg-type]
-        try:
-            return self._module.forward(hidden)
-        finally:
-            self._module._parameters.update(dict.fromkeys(weights))
+    def run(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """The model's own head module with these weights."""
+        with in_place((self._module, attribute, weight) for attribute, weight in weights.items()):
+            logits: torch.Tensor = type(self._module).forward(self._module, hidden)
+        return logits
 
 
 class _Projection:
     """One call of the head, with its graph but without the weights: they are streamed in again for the backward."""
 
-    def __init__(self, head: Head, handle: ForwardHandle) -> None:
-        self.head, self.handle = head, handle
-        self.graph: tuple[torch.Tensor, torch.Tensor]  # (hidden leaf, logits)
+    def __init__(self, head: Head, handle: ForwardHandle, outer: list[str]) -> None:
+        self.head, self.handle, self._outer = head, handle, outer
+        self.graph: tuple[list[torch.Tensor], torch.Tensor]  # input leaves, logits
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, needs_grad: tuple[bool, ...], hidden: torch.Tensor, *outer: torch.Tensor) -> torch.Tensor:
         head, engine = self.head, self.head.engine
         buffer = engine.memory.head_weights[0]
         storage = buffer.untyped_storage().data_ptr()
@@ -87,29 +95,27 @@ class _Projection:
             return torch.as_strided(buffer, *saved) if isinstance(saved, tuple) else saved
 
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
-            leaf = hidden.detach().requires_grad_()
+            leaves = [t.detach().requires_grad_(need) for t, need in zip((hidden, *outer), needs_grad, strict=True)]
             trained = head.grads()
             weights = {a: w.detach().requires_grad_(a in trained) for a, w in head.weights().items()}
             for attribute in trained:
                 weights[attribute].register_post_accumulate_grad_hook(_landing(head, attribute))
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                logits = head.run(weights, leaf)
-            self.graph = (leaf, logits)
+                logits = head.run(weights | dict(zip(self._outer, leaves[1:], strict=True)), leaves[0])
+            self.graph = (leaves, logits)
             engine.device.poison(buffer)
         return logits.detach()
 
-    def backward(self, grad: torch.Tensor) -> torch.Tensor | None:
+    def backward(self, grad: torch.Tensor) -> list[torch.Tensor | None]:
         head, engine = self.head, self.head.engine
-        leaf, logits = self.graph
+        leaves, logits = self.graph
         del self.graph
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            head.zero_gaps()
             with torch.enable_grad():
                 torch.autograd.backward([logits], [grad])
             engine.device.poison(engine.memory.head_weights[0])
-        if head.grads():
-            engine.landed(HEAD)
-        return leaf.grad
+            head.landed()
+        return [leaf.grad for leaf in leaves]
 
 
 def _landing(head: Head, attribute: str) -> Callable[[torch.Tensor], None]:
@@ -126,13 +132,15 @@ def _landing(head: Head, attribute: str) -> Callable[[torch.Tensor], None]:
 
 class _ProjectFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, projection: _Projection, hidden: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, projection: _Projection, anchor: torch.Tensor, hidden: torch.Tensor, *outer: torch.Tensor
+    ) -> torch.Tensor:
         ctx.projection = projection
-        return projection.forward(hidden)
+        return projection.forward(ctx.needs_input_grad[2:], hidden, *outer)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         projection: _Projection = ctx.projection
         with projection.head.engine.backward_of(projection.handle):
-            hidden_grad = projection.backward(grad)
-        return None, hidden_grad, None
+            grads = projection.backward(grad)
+        return None, None, *grads

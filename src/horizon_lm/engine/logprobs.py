@@ -66,17 +66,17 @@ class LogprobRun(ChunkedRun):
         super().__init__(owner, inputs, options)
         self._temperature, self._names = temperature, names
 
-    def forward(self, hidden: torch.Tensor, norm: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         values = [flat.new_zeros(flat.shape[0], dtype=torch.float32) for _ in self._names]
         with self.engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
-                for whole, part in zip(values, self._of_chunk(flat[index], index, self._names, norm), strict=True):
+                for whole, part in zip(values, self._of_chunk(flat[index], index, self._names, outer), strict=True):
                     whole[index] = part
             self.engine.device.poison(self.engine.memory.head_weights[0])
         return tuple(values)
 
-    def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, norm: list[torch.Tensor]) -> Grads:
+    def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor]) -> Grads:
         head, engine = self.owner.head, self.engine
 
         wanted = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
@@ -87,16 +87,14 @@ class LogprobRun(ChunkedRun):
             )
 
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            result = self.surroundings.run(lambda: self.differentiate(hidden, norm, of_chunk))
-            head.zero_gaps()
+            result = self.surroundings.run(lambda: self.differentiate(hidden, outer, of_chunk))
             engine.device.poison(engine.memory.head_weights[0])
-        if head.grads():
-            engine.landed(HEAD)
+            head.landed()
         return result
 
     def _of_chunk(
-        self, hidden: torch.Tensor, index: torch.Tensor, names: Sequence[str], norm: list[torch.Tensor],
+        self, hidden: torch.Tensor, index: torch.Tensor, names: Sequence[str], outer: list[torch.Tensor],
         grads: dict[str, torch.Tensor] | None = None, first: bool = False,
     ) -> list[torch.Tensor]:  # fmt: skip
-        logits = self.call_model(hidden, norm, grads, first).logits[0]
+        logits = self.call_model(hidden, outer, grads, first).logits[0]
         return logprobs_of_logits(logits, self.inputs.labels.reshape(-1)[index], self._temperature, names)

@@ -1,5 +1,6 @@
 """Making a model streamed: one that is built already, one from a folder or hub id, one from a config."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +12,12 @@ from torch import nn
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
-from horizon_lm.engine.chunked_head import require_chunkable
 from horizon_lm.engine.memory import Options
+from horizon_lm.engine.parameters import require_plain
 from horizon_lm.engine.streamed import StreamedModel, attach
-from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.errors import ConfigError, HeadWarning, StreamingError
 from horizon_lm.model import attention, capture, source
+from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.head_run import head_peak
 from horizon_lm.model.parts import ModelParts, ParamRef, find_parts
 from horizon_lm.model.skeleton import build_skeleton
@@ -125,7 +127,8 @@ def from_config(config: Any, device: str | Device = "cpu", precision: str = "fp3
     """
     settings = Settings(device, precision, **options)
     opened = open_device(settings.device, settings.device_memory)
-    parts, store = _empty(build_skeleton(config), settings)
+    model = build_skeleton(config)
+    parts, store = _empty(model, settings)
     for refs in parts.units.values():
         _draw(parts.model, refs, store, opened.torch_device)
     return replace(settings, device=opened).attach(parts, store)
@@ -196,9 +199,22 @@ class Settings:
         parts = find_parts(model)
         attention.register()
         attention.choose(model, self.attn_implementation, self._on_accelerator)
-        if self.head == "chunked":
-            require_chunkable(parts)
         return parts
+
+    def _chunked_path(self, parts: ModelParts) -> ChunkedPath | None:
+        """How the loss is computed in chunks; None with head ``whole``, and with a warning where it cannot be."""
+        if self.head == "whole":
+            return None
+        path = find_chunked_path(parts)
+        if isinstance(path, ChunkedPath):
+            return path
+        warnings.warn(
+            f"{type(parts.model).__name__}: head='whole' is used, with all logits at once, because {path}; "
+            "set head='whole' to choose it yourself",
+            HeadWarning,
+            stacklevel=5,
+        )
+        return None
 
     @property
     def _on_accelerator(self) -> bool:
@@ -211,18 +227,19 @@ class Settings:
         device = open_device(self.device, self.device_memory)
         on_host = device.torch_device.type == "cpu"
         dtype = self.compute_dtype or (torch.float32 if on_host else store.precision.weight_dtype)
+        path = self._chunked_path(parts)
         options = Options(
             dtype,
             self._residency(parts.num_blocks, device),
             self.device_micro_batch_size,
-            self.head,
+            "whole" if path is None else "chunked",
             self.head_chunk_tokens or head_chunk_tokens(device.spare_bytes(), parts.sizes().vocabulary),
-            None if device.spare_bytes() is None else head_peak(parts, dtype, chunked=self.head == "chunked"),
+            None if device.spare_bytes() is None else head_peak(parts, dtype, chunked=path is not None),
             self.mlp_chunk_tokens,
             self._on_accelerator if self.compile == "auto" else bool(self.compile),
             self.check_recompute,
         )
-        return attach(parts, store, device, options)
+        return attach(parts, store, device, options, path)
 
     def _residency(self, num_blocks: int, device: Device) -> Residency | None:
         """What stays on the device, as far as that is said."""
@@ -241,6 +258,9 @@ def _stream(model: Any, settings: Settings) -> Any:
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
     parts = settings.take_apart(model)
+    for refs in parts.units.values():
+        for ref in refs:
+            require_plain(ref.param)
     store = Store(_shapes(parts), settings.get_precision())
     for refs in parts.units.values():
         for ref in refs:

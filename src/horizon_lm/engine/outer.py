@@ -1,13 +1,14 @@
 """Outer parameters: everything that is neither table, block nor head. Small, and on the device during a pass."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.handle import ForwardHandle
+from horizon_lm.model.places import in_place
 from horizon_lm.schedule.ops import OUTER, Kind
 
 
@@ -27,60 +28,54 @@ class Outer:
     def load(self) -> dict[str, torch.Tensor]:
         """Outer parameters on the device, by full name; differentiable where they are trained."""
         engine = self.engine
-        if engine.handle is None or not engine.trainable(OUTER):
+        if engine.handle is None or not engine.trained(OUTER):
             with engine.cursor.compute(Kind.FORWARD, OUTER):
                 return self._views()
-        trainable = engine.trainable(OUTER)
-        tensors = _OuterFunction.apply(self, engine.handle, trainable, engine.anchor)
-        return self._views() | dict(zip(trainable, tensors, strict=True))
+        trained = engine.trained(OUTER)
+        tensors = _OuterFunction.apply(self, engine.handle, trained, engine.anchor)
+        return self._views() | dict(zip(trained, tensors, strict=True))
 
-    @contextmanager
-    def in_place(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def in_place(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Inside, the model's modules find these tensors as their parameters."""
-        places = [place for name in tensors for place in self.engine.refs[name].places]
-        before = [module._parameters[attribute] for module, attribute in places]
-        for name, tensor in tensors.items():
-            for module, attribute in self.engine.refs[name].places:
-                module._parameters[attribute] = tensor  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for (module, attribute), param in zip(places, before, strict=True):
-                module._parameters[attribute] = param
+        return in_place(
+            (module, attribute, tensor)
+            for name, tensor in tensors.items()
+            for module, attribute in self.engine.refs[name].places
+        )
 
     def _views(self) -> dict[str, torch.Tensor]:
         buffer = self.engine.memory.outer_weights[0]
         return {name: self._layout.view(buffer, name).detach() for name in self._layout}
 
-    def forward(self, trainable: list[str]) -> tuple[torch.Tensor, ...]:
+    def forward(self, trained: list[str]) -> tuple[torch.Tensor, ...]:
         with self.engine.cursor.compute(Kind.FORWARD, OUTER):
             views = self._views()
-            return tuple(views[name] for name in trainable)
+            return tuple(views[name] for name in trained)
 
-    def backward(self, trainable: list[str], grads: tuple[torch.Tensor | None, ...]) -> None:
+    def backward(self, trained: list[str], grads: tuple[torch.Tensor | None, ...]) -> None:
         engine = self.engine
         layout, buffer = engine.store.units[OUTER].grad_layout, engine.memory.outer_grads[0]
-        by_name = dict(zip(trainable, grads, strict=True))
+        by_name = dict(zip(trained, grads, strict=True))
         with engine.cursor.compute(Kind.BACKWARD, OUTER):
             buffer.zero_()
             for name in layout:
                 grad = by_name.get(name)
                 if grad is not None:
                     layout.view(buffer, name).copy_(grad)
-        engine.landed(OUTER)
+            engine.landed(OUTER, [name for name in layout if by_name.get(name) is not None])
 
 
 class _OuterFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, outer: Outer, handle: ForwardHandle, trainable: list[str], anchor: torch.Tensor
+        ctx: Any, outer: Outer, handle: ForwardHandle, trained: list[str], anchor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.outer, ctx.handle, ctx.trainable = outer, handle, trainable
+        ctx.outer, ctx.handle, ctx.trained = outer, handle, trained
         ctx.set_materialize_grads(False)
-        return outer.forward(trainable)
+        return outer.forward(trained)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         with ctx.outer.engine.backward_of(ctx.handle):
-            ctx.outer.backward(ctx.trainable, grads)
+            ctx.outer.backward(ctx.trained, grads)
         return None, None, None, None

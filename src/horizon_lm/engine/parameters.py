@@ -1,58 +1,165 @@
-"""Parameters as the user sees them: host views, whose gradients may still be on their way."""
+"""Parameters as the user sees them: views into host memory that updates and gradients may still be on their way to.
+
+Whoever reads or writes a weight waits for its update, whoever reads a gradient waits until it has landed. What would
+be ignored by a streamed model, because its parameters are not in the graph of its blocks, is rejected.
+"""
 
 import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.hooks import RemovableHandle
 
 from horizon_lm.errors import StreamingError
 
 _GRAD: Any = torch._C.TensorBase.__dict__["grad"]
+_DATA: Any = torch._C.TensorBase.__dict__["data"]
 
 
 def landing_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """``param.grad`` without waiting for its contents."""
-    return _GRAD.__get__(param)
+    """Return ``param.grad`` without waiting for its contents."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _GRAD.__get__(param)
 
 
 def set_landing_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     """Set ``param.grad`` to a gradient that may still be on its way."""
-    if grad is not None and grad.dtype != param.dtype:
-        param.grad_dtype = grad.dtype
-    _GRAD.__set__(param, grad)
+    with torch._C.DisableTorchFunctionSubclass():
+        if grad is not None and grad.dtype != param.dtype:
+            param.grad_dtype = grad.dtype
+        _GRAD.__set__(param, grad)
 
 
-class OwnsGrads(Protocol):
+class ParameterOwner(Protocol):
+    """What a streamed parameter asks of the engine that updates it."""
+
+    def hand_out_weight(self) -> None:
+        """Somebody may read a weight, or write to it: its update must be done."""
+        ...
+
     def hand_out_grad(self, param: nn.Parameter) -> None:
-        """Somebody may read the gradient, or write to it."""
+        """Somebody may read a gradient, or write to it: it must have landed."""
         ...
 
 
+# Functions that look at a parameter without looking at its values.
+_METADATA = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "names", "is_cuda", "is_cpu",
+        "is_meta", "is_sparse", "is_quantized", "is_nested", "_version", "itemsize", "nbytes", "_backward_hooks",
+        "_post_accumulate_grad_hooks", "output_nr", "grad_dtype",
+    )
+    if hasattr(torch.Tensor, name)
+} | {
+    torch._C.TensorBase.__dict__["requires_grad"].__set__, torch.Tensor.requires_grad_, torch.Tensor.size, torch.Tensor.numel,
+    torch.Tensor.nelement, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.stride, torch.Tensor.storage_offset,
+    torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_contiguous,
+    torch.Tensor.is_pinned, torch.Tensor.is_shared, torch.Tensor.__len__, torch.is_floating_point, torch.is_complex,
+    torch.numel,
+}  # fmt: skip
+
+
 class StreamedParameter(nn.Parameter):
-    """A view into a host slab. Reading ``grad`` waits until the last backward's gradients have landed."""
+    """A view into a host slab."""
 
-    _owner: "weakref.ref[OwnsGrads] | None" = None
+    _owner: "weakref.ref[ParameterOwner] | None" = None
+    _after_grad: "OrderedDict[int, Callable[[nn.Parameter], None]] | None" = None  # hooks, called after a backward
 
-    def _hand_out(self) -> None:
-        owner = self._owner() if self._owner is not None else None
-        if owner is not None and _GRAD.__get__(self) is not None:
-            owner.hand_out_grad(self)
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _METADATA:
+            _hand_out_weights(args)
+            if kwargs:
+                _hand_out_weights(kwargs.values())
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def owner(self) -> ParameterOwner | None:
+        """Return the engine that updates this parameter; None once it is gone."""
+        return self._owner() if self._owner is not None else None
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The values, in a tensor through which a change is noticed."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.owner() is None:
+                _DATA.__set__(self, value)
+            elif not _is_same_memory(self, value):
+                raise StreamingError(
+                    "the values of a streamed parameter live in the model's host memory, so its .data cannot be replaced "
+                    "by another tensor; copy the values with param.data.copy_(values). Cast or move a model before "
+                    "horizon_lm.stream(), or choose precision and device there."
+                )
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        self._hand_out()
-        return _GRAD.__get__(self)
+        self._hand_out_grad()
+        return landing_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self._hand_out()
-        _GRAD.__set__(self, value)
+        self._hand_out_grad()
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        _GRAD.__delete__(self)
+        self.grad = None
+
+    def _hand_out_grad(self) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner.hand_out_grad(self)
+
+    def register_hook(self, hook: Any) -> Any:
+        raise StreamingError(
+            "register_hook on a parameter of a streamed model is not supported: its gradient goes from the device to host "
+            "memory block by block and never passes through a hook. Use param.register_post_accumulate_grad_hook, or "
+            "change param.grad after backward()."
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
+        """Call ``hook(param)`` at the end of each backward that gave this parameter a gradient."""
+        if self._after_grad is None:
+            self._after_grad = OrderedDict()
+        handle = RemovableHandle(self._after_grad)
+        self._after_grad[handle.id] = hook
+        return handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _hand_out_weights(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, StreamedParameter):
+            owner = value.owner()
+            if owner is not None:
+                owner.hand_out_weight()
+        elif isinstance(value, (list, tuple)):
+            _hand_out_weights(value)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.device == other.device
+    )
 
 
 _PRODUCTS = {
@@ -62,7 +169,7 @@ _PRODUCTS = {
 
 
 class HeadParameter(StreamedParameter):
-    """The head's weight. Code that multiplies by it directly would compute on the host, in silence; it is refused."""
+    """The head's weight. Code that multiplies by it directly would silently compute on the host, so that is rejected."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,13 +180,32 @@ class HeadParameter(StreamedParameter):
                 "labels=...) for the loss, or stream with head='whole' for logits, and turn the fused loss off "
                 "(TRL: use_liger_kernel=False and loss_type='nll')."
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
-def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: OwnsGrads) -> None:
-    """Turn a parameter into a streamed one; the object stays the same."""
-    if type(param) is not nn.Parameter and not isinstance(param, StreamedParameter):
-        raise StreamingError(f"a parameter of type {type(param).__name__} cannot be streamed; load the model plainly")
+def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: ParameterOwner) -> None:
+    """Turn a parameter into a streamed one; the object stays the same, and so do its post-accumulate hooks."""
+    require_plain(param)
+    after = param._post_accumulate_grad_hooks
+    param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch would call them before it has landed
     param.__class__ = cls
     param._owner = weakref.ref(owner)  # type: ignore[attr-defined]
+    for hook in (after or {}).values():
+        param.register_post_accumulate_grad_hook(hook)
+
+
+def require_plain(param: nn.Parameter) -> None:
+    """StreamingError for a parameter that cannot be streamed: of another class, or with a hook."""
+    if type(param) is not nn.Parameter and not isinstance(param, StreamedParameter):
+        raise StreamingError(f"a parameter of type {type(param).__name__} cannot be streamed; load the model plainly")
+    if param._backward_hooks:
+        raise StreamingError(
+            "a parameter has a hook (register_hook), which a streamed model would never call; remove it before "
+            "horizon_lm.stream(), and use register_post_accumulate_grad_hook"
+        )
+
+
+def call_after_grad(param: nn.Parameter) -> None:
+    """Call a parameter's post-accumulate hooks."""
+    for hook in list((getattr(param, "_after_grad", None) or {}).values()):
+        hook(param)

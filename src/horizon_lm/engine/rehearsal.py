@@ -10,7 +10,7 @@ from horizon_lm.engine.residency import find_footprint, plan_device
 from horizon_lm.engine.rows import BlockCall, ProbeDoneError, RowOutputs, slice_rows
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
-from horizon_lm.model.template import BoundBlock, Template
+from horizon_lm.model.block import StreamedBlock, structure_key
 from horizon_lm.plan.residency import DevicePlan
 from horizon_lm.plan.work import Footprint
 
@@ -20,32 +20,33 @@ class Rehearsal:
 
     Args:
         engine: of the model.
-        bound: its blocks.
+        blocks: of the model.
         dims_of: the row dimensions of a block's inputs.
         outputs: by block, takes the structure of what it gives.
         segments: of the batch's rows.
     """
 
     def __init__(
-        self, engine: Engine, bound: Sequence[BoundBlock], dims_of: Callable[[int, BlockCall], list[int | None]],
+        self, engine: Engine, blocks: Sequence[StreamedBlock], dims_of: Callable[[int, BlockCall], list[int | None]],
         outputs: dict[int, RowOutputs], segments: Segments | None,
     ) -> None:  # fmt: skip
-        self._engine, self._bound, self._dims_of, self._outputs = engine, bound, dims_of, outputs
+        self._engine, self._blocks, self._dims_of, self._outputs = engine, blocks, dims_of, outputs
+        self._kinds = [structure_key(each.module) for each in blocks]
         self._segments = segments
-        self._tried: dict[Template, RowOutputs] = {}
-        self._footprints: dict[Template, Footprint] = {}
+        self._tried: dict[Any, RowOutputs] = {}  # by kind of block
+        self._footprints: dict[Any, Footprint] = {}
         self._hidden: torch.Tensor | None = None  # input of the first block, for the whole batch
 
     def forward(self, index: int, call: BlockCall) -> Any:
         """In the place of a block's forward. ProbeDoneError at the last one."""
-        template = self._bound[index].template
+        kind = self._kinds[index]
         if self._hidden is None:
             self._hidden = call.tensors[call.hidden]
-        if template not in self._tried:
-            self._tried[template] = self._try(index, call)
-        if index == len(self._bound) - 1:
+        if kind not in self._tried:
+            self._tried[kind] = self._try(index, call)
+        if index == len(self._blocks) - 1:
             raise ProbeDoneError
-        outputs = self._outputs[index] = self._tried[template]
+        outputs = self._outputs[index] = self._tried[kind]
         return outputs.rebuild(outputs.imitate(self._engine.num_rows))[0]
 
     def _try(self, index: int, call: BlockCall) -> RowOutputs:
@@ -53,8 +54,8 @@ class Rehearsal:
         dims = self._dims_of(index, call)
         part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, dims, strict=True)]
         with attending(self._segments, start, stop), capture.capture(()):
-            footprint, output = find_footprint(self._engine, self._bound[index], *call.rebuild(part))
-        self._footprints[self._bound[index].template] = footprint
+            footprint, output = find_footprint(self._engine, self._blocks[index], *call.rebuild(part))
+        self._footprints[self._kinds[index]] = footprint
         outputs = RowOutputs(self._engine.num_rows)
         outputs.add(start, stop, (output, {}))  # as a block that captured nothing
         outputs.release()
@@ -63,4 +64,4 @@ class Rehearsal:
     def plan(self) -> DevicePlan:
         """What may stay on the device."""
         assert self._hidden is not None
-        return plan_device(self._engine, [self._footprints[each.template] for each in self._bound], self._hidden)
+        return plan_device(self._engine, [self._footprints[kind] for kind in self._kinds], self._hidden)

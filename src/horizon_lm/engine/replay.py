@@ -1,6 +1,6 @@
 """The surroundings of a block's forward, so that its recompute sees the same ones.
 
-A recompute that runs in other surroundings is silently wrong: another random state changes dropout, a backward outside
+A recompute in other surroundings is silently wrong: another random state changes dropout, a backward outside
 autocast recomputes in fp32 what the forward did in bf16.
 """
 
@@ -70,13 +70,22 @@ class MicroBatchRandomness:
 
     One micro-batch uses the global generators as plain Hugging Face does. Several have a stream each, seeded by one
     draw from the global generator (`micro_batch_seeds`), so that dropout follows the micro-batch through all blocks.
+
+    Args:
+        device: of the model.
+        num_micro_batches: of the forward.
+        draws: whether the draw advances the global generator. In evaluation, where plain Hugging Face draws nothing, it
+            does not, so that training goes on as if there had been none.
     """
 
-    def __init__(self, device: Device, num_micro_batches: int) -> None:
+    def __init__(self, device: Device, num_micro_batches: int, draws: bool = True) -> None:
         self._device = device
         self._own: list[Any] | None = None
         if num_micro_batches > 1:
+            before = None if draws else torch.get_rng_state()
             self._own = [device.seeded_rng_state(seed) for seed in micro_batch_seeds(num_micro_batches)]
+            if before is not None:
+                torch.set_rng_state(before)
 
     @contextmanager
     def drawing(self, index: int) -> Iterator[Any]:

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_map
 
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.replay import no_autocast_cache
+from horizon_lm.model.block import StreamedBlock
 from horizon_lm.model.footprint import measured_footprint, run_on_meta
-from horizon_lm.model.template import BoundBlock
 from horizon_lm.plan.capacity import BufferSettings, device_buffers, slab_elements
 from horizon_lm.plan.device import working
 from horizon_lm.plan.residency import DevicePlan, Residency
@@ -70,7 +70,7 @@ def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.T
 
 
 def find_footprint(
-    engine: Engine, bound: BoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+    engine: Engine, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Footprint, Any]:
     """What a block takes when it is called so: tried on the device where that can tell, else found by its shapes.
 
@@ -79,11 +79,11 @@ def find_footprint(
     """
     meter, dtype, device = engine.device.meter(), engine.options.compute_dtype, engine.device.torch_device
     if meter is None:
-        run = run_on_meta(bound.template.module, args, kwargs, dtype)
+        run = run_on_meta(block.module, args, kwargs, dtype)
         return run.footprint, tree_map(lambda t: torch.zeros_like(t, device=device), run.output)
     state = engine.device.rng_state()
     try:
         with no_autocast_cache():
-            return measured_footprint(bound, args, kwargs, dtype, device, meter)
+            return measured_footprint(block, args, kwargs, dtype, device, meter)
     finally:
         engine.device.set_rng_state(state)

@@ -13,10 +13,14 @@ def _engine(model: Any) -> Engine:
 
 
 def synchronize(model: Any) -> None:
-    """Block until every update is in ``p.data`` and every gradient in ``p.grad``."""
+    """Block until every update is in ``p.data`` and every gradient in ``p.grad``.
+
+    Reading a parameter through torch waits by itself. Memory that is reached otherwise (numpy views, raw pointers) is ready
+    after this call; call it after writing there, too, and the next forward takes what was written.
+    """
     engine = _engine(model)
-    engine.check_alive()
-    engine.drain()
+    engine.settle()
+    engine.weights_changed()
 
 
 def stats(model: Any) -> dict[str, Any]:

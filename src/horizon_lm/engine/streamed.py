@@ -1,9 +1,11 @@
 """A Hugging Face model, streamed: the same module, whose forward runs through the engine."""
 
+import functools
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,56 +14,92 @@ from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.memory import Options
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt
 from horizon_lm.engine.streaming import Streaming
-from horizon_lm.errors import ConfigError, StreamingError
-from horizon_lm.model.parts import ModelParts
+from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
+from horizon_lm.model.head_path import ChunkedPath
+from horizon_lm.model.parts import ModelParts, is_adapter_model
 from horizon_lm.store.save import save_pretrained
 from horizon_lm.store.store import Store
 
 
 class StreamedModel:
-    """Mixed into the model's own class by `attach`; overrides what streaming changes, refuses what it cannot do."""
+    """Mixed into the model's own class by `attach`; overrides what streaming changes, rejects what it cannot do."""
 
     _horizon: Streaming
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._horizon.forward(args, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
         self._horizon.engine.clear_grads()
 
+    # Weights in and out
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._horizon.engine.check_alive()
-        self._horizon.engine.drain()
+        """As torch's, once all updates are done. Tensors are the model's own memory, in the dtype of its precision."""
+        self._horizon.engine.settle()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's. In precision ``fp32_master``, float32 values keep all their bits."""
         if assign:
             raise StreamingError(
                 "load_state_dict(assign=True) would detach parameters from the store; use assign=False"
             )
         engine = self._horizon.engine
-        engine.drain()
+        engine.settle()
         result = super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
-        for name in engine.refs:
-            if name in state_dict:
-                engine.store.write(name, state_dict[name])
-        engine.weights_changed()
+        loaded = [name for name in engine.refs if name in state_dict]
+        for name in loaded:
+            engine.store.write(name, state_dict[name])
+        engine.notice_writes(expected=True)
+        if engine.store.precision.low_half and any(state_dict[name].dtype == torch.bfloat16 for name in loaded):
+            warnings.warn(
+                "bfloat16 weights were loaded into a model in precision 'fp32_master': the 16 low bits of their fp32 masters "
+                "are zero now. To go on with a training, load the optimizer's state after the model's: it brings them back.",
+                ForeignWriteWarning,
+                stacklevel=2,
+            )
         return result
 
-    def save_pretrained(self, save_directory: str | Path, dtype: torch.dtype | None = None, max_shard_size: int | str = "50GB", **kwargs: Any) -> None:  # fmt: skip
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Write a Hugging Face folder, one tensor at a time.
 
         Args:
             save_directory: the folder; made if missing.
-            dtype: of the written weights; None for the dtype they were loaded with.
+            is_main_process: write nothing if false.
+            state_dict: values to write in the place of the model's own, by name.
+            push_to_hub: upload the folder afterwards; ``repo_id``, ``token`` and the like as in transformers.
             max_shard_size: largest size of one file.
+            variant: part of the files' names.
+            dtype: of the written weights; None for the dtype they were loaded with.
+            kwargs: as in transformers; what cannot be done is rejected.
         """
-        if kwargs:
-            raise ConfigError(f"save_pretrained of a streamed model does not know {', '.join(sorted(kwargs))}")
-        self._horizon.engine.check_alive()
-        self._horizon.engine.drain()
-        save_pretrained(self._horizon.engine.parts, self._horizon.engine.store, save_directory, dtype, max_shard_size)
+        self._horizon.engine.settle()
+        if self._horizon.is_adapter:  # a folder of PEFT's own
+            super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+            return
+        hub = _hub_arguments(kwargs)
+        if hub and not push_to_hub:
+            raise ConfigError(f"save_pretrained: {', '.join(hub)} is for push_to_hub=True; remove it")
+        if not is_main_process:
+            return
+        engine = self._horizon.engine
+        save_pretrained(
+            engine.parts, engine.store, save_directory, dtype, max_shard_size, values=state_dict, variant=variant
+        )
+        if push_to_hub:
+            _upload(Path(save_directory), hub)
+
+    # What has no effect
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """No effect: every block is recomputed already."""
@@ -70,39 +108,45 @@ class StreamedModel:
     def gradient_checkpointing_disable(self) -> None:
         """No effect: a streamed model always recomputes its blocks."""
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Moving is refused: the weights live in host memory and are streamed. A call that changes nothing is fine."""
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        streamed = self._horizon.engine.device.torch_device
-        if dtype is None and (device is None or device.type in ("cpu", streamed.type)):
-            return self
-        raise StreamingError(
-            "a streamed model cannot be moved or cast with .to(); choose device and precision in horizon_lm.stream()"
-        )
+    # Moving and casting: no effect where nothing would change, else rejected
 
-    def _refuse(self, name: str) -> Any:
-        raise StreamingError(
-            f"{name}() is not possible on a streamed model, whose weights live in host memory; choose device and "
-            "precision in horizon_lm.stream()"
-        )
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model if the call changes nothing; StreamingError otherwise."""
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        engine = self._horizon.engine
+        kept = (None, engine.store.precision.weight_dtype)
+        if dtype in kept and (device is None or device.type in ("cpu", engine.device.torch_device.type)):
+            return self
+        _reject_move("to")
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
-        return self._refuse("cuda")
+        return self.to("cuda")
 
     def cpu(self) -> Any:
         return self
 
     def half(self) -> Any:
-        return self._refuse("half")
+        return self.to(torch.float16)
 
     def bfloat16(self) -> Any:
-        return self._refuse("bfloat16")
+        return self.to(torch.bfloat16)
 
     def float(self) -> Any:
-        return self._refuse("float")
+        return self.to(torch.float32)
 
     def double(self) -> Any:
-        return self._refuse("double")
+        return self.to(torch.float64)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        _reject_move("moving or casting")
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        raise StreamingError(
+            "resize_token_embeddings() is not possible on a streamed model, whose weights have a fixed place in host memory; "
+            "resize the model first, then call horizon_lm.stream()"
+        )
+
+    # Copies
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise StreamingError(
@@ -110,11 +154,66 @@ class StreamedModel:
             "model, or load a second one."
         )
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        return self._refuse("resize_token_embeddings")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StreamingError(
+            "a streamed model cannot be pickled (torch.save(model), multiprocessing). Save model.state_dict(), or write a "
+            "folder with model.save_pretrained()"
+        )
 
 
-def attach(parts: ModelParts, store: Store, device: Device, options: Options) -> Any:
+def _reject_move(what: str) -> NoReturn:
+    raise StreamingError(
+        f"{what}() is not possible on a streamed model, whose weights live in host memory; choose device and precision in "
+        "horizon_lm.stream()"
+    )
+
+
+_HUB_ARGUMENTS = ("repo_id", "token", "private", "commit_message", "create_pr", "revision", "tags")
+
+
+def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Take what is for the hub out of the arguments of transformers' save_pretrained, and check the others."""
+    ignored = {"safe_serialization": True, "save_original_format": True, "distributed_checkpoint": False}
+    for name, value in kwargs.items():
+        if name in ignored and value != ignored[name]:
+            raise ConfigError(f"save_pretrained: {name}={value!r} is not supported by a streamed model; remove it")
+        if name not in (*ignored, *_HUB_ARGUMENTS, "save_peft_format"):
+            raise ConfigError(f"save_pretrained of a streamed model does not know {name}")
+    return {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS and value is not None}
+
+
+def _upload(folder: Path, arguments: dict[str, Any]) -> None:
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=arguments.pop("token", None))
+    repo_id = api.create_repo(
+        arguments.pop("repo_id", folder.name), private=arguments.pop("private", None), exist_ok=True
+    ).repo_id
+    arguments.pop("tags", None)
+    api.upload_folder(repo_id=repo_id, folder_path=folder, **arguments)
+
+
+@cache
+def _streamed_class(cls: Any) -> Any:
+    """Return the class of a streamed model. Its name, module and signatures are the original's: others look at them."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._horizon.forward(args, kwargs)
+
+    def new(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)  # a new model is a plain one
+
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__new__": new,
+        "forward": functools.wraps(cls.forward)(forward),
+    }
+    return type(cls.__name__, (StreamedModel, cls), namespace)
+
+
+def attach(parts: ModelParts, store: Store, device: Device, options: Options, path: ChunkedPath | None) -> Any:
     """Make a model streamed. Its parameters must already be views into ``store``."""
     model = parts.model
     if isinstance(model, StreamedModel):
@@ -123,12 +222,10 @@ def attach(parts: ModelParts, store: Store, device: Device, options: Options) ->
     device.register_host([slabs.weights for slabs in store.units.values() if slabs.weights.numel()])
     for name, ref in engine.refs.items():
         heads = any(module is parts.head for module, _ in ref.places)
-        adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)
         assert ref.param.data_ptr() == store.weight(name).data_ptr() or ref.param.numel() == 0
+        adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)
     cls = type(model)
-    # The same name and module: transformers identifies classes by them.
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    streamed = type(cls.__name__, (StreamedModel, cls), namespace)
-    model._horizon = Streaming(engine, cls)
-    model.__class__ = streamed
+    parts.refer_weakly()
+    model._horizon = Streaming(engine, cls, path, is_adapter=is_adapter_model(model))
+    model.__class__ = _streamed_class(cls)  # type: ignore[arg-type]
     return model

@@ -1,8 +1,8 @@
 """What runs in the place of the forwards of a streamed model and its modules."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from horizon_lm.device.base import send
 from horizon_lm.engine.blocks import Blocks
-from horizon_lm.engine.chunked_head import IGNORED, ChunkedHead, LossInputs
+from horizon_lm.engine.chunked_head import ChunkedHead, LossInputs
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.head import Head
 from horizon_lm.engine.logprobs import LogprobRun, TokenLogprobs
@@ -20,61 +20,92 @@ from horizon_lm.engine.rows import ProbeDoneError
 from horizon_lm.engine.table import Table
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import attention
+from horizon_lm.model.block import Structure, has_foreign_hooks
+from horizon_lm.model.head_path import AUXILIARY, IGNORED, ChunkedPath
 from horizon_lm.model.logits import logprobs_of_logits
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.plan.residency import BatchSize
 
 
 class Streaming:
-    """A streamed model's connection to its engine: what runs in the place of its modules' forwards."""
+    """A streamed model's connection to its engine: what runs in the place of its modules' forwards.
 
-    def __init__(self, engine: Engine, model_class: Any) -> None:
-        self.engine = engine
+    It belongs to the model, and refers to it weakly: a model that nobody has any more is freed at once, its slabs with it.
+    """
+
+    def __init__(self, engine: Engine, model_class: Any, path: ChunkedPath | None, is_adapter: bool = False) -> None:
+        self.engine, self.is_adapter = engine, is_adapter
         parts = engine.parts
-        self._model, self._class = parts.model, model_class
+        self._model, self._class = weakref.ref(parts.model), model_class
         self._signature = inspect.signature(model_class.forward)
         self.blocks, self.table, self.head, self.outer = Blocks(engine), Table(engine), Head(engine), Outer(engine)
-        self.blocks.probe_rows = self._probe_rows
-        self.chunked = ChunkedHead(self.head, self._call_model) if engine.options.head == "chunked" else None
-        self._in_chunked_forward = False
+        self.blocks.probe_rows = _weakly(self._probe_rows)
+        self.chunked = ChunkedHead(self.head, path, _weakly(self._call_model)) if path is not None else None
         self._call: dict[str, Any] = {}
-        self._replace_forwards(parts)
+        self._replaced = self._replace_forwards(parts)
+        inside = {id(module) for block in parts.blocks for module in block.modules()}
+        self._structure = Structure(
+            module for module in parts.model.modules() if id(module) not in inside and module is not parts.model
+        )
+        self._root = self._root_ids()
 
-    def _replace_forwards(self, parts: ModelParts) -> None:
-        for index, module in enumerate(parts.blocks):
-            module.forward = _bound(self.blocks.forward, index, module)  # type: ignore[method-assign]
-        parts.embed.forward = self.table.forward  # type: ignore[method-assign]
-        parts.head.forward = self._head_forward  # type: ignore[method-assign]
-        if self.chunked is None:
-            return
-        decoder, norm, chunked = parts.decoder, parts.final_norm, self.chunked
+    def _replace_forwards(self, parts: ModelParts) -> list[tuple[nn.Module, Any]]:
+        """Put ours in the place of modules' forwards. Returns which are where."""
+        forwards: dict[nn.Module, Any] = {
+            module: _weakly(self.blocks.forward, index) for index, module in enumerate(parts.blocks)
+        }
+        forwards |= {parts.embed: _weakly(self.table.forward), parts.head: _weakly(self._head_forward)}
+        if self.chunked is not None:
+            path, norm = self.chunked.path, parts.final_norm
+            forwards[path.trunk] = _weakly(self.chunked.trunk_forward, _own_forward(path.trunk))
+            if path.norm_is_last:
+                assert norm is not None
+                forwards[norm] = _weakly(self.chunked.norm_forward, _own_forward(norm))
+        for module, forward in forwards.items():
+            module.forward = forward  # type: ignore[method-assign]
+        return list(forwards.items())
 
-        def decoder_forward(*args: Any, **kwargs: Any) -> Any:
-            output = type(decoder).forward(decoder, *args, **kwargs)
-            chunked.decoder_output = type(output)
-            return output
+    def _root_ids(self) -> list[int]:
+        return [*map(id, self.model._modules.values()), *map(id, self.model._parameters.values())]
 
-        decoder.forward = decoder_forward  # type: ignore[method-assign]
-        if norm is not None:
-            norm.forward = lambda hidden: (  # type: ignore[method-assign]
-                chunked.seen_by_norm(hidden) if self._in_chunked_forward else type(norm).forward(norm, hidden)
+    def _require_ours(self) -> None:
+        """StreamingError if somebody has replaced a module, parameter or forward of the model."""
+        self._structure.require_unchanged("outside of blocks")
+        if self._root_ids() != self._root:
+            raise StreamingError(
+                "a module of the model was added, removed or replaced after horizon_lm.stream(); change the model first, then "
+                "stream it"
             )
+        for module, forward in self._replaced:
+            if module.__dict__.get("forward") is not forward:
+                raise StreamingError(
+                    f"the forward of a streamed {type(module).__name__} was replaced after horizon_lm.stream(), so it would "
+                    "compute without the model's streamed weights; replace it before, or replace that of a module inside"
+                )
 
     def _head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.chunked is not None and (self._in_chunked_forward or self.chunked.in_chunk):
-            return self.chunked.seen_by_head(hidden)
+        if self.chunked is not None and self.chunked.is_wanted:
+            return self.chunked.head_forward(hidden)
         return self.head.project(hidden)
 
     def _call_model(self, **kwargs: Any) -> Any:
         """The model's own forward."""
-        return self._class.forward(self._model, **kwargs)  # type: ignore[attr-defined]
+        return self._class.forward(self.model, **kwargs)
+
+    @property
+    def model(self) -> Any:
+        """The streamed model."""
+        return self._model()
 
     # Forward
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the model through the engine. Arguments are those of the model's own forward."""
+        if torch.is_inference_mode_enabled():  # what it leaves in buffers could not be used by a training step
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(args, kwargs)
         call = self._bind(args, kwargs)
-        if self.chunked is None or (call.get("labels") is None and call.get("shift_labels") is None):
+        if not self._in_chunks() or (call.get("labels") is None and call.get("shift_labels") is None):
             return self._run(call, self._whole_forward, head_grads=False)
         inputs = LossInputs.of(call, self.engine.device.torch_device)
         return self._run(call, lambda call, outer: self._loss_forward(call, outer, inputs), head_grads=True)
@@ -85,7 +116,7 @@ class Streaming:
         if call.get("labels") is None and call.get("shift_labels") is None:
             raise ValueError("give labels or shift_labels")
         inputs = LossInputs.of(call, self.engine.device.torch_device)
-        if self.chunked is not None:
+        if self._in_chunks():
             return self._run(
                 call, lambda call, outer: self._token_forward(call, outer, inputs, temperature, names), False
             )
@@ -97,10 +128,17 @@ class Streaming:
         by_token = [nothing.index_put((inputs.trained,), value) for value in values]
         return _by_name(names, by_token, inputs.labels.shape, self._aux_loss(output))
 
+    def _in_chunks(self) -> bool:
+        """Whether a loss is computed in chunks: if that was found to be right, and nobody listens to what it leaves out."""
+        if self.chunked is None or self.chunked.path.loss_function is not self.model.loss_function:
+            return False
+        parts = self.engine.parts
+        return not any(map(has_foreign_hooks, (self.chunked.path.trunk, parts.decoder, parts.head)))
+
     def _aux_loss(self, output: Any) -> torch.Tensor | None:
         """What a forward without labels would have added to its loss."""
         aux = getattr(output, "aux_loss", None)
-        return None if aux is None else aux * self._model.router_aux_loss_coef  # type: ignore[attr-defined]
+        return None if aux is None else aux * self.model.router_aux_loss_coef
 
     def _run(
         self, call: dict[str, Any], compute: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], head_grads: bool
@@ -111,7 +149,13 @@ class Streaming:
         tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if tokens is None:
             raise ValueError("give input_ids or inputs_embeds")
-        config = self._model.config.get_text_config()
+        self._require_ours()
+        if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+            raise StreamingError(
+                "DistributedDataParallel never sees the gradients of a streamed model, so its processes would train apart; "
+                "several devices are not supported yet"
+            )
+        config = self.model.config.get_text_config()
         varlen = config._attn_implementation == attention.NAME
         self.blocks.segments = attention.segments_of_call(call, device) if varlen else None
         rows, length = tokens.shape[:2]
@@ -120,8 +164,7 @@ class Streaming:
         call = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
         self.table.expect(call.get("input_ids"), given)
         inputs_need_grad = bool(call.get("inputs_embeds") is not None and call["inputs_embeds"].requires_grad)
-        trains = inputs_need_grad or any(ref.param.requires_grad for ref in engine.refs.values())
-        recording = torch.is_grad_enabled() and trains
+        recording = torch.is_grad_enabled() and (inputs_need_grad or any(engine.trainable().values()))
         if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
             call["use_cache"] = False
         if recording and call["use_cache"]:
@@ -139,6 +182,7 @@ class Streaming:
             embed=embed,
             inputs_need_grad=inputs_need_grad,
             head_grads=head_grads and recording and engine.head_buffer.holder is None,
+            draws=self.model.training,
         ):
             outer = self.outer.load()
             with self.outer.in_place(outer):
@@ -155,7 +199,7 @@ class Streaming:
                 with (
                     torch.no_grad(),
                     engine.forward_pass(
-                        recording=False, rows=rows, embed=embed, inputs_need_grad=False, head_grads=False
+                        recording=False, rows=rows, embed=embed, inputs_need_grad=False, head_grads=False, draws=False
                     ),
                     self.outer.in_place(outer := self.outer.load()),
                 ):
@@ -167,8 +211,8 @@ class Streaming:
                 engine.device.set_rng_state(state)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound = self._signature.bind(self._model, *args, **kwargs).arguments
-        bound.pop("self")
+        bound = self._signature.bind(None, *args, **kwargs).arguments
+        bound.pop(next(iter(self._signature.parameters)))
         extra = {p.name for p in self._signature.parameters.values() if p.kind == p.VAR_KEYWORD}
         call = {k: v for k, v in bound.items() if k not in extra}
         for name in extra & set(bound):
@@ -192,10 +236,10 @@ class Streaming:
         # One token without a label: what is left of the loss is what the model adds to it (experts' balance).
         nothing = inputs.labels.new_full((1, 1), IGNORED)
         unlabelled = {"labels": nothing, "shift_labels": nothing, "num_items_in_batch": inputs.num_items}
-        with self._without_head():
+        with self.chunked.instead_of_logits(with_norm=self._wants_normed(call)):
             output = self._whole_forward(call | unlabelled)
             run = LossRun(self.chunked, inputs, self._head_options(call))
-            (loss,) = self.chunked.compute(run, [outer[name] for name in self.chunked.norm_names])
+            (loss,) = self.chunked.compute(run, [outer[name] for name in run.outer_names])
         fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
         result = type(output)(loss=loss + output.loss, **fields)
         return result.to_tuple() if as_tuple else result
@@ -207,25 +251,27 @@ class Streaming:
         """The same with log-probabilities in the place of the loss."""
         chunked = self.chunked
         assert chunked is not None
-        with self._without_head():
+        with chunked.instead_of_logits(with_norm=self._wants_normed(call)):
             output = self._whole_forward(call)
             run = LogprobRun(chunked, inputs, self._head_options(call), temperature, names)
-            values = chunked.compute(run, [outer[name] for name in chunked.norm_names])
+            values = chunked.compute(run, [outer[name] for name in run.outer_names])
         return _by_name(names, values, inputs.labels.shape, self._aux_loss(output))
 
-    @contextmanager
-    def _without_head(self) -> Iterator[None]:
-        """Inside, the model's forward leaves norm and head to chunks."""
-        self._in_chunked_forward = True
-        try:
-            yield
-        finally:
-            self._in_chunked_forward = False
+    def _wants_normed(self, call: dict[str, Any]) -> bool:
+        """Whether somebody looks at the last hidden states, which the final norm must have made then."""
+        norm = self.engine.parts.final_norm
+        if norm is not None and has_foreign_hooks(norm):
+            return True
+        wanted = call.get("output_hidden_states")
+        config = self.model.config
+        return bool(
+            config.output_hidden_states or config.get_text_config().output_hidden_states if wanted is None else wanted
+        )
 
     def _head_options(self, call: dict[str, Any]) -> dict[str, Any]:
         """What of a call the model's forward is given for each chunk, too."""
         options = {k: v for k, v in call.items() if k not in self._signature.parameters and k not in _DECODER_ONLY}
-        without_aux = {name: False for name in _AUXILIARY if name in self._signature.parameters}
+        without_aux = {name: False for name in AUXILIARY if name in self._signature.parameters}
         return options | without_aux | {"use_cache": False}
 
     # Finding the rows of block inputs
@@ -248,7 +294,6 @@ class Streaming:
         raise AssertionError(f"block {index} was not reached by the probe")
 
 
-_AUXILIARY = ("output_router_logits",)
 _DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
 
 
@@ -275,8 +320,26 @@ def _one_more_row(name: str, value: Any, rows: int) -> Any:
     return torch.cat([value, value.narrow(dim, 0, 1)], dim)
 
 
-def _bound(function: Callable[..., Any], index: int, module: nn.Module) -> Callable[..., Any]:
+def _weakly(method: Callable[..., Any], *leading: Any) -> Callable[..., Any]:
+    """Return a function that calls a method with these arguments first, and does not keep its object alive."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function = ref()
+        assert function is not None, "the streamed model is gone"
+        return function(*leading, *args, **kwargs)
+
+    return call
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return a function that runs a module's forward as it was, and does not keep the module alive."""
+    instance, ref = module.__dict__.get("forward"), weakref.ref(module)
+    if instance is not None:
+        return instance  # type: ignore[no-any-return]
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(index, module, *args, **kwargs)
+        own: Any = ref()
+        return type(own).forward(own, *args, **kwargs)
 
     return forward

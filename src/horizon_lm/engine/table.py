@@ -8,7 +8,8 @@ from horizon_lm.device.base import send
 from horizon_lm.device.moves import GatherRows, Land, LandRows, Move
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.handle import ForwardHandle
-from horizon_lm.model.skeleton import meta_copy
+from horizon_lm.errors import StreamingError
+from horizon_lm.model.embedding import is_linear, look_up
 from horizon_lm.schedule.ops import EMBED, HEAD, Kind
 
 
@@ -17,20 +18,18 @@ class Table:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        embed = engine.parts.embed
-        self.padding_idx: int | None = getattr(embed, "padding_idx", None)
-        self._module = meta_copy(embed)
-        for name, buffer in self._module._buffers.items():
-            self._module._buffers[name] = None if buffer is None else buffer.to(engine.device.torch_device)
+        self.module = engine.parts.embed
+        self.is_linear = is_linear(self.module)
         (self._name,) = engine.store.units[EMBED].layout
         self.width = engine.store.weight(self._name).shape[1]
         self.probe_rows: int | None = None  # answer a probe with zeros for so many rows
         self._known: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Stands in for the embedding module's forward. ids (B, T) -> hidden states (B, T, H)."""
+        """Look up ids (B, T), in the place of the embedding module's forward. Returns hidden states (B, T, H)."""
         engine = self.engine
-        engine.require_forward(EMBED)
+        if not engine.cursor.active:
+            return self._alone(ids)
         table = self._table(engine.store.units[EMBED].weights)
         if self.probe_rows is not None:
             return torch.zeros(
@@ -43,20 +42,36 @@ class Table:
             engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(rows))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
         use = _Use(self, rows, send(positions, engine.device.torch_device), engine.handle)
-        if engine.handle is not None and engine.trainable(EMBED):
+        if engine.handle is not None and engine.trained(EMBED):
             return _TableFunction.apply(use, received, engine.anchor)
         return use.forward(received)
+
+    def _alone(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up ids outside a forward of the model, in host memory. StreamingError if a gradient is wanted."""
+        engine = self.engine
+        param = engine.refs[self._name].param
+        if torch.is_grad_enabled() and param.requires_grad:
+            raise StreamingError(
+                "the input embedding of a streamed model has no gradient when it is called by itself: give input_ids to the "
+                "model, or call the embedding under torch.no_grad(), or freeze it"
+            )
+        engine.hand_out_weight()
+        with torch.no_grad():
+            rows, positions = torch.unique(ids.cpu(), return_inverse=True)
+            device = engine.device.torch_device
+            received = self._table(engine.store.units[EMBED].weights)[rows].to(device, engine.options.compute_dtype)
+            return look_up(self.module, received, positions.to(device), None)
 
     def expect(self, ids: torch.Tensor | None, on_host: torch.Tensor | None) -> None:
         """The coming forward's ids, and the same ones where the caller had them: fetching them would wait for the device."""
         known = ids is not None and on_host is not None and on_host.device.type == "cpu"
-        self._known = (ids, ids._version, on_host) if known else None  # type: ignore[union-attr, assignment]
+        self._known = (ids, _version(ids), on_host) if known else None  # type: ignore[arg-type, assignment]
 
     def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
         if self._known is not None:
             given, version, on_host = self._known
             same_place = given.data_ptr() == ids.data_ptr() and given.stride() == ids.stride()
-            if same_place and given.shape == ids.shape and ids._version == version:
+            if same_place and given.shape == ids.shape and _version(ids) == version:
                 return on_host
         return ids.to("cpu")
 
@@ -75,12 +90,9 @@ class Table:
         report = engine.grads.squares.landing(EMBED, whole=empty)
         return LandRows(engine.store.grad(self._name), outgoing, rows, clear=empty, add=not empty, report=report)
 
-    def look_up(self, weight: torch.Tensor, use: "_Use") -> torch.Tensor:
-        """Run the model's own embedding module over gathered rows."""
-        self._module._parameters["weight"] = weight  # type: ignore[assignment]
-        if self.padding_idx is not None:
-            self._module.padding_idx = use.padding_position  # type: ignore[assignment]
-        return self._module.forward(use.positions)
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Use:
@@ -88,13 +100,21 @@ class _Use:
 
     def __init__(self, table: Table, rows: torch.Tensor, positions: torch.Tensor, handle: ForwardHandle | None) -> None:
         self.table, self.rows, self.positions, self.handle = table, rows, positions, handle
-        found = (rows == table.padding_idx).nonzero() if table.padding_idx is not None else rows.new_empty(0)
-        self.padding_position = int(found[0]) if len(found) else None
+        padding: int | None = getattr(table.module, "padding_idx", None)
+        found = (rows == padding).nonzero() if padding is not None else rows.new_empty(0)
+        self._padding_position = int(found[0]) if len(found) else None
+        self._weight: torch.Tensor | None = None  # the rows, where the gradient depends on them
+
+    def look_up(self, weight: torch.Tensor) -> torch.Tensor:
+        """Run the model's own embedding module over these rows (R, H)."""
+        return look_up(self.table.module, weight, self.positions, self._padding_position)
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
         engine = self.table.engine
         with engine.cursor.compute(Kind.FORWARD, EMBED), torch.no_grad():
-            hidden = self.table.look_up(received, self)
+            hidden = self.look_up(received)
+            if self.handle is not None and not self.table.is_linear:
+                self._weight = received.clone()
             engine.device.poison(received)
         return hidden
 
@@ -106,13 +126,16 @@ class _Use:
         outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], dtype).view(shape)
         engine.cursor.bind(Kind.STREAM_OUT, EMBED, [table.landing(self.rows, outgoing)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
-            # A lookup's gradient does not depend on the table's values, so one zero stands for all of them.
-            weight = torch.zeros((), dtype=engine.options.compute_dtype, device=grad.device)
-            weight = weight.expand(shape).requires_grad_()
+            if table.is_linear:  # the gradient does not depend on the values, so one zero stands for all of them
+                weight = torch.zeros((), dtype=engine.options.compute_dtype, device=grad.device).expand(shape)
+            else:
+                assert self._weight is not None
+                weight, self._weight = self._weight, None
+            weight.requires_grad_()
             with torch.enable_grad():
-                (row_grads,) = torch.autograd.grad(table.look_up(weight, self), weight, grad)
+                (row_grads,) = torch.autograd.grad(self.look_up(weight), weight, grad)
             outgoing.copy_(row_grads)
-        engine.landed(EMBED)
+            engine.landed(EMBED, [table._name])
 
 
 class _TableFunction(torch.autograd.Function):

@@ -37,8 +37,13 @@ class UpdatesInBackward(Protocol):
         """A backward begins: the hyperparameters of now are those of its step."""
         ...
 
-    def moves(self, unit: str, grads: torch.Tensor) -> Sequence[Move]:
-        """The update of a unit, whose gradient slab will be in ``grads``."""
+    @property
+    def pending(self) -> bool:
+        """Whether gradients have been applied, or are about to be, for a step that is not over."""
+        ...
+
+    def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
+        """The update of these parameters of a unit, whose gradient slab will be in ``grads``."""
         ...
 
     def table(self, grads: TableGrads) -> TableUpdate | None:
@@ -74,6 +79,10 @@ class PendingUpdates:
             self._device.issue(task)
             self._device.wait([task])
             self.table = None
+
+    def wait(self, tasks: Sequence[Task]) -> None:
+        """Block until the updates given so far are done, and those of these tasks that have been issued."""
+        self._device.wait([*self._running, *(task for task in tasks if task.issued)])
 
     def tear(self, error: BaseException) -> None:
         """An update failed inside a kernel: some weights are new, some old."""

@@ -157,6 +157,11 @@ def varlen_attention(
     if unknown or not (kwargs.get("is_causal") or getattr(module, "is_causal", True)):
         what = ", ".join(unknown) or "attention that is not causal"
         raise ModelNotSupportedError(f"attn_implementation='varlen' cannot do {what}; choose 'sdpa' or 'eager'")
+    if attention_mask is not None:
+        raise ModelNotSupportedError(
+            f"attn_implementation='varlen' uses no mask, but {type(module).__name__} makes one of its own; choose 'sdpa' or "
+            "'eager'"
+        )
     rows = getattr(_current, "rows", None)
     length = query.shape[2]
     windowed = sliding_window is not None and sliding_window < length

@@ -1,13 +1,14 @@
 """Transformers' output capturing (router logits, attentions) across a streamed block.
 
 Transformers records outputs of submodules through hooks that append to a collector in a context variable. A streamed
-block computes in a template, outside autograd, so what its submodules produce is collected there, passed through the
-block's autograd Function, and appended to the model's collector afterwards.
+block computes outside autograd, so what its submodules produce is collected there, passed through the block's autograd
+Function, and appended to the model's collector afterwards.
 """
 
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +20,15 @@ _OF_WHOLE_BLOCKS = "hidden_states"  # recorded by a hook on the block itself, wh
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install transformers' hooks now, so that templates copied afterwards have them too."""
+    """Install transformers' hooks now: they are part of the model before anybody looks for foreign ones."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             maybe_install_capturing_hooks(module)
+
+
+def is_only_capturing(hooks: Mapping[int, Any]) -> bool:
+    """Return whether all these hooks are transformers' own."""
+    return all(getattr(hook, "__module__", None) == maybe_install_capturing_hooks.__module__ for hook in hooks.values())
 
 
 def requested_keys() -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def _forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     bound = [(module, dict(module._parameters)) for module in self.modules()]
 
     def compute(piece: torch.Tensor) -> torch.Tensor:
-        # The template may be bound to another block by the time of the backward.
+        # The layer has its parameters back in host memory by the time that the backward computes a piece again.
         present = [(module, dict(module._parameters)) for module, _ in bound]
         try:
             for module, parameters in bound:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from horizon_lm.model.block import StreamedBlock
 from horizon_lm.model.recorder import recording
 from horizon_lm.model.skeleton import meta_copy
-from horizon_lm.model.template import BoundBlock
 from horizon_lm.plan.work import Footprint, Work
 
 
@@ -73,6 +73,7 @@ def _on_meta(
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A copy of a block with weights in ``dtype``, and its arguments; hidden states are to be differentiated."""
     module = meta_copy(block)
+    module.__dict__.pop("forward", None)  # that of a streamed block
     for owner in module.modules():
         for name, param in owner._parameters.items():
             if param is not None:
@@ -86,42 +87,38 @@ def _on_meta(
 
 
 def measured_footprint(
-    bound: BoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device,
+    block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device,
     meter: AbstractContextManager[Any],
 ) -> tuple[Footprint, Any]:  # fmt: skip
-    """The footprint of a block as its template runs it on a device, compiled if it is; and its output.
+    """Return the footprint of a block as it runs on a device, compiled if it is, and its output.
 
-    Weights are drawn for it, all of them trainable, whatever the template was bound to before.
+    Weights are drawn for it, all of them trainable.
 
     Args:
-        bound: the block.
+        block: the block.
         args, kwargs: as in `run_on_meta`, on the device.
         dtype: of the weights.
         meter: gives the bytes in use inside, as ``current`` and ``peak``.
     """
-    template = bound.template
     params = {  # plain tensors, as in training: another class would be compiled for again
         name: (0.02 * torch.randn(param.shape, dtype=dtype, device=device)).requires_grad_()
-        for name, param in template.module.named_parameters()
+        for name, param in block.module.named_parameters(remove_duplicate=False)
     }
     for param in params.values():
         param.register_post_accumulate_grad_hook(_drop)
-    template.set_training(bound.training_flags())
-    template.bind(bound, params)
     args, kwargs = _detached((args, kwargs))
     hidden = args[0] if args else kwargs["hidden_states"]
     hidden.requires_grad_()
     for _ in range(2):  # the first time, compilers and tuning take memory of their own
         hidden.grad = None
-        with meter as used, torch.enable_grad():
-            output = template.forward(*args, hooked=False, **kwargs)
+        with meter as used, torch.enable_grad(), block.bound(params):
+            output = block.forward(*args, plainly=block.is_hooked(), **kwargs)
             tensors = _differentiable(output)
             graph = used.current
             torch.autograd.backward(tensors, [torch.zeros_like(t) for t in tensors])
             peak = used.peak
         output = _detached(output)
         del tensors
-    template.bind(bound, {name: param.detach().to("meta") for name, param in params.items()})  # frees what was drawn
     return Footprint(graph, peak), output
 
 

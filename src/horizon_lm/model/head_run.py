@@ -1,13 +1,13 @@
 """What norm, head and loss take for some tokens, found by running the model's own code on the meta device."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from horizon_lm.model.head_path import Decoded, forwards
 from horizon_lm.model.logits import logprobs_of_logits
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.recorder import recording
@@ -54,7 +54,7 @@ def _run(
     hidden = torch.empty((1, tokens, width), dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty((1, tokens), dtype=torch.long, device="meta")
     replaced: dict[nn.Module, Callable[..., Any]] = {
-        parts.decoder: lambda *args, **kwargs: _Decoded(norm(hidden)),
+        parts.decoder: lambda *args, **kwargs: Decoded(norm(hidden)),
         parts.head: lambda states: linear(states, weight),
     }
     options = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
@@ -104,32 +104,3 @@ def _norm(parts: ModelParts, dtype: torch.dtype) -> nn.Module:
     copy = meta_copy(norm).to(device="meta", dtype=dtype)
     copy.__dict__.pop("forward", None)  # that of a streamed model
     return copy
-
-
-class _Decoded:
-    """What a decoder returns, whatever its class: hidden states, and nothing else."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.last_hidden_state if index == 0 else None
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-@contextmanager
-def forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, other functions run in the place of these modules' forwards."""
-    before = {module: module.__dict__.get("forward") for module in replaced}
-    for module, forward in replaced.items():
-        module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own  # type: ignore[method-assign]

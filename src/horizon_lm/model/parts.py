@@ -1,6 +1,6 @@
 """Finding the units of a Hugging Face causal language model."""
 
-import inspect
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,6 @@ from horizon_lm.plan.capacity import ModelSizes
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
 
 _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")
-# Arguments through which blocks share state that a replay would not see.
-_CROSS_LAYER_ARGUMENTS = ("shared_kv_states", "per_layer_input", "per_layer_inputs")
 
 
 @dataclass(slots=True)
@@ -34,7 +32,7 @@ class ModelParts:
         tied: the head multiplies by the embedding table.
     """
 
-    model: Any
+    _model: Any
     decoder: nn.Module
     blocks: nn.ModuleList
     block_prefix: str
@@ -43,6 +41,16 @@ class ModelParts:
     final_norm: nn.Module | None
     units: dict[str, list[ParamRef]]
     tied: bool
+
+    @property
+    def model(self) -> Any:
+        model = self._model() if isinstance(self._model, weakref.ref) else self._model
+        assert model is not None, "the model of these parts is gone"
+        return model
+
+    def refer_weakly(self) -> None:
+        """Keep the model alive no longer: from now on these parts belong to it."""
+        self._model = weakref.ref(self.model)
 
     @property
     def num_blocks(self) -> int:
@@ -100,31 +108,53 @@ def find_parts(model: Any) -> ModelParts:
         (m for n, m in decoder.named_children() if n in _FINAL_NORM_NAMES and _count_params(m) > 0), None
     )  # fmt: skip
 
+    if getattr(embed, "sparse", False) or getattr(embed, "max_norm", None) is not None:
+        raise ModelNotSupportedError(
+            f"{name}: an input embedding with sparse gradients or max_norm is not streamed; set sparse=False and max_norm=None"
+        )
+    units = _find_units(name, model, blocks, embed, head)
+    table = next((ref for ref in units[EMBED] if (embed, "weight") in ref.places), None)
+    if table is None or len(units[EMBED]) != 1:
+        raise ModelNotSupportedError(f"{name}: the input embedding is not one table of rows, which streaming needs")
+    tied = any(module is head for module, _ in table.places)
+    return ModelParts(model, decoder, blocks, prefix, embed, head, final_norm, units, tied)
+
+
+def _find_units(
+    name: str, model: Any, blocks: nn.ModuleList, embed: nn.Module, head: nn.Module
+) -> dict[str, list[ParamRef]]:
+    """Return the model's parameters by unit, in the order of the model."""
     owner: dict[int, str] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
     owner |= {id(module): HEAD for module in head.modules()} | {id(module): EMBED for module in embed.modules()}
     refs: dict[int, ParamRef] = {}
-    units: dict[str, list[ParamRef]] = {u: [] for u in (EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER)}
     for module_name, module in model.named_modules():
         for attribute, param in module._parameters.items():
             if param is None:
                 continue
-            unit = owner.get(id(module), OUTER)
             if type(param) is not nn.Parameter or not param.is_floating_point():
                 raise ModelNotSupportedError(
                     f"{name}: {module_name}.{attribute} is a {type(param).__name__} of {param.dtype}; quantized weights "
                     "are not streamed. Load the model in bf16 or float32."
                 )
-            if id(param) in refs:
-                _refuse_tie(name, refs[id(param)].name, f"{module_name}.{attribute}", unit)
-                refs[id(param)].places.append((module, attribute))
-            else:
-                refs[id(param)] = ref = ParamRef(f"{module_name}.{attribute}", param, [(module, attribute)])
-                units[unit].append(ref)
-    table = next((ref for ref in units[EMBED] if ref.places[0] == (embed, "weight")), None)
-    if table is None or len(units[EMBED]) != 1:
-        raise ModelNotSupportedError(f"{name}: the input embedding is not one table of rows, which streaming needs")
-    tied = any(module is head for module, _ in table.places)
-    return ModelParts(model, decoder, blocks, prefix, embed, head, final_norm, units, tied)
+            ref = refs.setdefault(id(param), ParamRef(f"{module_name}.{attribute}".removeprefix("."), param, []))
+            ref.places.append((module, attribute))
+    tied = head._parameters.get("weight") is embed._parameters.get("weight")
+    units: dict[str, list[ParamRef]] = {u: [] for u in (EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER)}
+    for ref in refs.values():
+        found = {owner.get(id(module), OUTER) for module, _ in ref.places}
+        is_head_weight = any(module is head and attribute == "weight" for module, attribute in ref.places)
+        if found <= {EMBED, HEAD} and EMBED in found:
+            units[EMBED].append(ref)
+        elif (found == {HEAD} and tied) or (found == {OUTER, HEAD} and not is_head_weight):
+            units[OUTER].append(ref)  # a bias beside a tied weight, or one that belongs to a module around the head
+        elif len(found) == 1 and (len(ref.places) == 1 or found == {OUTER}):
+            units[found.pop()].append(ref)
+        else:
+            raise ModelNotSupportedError(
+                f"{name}: {ref.name} is one parameter in {len(ref.places)} places; only the head may be tied to the embedding, "
+                "and parameters outside of blocks to each other"
+            )
+    return units
 
 
 def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -154,20 +184,11 @@ def _refuse_cross_layer_state(name: str, model: Any, prefix: str, blocks: nn.Mod
             f"{name} shares keys and values between layers (num_kv_shared_layers="
             f"{config.num_kv_shared_layers}); streaming it block by block would give wrong gradients"
         )
-    for module in {type(b): b for b in blocks}.values():
-        shared = [a for a in inspect.signature(module.forward).parameters if a in _CROSS_LAYER_ARGUMENTS]
-        if shared:
-            raise ModelNotSupportedError(
-                f"{name}: blocks of {prefix} exchange state through {', '.join(shared)}; streaming them one by one "
-                "would give wrong gradients"
-            )
 
 
-def _refuse_tie(name: str, first: str, second: str, unit: str) -> None:
-    if unit != HEAD:
-        raise ModelNotSupportedError(
-            f"{name}: {first} and {second} are one parameter; only the head may be tied, and only to the embedding"
-        )
+def is_adapter_model(model: Any) -> bool:
+    """Return whether a model is PEFT's, or has adapters that transformers saves in PEFT's form."""
+    return type(model).__module__.partition(".")[0] == "peft" or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _count_params(module: nn.Module) -> int:

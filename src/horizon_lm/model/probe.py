@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from horizon_lm.model.block import structure_key
 from horizon_lm.model.footprint import BlockRun, output_on_meta, run_on_meta
-from horizon_lm.model.head_run import forwards
+from horizon_lm.model.head_path import forwards
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.skeleton import meta_copy
-from horizon_lm.model.template import structure_key
 from horizon_lm.schedule.ops import EMBED, OUTER
 
 _ROWS, _LENGTH = (3, 5), (22, 26)  # numbers that no shape of a model has by chance, and no multiples of each other

@@ -55,8 +55,12 @@ def build_skeleton(config: Any, **options: Any) -> nn.Module:
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A deep copy whose parameters are meta tensors; weights are never duplicated, not even for a moment."""
+    """Return a deep copy whose parameters are meta tensors; weights are never duplicated, not even for a moment."""
     import copy
 
-    memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()
+    }
+    for part in module.modules():  # hooks may hold anything: the copy has the same ones
+        memo |= {id(hooks): hooks for name, hooks in part.__dict__.items() if name.endswith("_hooks")}
     return copy.deepcopy(module, memo)

@@ -53,6 +53,8 @@ class AdamW(torch.optim.Optimizer):
         num_skipped: steps left out because a gradient was not finite.
     """
 
+    updates_slabs = True  # and not parameters, as other optimizers do
+
     def __init__(
         self,
         model: Any,
@@ -128,6 +130,7 @@ class AdamW(torch.optim.Optimizer):
                 "optimizer.zero_grad() and repeat the step"
             )
         engine.wait_for_grads()
+        engine.notice_writes()
         present = {unit: self._present(unit) for unit in self._store.units}
         squares = self._squares(present)
         bad = next((unit for unit in self._backward_order() if not math.isfinite(squares[unit])), None)
@@ -159,7 +162,7 @@ class AdamW(torch.optim.Optimizer):
         squares = {}
         for unit, slabs in self._store.units.items():
             names = present[unit]
-            known = self._engine.grads.squares.of(unit) if len(names) == len(slabs.grad_layout.entries) else None
+            known = self._engine.grads.squares.of(unit) if names else None
             if known is None and names and slabs.grads.numel():
                 kernel = squares_kernel(dtype_name(slabs.grads))
                 known = sum(kernel(as_array(slabs.grad_layout.view(slabs.grads, n).view(-1))) for n in names)
@@ -211,7 +214,7 @@ class AdamW(torch.optim.Optimizer):
         return [HEAD, *(block(u) for u in reversed(range(self._engine.parts.num_blocks))), OUTER, EMBED]
 
     def _present(self, unit: str) -> list[str]:
-        """Parameters of a unit that have a gradient."""
+        """Return the parameters of a unit that have a gradient. The others are left as they are, as torch leaves them."""
         layout = self._store.units[unit].grad_layout
         if self._in_backward:
             return list(layout)
@@ -227,8 +230,12 @@ class AdamW(torch.optim.Optimizer):
             )
         self._hyper = self._hyperparameters()
 
-    def moves(self, unit: str, grads: torch.Tensor) -> list[Move]:
-        return self._pieces(unit, list(self._store.units[unit].grad_layout), grads, clip=1.0)
+    @property
+    def pending(self) -> bool:
+        return bool(self._hyper)
+
+    def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> list[Move]:
+        return self._pieces(unit, names, grads, clip=1.0)
 
     def table(self, grads: TableGrads) -> TableRows | None:
         return self._table(grads, clip=1.0)

@@ -32,6 +32,15 @@ class Arena:
         if self._used + num_bytes > self.num_bytes:
             raise AssertionError(f"arena of {self.num_bytes} bytes: {self._used} used, {num_bytes} more asked for")
         start, self._used = self._used, page_aligned(self._used + num_bytes)
+        return self.at(start, numel, dtype)
+
+    @property
+    def position(self) -> int:
+        """Where the next slab begins, in bytes."""
+        return self._used
+
+    def at(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``numel`` elements from byte ``start`` on, as a 1-D tensor with a storage of its own."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)

@@ -7,7 +7,7 @@ goes from its slab to the file.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,21 +31,23 @@ def save_pretrained(
     folder: str | Path,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "50GB",
+    values: Mapping[str, torch.Tensor] | None = None,
+    variant: str | None = None,
 ) -> None:
     """Write config, generation config and weights as ``transformers`` reads them (see `StreamedModel`).
 
-    Files appear under their names only when they are complete.
+    Files appear under their names only when they are complete. ``values`` are written in the place of the store's.
     """
     folder = Path(folder)
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; save_pretrained needs a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    exporter = _Exporter(parts, store, dtype)
-    files = _split(exporter.plan(), parse_bytes(max_shard_size))
+    exporter = _Exporter(parts, store, dtype, values or {})
+    files = _split(exporter.plan(), parse_bytes(max_shard_size), variant)
     for name, group in files.items():
         _write_file(folder / name, group, exporter)
-    _write_index(folder, files, store)
-    for stale in folder.glob("model*.safetensors"):
+    _write_index(folder, files, store, variant)
+    for stale in folder.glob("model*.safetensors") if variant is None else ():
         if stale.name not in files:
             stale.unlink()
     _write_configs(parts.model, folder, exporter.main_dtype)
@@ -54,8 +56,15 @@ def save_pretrained(
 class _Exporter:
     """Tensors in the names, layouts and dtypes of a checkpoint, unit by unit."""
 
-    def __init__(self, parts: ModelParts, store: Store, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, parts: ModelParts, store: Store, dtype: torch.dtype | None, values: Mapping[str, torch.Tensor]
+    ) -> None:
         self._model, self._store, self._dtype = parts.model, store, dtype
+        self._given = {
+            name: value
+            for name, value in values.items()
+            if name in store.unit_of and value.data_ptr() != store.weight(name).data_ptr()
+        }
         owned = set(store.unit_of)
         parameters = {id(ref.param) for refs in parts.units.values() for ref in refs}
         state = parts.model.state_dict(keep_vars=True)
@@ -76,7 +85,8 @@ class _Exporter:
         return revert_weight_conversion(self._model, tensors)
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        return self._dtype or self._store.source_dtypes[name]
+        given = self._given.get(name)
+        return self._dtype or (self._store.source_dtypes[name] if given is None else given.dtype)
 
     def _describe(self, name: str) -> torch.Tensor:
         if name in self._buffers:
@@ -86,6 +96,8 @@ class _Exporter:
     def _value(self, name: str) -> torch.Tensor:
         if name in self._buffers:
             return self._buffers[name].to("cpu")
+        if name in self._given:
+            return self._given[name].to("cpu", self._dtype_of(name))
         weight, dtype = self._store.weight(name), self._dtype_of(name)
         return weight if weight.dtype == dtype else self._store.master(name).to(dtype)
 
@@ -93,7 +105,7 @@ class _Exporter:
 Shard = list[tuple[int, dict[str, torch.Tensor]]]  # unit index and the meta tensors of it that this file holds
 
 
-def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int) -> dict[str, Shard]:
+def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | None) -> dict[str, Shard]:
     """Files by name. A tensor larger than the limit has a file to itself."""
     shards: list[Shard] = [[]]
     used = 0
@@ -108,8 +120,15 @@ def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int) -> dict[str, Sha
             shards[-1][-1][1][name] = tensor
             used += size
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+        return {_file_name("model.safetensors", variant): shards[0]}
+    return {
+        _file_name(f"model-{i:05}-of-{len(shards):05}.safetensors", variant): shard for i, shard in enumerate(shards, 1)
+    }
+
+
+def _file_name(name: str, variant: str | None) -> str:
+    """transformers' rule for files of a variant."""
+    return name if variant is None else name.replace("model", f"model.{variant}", 1)
 
 
 def _write_file(path: Path, shard: Shard, exporter: _Exporter) -> None:
@@ -154,8 +173,8 @@ class _atomically:  # noqa: N801  (reads as a function)
             self._part.unlink()
 
 
-def _write_index(folder: Path, files: dict[str, Shard], store: Store) -> None:
-    index = folder / "model.safetensors.index.json"
+def _write_index(folder: Path, files: dict[str, Shard], store: Store, variant: str | None) -> None:
+    index = folder / ("model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json")
     if len(files) == 1:
         index.unlink(missing_ok=True)
         return

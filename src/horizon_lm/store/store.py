@@ -15,6 +15,7 @@ class UnitSlabs:
     def __init__(self, layout: SlabLayout) -> None:
         self.layout = layout
         self.weights = torch.empty(0)
+        self.start = 0  # of the weights in their arena, in bytes
         self.low: torch.Tensor | None = None
         self.grad_layout = layout.restrict(())
         self.grads = torch.empty(0)
@@ -38,7 +39,9 @@ class Store:
 
         weights = self.new_arena([s.layout for s in self.units.values()], precision.weight_dtype)
         low = self.new_arena([s.layout for s in self.units.values()], torch.int16) if precision.low_half else None
+        self._weights = weights
         for slabs in self.units.values():
+            slabs.start = weights.position
             slabs.weights = weights.take(slabs.layout.numel, precision.weight_dtype)
             slabs.low = low.take(slabs.layout.numel, torch.int16) if low is not None else None
         self.num_bytes = {"weights": weights.num_bytes, "low_halves": low.num_bytes if low else 0}
@@ -64,9 +67,13 @@ class Store:
         self.has_grads = True
 
     def weight(self, name: str) -> torch.Tensor:
-        """The streamed form of a parameter: a view into its slab."""
+        """Return the streamed form of a parameter: its part of the slab, as a tensor with a storage of its own.
+
+        Parameters that shared a storage would be saved as one by safetensors, accelerate and torch.save.
+        """
         slabs = self.units[self.unit_of[name]]
-        return slabs.layout.view(slabs.weights, name)
+        entry, dtype = slabs.layout.entries[name], self.precision.weight_dtype
+        return self._weights.at(slabs.start + entry.offset * dtype.itemsize, entry.numel, dtype).view(entry.shape)
 
     def grad(self, name: str) -> torch.Tensor:
         """The gradient of a trainable parameter: a view into its slab."""
@@ -88,6 +95,12 @@ class Store:
         target.copy_(source)
         if slabs.low is not None:
             slabs.layout.view(slabs.low, name).zero_()
+
+    def reset_low(self, name: str) -> None:
+        """Make a parameter's fp32 master exactly its bfloat16 half."""
+        slabs = self.units[self.unit_of[name]]
+        assert slabs.low is not None
+        slabs.layout.view(slabs.low, name).zero_()
 
     def master(self, name: str) -> torch.Tensor:
         """A parameter in fp32, as exactly as it is kept. A new tensor, except in mode ``float32``."""

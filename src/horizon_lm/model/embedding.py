@@ -1,0 +1,55 @@
+"""Running a model's own embedding module over some rows of its table."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.model.places import in_place
+
+_TRIAL = (4, 8)  # rows and columns of a small table
+
+
+def look_up(
+    module: nn.Module, weight: torch.Tensor, positions: torch.Tensor, padding_position: int | None
+) -> torch.Tensor:
+    """Return what the module makes of tokens whose rows are ``weight[positions]``.
+
+    Args:
+        module: the embedding.
+        weight: (R, H), on the device.
+        positions: of any shape.
+        padding_position: the row of the padding token, whose gradient is zero; None if it is not among them.
+    """
+    padded = getattr(module, "padding_idx", None) is not None
+    before = module.__dict__.get("padding_idx")
+    if padded:
+        module.padding_idx = padding_position  # type: ignore[assignment]
+    try:
+        with in_place([(module, "weight", weight)]):
+            hidden: torch.Tensor = type(module).forward(module, positions)
+        return hidden
+    finally:
+        if padded:
+            module.padding_idx = before  # type: ignore[assignment]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a lookup's gradient is the same whatever the table's values are, as a trial shows."""
+    if type(module) is nn.Embedding:
+        return True
+    positions = torch.arange(_TRIAL[0])[None]
+    generator = torch.Generator().manual_seed(0)
+    tables = [torch.zeros(_TRIAL), torch.randn(_TRIAL, generator=generator)]
+    grad = torch.randn((1, *_TRIAL), generator=generator)
+    try:
+        first, second = (_gradient(module, table, positions, grad) for table in tables)
+    except Exception:  # foreign code that wants its own sizes: then the values are kept
+        return False
+    return torch.equal(first, second)
+
+
+def _gradient(module: nn.Module, table: torch.Tensor, positions: torch.Tensor, grad: torch.Tensor) -> Any:
+    table.requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(look_up(module, table, positions, None), table, grad)[0]
