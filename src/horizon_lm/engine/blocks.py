@@ -115,6 +115,7 @@ class Blocks:
                     ):
                         args, kwargs = call.rebuild(part)
                         output = (module.forward(*args, plainly=plainly, **kwargs), captured)
+                    call.require_same_structure(args, kwargs, module.name)
                     if kept is not None:
                         output = kept.keep(state, part, output)
                     outputs.add(start, stop, output)

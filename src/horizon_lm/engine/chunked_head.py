@@ -17,7 +17,8 @@ from horizon_lm.device.base import send
 from horizon_lm.engine.head import Head
 from horizon_lm.engine.replay import Surroundings, no_autocast_cache
 from horizon_lm.errors import StreamingError
-from horizon_lm.model.head_path import IGNORED, ChunkedPath, Decoded, hidden_of, is_same
+from horizon_lm.model.head_path import IGNORED, ChunkedPath
+from horizon_lm.model.outer_trial import Decoded, hidden_of, is_same
 from horizon_lm.model.places import in_place
 
 _ROW_BLOCK = 4096  # rows of the head's gradient formed at once when it has another dtype than its buffer

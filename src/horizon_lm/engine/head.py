@@ -17,7 +17,7 @@ class Head:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._module = module = engine.parts.head
+        self.module = module = engine.parts.head
         self._layout = engine.slabs(HEAD).layout
         self._attributes = {
             name: attribute for name in self._layout for owner, attribute in engine.refs[name].places if owner is module
@@ -33,9 +33,13 @@ class Head:
         buffer = self.engine.memory.head_weights[0]
         return {attribute: self._layout.view(buffer, name) for name, attribute in self._attributes.items()}
 
+    def weight_names(self) -> list[str]:
+        """Attributes of the head module that are streamed."""
+        return list(self._attributes.values())
+
     def outer_weights(self) -> dict[str, torch.Tensor]:
         """Outer parameters of the head module, as they are on the device in a forward."""
-        return {attribute: self._module._parameters[attribute] for attribute in self.outer}  # type: ignore[misc]
+        return {attribute: self.module._parameters[attribute] for attribute in self.outer}  # type: ignore[misc]
 
     def grads(self) -> dict[str, torch.Tensor]:
         """Views of the gradient buffer, likewise, for what is trained."""
@@ -69,8 +73,8 @@ class Head:
 
     def run(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """The model's own head module with these weights."""
-        with in_place((self._module, attribute, weight) for attribute, weight in weights.items()):
-            logits: torch.Tensor = type(self._module).forward(self._module, hidden)
+        with in_place((self.module, attribute, weight) for attribute, weight in weights.items()):
+            logits: torch.Tensor = type(self.module).forward(self.module, hidden)
         return logits
 
 

@@ -15,10 +15,11 @@ from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.memory import Options
 from horizon_lm.engine.parameters import require_plain
 from horizon_lm.engine.streamed import StreamedModel, attach
-from horizon_lm.errors import ConfigError, HeadWarning, StreamingError
+from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, StreamingError
 from horizon_lm.model import attention, capture, source
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.head_run import head_peak
+from horizon_lm.model.outer_trial import require_each_block_once, try_outer
 from horizon_lm.model.parts import ModelParts, ParamRef, find_parts
 from horizon_lm.model.skeleton import build_skeleton
 from horizon_lm.plan.residency import Residency
@@ -197,6 +198,13 @@ class Settings:
         """Find the units of a model, and refuse it before anything of it is touched."""
         capture.install_hooks(model)
         parts = find_parts(model)
+        trial = try_outer(parts)
+        require_each_block_once(parts, trial)
+        if self.device_micro_batch_size is not None and trial is not None and not trial.rows_first:
+            raise ModelNotSupportedError(
+                f"{type(model).__name__}: rows are not the first dimension of its hidden states, so they cannot be cut into "
+                "micro-batches; leave device_micro_batch_size unset"
+            )
         attention.register()
         attention.choose(model, self.attn_implementation, self._on_accelerator)
         return parts
@@ -228,13 +236,14 @@ class Settings:
         on_host = device.torch_device.type == "cpu"
         dtype = self.compute_dtype or (torch.float32 if on_host else store.precision.weight_dtype)
         path = self._chunked_path(parts)
+        trunk = parts.trunks()[-1] if path is None else path.trunk
         options = Options(
             dtype,
             self._residency(parts.num_blocks, device),
             self.device_micro_batch_size,
             "whole" if path is None else "chunked",
             self.head_chunk_tokens or head_chunk_tokens(device.spare_bytes(), parts.sizes().vocabulary),
-            None if device.spare_bytes() is None else head_peak(parts, dtype, chunked=path is not None),
+            None if device.spare_bytes() is None else head_peak(parts, trunk, dtype, chunked=path is not None),
             self.mlp_chunk_tokens,
             self._on_accelerator if self.compile == "auto" else bool(self.compile),
             self.check_recompute,

@@ -174,13 +174,36 @@ class HeadParameter(StreamedParameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PRODUCTS:
-            raise StreamingError(
-                "something multiplies by the weight of the language model's head directly (a fused or chunked loss of a "
-                "trainer, usually). The weight of a streamed model lives in host memory. Call model(input_ids, "
-                "labels=...) for the loss, or stream with head='whole' for logits, and turn the fused loss off "
-                "(TRL: use_liger_kernel=False and loss_type='nll')."
-            )
+            raise StreamingError(_DIRECT_PRODUCT)
         return super().__torch_function__(func, types, args, kwargs)
+
+
+_DIRECT_PRODUCT = (
+    "something computes with the weight of the language model's head or embedding directly (a fused or chunked loss of a "
+    "trainer, usually). The weight of a streamed model lives in host memory. Call model(input_ids, labels=...) for the loss, "
+    "or stream with head='whole' for logits, and turn the fused loss off (TRL: use_liger_kernel=False and loss_type='nll')."
+)
+
+
+class StandIn(torch.Tensor):
+    """What the model's code finds as the head's and the embedding's weight in a forward: a shape, a dtype and a device.
+
+    The weight itself is in host memory, in the dtype that it is stored in, which the code would otherwise adapt to.
+    """
+
+    @staticmethod
+    def of(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return one for a parameter as it is on the device."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shape, needs_grad = param.shape, param.requires_grad
+        return torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(StandIn).requires_grad_(needs_grad)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _METADATA:
+            raise StreamingError(_DIRECT_PRODUCT)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: ParameterOwner) -> None:

@@ -44,6 +44,17 @@ class BlockCall:
             leaves[index] = tensor
         return pytree.tree_unflatten(leaves, self._spec)
 
+    def require_same_structure(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
+        """ModelNotSupportedError if a block has put something into a container that it was given, for others to find."""
+        if not any(isinstance(value, (dict, list)) for value in (*args, *kwargs.values())):
+            return
+        _, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: not isinstance(x, (tuple, list, dict)))
+        if spec != self._spec:
+            raise ModelNotSupportedError(
+                f"{name} hands state to later blocks through a container among its arguments; streaming blocks one by one would "
+                "give wrong gradients"
+            )
+
     def drop_tensors(self) -> None:
         """Keep the structure only; tensors that a backward needs are autograd's to hold."""
         self.tensors = []

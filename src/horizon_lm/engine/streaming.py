@@ -3,6 +3,7 @@
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from horizon_lm.engine.head import Head
 from horizon_lm.engine.logprobs import LogprobRun, TokenLogprobs
 from horizon_lm.engine.loss import LossRun
 from horizon_lm.engine.outer import Outer
+from horizon_lm.engine.parameters import StandIn
 from horizon_lm.engine.rows import ProbeDoneError
 from horizon_lm.engine.table import Table
 from horizon_lm.errors import StreamingError
@@ -24,6 +26,7 @@ from horizon_lm.model.block import Structure, has_foreign_hooks
 from horizon_lm.model.head_path import AUXILIARY, IGNORED, ChunkedPath
 from horizon_lm.model.logits import logprobs_of_logits
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.places import in_place
 from horizon_lm.plan.residency import BatchSize
 
 
@@ -185,9 +188,18 @@ class Streaming:
             draws=self.model.training,
         ):
             outer = self.outer.load()
-            with self.outer.in_place(outer):
+            with self.outer.in_place(outer), self._stand_ins():
                 output = compute(call, outer)
         return output
+
+    def _stand_ins(self) -> AbstractContextManager[None]:
+        """Inside, the weights of head and embedding look as they will on the device."""
+        options, device = self.engine.options, self.engine.device.torch_device
+        places = [(self.head.module, name) for name in self.head.weight_names()] + [(self.table.module, "weight")]
+        return in_place(
+            (module, name, StandIn.of(module._parameters[name], options.compute_dtype, device))  # type: ignore[arg-type]
+            for module, name in places
+        )
 
     def _plan(self, compute: Callable[[dict[str, torch.Tensor]], Any], size: BatchSize, rows: int, embed: bool) -> None:
         """Plan what may stay on the device: rehearse a forward up to the last block, and see what blocks take."""
@@ -202,6 +214,7 @@ class Streaming:
                         recording=False, rows=rows, embed=embed, inputs_need_grad=False, head_grads=False, draws=False
                     ),
                     self.outer.in_place(outer := self.outer.load()),
+                    self._stand_ins(),
                 ):
                     compute(outer)
             except ProbeDoneError:

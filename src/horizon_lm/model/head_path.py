@@ -5,8 +5,7 @@ be the sum of its losses over chunks of them; then the same is done with real hi
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from horizon_lm.model.outer_trial import Decoded, forwards, outer_leaves, try_outer
 from horizon_lm.model.parts import ModelParts
-from horizon_lm.model.places import in_place
-from horizon_lm.schedule.ops import OUTER
 
 IGNORED = -100  # label of a token that is not trained, as in torch.nn.functional.cross_entropy
 _ROWS, _LENGTH, _CHUNK = 2, 5, 3
@@ -44,69 +42,17 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
     if type(parts.head) is not nn.Linear:
         return f"the head is a {type(parts.head).__name__}, not a plain Linear"
     reason = "its forward does not call a decoder"
-    for trunk in _trunks(parts):
-        with torch.random.fork_rng(devices=[]), _outer_leaves(parts) as outer:
+    for trunk in parts.trunks():
+        with torch.random.fork_rng(devices=[]), outer_leaves(parts) as outer:
             try:
                 reason = _difference(parts, trunk, outer)
             except Exception as error:  # foreign code, given less than it wants
                 reason = f"its loss cannot be computed from hidden states alone ({type(error).__name__})"
         if not reason:
-            return ChunkedPath(trunk, _norm_is_last(parts, trunk), parts.model.loss_function)
+            trial = try_outer(parts)
+            is_last = trial is not None and trial.norm_is_last
+            return ChunkedPath(trunk, is_last, parts.model.loss_function)
     return reason
-
-
-class Decoded:
-    """What a trunk returns, whatever its class: hidden states, and nothing else."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.last_hidden_state if index == 0 else None
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
-def hidden_of(output: Any) -> torch.Tensor:
-    """Return the hidden states in what a trunk returned."""
-    hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
-    return hidden
-
-
-@contextmanager
-def forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, other functions run in the place of these modules' forwards."""
-    before = {module: module.__dict__.get("forward") for module in replaced}
-    for module, forward in replaced.items():
-        module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own  # type: ignore[method-assign]
-
-
-def _trunks(parts: ModelParts) -> list[nn.Module]:
-    """Modules that a model's forward may call for hidden states, the outermost first."""
-    base = getattr(parts.model, getattr(parts.model, "base_model_prefix", "") or "_", None)
-    is_trunk = isinstance(base, nn.Module) and base is not parts.model
-    contains = is_trunk and any(module is parts.decoder for module in base.modules())  # type: ignore[union-attr]
-    return [base, parts.decoder] if contains and base is not parts.decoder else [parts.decoder]  # type: ignore[list-item]
-
-
-@contextmanager
-def _outer_leaves(parts: ModelParts) -> Iterator[list[torch.Tensor]]:
-    """Inside, parameters outside of blocks, table and head are small random leaves in fp32 on the host."""
-    refs = parts.units[OUTER]
-    leaves = [torch.randn(ref.param.shape).mul_(0.1).requires_grad_() for ref in refs]
-    with in_place((m, a, leaf) for ref, leaf in zip(refs, leaves, strict=True) for m, a in ref.places):
-        yield leaves
 
 
 def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) -> str:
@@ -164,42 +110,3 @@ def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) 
     if (got.view_as(expected) - expected).norm() > _TOLERANCE * expected.norm():
         return "its loss is not the sum over the next tokens' losses"
     return ""
-
-
-def _norm_is_last(parts: ModelParts, trunk: nn.Module) -> bool:
-    """Return whether a trunk gives what its final norm makes of what its last block gives."""
-    norm = parts.final_norm
-    if norm is None:
-        return False
-    ids = torch.zeros((1, _LENGTH), dtype=torch.long)
-    width = next(iter(norm.parameters())).shape[-1]
-    states = torch.randn((1, _LENGTH, parts.sizes().hidden))
-    for shape in (lambda t: t, lambda t: (t,), lambda t: (t, None), lambda t: (t, None, None)):
-        seen: list[torch.Tensor] = []
-        made: list[torch.Tensor] = []
-        given: list[torch.Tensor] = []
-
-        def normalise(hidden: torch.Tensor, seen: Any = seen, made: Any = made) -> torch.Tensor:
-            seen.append(hidden)
-            made.append(torch.randn(*hidden.shape[:-1], width))
-            return made[-1]
-
-        def compute(*args: Any, given: Any = given, shape: Any = shape, **kwargs: Any) -> Any:
-            given.append(args[0] if args else kwargs["hidden_states"])
-            return shape(given[-1])
-
-        replaced: dict[nn.Module, Callable[..., Any]] = dict.fromkeys(parts.blocks, compute)
-        replaced |= {parts.embed: lambda ids: states, norm: normalise}
-        try:
-            with forwards(replaced), torch.no_grad(), torch.random.fork_rng(devices=[]), _outer_leaves(parts):
-                output = hidden_of(type(trunk).forward(trunk, input_ids=ids, use_cache=False))  # type: ignore[attr-defined]
-        except Exception:  # the blocks of this model return something else
-            continue
-        if len(seen) == 1 and given and is_same(seen[0], given[-1]) and is_same(output, made[0]):
-            return True
-    return False
-
-
-def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same numbers in memory, in the same shape."""
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -7,40 +7,46 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from horizon_lm.model.head_path import Decoded, forwards
 from horizon_lm.model.logits import logprobs_of_logits
+from horizon_lm.model.outer_trial import Decoded, forwards
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.places import in_place
 from horizon_lm.model.recorder import recording
 from horizon_lm.model.skeleton import meta_copy
 from horizon_lm.plan.outline import Linear
 from horizon_lm.plan.work import Work
+from horizon_lm.schedule.ops import OUTER
 
 _TOKENS = 4096  # of a trial; what does not grow with tokens is small beside what they take
 
 
-def head_peak(parts: ModelParts, dtype: torch.dtype, chunked: bool, values: Sequence[str] = ()) -> Linear[int]:
+def head_peak(
+    parts: ModelParts, trunk: nn.Module, dtype: torch.dtype, chunked: bool, values: Sequence[str] = ()
+) -> Linear[int]:
     """Bytes that norm, head and loss hold at once, by tokens: hidden states, weights and slots not counted.
 
     Args:
+        trunk: what the model's forward calls for hidden states.
         chunked: the weights' gradients go straight into their slot, and nobody holds the logits.
         values: the loss is made of these, as `logits.logprobs_of_logits` names them; empty for Hugging Face's own loss.
     """
     linear = _ChunkLinear.apply if chunked else F.linear
-    at, at_twice = (_run(parts, dtype, n * _TOKENS, linear, holds_logits=not chunked, values=values)[0] for n in (1, 2))
+    at, at_twice = (_run(parts, trunk, dtype, n * _TOKENS, linear, not chunked, values)[0] for n in (1, 2))
     of_token = (at_twice - at) // _TOKENS
     one = at - (_TOKENS - 1) * of_token
     return Linear(one, one + of_token)
 
 
-def head_work(parts: ModelParts, dtype: torch.dtype) -> tuple[Linear[Work], Linear[Work]]:
+def head_work(parts: ModelParts, trunk: nn.Module, dtype: torch.dtype) -> tuple[Linear[Work], Linear[Work]]:
     """Work of norm, head and loss by tokens: of the forward, and of the backward."""
-    runs = [_run(parts, dtype, tokens, F.linear, holds_logits=False) for tokens in (1, 2)]
+    runs = [_run(parts, trunk, dtype, tokens, F.linear, holds_logits=False) for tokens in (1, 2)]
     forward = Linear(*(forward for _, forward, _ in runs))
     return forward, Linear(*(both - forward for _, forward, both in runs))
 
 
 def _run(
     parts: ModelParts,
+    trunk: nn.Module,
     dtype: torch.dtype,
     tokens: int,
     linear: Callable[..., torch.Tensor],
@@ -54,12 +60,18 @@ def _run(
     hidden = torch.empty((1, tokens, width), dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty((1, tokens), dtype=torch.long, device="meta")
     replaced: dict[nn.Module, Callable[..., Any]] = {
-        parts.decoder: lambda *args, **kwargs: Decoded(norm(hidden)),
+        trunk: lambda *args, **kwargs: Decoded(norm(hidden)),
         parts.head: lambda states: linear(states, weight),
     }
     options = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+    outer = [
+        (module, attribute, torch.empty(ref.param.shape, dtype=dtype, device="meta", requires_grad=True))
+        for ref in parts.units[OUTER]
+        for module, attribute in ref.places
+    ]
     with (
         forwards(replaced),
+        in_place(outer),
         recording(norm, weight, hidden, labels, accelerated=True) as recorder,
         torch.enable_grad(),
     ):

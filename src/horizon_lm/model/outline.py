@@ -8,7 +8,9 @@ import torch
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model import attention
 from horizon_lm.model.chunking import chunk_mlps
+from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.head_run import head_peak, head_work
+from horizon_lm.model.outer_trial import require_each_block_once, try_outer
 from horizon_lm.model.packing import require_packable
 from horizon_lm.model.parts import ModelParts, find_parts
 from horizon_lm.model.probe import BlockCalls, find_calls
@@ -64,8 +66,11 @@ def outline_config(
     used = attention.choose(model, attn_implementation, on_accelerator)
     if packed:
         require_packable(parts, used)
+    require_each_block_once(parts, try_outer(parts))
+    found = find_chunked_path(parts)
+    path = found if isinstance(found, ChunkedPath) else None
     try:
-        computation = _computation(parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values)
+        computation = _computation(parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values, path)
     except HorizonError:
         raise
     except Exception as error:  # foreign code, which may do on the meta device what it likes
@@ -79,6 +84,7 @@ def outline_config(
         compute_bytes=dtype.itemsize,
         attention=used,
         first_differentiated=parts.first_differentiated(),
+        whole_head_only="" if path is not None else str(found),
         **computation,
     )
 
@@ -91,6 +97,7 @@ def _computation(
     accelerated: bool,
     mlp_chunk_tokens: int | None,
     head_values: Sequence[str],
+    path: ChunkedPath | None,
 ) -> dict[str, Any]:
     """What blocks and head compute, as an outline has it."""
     calls = find_calls(parts, dtype, length, masked)
@@ -98,12 +105,14 @@ def _computation(
         for each in calls:
             if not chunk_mlps(each.block, mlp_chunk_tokens):
                 raise ConfigError(f"mlp_chunk_tokens: {type(each.block).__name__} has no feed-forward layer to chunk")
-    forward, backward = head_work(parts, dtype)
+    trunk = parts.trunks()[-1] if path is None else path.trunk
+    forward, backward = head_work(parts, trunk, dtype)
     return {
         "kinds": [_kind(each, length, dtype, accelerated) for each in calls],
         "shared": Linear(_shared(calls, 1, length), _shared(calls, 2, length)),
         "head_peak": {
-            "chunked": head_peak(parts, dtype, True, head_values), "whole": head_peak(parts, dtype, False, head_values),
+            name: head_peak(parts, trunk, dtype, name == "chunked" and path is not None, head_values)
+            for name in ("chunked", "whole")
         },
         "head_forward": forward,
         "head_backward": backward,

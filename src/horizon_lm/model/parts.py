@@ -48,6 +48,11 @@ class ModelParts:
         assert model is not None, "the model of these parts is gone"
         return model
 
+    def trunks(self) -> list[nn.Module]:
+        """Return the modules around the blocks, the outermost first: one of them is what the model calls for hidden states."""
+        names = self.block_prefix.split(".")[:-1]
+        return [self.model.get_submodule(".".join(names[:depth])) for depth in range(1, len(names) + 1)]
+
     def refer_weakly(self) -> None:
         """Keep the model alive no longer: from now on these parts belong to it."""
         self._model = weakref.ref(self.model)
@@ -100,8 +105,8 @@ def find_parts(model: Any) -> ModelParts:
         raise ModelNotSupportedError(
             f"{name} is not a causal language model: it has no output embeddings. Load it with AutoModelForCausalLM."
         )
-    decoder = model.get_decoder()
-    prefix, blocks = _find_blocks(model, decoder)
+    prefix, blocks = _find_blocks(model, model.get_decoder())
+    decoder = model.get_submodule(prefix.rpartition(".")[0])
     _refuse_cross_layer_state(name, model, prefix, blocks)
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     final_norm = next(
@@ -158,20 +163,21 @@ def _find_units(
 
 
 def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return the list of decoder blocks with its name: by the names of its entries' classes, else by its length."""
+    name = type(model).__name__
     if not len(getattr(decoder, "layers", [None])):
-        raise ModelNotSupportedError(f"{type(model).__name__} has no decoder blocks")
+        raise ModelNotSupportedError(f"{name} has no decoder blocks")
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    lists = [
-        (n, m) for n, m in model.named_modules()
-        if isinstance(m, nn.ModuleList) and len(m) == depth and any(m is inner for inner in decoder.modules())
-    ]  # fmt: skip
-    named = [(n, m) for n, m in lists if {type(b).__name__ for b in m} <= classes]
-    for candidates in (named, lists):
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    within = [(n, m) for n, m in lists if any(m is inner for inner in decoder.modules())] or lists
+    named = [(n, m) for n, m in within if {type(b).__name__ for b in m} <= classes]
+    as_deep = [(n, m) for n, m in within if len(m) == depth]
+    for candidates in ([each for each in named if each in as_deep], named, as_deep):
         if len(candidates) == 1:
             return candidates[0]
     raise ModelNotSupportedError(
-        f"{type(model).__name__}: no list of {depth} decoder blocks was found, so there is nothing to stream by"
+        f"{name}: no list of {depth} decoder blocks was found, so there is nothing to stream by"
     )
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from horizon_lm.model.block import structure_key
 from horizon_lm.model.footprint import BlockRun, output_on_meta, run_on_meta
-from horizon_lm.model.head_path import forwards
+from horizon_lm.model.outer_trial import forwards
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.skeleton import meta_copy
 from horizon_lm.schedule.ops import EMBED, OUTER

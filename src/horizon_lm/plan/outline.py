@@ -60,6 +60,7 @@ class ModelOutline:
         head_forward, head_backward: their work, by tokens. The weights are read once whatever the tokens.
         attention: the implementation that was outlined.
         first_differentiated: the first block that a gradient passes through.
+        whole_head_only: why the loss cannot be computed in chunks of tokens; empty if it can.
         unknown: why computations could not be tried without weights, so that they seem to take nothing; empty if they could.
     """
 
@@ -76,6 +77,7 @@ class ModelOutline:
     head_backward: Linear[Work]
     attention: str
     first_differentiated: int = 0
+    whole_head_only: str = ""
     unknown: str = ""
 
     @property

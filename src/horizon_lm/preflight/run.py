@@ -48,6 +48,8 @@ def plan_run(
     if rows.usual_length and machine.hardware is not None:
         usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
     request = make_request(run, source, rows, outline.sizes.num_parameters, num_steps, num_checkpoints)
+    if outline.whole_head_only:
+        request = replace(request, head="whole", head_chunk_tokens=None)
     plan = make_plan(outline, request, machine, priced, usual)
     return replace(plan, problems=_problems(source, plan, rows))
 
@@ -143,10 +145,12 @@ def settle(run: RunConfig, plan: Plan) -> RunConfig:
     sees the first batch.
     """
     settings = plan.step.settings
+    head = {"head": plan.request.head, "head_chunk_tokens": plan.request.head_chunk_tokens}
     if plan.step.outline.unknown:
-        return run.model_copy(update={"device_micro_batch_size": settings.micro_batch})
+        return run.model_copy(update={"device_micro_batch_size": settings.micro_batch, **head})
     residency = settings.residency
     chosen: dict[str, Any] = {
+        **head,
         "device_micro_batch_size": settings.micro_batch,
         "boundaries": residency.boundaries,
         "held_blocks": residency.weights,

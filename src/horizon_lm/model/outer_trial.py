@@ -1,0 +1,146 @@
+"""Running a model's outer code over a few tokens, with stand-ins for its blocks, embedding and head.
+
+What the code around the blocks does with them cannot be read off their names; a trial shows it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.places import in_place
+from horizon_lm.schedule.ops import OUTER
+
+_ROWS, _LENGTH = 2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class OuterTrial:
+    """What a model's outer code does on text.
+
+    Attributes:
+        order: indices of the blocks as they are called.
+        rows_first: rows are the first dimension of hidden states.
+        norm_is_last: the trunk returns what its final norm makes of what its last block returns.
+    """
+
+    order: tuple[int, ...]
+    rows_first: bool
+    norm_is_last: bool
+
+
+def require_each_block_once(parts: ModelParts, trial: OuterTrial | None) -> None:
+    """ModelNotSupportedError for a model that does not call its blocks once each, in their order, as far as a trial shows."""
+    if trial is not None and trial.order != tuple(range(parts.num_blocks)):
+        raise ModelNotSupportedError(
+            f"{type(parts.model).__name__}: its forward calls the blocks of {parts.block_prefix} in the order "
+            f"{', '.join(map(str, trial.order))}; a model is streamed whose blocks are called once each, in order"
+        )
+    for module in parts.trunks():
+        if getattr(module, "layerdrop", 0.0):
+            raise ModelNotSupportedError(
+                f"{type(parts.model).__name__}: layerdrop={module.layerdrop} leaves out blocks at random; a streamed model "
+                "computes every block. Set layerdrop to 0 in the model's config."
+            )
+
+
+def try_outer(parts: ModelParts) -> OuterTrial | None:
+    """Run a model's trunk on text; None if it cannot be run so."""
+    for trunk in parts.trunks():
+        for shape in (lambda t: t, lambda t: (t,), lambda t: (t, None), lambda t: (t, None, None)):
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]), outer_leaves(parts):
+                    return _run(parts, trunk, shape)
+            except Exception:  # foreign code: this is no trunk, or its blocks return something else
+                continue
+    return None
+
+
+def _run(parts: ModelParts, trunk: nn.Module, shape: Callable[[torch.Tensor], Any]) -> OuterTrial:
+    """One run, in which a block returns its input in that shape."""
+    ids = torch.ones((_ROWS, _LENGTH), dtype=torch.long)
+    order: list[int] = []
+    given: list[torch.Tensor] = []
+    normed: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def block(index: int) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            order.append(index)
+            given.append(args[0] if args else kwargs["hidden_states"])
+            return shape(given[-1])
+
+        return compute
+
+    def normalise(hidden: torch.Tensor) -> torch.Tensor:
+        normed.append((hidden, torch.randn(*hidden.shape[:-1], width)))
+        return normed[-1][1]
+
+    replaced: dict[nn.Module, Callable[..., Any]] = {module: block(i) for i, module in enumerate(parts.blocks)}
+    replaced[parts.embed] = lambda ids: torch.randn(*ids.shape, parts.sizes().hidden)
+    norm = parts.final_norm
+    if norm is not None:
+        width = next(iter(norm.parameters())).shape[-1]
+        replaced[norm] = normalise
+    with forwards(replaced):
+        output = hidden_of(type(trunk).forward(trunk, input_ids=ids, use_cache=False))  # type: ignore[attr-defined]
+    last = given[-1]
+    is_last = len(normed) == 1 and is_same(normed[0][0], last) and is_same(output, normed[0][1])
+    if output.ndim != 3 or last.ndim != 3:
+        raise ValueError("hidden states have lost a dimension: blocks return something else")
+    return OuterTrial(tuple(order), last.shape[0] == _ROWS, is_last)
+
+
+class Decoded:
+    """What a trunk returns, whatever its class: hidden states, and nothing else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def hidden_of(output: Any) -> torch.Tensor:
+    """Return the hidden states in what a trunk returned."""
+    hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    return hidden
+
+
+@contextmanager
+def forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, other functions run in the place of these modules' forwards."""
+    before = {module: module.__dict__.get("forward") for module in replaced}
+    for module, forward in replaced.items():
+        module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def outer_leaves(parts: ModelParts) -> Iterator[list[torch.Tensor]]:
+    """Inside, parameters outside of blocks, table and head are small random leaves in fp32 on the host."""
+    refs = parts.units[OUTER]
+    leaves = [torch.randn(ref.param.shape).mul_(0.1).requires_grad_() for ref in refs]
+    with in_place((m, a, leaf) for ref, leaf in zip(refs, leaves, strict=True) for m, a in ref.places):
+        yield leaves
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same numbers in memory, in the same shape."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
