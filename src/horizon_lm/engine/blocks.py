@@ -114,8 +114,13 @@ class Blocks:
                         nullcontext() if kept is None else kept.computing(),
                     ):
                         args, kwargs = call.rebuild(part)
+                        before = call.containers(args, kwargs) if kept is not None else []
                         output = (module.forward(*args, plainly=plainly, **kwargs), captured)
-                    call.require_same_structure(args, kwargs, module.name)
+                    if kept is not None and call.containers(args, kwargs) != before:
+                        raise ModelNotSupportedError(
+                            f"{module.name} hands state to later blocks through a container among its arguments; streaming "
+                            "blocks one by one would give wrong gradients"
+                        )
                     if kept is not None:
                         output = kept.keep(state, part, output)
                     outputs.add(start, stop, output)

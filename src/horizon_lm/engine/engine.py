@@ -52,7 +52,7 @@ class Engine:
 
         self.handle: ForwardHandle | None = None  # of the running forward, if it records
         self.randomness: MicroBatchRandomness | None = None
-        self.num_rows = 0
+        self.num_rows, self._whole_batch = 0, False
         self.head_buffer, self._graphs = Claim(), Claim()  # the head's gradients made in a forward; kept graphs
         self._backward_of: ForwardHandle | None = None
         self._landed: dict[str, list[str]] = {}  # by unit, parameters that got a gradient in the running backward
@@ -150,9 +150,20 @@ class Engine:
 
     @contextmanager
     def forward_pass(
-        self, *, recording: bool, rows: int, embed: bool, inputs_need_grad: bool, head_grads: bool, draws: bool
-    ) -> Iterator[None]:
-        """A forward runs inside. ``recording``: for a later backward. ``draws``: it may advance the global generators."""
+        self, *, recording: bool, rows: int, embed: bool, inputs_need_grad: bool, head_grads: bool, draws: bool,
+        whole_batch: bool = False,
+    ) -> Iterator[None]:  # fmt: skip
+        """A forward runs inside.
+
+        Args:
+            recording: for a later backward.
+            rows: of the batch.
+            embed: token ids are looked up in the table.
+            inputs_need_grad: of the first block.
+            head_grads: the head's gradients may be made in the forward.
+            draws: it may advance the global generators.
+            whole_batch: blocks compute all rows at once, whatever `Options.device_micro_batch_size` says.
+        """
         self.check_alive()
         if self.cursor.active:  # a backward that died in foreign code, or a nested call
             self.fault(StreamingError("the backward before this forward was not finished"))
@@ -174,7 +185,7 @@ class Engine:
             table_update=self.updates.table is not None,
             head_grads=head_grads and bool(self.trained(HEAD)),
         )
-        self.num_rows = rows
+        self.num_rows, self._whole_batch = rows, whole_batch
         self.randomness = MicroBatchRandomness(self.device, len(self.micro_batches()), draws)
         try:
             self.cursor.start(schedule, self._moves)
@@ -209,7 +220,7 @@ class Engine:
 
     def micro_batches(self) -> list[tuple[int, int]]:
         """Row ranges of the device micro-batches of the running forward."""
-        size = self.options.device_micro_batch_size or self.num_rows
+        size = (not self._whole_batch and self.options.device_micro_batch_size) or self.num_rows
         return [(start, min(start + size, self.num_rows)) for start in range(0, self.num_rows, size)]
 
     def _kept_blocks(self, inputs_need_grad: bool) -> frozenset[int]:

@@ -5,6 +5,7 @@ or (B, T, D), M-RoPE positions are (3, B, T)). It is found once per kind of call
 with one more row and comparing shapes.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,16 +45,9 @@ class BlockCall:
             leaves[index] = tensor
         return pytree.tree_unflatten(leaves, self._spec)
 
-    def require_same_structure(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
-        """ModelNotSupportedError if a block has put something into a container that it was given, for others to find."""
-        if not any(isinstance(value, (dict, list)) for value in (*args, *kwargs.values())):
-            return
-        _, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: not isinstance(x, (tuple, list, dict)))
-        if spec != self._spec:
-            raise ModelNotSupportedError(
-                f"{name} hands state to later blocks through a container among its arguments; streaming blocks one by one would "
-                "give wrong gradients"
-            )
+    def containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return what is in the containers among a block's arguments, as comparable values: it may put something there."""
+        return [_contents(value) for value in (*args, *kwargs.values()) if not isinstance(value, _IMMUTABLE)]
 
     def drop_tensors(self) -> None:
         """Keep the structure only; tensors that a backward needs are autograd's to hold."""
@@ -78,6 +72,17 @@ def compare_rows(
             )
         dims[path] = changed[0] if changed else None
     return dims
+
+
+_IMMUTABLE = (torch.Tensor, bool, int, float, str, tuple, type(None))
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return [(key, id(item)) for key, item in value.items()]
+    if isinstance(value, list):
+        return list(map(id, value))
+    return [(name, id(item)) for name, item in getattr(value, "__dict__", {}).items()]
 
 
 class ProbeDoneError(Exception):

@@ -24,6 +24,7 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.block import Structure, has_foreign_hooks
 from horizon_lm.model.head_path import AUXILIARY, IGNORED, ChunkedPath
+from horizon_lm.model.inputs import modal_inputs
 from horizon_lm.model.logits import logprobs_of_logits
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.places import in_place
@@ -108,7 +109,7 @@ class Streaming:
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(args, kwargs)
         call = self._bind(args, kwargs)
-        if not self._in_chunks() or (call.get("labels") is None and call.get("shift_labels") is None):
+        if not self._in_chunks(call) or (call.get("labels") is None and call.get("shift_labels") is None):
             return self._run(call, self._whole_forward, head_grads=False)
         inputs = LossInputs.of(call, self.engine.device.torch_device)
         return self._run(call, lambda call, outer: self._loss_forward(call, outer, inputs), head_grads=True)
@@ -119,7 +120,7 @@ class Streaming:
         if call.get("labels") is None and call.get("shift_labels") is None:
             raise ValueError("give labels or shift_labels")
         inputs = LossInputs.of(call, self.engine.device.torch_device)
-        if self._in_chunks():
+        if self._in_chunks(call):
             return self._run(
                 call, lambda call, outer: self._token_forward(call, outer, inputs, temperature, names), False
             )
@@ -131,9 +132,13 @@ class Streaming:
         by_token = [nothing.index_put((inputs.trained,), value) for value in values]
         return _by_name(names, by_token, inputs.labels.shape, self._aux_loss(output))
 
-    def _in_chunks(self) -> bool:
+    def _in_chunks(self, call: dict[str, Any]) -> bool:
         """Whether a loss is computed in chunks: if that was found to be right, and nobody listens to what it leaves out."""
-        if self.chunked is None or self.chunked.path.loss_function is not self.model.loss_function:
+        if (
+            self.chunked is None
+            or self.chunked.path.loss_function is not self.model.loss_function
+            or modal_inputs(call)
+        ):
             return False
         parts = self.engine.parts
         return not any(map(has_foreign_hooks, (self.chunked.path.trunk, parts.decoder, parts.head)))
@@ -173,6 +178,7 @@ class Streaming:
         if recording and call["use_cache"]:
             raise StreamingError("use_cache=True is for generation; in training it would keep every block's keys")
 
+        self._require_possible(call, rows)
         self.blocks.signature = tuple(sorted((k, _rank(v)) for k, v in call.items()))
         embed = call.get("inputs_embeds") is None
         at_once = min(rows, engine.options.device_micro_batch_size or rows) * length
@@ -186,11 +192,21 @@ class Streaming:
             inputs_need_grad=inputs_need_grad,
             head_grads=head_grads and recording and engine.head_buffer.holder is None,
             draws=self.model.training,
+            whole_batch=bool(call.get("use_cache")) or call.get("past_key_values") is not None,  # a cache has all rows
         ):
             outer = self.outer.load()
             with self.outer.in_place(outer), self._stand_ins():
                 output = compute(call, outer)
         return output
+
+    def _require_possible(self, call: dict[str, Any], rows: int) -> None:
+        """StreamingError for what a streamed model does not compute right."""
+        modal = modal_inputs(call)
+        if modal and (self.engine.options.device_micro_batch_size or rows) < rows:
+            raise StreamingError(
+                f"{modal[0]} cannot be cut into micro-batches yet; leave device_micro_batch_size unset for images, video and "
+                "audio"
+            )
 
     def _stand_ins(self) -> AbstractContextManager[None]:
         """Inside, the weights of head and embedding look as they will on the device."""

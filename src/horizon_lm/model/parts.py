@@ -173,7 +173,9 @@ def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
     within = [(n, m) for n, m in lists if any(m is inner for inner in decoder.modules())] or lists
     named = [(n, m) for n, m in within if {type(b).__name__ for b in m} <= classes]
     as_deep = [(n, m) for n, m in within if len(m) == depth]
-    for candidates in ([each for each in named if each in as_deep], named, as_deep):
+    inner = {id(part) for _, m in within for entry in m for part in entry.modules()}
+    outermost = [(n, m) for n, m in within if id(m) not in inner]
+    for candidates in ([each for each in named if each in as_deep], named, as_deep, outermost):
         if len(candidates) == 1:
             return candidates[0]
     raise ModelNotSupportedError(
