@@ -21,7 +21,7 @@ import horizon_lm
 from horizon_lm.config import plan_config
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.rounds import Rounds
-from horizon_lm.engine.opening import open_device
+from horizon_lm.engine.settings import open_device
 from horizon_lm.plan.hardware import Hardware
 from horizon_lm.plan.plan import Plan
 from horizon_lm.preflight.machine import this_machine

@@ -1,8 +1,7 @@
 """Making a model streamed: one that is built already, one from a folder or hub id, one from a config."""
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +9,21 @@ import torch
 from torch import nn
 
 from horizon_lm.device.base import Device
-from horizon_lm.device.cpu import CpuDevice
-from horizon_lm.device.simulated import SimulatedDevice
-from horizon_lm.engine.memory import Options
+from horizon_lm.engine.hub_arguments import config_arguments, download_arguments, read_precision
 from horizon_lm.engine.parameters import require_plain
-from horizon_lm.engine.streamed import StreamedModel, attach
-from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, StreamingError
-from horizon_lm.model import attention, capture, source
-from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
-from horizon_lm.model.head_run import head_peak
-from horizon_lm.model.outer_trial import require_each_block_once, try_outer
-from horizon_lm.model.parts import ModelParts, ParamRef, find_parts
+from horizon_lm.engine.settings import Settings, open_device
+from horizon_lm.engine.streamed import StreamedModel
+from horizon_lm.errors import StreamingError
+from horizon_lm.model import attention, source
+from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.skeleton import build_skeleton
-from horizon_lm.plan.residency import Residency
-from horizon_lm.plan.spare import head_chunk_tokens
 from horizon_lm.store.load import Checkpoint, load_weights
-from horizon_lm.store.precision import Precision, get_precision
 from horizon_lm.store.store import Store
 
 
 def stream(
     model: Any,
-    device: str | Device = "cpu",
+    device: str | Device = "auto",
     precision: str = "fp32_master",
     device_micro_batch_size: int | None = None,
     head: str = "chunked",
@@ -55,7 +47,7 @@ def stream(
 
     Args:
         model: a transformers causal language model with its weights.
-        device: ``cpu``, ``cuda`` (or ``cuda:1``), ``simulated``, or a `Device`.
+        device: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` (or ``cuda:1``), ``simulated``, or a `Device`.
         precision: how weights are kept: ``fp32_master`` (bf16 and 16 low bits, an exact fp32 master), ``bf16``
             (stochastically rounded updates) or ``float32``.
         device_micro_batch_size: rows on the device at once inside a block; None for the whole batch.
@@ -92,26 +84,42 @@ def stream(
 
 def from_pretrained(
     model_name_or_path: str | Path,
-    device: str | Device = "cpu",
-    precision: str = "fp32_master",
+    device: str | Device = "auto",
+    precision: str | None = None,
     *,
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
+    subfolder: str = "",
+    config: Any = None,
     **options: Any,
 ) -> Any:
     """Open a folder of safetensors or a hub id, streamed. Weights go straight into the store, tensor by tensor.
 
     Args:
         model_name_or_path: a Hugging Face folder or hub id.
+        device: as in `stream`.
+        precision: as in `stream`; None for ``fp32_master``, or ``float32`` with ``dtype=torch.float32``.
         gguf_file: a GGUF file in it to read instead; the whole model is in memory once while it is dequantized.
         trust_remote_code: allow the model's own code.
-        options: the other arguments of `stream`, which raise what they raise there.
+        subfolder: of the folder or hub id, where the model is.
+        config: in the place of that in the folder.
+        options: the other arguments of `stream`, which raise what they raise there, and those of transformers'
+            ``from_pretrained``: ``dtype``, ``revision``, ``cache_dir``, ``token``, ``force_download``, ``local_files_only``,
+            and settings of the model's config. Those that have no place in streaming are rejected with what does their work.
+
+    Raises:
+        ConfigError: an argument or a folder that cannot be used.
+        ModelNotSupportedError: a model that cannot be streamed exactly.
     """
+    precision = read_precision(precision, options)
+    folder = source.local_folder(model_name_or_path, **download_arguments(options)) / subfolder
+    config = source.load_config(folder, trust_remote_code) if config is None and gguf_file is None else config
+    changes = config_arguments(options, config)
     settings = Settings(device, precision, **options)
-    folder = source.local_folder(model_name_or_path)
     if gguf_file is not None:
         return _stream(source.load_gguf(folder, gguf_file), settings)
-    config = source.load_config(folder, trust_remote_code)
+    for name, value in changes.items():
+        setattr(config, name, value)
     attention.register()
     model = source.open_skeleton(
         folder, config, trust_remote_code=trust_remote_code, attn_implementation=settings.attn_implementation
@@ -121,8 +129,8 @@ def from_pretrained(
     return settings.attach(parts, store)
 
 
-def from_config(config: Any, device: str | Device = "cpu", precision: str = "fp32_master", **options: Any) -> Any:
-    """A model with random weights; options as in `stream`.
+def from_config(config: Any, device: str | Device = "auto", precision: str = "fp32_master", **options: Any) -> Any:
+    """Make a model with random weights; options as in `stream`.
 
     Transformers' own initialisation draws them on the device, unit by unit: no more than the largest unit is there.
     """
@@ -148,119 +156,6 @@ def _draw(model: Any, refs: Sequence[ParamRef], store: Store, device: torch.devi
         store.write(ref.name, drawn[ref.name])
         for module, attribute in ref.places:
             module._parameters[attribute] = ref.param
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of `stream`, checked when they are made."""
-
-    device: str | Device = "cpu"
-    precision: str = "fp32_master"
-    device_micro_batch_size: int | None = None
-    head: str = "chunked"
-    boundaries: str | int = "auto"
-    held_blocks: int | None = None
-    held_graphs: int | None = None
-    head_chunk_tokens: int | None = None
-    compute_dtype: torch.dtype | None = None
-    grad_dtype: torch.dtype | None = None
-    device_memory: int | None = None
-    mlp_chunk_tokens: int | None = None
-    compile: bool | str = "auto"
-    check_recompute: bool = False
-    attn_implementation: str | None = None
-
-    def __post_init__(self) -> None:
-        self.get_precision()
-        for name in ("device_micro_batch_size", "head_chunk_tokens", "mlp_chunk_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1, or unset")
-        if self.head not in ("chunked", "whole"):
-            raise ConfigError(f"head is {self.head!r}; choose 'chunked' or 'whole'")
-        is_number = isinstance(self.boundaries, int) and not isinstance(self.boundaries, bool) and self.boundaries >= 0
-        if self.boundaries not in ("auto", "device", "host") and not is_number:
-            raise ConfigError(
-                f"boundaries is {self.boundaries!r}; choose 'auto', 'device', 'host', or a number of blocks"
-            )
-        if self.compile not in (True, False, "auto"):
-            raise ConfigError(f"compile is {self.compile!r}; choose True, False or 'auto'")
-        if not 0 <= (self.held_graphs or 0) <= (self.held_blocks or 0):
-            raise ConfigError(
-                f"held_graphs is {self.held_graphs}, but held_blocks is {self.held_blocks}; a graph needs its block's weights"
-            )
-
-    def get_precision(self) -> Precision:
-        """How weights and gradients are kept."""
-        return get_precision(self.precision, self.grad_dtype)
-
-    def take_apart(self, model: Any) -> ModelParts:
-        """Find the units of a model, and refuse it before anything of it is touched."""
-        capture.install_hooks(model)
-        parts = find_parts(model)
-        trial = try_outer(parts)
-        require_each_block_once(parts, trial)
-        if self.device_micro_batch_size is not None and trial is not None and not trial.rows_first:
-            raise ModelNotSupportedError(
-                f"{type(model).__name__}: rows are not the first dimension of its hidden states, so they cannot be cut into "
-                "micro-batches; leave device_micro_batch_size unset"
-            )
-        attention.register()
-        attention.choose(model, self.attn_implementation, self._on_accelerator)
-        return parts
-
-    def _chunked_path(self, parts: ModelParts) -> ChunkedPath | None:
-        """How the loss is computed in chunks; None with head ``whole``, and with a warning where it cannot be."""
-        if self.head == "whole":
-            return None
-        path = find_chunked_path(parts)
-        if isinstance(path, ChunkedPath):
-            return path
-        warnings.warn(
-            f"{type(parts.model).__name__}: head='whole' is used, with all logits at once, because {path}; "
-            "set head='whole' to choose it yourself",
-            HeadWarning,
-            stacklevel=5,
-        )
-        return None
-
-    @property
-    def _on_accelerator(self) -> bool:
-        if isinstance(self.device, str):
-            return self.device.partition(":")[0] not in ("cpu", "simulated")
-        return self.device.torch_device.type != "cpu"
-
-    def attach(self, parts: ModelParts, store: Store) -> Any:
-        """Put the model on its device."""
-        device = open_device(self.device, self.device_memory)
-        on_host = device.torch_device.type == "cpu"
-        dtype = self.compute_dtype or (torch.float32 if on_host else store.precision.weight_dtype)
-        path = self._chunked_path(parts)
-        trunk = parts.trunks()[-1] if path is None else path.trunk
-        options = Options(
-            dtype,
-            self._residency(parts.num_blocks, device),
-            self.device_micro_batch_size,
-            "whole" if path is None else "chunked",
-            self.head_chunk_tokens or head_chunk_tokens(device.spare_bytes(), parts.sizes().vocabulary),
-            None if device.spare_bytes() is None else head_peak(parts, trunk, dtype, chunked=path is not None),
-            self.mlp_chunk_tokens,
-            self._on_accelerator if self.compile == "auto" else bool(self.compile),
-            self.check_recompute,
-        )
-        return attach(parts, store, device, options, path)
-
-    def _residency(self, num_blocks: int, device: Device) -> Residency | None:
-        """What stays on the device, as far as that is said."""
-        asked = self.held_blocks is not None or self.held_graphs is not None
-        if self.boundaries == "auto" and not asked and device.spare_bytes() is not None:
-            return None
-        held = min(self.held_blocks or 0, num_blocks)
-        graphs = min(self.held_graphs or 0, held)
-        said = (
-            self.boundaries if isinstance(self.boundaries, int) else graphs if self.boundaries == "host" else num_blocks
-        )
-        return Residency(max(graphs, min(said, num_blocks)), held, graphs)
 
 
 def _stream(model: Any, settings: Settings) -> Any:
@@ -293,22 +188,3 @@ def _empty(model: Any, settings: Settings) -> tuple[ModelParts, Store]:
             for module, attribute in ref.places:
                 module._parameters[attribute] = ref.param
     return parts, store
-
-
-def open_device(device: str | Device, capacity: int | None = None) -> Device:
-    """The device of that name; one that is already open is returned as it is.
-
-    Raises:
-        ConfigError: no such device, or none of that kind here.
-    """
-    if not isinstance(device, str):
-        return device
-    if device == "cpu":
-        return CpuDevice(capacity)
-    if device == "simulated":
-        return SimulatedDevice(capacity=capacity)
-    if device.partition(":")[0] == "cuda":
-        from horizon_lm.device.cuda import CudaDevice
-
-        return CudaDevice(device, capacity)
-    raise ConfigError(f"device is {device!r}; choose 'cpu', 'cuda' or 'simulated'")
