@@ -23,7 +23,7 @@ from horizon_lm.training.objectives import Objectives, make_objectives, require_
 from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.samples import Prompts
-from horizon_lm.training.setup import build_optimizer, choose_device, load_model, load_tokenizer
+from horizon_lm.training.setup import build_optimizer, check_weights, choose_device, load_model, load_tokenizer
 from horizon_lm.training.tracing import Tracing
 
 
@@ -74,6 +74,7 @@ def train(
         admission = Admission(config)
         admission.refuse_hopeless()
         tokenizer = load_tokenizer(config)
+        reporter.say(*check_weights(config))
         data = load_data(config, tokenizer)
         for prepared in data.parts:
             reporter.say(*prepared.lines())
