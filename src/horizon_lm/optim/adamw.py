@@ -44,6 +44,8 @@ class AdamW(torch.optim.Optimizer):
         seed: of the stochastic rounding in precision ``bf16`` and of moments in fewer than 32 bits.
         moments: ``float32`` (8 bytes per parameter), ``bfloat16`` (4) or ``8bit`` (2, and 3% for the scales of blocks).
         non_finite: ``raise`` NonFiniteError at a NaN or infinite gradient, or ``skip`` that step with a warning.
+        max_consecutive_skips: with ``skip``, so many steps in a row may be left out, and the next one raises NonFiniteError;
+            None for no limit.
         update_in_backward: update each unit as soon as its gradient has landed, and keep no gradients. One backward a
             step, no clipping, no skipping; `step` only ends the step. A fault in the backward leaves a torn model.
 
@@ -66,6 +68,7 @@ class AdamW(torch.optim.Optimizer):
         seed: int = 0,
         moments: str = "float32",
         non_finite: str = "raise",
+        max_consecutive_skips: int | None = 3,
         update_in_backward: bool = False,
     ) -> None:
         if not hasattr(model, "_horizon"):
@@ -76,6 +79,10 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None for no clipping")
         if non_finite not in ("raise", "skip"):
             raise ConfigError(f"non_finite is {non_finite!r}; choose 'raise' or 'skip'")
+        if max_consecutive_skips is not None and max_consecutive_skips < 1:
+            raise ConfigError(
+                f"max_consecutive_skips is {max_consecutive_skips}; it must be at least 1, or None for no limit"
+            )
         if update_in_backward and (max_grad_norm is not None or non_finite == "skip"):
             raise ConfigError(
                 "update_in_backward changes weights before all gradients are known, so it cannot clip by their global norm "
@@ -91,7 +98,8 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
         self.unit_grad_norms: dict[str, float] = {}
-        self.num_skipped = 0
+        self.num_skipped = self._skipped_in_a_row = 0
+        self._max_skips = max_consecutive_skips
         self._seed, self._step, self._skips, self._in_backward = seed, 0, non_finite == "skip", update_in_backward
         self._hyper: dict[int, Hyperparameters] = {}
         self._moments = Moments(self._store, moments)
@@ -116,7 +124,8 @@ class AdamW(torch.optim.Optimizer):
         `horizon_lm.synchronize`.
 
         Raises:
-            NonFiniteError: a gradient is NaN or infinite; no weight has been touched.
+            NonFiniteError: a gradient is NaN or infinite, and such steps are not skipped, or too many in a row were; no weight
+                has been touched.
             StreamingError: a fault invalidated the gradients; call `zero_grad` first.
         """
         loss = closure() if closure is not None else None
@@ -179,7 +188,13 @@ class AdamW(torch.optim.Optimizer):
             raise error
         if not self._skips:
             raise NonFiniteError(f"{what}; the weights are unchanged. {remedy}")
+        if self._skipped_in_a_row == self._max_skips:
+            raise NonFiniteError(
+                f"{what}, and {self._max_skips} steps before it were skipped already, as many as max_consecutive_skips "
+                f"allows; the weights are unchanged. {remedy}"
+            )
         self.num_skipped += 1
+        self._skipped_in_a_row += 1
         warnings.warn(f"{what}; this step was skipped", NonFiniteWarning, stacklevel=3)
 
     # The update after a backward
@@ -297,6 +312,7 @@ class AdamW(torch.optim.Optimizer):
             self._steps[param] += 1
         torch._foreach_add_([self.state[param]["step"] for param in self._stepped], 1.0)
         self._step += 1
+        self._skipped_in_a_row = 0
         self._hyper = {}
 
     # State

@@ -34,6 +34,7 @@ class RunResult:
     Attributes:
         output_dir, model_dir: its folder, and that of the trained model.
         num_steps: optimizer steps; eval_loss_before, eval_loss_after: held-out loss, None without held-out rows.
+        num_skipped: steps left out because their gradient was not finite.
     """
 
     output_dir: Path
@@ -41,6 +42,7 @@ class RunResult:
     num_steps: int
     eval_loss_before: float | None
     eval_loss_after: float | None
+    num_skipped: int
 
 
 def train(
@@ -98,7 +100,7 @@ def train(
         ).run(interrupts)  # fmt: skip
         if config.push_to_hub:
             reporter.say(folder.push(config))
-        reporter.say(folder.last_words(result.num_steps, num_steps))
+        reporter.say(folder.last_words(result.num_steps, num_steps, result.num_skipped))
     return result
 
 
@@ -146,7 +148,7 @@ class _Loop:
         listeners.end()
         folder.draw_loss()
         self.reporter.stop_bar()
-        return RunResult(folder.path, folder.model_dir, step, loss_before, loss_after)
+        return RunResult(folder.path, folder.model_dir, step, loss_before, loss_after, self.optimizer.num_skipped)
 
     def learn_from(self, batch: Batch, step: int) -> None:
         """Forward, backward and update."""
@@ -154,7 +156,7 @@ class _Loop:
         value = finite(loss, step, batch, self.config, self.folder)
         loss.value.backward()
         self.listeners.before_update()
-        update(self.optimizer, step, batch, self.folder, self.reporter)
+        update(self.optimizer, step, batch, self.config, self.folder, self.reporter)
         self.listeners.after_update()
         self.metrics.add(value, loss, batch, self.scheduler.get_last_lr()[0])
         self.scheduler.step()

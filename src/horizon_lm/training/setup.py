@@ -150,6 +150,7 @@ def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any,
         seed=config.seed,
         moments=config.moments,
         non_finite=config.non_finite,
+        max_consecutive_skips=config.max_consecutive_skips,
         update_in_backward=config.update_in_backward,
     )
     num_warmup_steps = in_steps(config.warmup_steps, num_steps)
