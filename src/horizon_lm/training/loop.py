@@ -23,6 +23,7 @@ from horizon_lm.training.objectives import Objectives, make_objectives, require_
 from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.samples import Prompts
+from horizon_lm.training.seeds import seed_step
 from horizon_lm.training.setup import build_optimizer, check_weights, choose_device, load_model, load_tokenizer
 from horizon_lm.training.tracing import Tracing
 
@@ -152,6 +153,7 @@ class _Loop:
 
     def learn_from(self, batch: Batch, step: int) -> None:
         """Forward, backward and update."""
+        seed_step(self.config.seed, step)
         loss = self.objectives.training(self.model, batch)
         value = finite(loss, step, batch, self.config, self.folder)
         loss.value.backward()
