@@ -69,32 +69,28 @@ def test_goes_on_where_it_was_interrupted(cache: Path, rows: TokenTable, monkeyp
     assert len(calls) == 1
     assert np.array_equal(ReferenceCache(model).logprobs(rows, 2), expected)
     assert len(calls) == 1
-    (kept,) = cache.iterdir()
-    assert np.array_equal(np.load(kept), expected)
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_what_never_reached_the_disk_is_computed(cache: Path, rows: TokenTable) -> None:
-    """A crash of the machine leaves zeros, or half a file; another run may have been faster."""
-    model = build()
+    """A crash of the machine leaves zeros; another run may have been faster."""
+    model, said = build(), []
     expected = ReferenceCache(model).logprobs(rows, 2)
     (file,) = cache.iterdir()
-    part = file.with_suffix(".part")
-    broken = expected.copy()
-    broken[2:4] = 0
-    for left in (broken.tobytes(), broken.tobytes()[:13], b""):
-        file.unlink()
-        part.write_bytes(left)
-        assert np.array_equal(ReferenceCache(model).logprobs(rows, 2), expected)
-    file.write_bytes(file.read_bytes()[:40])
-    assert np.array_equal(ReferenceCache(model).logprobs(rows, 2), expected)
+    content = bytearray(file.read_bytes())
+    content[-48:-16] = bytes(32)
+    file.write_bytes(content)
+    assert np.array_equal(ReferenceCache(model, said.append).logprobs(rows, 2), expected)
+    assert said == []
     file.unlink()
 
     def be_overtaken(done: int, total: int) -> None:
         if done == 2:
             ReferenceCache(model).logprobs(rows, 2)
 
-    assert np.array_equal(ReferenceCache(model).logprobs(rows, 2, be_overtaken), expected)
+    assert np.array_equal(ReferenceCache(model, said.append).logprobs(rows, 2, be_overtaken), expected)
     assert [each.name for each in cache.iterdir()] == [file.name]
+    assert file.read_bytes()[-16:] == bytes(content[-16:])
 
 
 def _flip(content: bytearray, at: int) -> None:
