@@ -5,7 +5,6 @@ on the host, unit by unit in the order in which the next forward needs them, and
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,10 +14,12 @@ from horizon_lm.device.host_link import dtype_name
 from horizon_lm.device.moves import Move
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.updates import TableGrads
-from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, StreamingError
+from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
 from horizon_lm.kernels.adamw import Scalars
 from horizon_lm.kernels.landing import squares_kernel
 from horizon_lm.optim.moments import Moments
+from horizon_lm.optim.non_finite import REMEDY, SkippedSteps
+from horizon_lm.optim.state import LOW_HALF, STEPS, check_settings, check_state
 from horizon_lm.optim.updates import (
     Hyperparameters,
     TableRows,
@@ -52,7 +53,6 @@ class AdamW(torch.optim.Optimizer):
     Attributes:
         grad_norm: global norm of the gradients of the last step, before clipping.
         unit_grad_norms: the same of each unit.
-        num_skipped: steps left out because a gradient was not finite.
     """
 
     def __init__(
@@ -73,16 +73,11 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         if not hasattr(model, "_horizon"):
             raise ConfigError("horizon_lm.AdamW needs a streamed model; call horizon_lm.stream(model) first")
-        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
-            raise ConfigError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_settings(defaults)
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None for no clipping")
-        if non_finite not in ("raise", "skip"):
-            raise ConfigError(f"non_finite is {non_finite!r}; choose 'raise' or 'skip'")
-        if max_consecutive_skips is not None and max_consecutive_skips < 1:
-            raise ConfigError(
-                f"max_consecutive_skips is {max_consecutive_skips}; it must be at least 1, or None for no limit"
-            )
+        self._skipped = SkippedSteps(non_finite, max_consecutive_skips)
         if update_in_backward and (max_grad_norm is not None or non_finite == "skip"):
             raise ConfigError(
                 "update_in_backward changes weights before all gradients are known, so it cannot clip by their global norm "
@@ -90,29 +85,27 @@ class AdamW(torch.optim.Optimizer):
             )
         self._engine: Engine = model._horizon.engine
         self._store: Store = self._engine.store
+        self._names = {id(ref.param): name for name, ref in self._engine.refs.items()}
+        self._arrays: dict[str, UnitArrays] = {}
+        super().__init__(list(params) if params is not None else self._trainable(), defaults)
         if update_in_backward:
             self._engine.update_in_backward(self)
         self._engine.allocate_grads()
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(list(params) if params is not None else self._trainable(), defaults)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
         self.unit_grad_norms: dict[str, float] = {}
-        self.num_skipped = self._skipped_in_a_row = 0
-        self._max_skips = max_consecutive_skips
-        self._seed, self._step, self._skips, self._in_backward = seed, 0, non_finite == "skip", update_in_backward
+        self._seed, self._step, self._in_backward = seed, 0, update_in_backward
         self._hyper: dict[int, Hyperparameters] = {}
         self._moments = Moments(self._store, moments)
-        self._arrays = {unit: UnitArrays(self._store, unit, self._moments) for unit in self._store.units}
-        for unit, slabs in self._store.units.items():
-            for name in slabs.grad_layout:
-                views = self._moments.state(unit, slabs.grad_layout, name)
-                self.state[self._engine.refs[name].param] = {"step": torch.tensor(0.0), **views}
-        self._steps = dict.fromkeys(self.state, 0)
+        self._arrays.update({unit: UnitArrays(self._store, unit, self._moments) for unit in self._store.units})
+        self._steps: dict[torch.Tensor, int] = {}
+        for group in self.param_groups:
+            self._add_states(group["params"])
         compile_kernels(self._arrays[EMBED])
 
     def _trainable(self) -> list[torch.nn.Parameter]:
-        params = [ref.param for ref in self._engine.refs.values() if ref.param.requires_grad]
+        # in the order of torch's optimizers, so that states go from one to the other
+        params = [param for param in self._engine.parts.model.parameters() if param.requires_grad]
         if not params:
             raise ConfigError("nothing is trainable: every parameter of the model is frozen")
         return params
@@ -138,6 +131,8 @@ class AdamW(torch.optim.Optimizer):
             )
         engine.wait_for_grads()
         present = {unit: self._present(unit) for unit in self._store.units}
+        if not (self._hyper if self._in_backward else any(present.values())):  # no backward: as torch, do nothing
+            return loss
         squares = self._squares(present)
         bad = next((unit for unit in self._backward_order() if not math.isfinite(squares[unit])), None)
         if bad is not None:
@@ -151,6 +146,11 @@ class AdamW(torch.optim.Optimizer):
             engine.grads.squares.clear()
             self._advance()
         return loss
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps left out because a gradient was not finite."""
+        return self._skipped.num
 
     @property
     def torn(self) -> bool:
@@ -178,24 +178,15 @@ class AdamW(torch.optim.Optimizer):
     def _refuse(self, unit: str) -> None:
         """A gradient is not finite."""
         what = f"the gradient of {unit} is not finite at step {self._step + 1}"
-        remedy = "Lower the learning rate, or look at the rows of this step."
-        if self._in_backward:
-            error = NonFiniteError(
-                f"{what}. It was not applied, but other units were updated as their gradients came, so the model is torn: "
-                f"load it or a checkpoint again. {remedy}"
-            )
-            self._engine.updates.tear(error)
-            raise error
-        if not self._skips:
-            raise NonFiniteError(f"{what}; the weights are unchanged. {remedy}")
-        if self._skipped_in_a_row == self._max_skips:
-            raise NonFiniteError(
-                f"{what}, and {self._max_skips} steps before it were skipped already, as many as max_consecutive_skips "
-                f"allows; the weights are unchanged. {remedy}"
-            )
-        self.num_skipped += 1
-        self._skipped_in_a_row += 1
-        warnings.warn(f"{what}; this step was skipped", NonFiniteWarning, stacklevel=3)
+        if not self._in_backward:
+            self._skipped.skip(what)
+            return
+        error = NonFiniteError(
+            f"{what}. It was not applied, but other units were updated as their gradients came, so the model is torn: load it or "
+            f"a checkpoint again. {REMEDY}"
+        )
+        self._engine.updates.tear(error)
+        raise error
 
     # The update after a backward
 
@@ -312,33 +303,62 @@ class AdamW(torch.optim.Optimizer):
             self._steps[param] += 1
         torch._foreach_add_([self.state[param]["step"] for param in self._stepped], 1.0)
         self._step += 1
-        self._skipped_in_a_row = 0
+        self._skipped.applied()
         self._hyper = {}
 
     # State
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Parameters of other models are rejected, since nothing here would update them."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_settings(group)
+            if any(id(param) not in self._names for param in group["params"]):
+                raise ConfigError(
+                    "horizon_lm.AdamW was given a parameter that is not of this model; use another optimizer for it"
+                )
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+        if self._arrays:
+            self._add_states(group["params"])
+
+    def _add_states(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """What is kept of parameters, as views; nothing of frozen ones."""
+        for param in params:
+            name = self._names[id(param)]
+            unit = self._store.unit_of[name]
+            slabs = self._store.units[unit]
+            if name in slabs.grad_layout:
+                self.state[param] = {"step": torch.tensor(0.0), **self._moments.state(unit, slabs.grad_layout, name)}
+                if slabs.low is not None:
+                    self.state[param][LOW_HALF] = slabs.layout.view(slabs.low, name)
+                self._steps[param] = 0
+
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, once all updates are done. The moments are views, not copies."""
+        """As torch's, once all updates are done; moments and low halves of masters are views, not copies.
+
+        What torch's has not: ``step``, of the whole optimizer.
+        """
         self._engine.check_alive()
         self._engine.updates.finish()
-        return super().state_dict()
+        return super().state_dict() | {STEPS: self._step}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state that `state_dict` gave into the moments."""
+        """Take over a state that `state_dict` gave, or torch.optim.AdamW's.
+
+        Moments in other floating-point formats are converted. In precision ``fp32_master`` the low halves come with the
+        state, so that the model's ``load_state_dict`` has to be called before.
+
+        Raises:
+            ConfigError: something in it does not fit; nothing has been changed.
+        """
         own = self.state_dict()
-        if [len(g["params"]) for g in own["param_groups"]] != [len(g["params"]) for g in state_dict["param_groups"]]:
-            raise ConfigError("the optimizer state has other parameter groups than this optimizer")
-        for index, saved in state_dict["state"].items():
-            if (
-                saved.keys() != own["state"][index].keys()
-                or saved["exp_avg"].dtype != own["state"][index]["exp_avg"].dtype
-            ):
-                raise ConfigError(
-                    f"the optimizer state has other moments than {self._moments.kind!r}; choose the same kind"
-                )
-            for key, value in saved.items():
-                own["state"][index][key].copy_(value)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
+        saved = check_state(state_dict, own, self._moments.kind)
+        saved.copy_into(own["state"])
         self._steps = {param: int(state["step"]) for param, state in self.state.items()}
-        self._step = max(self._steps.values(), default=0)
+        for group, settings in zip(self.param_groups, saved.groups, strict=True):
+            group.update(settings)
+        self._step = saved.num_steps
