@@ -56,7 +56,7 @@ def plan_one(arguments: Sequence[str], model: str | None, device: str | None, ho
 
 
 def _notes_on_weights(run: RunConfig) -> list[str]:
-    """What the headers of the weights say, where there are some: a config alone can be planned, too."""
+    """Return what the headers of the weights say, if there are weights: a config alone can be planned, too."""
     folder = folder_here(run.model_name_or_path)
     return check_weights(run) if folder is not None and Checkpoint.is_in(folder) else []
 

@@ -35,7 +35,7 @@ def local_folder(name: str | Path) -> Path:
 
 
 def folder_here(name: str | Path) -> Path | None:
-    """The folder of a model whose weights are on this machine; None for one that would have to be downloaded."""
+    """Return the folder of a model whose weights are on this machine; None if they would have to be downloaded."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path

@@ -36,7 +36,7 @@ def with_balance(loss: torch.Tensor, aux_loss: torch.Tensor | None) -> torch.Ten
 
 @contextmanager
 def judging(model: Any) -> Iterator[None]:
-    """Inside, a model is in evaluation mode and makes no graphs. What is drawn inside is not missing afterwards."""
+    """Put a model into evaluation mode, make no graphs, and leave all generators as they were before."""
     was_training = model.training
     model.eval()
     try:

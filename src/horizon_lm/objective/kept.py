@@ -67,7 +67,7 @@ class KeptPairs:
             self._file.unlink(missing_ok=True)
 
     def _checksums(self, pairs: np.ndarray, first: int) -> np.ndarray:
-        """Of pairs, by their rows: SplitMix64 (Steele et al., OOPSLA 2014), which no change of a pair leaves as it was."""
+        """Return checksums of rows of pairs: SplitMix64 (Steele et al., OOPSLA 2014), in which no two pairs of a row agree."""
         x = np.ascontiguousarray(pairs, "<f4").view(np.uint64).reshape(-1) ^ self._key
         x = x + np.arange(first + 1, first + len(pairs) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -136,7 +136,7 @@ class AdamW(torch.optim.Optimizer):
         squares = self._squares(present)
         bad = next((unit for unit in self._backward_order() if not math.isfinite(squares[unit])), None)
         if bad is not None:
-            self._refuse(bad)
+            self._reject(bad)
             return loss
         self.grad_norm = sum(squares.values()) ** 0.5
         self.unit_grad_norms = {unit: square**0.5 for unit, square in squares.items()}
@@ -149,7 +149,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def num_skipped(self) -> int:
-        """Steps left out because a gradient was not finite."""
+        """Return the number of steps left out because a gradient was not finite."""
         return self._skipped.num
 
     @property
@@ -175,8 +175,8 @@ class AdamW(torch.optim.Optimizer):
             squares[unit] = known or 0.0
         return squares
 
-    def _refuse(self, unit: str) -> None:
-        """A gradient is not finite."""
+    def _reject(self, unit: str) -> None:
+        """Skip a step whose gradient is not finite, or raise NonFiniteError."""
         what = f"the gradient of {unit} is not finite at step {self._step + 1}"
         if not self._in_backward:
             self._skipped.skip(what)
@@ -309,7 +309,7 @@ class AdamW(torch.optim.Optimizer):
     # State
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Parameters of other models are rejected, since nothing here would update them."""
+        """Add a group, as torch does. Parameters of other models are rejected, since nothing here would update them."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -325,7 +325,7 @@ class AdamW(torch.optim.Optimizer):
             self._add_states(group["params"])
 
     def _add_states(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """What is kept of parameters, as views; nothing of frozen ones."""
+        """Make the states of parameters, as views; frozen ones have none."""
         for param in params:
             name = self._names[id(param)]
             unit = self._store.unit_of[name]
@@ -337,9 +337,9 @@ class AdamW(torch.optim.Optimizer):
                 self._steps[param] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, once all updates are done; moments and low halves of masters are views, not copies.
+        """Return the state as torch does, once all updates are done, and the number of steps of the whole optimizer as ``step``.
 
-        What torch's has not: ``step``, of the whole optimizer.
+        Moments, and the low halves of masters, are views and not copies.
         """
         self._engine.check_alive()
         self._engine.updates.finish()

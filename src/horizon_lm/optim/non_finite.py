@@ -27,7 +27,7 @@ class SkippedSteps:
         self.num = self._in_a_row = 0
 
     def skip(self, what: str) -> None:
-        """Leave out a step with a NonFiniteWarning; NonFiniteError if it may not be left out. ``what``: is wrong with it."""
+        """Leave out a step with a NonFiniteWarning; raise NonFiniteError if it may not be left out."""
         if not self._skips:
             raise NonFiniteError(f"{what}; the weights are unchanged. {REMEDY}")
         if self._in_a_row == self._limit:
@@ -40,5 +40,5 @@ class SkippedSteps:
         warnings.warn(f"{what}; this step was skipped", NonFiniteWarning, stacklevel=4)
 
     def applied(self) -> None:
-        """A step was not left out."""
+        """Count a step that was not left out."""
         self._in_a_row = 0

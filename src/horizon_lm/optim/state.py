@@ -41,7 +41,7 @@ class SavedState:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """ConfigError for settings of a group that are out of range."""
+    """Reject settings of a group that are out of range."""
     lr, betas, eps, weight_decay = (settings[name] for name in _SETTINGS)
     try:
         good = min(lr, eps, weight_decay) >= 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
@@ -80,7 +80,7 @@ _PARTS = {"state": Mapping, "param_groups": Sequence}
 
 
 def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int]:
-    """From the numbers of parameters in a state to ours; they are matched by their places in the groups, as torch does."""
+    """Match the numbers of parameters in a state with ours, by their places in the groups, as torch does."""
     sizes = [[len(group.get("params", ())) for group in groups] for groups in (given, own)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
@@ -94,7 +94,7 @@ def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int
 
 
 def _check_group(number: int, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group without those that mean nothing here."""
+    """Return the settings of a group without those that mean nothing here."""
     if lost := [name for name in _SETTINGS if name not in group]:
         raise ConfigError(f"the optimizer state has no {', '.join(lost)} in group {number}; it is not of an AdamW")
     check_settings(group)
@@ -157,7 +157,7 @@ def _check_entry(place: str, entry: Any, own: Mapping[str, Any], moments: str) -
 
 
 def _is_of_kind(given: torch.dtype, own: torch.dtype) -> bool:
-    """Floating-point numbers are converted, codes are not."""
+    """Return whether one dtype may be converted into the other: floating-point numbers may, codes may not."""
     return given == own or (given.is_floating_point and own.is_floating_point)
 
 
@@ -168,7 +168,7 @@ def _require_low_halves_of_all(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _count(what: str, value: Any) -> int:
-    """A number of steps, as a number or a tensor of one."""
+    """Return a number of steps, given as a number or a tensor of one."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value % 1:

@@ -58,13 +58,13 @@ def check_headers(model: Any, checkpoint: Checkpoint, conversion: Conversion) ->
 
 
 def parameter_names(model: Any) -> dict[str, str]:
-    """Every name of every parameter, with its first: a tied one has several."""
+    """Return every name of every parameter, with its first: a tied one has several."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: Checkpoint) -> None:
-    """ConfigError for what cannot be trained, or is not clear."""
+    """Reject what cannot be trained, or is not clear."""
     for name in target.sources:
         if headers[name].dtype not in _FLOATING:
             raise ConfigError(
@@ -81,7 +81,7 @@ def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: 
 def _described(
     model: Any, checkpoint: Checkpoint, target: Target, headers: Mapping[str, Header]
 ) -> dict[str, torch.Tensor]:
-    """Meta tensors in the shapes that the checkpoint's have for the model."""
+    """Return meta tensors in the shapes that the checkpoint's have for the model."""
     described = {
         name: torch.empty(headers[name].shape, dtype=_FLOATING.get(headers[name].dtype), device="meta")
         for name in target.sources
@@ -104,13 +104,13 @@ def _require_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
 
 
 def _unused(model: Any, folder: Path, unused: Mapping[str, str]) -> Iterator[str]:
-    """Sentences about tensors that the model has no place for; ConfigError for those of blocks that it does not have."""
+    """Yield sentences about tensors that the model has no place for; reject those of blocks that it does not have."""
     buffers = {name for name, _ in model.named_buffers()}
     rest = {name: target for name, target in unused.items() if target not in buffers and name not in buffers}
     known = [name for name, target in rest.items() if is_left_out(model, name) or is_left_out(model, target)]
     for name in known:
         del rest[name]
-    _refuse_dropped(model, folder, rest)
+    _reject_dropped(model, folder, rest)
     kind = type(model).__name__
     if known:
         yield f"{folder}: {_some(known)} known to be no part of a {kind}, and will be left out of exports, too"
@@ -125,8 +125,8 @@ def _some(names: list[str]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) > 1)} (for example {min(names)}) {'are' if len(names) > 1 else 'is'}"
 
 
-def _refuse_dropped(model: Any, folder: Path, unused: Mapping[str, str]) -> None:
-    """ConfigError for tensors of items that a list of modules is too short for."""
+def _reject_dropped(model: Any, folder: Path, unused: Mapping[str, str]) -> None:
+    """Reject tensors of items that a list of modules is too short for."""
     lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for name, target in unused.items():
         parts = target.split(".")

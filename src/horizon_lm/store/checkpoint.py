@@ -48,7 +48,7 @@ class Checkpoint:
 
     @staticmethod
     def is_in(folder: Path) -> bool:
-        """Whether a folder has weights at all."""
+        """Return whether a folder has weights at all."""
         return (folder / _INDEX).is_file() or (folder / _SINGLE).is_file()
 
     @property
@@ -56,11 +56,11 @@ class Checkpoint:
         return list(self._file_of)
 
     def file_of(self, name: str) -> Path:
-        """The file that has a tensor."""
+        """Return the file that has a tensor."""
         return self.folder / self._file_of[name]
 
     def headers(self) -> dict[str, Header]:
-        """All tensors as the headers of their files describe them; no weight is read.
+        """Return all tensors as the headers of their files describe them; no weight is read.
 
         Raises:
             ConfigError: a file is missing or cut off, or lacks a tensor that the index names.
@@ -79,7 +79,7 @@ class Checkpoint:
         return found
 
     def read(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """These tensors. Files are closed again, so that their pages do not count as ours."""
+        """Return these tensors. Files are closed again, so that their pages do not count as ours."""
         tensors = {}
         for file_name, wanted in self._by_file(names).items():
             with self._file(file_name) as file:

@@ -32,11 +32,11 @@ class Target:
 
     @property
     def is_ambiguous(self) -> bool:
-        """Two tensors of the checkpoint claim to be this one."""
+        """Return whether two tensors of the checkpoint claim to be this one."""
         return len(self.sources) > 1 and None in self.sources.values()
 
     def convert(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's tensors, by name, made of the checkpoint's. Meta tensors give meta tensors."""
+        """Return the model's tensors, by name, made of the checkpoint's. Meta tensors give meta tensors."""
         if self.converter is None:
             return {self.name: next(iter(tensors.values()))}
         own = copy.deepcopy(self.converter)  # as transformers does: it collects tensors
@@ -84,5 +84,5 @@ def find_conversion(model: Any, names: Iterable[str]) -> Conversion:
 
 
 def _natural(name: str) -> list[Any]:
-    """Sort key that puts layer 10 after layer 9: experts are stacked in this order."""
+    """Return a sort key that puts layer 10 after layer 9: experts are stacked in this order."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -50,6 +50,6 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> Non
 
 
 def _is_stored(store: Store, name: str, tensor: torch.Tensor) -> bool:
-    """Whether a parameter has these values, as far as its precision keeps them."""
+    """Return whether a parameter has these values, as far as its precision keeps them."""
     rounded = tensor if store.precision.low_half else tensor.to(store.weight(name).dtype)
     return torch.equal(store.master(name), rounded.float())
