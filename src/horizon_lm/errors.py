@@ -46,6 +46,10 @@ class NonFiniteError(HorizonError, ArithmeticError):
     exit_code = 5
 
 
+class CheckpointWarning(UserWarning):
+    """Tensors of a checkpoint are no part of the model, and are left out."""
+
+
 class NonFiniteWarning(RuntimeWarning):
     """A step was left out because a gradient was NaN or infinite."""
 

@@ -373,11 +373,11 @@ def test_preferences_from_the_command_line(
     assert training[-1]["rewards/margins"] > training[0]["rewards/margins"] + 0.01
     held_out = [line for line in lines(base) if "eval_loss" in line]
     assert held_out[-1]["eval_rewards/accuracies"] == 1
-    cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")}
+    cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.pairs")}
     assert len(cached) == 2
     again = run("train", *arguments, "--overwrite_output_dir", "true")
     assert again.exit_code == 0, again.stderr
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == cached
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.pairs")} == cached
 
 
 def test_a_long_prompt_that_is_cut_off_by_packing_trains_nothing(tmp_path: Path, base: dict[str, Any]) -> None:

@@ -486,6 +486,50 @@ def test_a_non_finite_step_is_skipped_if_wanted() -> None:
     assert optimizer.state[next(model.parameters())]["step"] == 2
 
 
+def skipping(**options: Any) -> tuple[Any, Any]:
+    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    return model, horizon_lm.AdamW(model, lr=1e-2, non_finite="skip", **options)
+
+
+def spoiled_step(model: Any, optimizer: Any) -> None:
+    model(**families.batch()).loss.backward()
+    model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = float("inf")
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::horizon_lm.errors.NonFiniteWarning")
+@pytest.mark.parametrize(("options", "limit"), [({}, 3), ({"max_consecutive_skips": 1}, 1)])
+def test_more_skips_in_a_row_than_allowed_are_an_error(options: dict[str, int], limit: int) -> None:
+    model, optimizer = skipping(**options)
+    before = masters(model)
+    for _ in range(limit):
+        spoiled_step(model, optimizer)
+        optimizer.zero_grad()
+    with pytest.raises(NonFiniteError, match=f"{limit} .*max_consecutive_skips"):
+        spoiled_step(model, optimizer)
+    assert optimizer.num_skipped == limit
+    assert all(torch.equal(before[name], after) for name, after in masters(model).items())
+
+
+@pytest.mark.filterwarnings("ignore::horizon_lm.errors.NonFiniteWarning")
+def test_skips_are_counted_from_the_last_good_step() -> None:
+    model, optimizer = skipping(max_consecutive_skips=2)
+    for spoiled in (True, True, False, True, True, False):
+        if spoiled:
+            spoiled_step(model, optimizer)
+            optimizer.zero_grad()
+        else:
+            losses(model, optimizer, 1)
+    assert optimizer.num_skipped == 4
+    model, optimizer = skipping(max_consecutive_skips=None)
+    for _ in range(8):
+        spoiled_step(model, optimizer)
+        optimizer.zero_grad()
+    assert optimizer.num_skipped == 8
+    with pytest.raises(ConfigError, match="max_consecutive_skips is 0"):
+        skipping(max_consecutive_skips=0)
+
+
 def test_frozen_parameters_cost_nothing_and_stay() -> None:
     for in_backward in (False, True):
         plain = families.build("llama")

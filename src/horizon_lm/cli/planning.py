@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from horizon_lm.config import RunConfig
 from horizon_lm.config.file import parse_overrides, read_run_config, split_arguments
 from horizon_lm.errors import ConfigError, HorizonError
+from horizon_lm.model.source import folder_here
 from horizon_lm.plan.hardware import Hardware, find_profile
 from horizon_lm.plan.host import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
 from horizon_lm.plan.plan import Plan
@@ -16,9 +17,10 @@ from horizon_lm.plan.request import Machine
 from horizon_lm.preflight.machine import other_machine, this_machine
 from horizon_lm.preflight.run import plan_run, remedies_of
 from horizon_lm.preflight.source import Source, open_source
+from horizon_lm.store.checkpoint import Checkpoint
 from horizon_lm.training.calendar import Calendar
 from horizon_lm.training.rows import sampler_without_tokens
-from horizon_lm.training.setup import choose_device, load_tokenizer
+from horizon_lm.training.setup import check_weights, choose_device, load_tokenizer
 from horizon_lm.units import parse_bytes
 
 
@@ -43,13 +45,20 @@ def plan_one(arguments: Sequence[str], model: str | None, device: str | None, ho
     if device is not None and hardware is None:
         overrides += ["--device", device]
     run = read_run_config(path, overrides, without_rows=True)
-    source = open_source(run)
+    source, notes = open_source(run), _notes_on_weights(run)
     loaded = _what_training_loads(run) if hardware is None else ()
     run, machine = _place(run, hardware)
+    machine = replace(machine, notes=[*machine.notes, *notes])
     del loaded  # the process of this machine was looked at with it
     num_steps, num_checkpoints = _steps_and_saves(run)
     plan = plan_run(run, source, machine, num_steps=num_steps, num_checkpoints=num_checkpoints)
     return Result(plan, run.device, remedies_of(plan, run, source))
+
+
+def _notes_on_weights(run: RunConfig) -> list[str]:
+    """Return what the headers of the weights say, if there are weights: a config alone can be planned, too."""
+    folder = folder_here(run.model_name_or_path)
+    return check_weights(run) if folder is not None and Checkpoint.is_in(folder) else []
 
 
 def _steps_and_saves(run: RunConfig) -> tuple[int | None, int]:

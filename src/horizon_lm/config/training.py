@@ -48,6 +48,10 @@ class TrainingSettings(EngineSettings):
         "raise",
         description="At a NaN or infinite gradient: stop with the weights as they were, or leave out that step.",
     )
+    max_consecutive_skips: PositiveInt | None = Field(
+        3,
+        description="With non_finite: skip, a run ends when more steps in a row than this are left out; null for no end.",
+    )
     update_in_backward: bool = Field(
         False,
         description="Update a unit as soon as its gradient has landed and keep no gradients, 2 bytes per parameter less.",
@@ -74,6 +78,13 @@ class TrainingSettings(EngineSettings):
             raise ValueError("cannot clip by the norm of gradients that are not all known yet; set max_grad_norm: 0")
         if value and info.data.get("non_finite") == "skip":
             raise ValueError("cannot skip a step of which a part is done; remove non_finite: skip")
+        return value
+
+    @field_validator("max_consecutive_skips")
+    @classmethod
+    def _skips_something(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value != cls.model_fields["max_consecutive_skips"].default and info.data.get("non_finite") == "raise":
+            raise UnusedError("is not used without non_finite: skip; set it, or remove this")
         return value
 
     @field_validator("lr_scheduler_kwargs")

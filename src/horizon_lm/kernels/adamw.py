@@ -9,7 +9,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horizon_lm.kernels.bits import F32, U16, U32, bits_of, float_of, fma, inlined, kernel, mix, stochastic, widen
+from horizon_lm.kernels.bits import (
+    F32,
+    U16,
+    U32,
+    bits_of,
+    float_of,
+    fma,
+    inlined,
+    kernel,
+    mix,
+    nan_bits,
+    stochastic,
+    widen,
+)
 
 BLOCK = 256  # elements that share a scale in 8-bit moments, as in Dettmers et al. (arXiv 2110.02861)
 
@@ -69,7 +82,7 @@ def _read_split(weights: Any, low: Any, i: int) -> Any:
 @inlined
 def _write_split(weights: Any, low: Any, i: int, value: Any, noise: Any) -> None:
     bits = bits_of(value)  # halves as in store.precision.split_master
-    weights[i] = U16(U32(bits + U32(0x8000)) >> U32(16))
+    weights[i] = U16((U32(bits + U32(0x8000)) | nan_bits(value)) >> U32(16))
     low[i] = np.int16(bits)
 
 

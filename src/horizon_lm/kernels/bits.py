@@ -45,6 +45,12 @@ def widen(half: Any) -> Any:
 
 
 @inlined
+def nan_bits(value: Any) -> Any:
+    """Bits that keep a NaN a NaN, whatever rounding has made of its own; none for numbers."""
+    return U32(0x7FC00000) if value != value else U32(0)
+
+
+@inlined
 def nearest(value: Any) -> Any:
     """fp32 to bf16 (its 16 bits), to the nearest, ties to even as torch does; NaN stays NaN."""
     bits = bits_of(value)
@@ -54,8 +60,8 @@ def nearest(value: Any) -> Any:
 
 @inlined
 def stochastic(value: Any, noise: Any) -> Any:
-    """fp32 to bf16 (its 16 bits), up or down so that the rounding is unbiased. ``noise``: 16 random bits."""
-    return U16(U32(bits_of(value) + noise) >> U32(16))
+    """fp32 to bf16 (its 16 bits), up or down so that the rounding is unbiased; NaN stays NaN. ``noise``: 16 random bits."""
+    return U16((U32(bits_of(value) + noise) | nan_bits(value)) >> U32(16))
 
 
 @inlined

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, first_line
+from horizon_lm.model.finite import require_finite
 from horizon_lm.model.skeleton import build_skeleton
 from horizon_lm.plan.known import KnownModel, find_known, known_models
 
@@ -31,6 +32,18 @@ def local_folder(name: str | Path) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(_PATTERNS)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise _not_found(typed, name, error) from error
+
+
+def folder_here(name: str | Path) -> Path | None:
+    """Return the folder of a model whose weights are on this machine; None if they would have to be downloaded."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    hub_id = full_name(str(name))
+    config = try_to_load_from_cache(hub_id, "config.json") if is_cached(hub_id) else None
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _require_hub_id(name: str) -> None:
@@ -187,7 +200,7 @@ def load_gguf(folder: Path, gguf_file: str) -> Any:
     if not (folder / gguf_file).is_file():
         raise ConfigError(f"gguf_file: {folder / gguf_file} is missing")
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=gguf_file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
     except (ImportError, ValueError, KeyError, OSError) as error:
@@ -195,3 +208,6 @@ def load_gguf(folder: Path, gguf_file: str) -> Any:
             f"gguf_file: {folder / gguf_file} cannot be opened ({first_line(error)}). It needs pip install "
             "gguf accelerate (or the extra gguf), and an architecture that transformers reads from GGUF"
         ) from error
+    for name, parameter in model.named_parameters():
+        require_finite(name, parameter.data, folder / gguf_file)
+    return model

@@ -1,13 +1,16 @@
 """What an objective is."""
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from horizon_lm.data.loader import Batch
+from horizon_lm.device.base import Device
 from horizon_lm.errors import ConfigError
 
 
@@ -33,14 +36,26 @@ def with_balance(loss: torch.Tensor, aux_loss: torch.Tensor | None) -> torch.Ten
 
 @contextmanager
 def judging(model: Any) -> Iterator[None]:
-    """Inside, a model is in evaluation mode and makes no graphs."""
+    """Put a model into evaluation mode, make no graphs, and leave all generators as they were before."""
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _generators_forked(model._horizon.engine.device):
             yield
     finally:
         model.train(was_training)
+
+
+@contextmanager
+def _generators_forked(device: Device) -> Iterator[None]:
+    """Leave the generators of Python, numpy and torch, on the host and on the device, as they were before."""
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), device.rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        device.set_rng_state(of_torch)
 
 
 class Objective(Protocol):

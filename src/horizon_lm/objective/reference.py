@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from horizon_lm.device.cores import usable_cores
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.base import judging
 from horizon_lm.objective.dpo import answer_logprobs
+from horizon_lm.objective.kept import KeptPairs
 from horizon_lm.store.arena import as_array
 
-VERSION = 2  # of what is kept
+VERSION = 3  # of what is kept
 
 
 class ReferenceCache:
@@ -30,15 +30,16 @@ class ReferenceCache:
 
     Args:
         model: streamed, with the weights that the run starts from.
+        say: prints a line about what was kept and cannot be used.
 
     Attributes:
         problem: why nothing can be kept, as a sentence; empty if it can.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, say: Callable[[str], None] = lambda line: None) -> None:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         self._folder = Path(base).expanduser() / "horizon-lm" / "reference"
-        self._model, self._key, self.problem = model, model_key(model), ""
+        self._model, self._key, self._say, self.problem = model, model_key(model), say, ""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self._folder, os.W_OK):
@@ -58,60 +59,31 @@ class ReferenceCache:
         Raises:
             NonFiniteError: some are NaN or infinite.
         """
-        name = hashlib.sha256(f"{VERSION} {self._key} {rows.fingerprint}".encode()).hexdigest()[:32]
-        file, part = self._folder / f"{name}.npy", self._folder / f"{name}.part"
-        if not self.problem and (kept := _load(file, len(rows))) is not None:
-            return kept
-        values = np.zeros((len(rows), 2), np.float32) if self.problem else _begun(part, len(rows))
-        self._compute(values, None if self.problem else part, rows, batch_size, advance)
-        if not np.isfinite(values).all():
-            place = rows[int(np.flatnonzero(~np.isfinite(values).all(1))[0])].place
-            part.unlink(missing_ok=True)
+        key = hashlib.sha256(f"{VERSION} {self._key} {rows.fingerprint}".encode()).hexdigest()
+        file = None if self.problem else self._folder / f"{key[:32]}.pairs"
+        kept = KeptPairs(file, len(rows), key)
+        if kept.num_altered:
+            self._say(
+                f"reference: {kept.num_altered:,} of {len(rows):,} rows in {file} are not as they were written; they are "
+                "computed again"
+            )
+        self._compute(kept, rows, batch_size, advance)
+        if not np.isfinite(kept.values).all():
+            place = rows[int(np.flatnonzero(~np.isfinite(kept.values).all(1))[0])].place
+            kept.forget()
             raise NonFiniteError(f"the reference gives no finite log-probability to {place}: check the model's weights")
-        if not self.problem:
-            with suppress(OSError):  # a full disk: then it is computed again another time
-                new = part.with_suffix(f".{os.getpid()}")
-                with new.open("wb") as stream:
-                    np.save(stream, values)
-                new.replace(file)
-                part.unlink(missing_ok=True)
-        return values
+        return kept.values
 
-    def _compute(
-        self, values: np.ndarray, part: Path | None, rows: TokenTable, batch_size: int,
-        advance: Callable[[int, int], None],
-    ) -> None:  # fmt: skip
-        """Those that are not there yet; written down as they come, where other runs may write the same."""
-        with judging(self._model), ExitStack() as stack:
-            file = None if part is None else os.open(part, os.O_WRONLY | os.O_CREAT)
-            if file is not None:
-                stack.callback(os.close, file)
+    def _compute(self, kept: KeptPairs, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None]) -> None:
+        """Those that are not there yet; kept as they come, where other runs may keep the same."""
+        if kept.known.all():
+            return
+        with judging(self._model):
             for batch in in_order(rows, batch_size):
                 first, stop = batch.rows[0], batch.rows[-1] + 1
-                if not values[first:stop].all():
-                    values[first:stop] = answer_logprobs(self._model, batch)[0].T.cpu().numpy()
-                    if file is not None:
-                        with suppress(OSError):  # a full disk
-                            os.pwrite(file, values[first:stop].tobytes(), values[:first].nbytes)
+                if not kept.known[first:stop].all():
+                    kept.put(first, answer_logprobs(self._model, batch)[0].T.cpu().numpy())
                 advance(stop, len(rows))
-
-
-def _begun(part: Path, count: int) -> np.ndarray:
-    """Values (count, 2); zeros, which no answer has, where there are none yet: what never reached a disk is zeros, too."""
-    values = np.zeros((count, 2), np.float32)
-    if part.is_file():
-        found = np.fromfile(part, np.float32)[: values.size]
-        values.reshape(-1)[: len(found)] = found
-    return values
-
-
-def _load(file: Path, count: int) -> np.ndarray | None:
-    """The values in a file; None if there is none, or it is not whole."""
-    try:
-        values: np.ndarray = np.load(file)
-    except (OSError, ValueError, EOFError):
-        return None
-    return values if values.shape == (count, 2) else None
 
 
 def lookup(values: np.ndarray) -> Callable[[Batch], np.ndarray]:

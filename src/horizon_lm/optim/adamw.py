@@ -5,7 +5,6 @@ on the host, unit by unit in the order in which the next forward needs them, and
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,10 +14,12 @@ from horizon_lm.device.host_link import dtype_name
 from horizon_lm.device.moves import Move
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.updates import TableGrads
-from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, StreamingError
+from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
 from horizon_lm.kernels.adamw import Scalars
 from horizon_lm.kernels.landing import squares_kernel
 from horizon_lm.optim.moments import Moments
+from horizon_lm.optim.non_finite import REMEDY, SkippedSteps
+from horizon_lm.optim.state import LOW_HALF, STEPS, check_settings, check_state
 from horizon_lm.optim.updates import (
     Hyperparameters,
     TableRows,
@@ -44,13 +45,14 @@ class AdamW(torch.optim.Optimizer):
         seed: of the stochastic rounding in precision ``bf16`` and of moments in fewer than 32 bits.
         moments: ``float32`` (8 bytes per parameter), ``bfloat16`` (4) or ``8bit`` (2, and 3% for the scales of blocks).
         non_finite: ``raise`` NonFiniteError at a NaN or infinite gradient, or ``skip`` that step with a warning.
+        max_consecutive_skips: with ``skip``, so many steps in a row may be left out, and the next one raises NonFiniteError;
+            None for no limit.
         update_in_backward: update each unit as soon as its gradient has landed, and keep no gradients. One backward a
             step, no clipping, no skipping; `step` only ends the step. A fault in the backward leaves a torn model.
 
     Attributes:
         grad_norm: global norm of the gradients of the last step, before clipping.
         unit_grad_norms: the same of each unit.
-        num_skipped: steps left out because a gradient was not finite.
     """
 
     updates_slabs = True  # and not parameters, as other optimizers do
@@ -68,16 +70,16 @@ class AdamW(torch.optim.Optimizer):
         seed: int = 0,
         moments: str = "float32",
         non_finite: str = "raise",
+        max_consecutive_skips: int | None = 3,
         update_in_backward: bool = False,
     ) -> None:
         if not hasattr(model, "_horizon"):
             raise ConfigError("horizon_lm.AdamW needs a streamed model; call horizon_lm.stream(model) first")
-        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
-            raise ConfigError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_settings(defaults)
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None for no clipping")
-        if non_finite not in ("raise", "skip"):
-            raise ConfigError(f"non_finite is {non_finite!r}; choose 'raise' or 'skip'")
+        self._skipped = SkippedSteps(non_finite, max_consecutive_skips)
         if update_in_backward and (max_grad_norm is not None or non_finite == "skip"):
             raise ConfigError(
                 "update_in_backward changes weights before all gradients are known, so it cannot clip by their global norm "
@@ -85,28 +87,27 @@ class AdamW(torch.optim.Optimizer):
             )
         self._engine: Engine = model._horizon.engine
         self._store: Store = self._engine.store
+        self._names = {id(ref.param): name for name, ref in self._engine.refs.items()}
+        self._arrays: dict[str, UnitArrays] = {}
+        super().__init__(list(params) if params is not None else self._trainable(), defaults)
         if update_in_backward:
             self._engine.update_in_backward(self)
         self._engine.allocate_grads()
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(list(params) if params is not None else self._trainable(), defaults)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
         self.unit_grad_norms: dict[str, float] = {}
-        self.num_skipped = 0
-        self._seed, self._step, self._skips, self._in_backward = seed, 0, non_finite == "skip", update_in_backward
+        self._seed, self._step, self._in_backward = seed, 0, update_in_backward
         self._hyper: dict[int, Hyperparameters] = {}
         self._moments = Moments(self._store, moments)
-        self._arrays = {unit: UnitArrays(self._store, unit, self._moments) for unit in self._store.units}
-        for unit, slabs in self._store.units.items():
-            for name in slabs.grad_layout:
-                views = self._moments.state(unit, slabs.grad_layout, name)
-                self.state[self._engine.refs[name].param] = {"step": torch.tensor(0.0), **views}
-        self._steps = dict.fromkeys(self.state, 0)
+        self._arrays.update({unit: UnitArrays(self._store, unit, self._moments) for unit in self._store.units})
+        self._steps: dict[torch.Tensor, int] = {}
+        for group in self.param_groups:
+            self._add_states(group["params"])
         compile_kernels(self._arrays[EMBED])
 
     def _trainable(self) -> list[torch.nn.Parameter]:
-        params = [ref.param for ref in self._engine.refs.values() if ref.param.requires_grad]
+        # in the order of torch's optimizers, so that states go from one to the other
+        params = [param for param in self._engine.parts.model.parameters() if param.requires_grad]
         if not params:
             raise ConfigError("nothing is trainable: every parameter of the model is frozen")
         return params
@@ -118,7 +119,8 @@ class AdamW(torch.optim.Optimizer):
         `horizon_lm.synchronize`.
 
         Raises:
-            NonFiniteError: a gradient is NaN or infinite; no weight has been touched.
+            NonFiniteError: a gradient is NaN or infinite, and such steps are not skipped, or too many in a row were; no weight
+                has been touched.
             StreamingError: a fault invalidated the gradients; call `zero_grad` first.
         """
         loss = closure() if closure is not None else None
@@ -132,10 +134,12 @@ class AdamW(torch.optim.Optimizer):
         engine.wait_for_grads()
         engine.notice_writes()
         present = {unit: self._present(unit) for unit in self._store.units}
+        if not (self._hyper if self._in_backward else any(present.values())):  # no backward: as torch, do nothing
+            return loss
         squares = self._squares(present)
         bad = next((unit for unit in self._backward_order() if not math.isfinite(squares[unit])), None)
         if bad is not None:
-            self._refuse(bad)
+            self._reject(bad)
             return loss
         self.grad_norm = sum(squares.values()) ** 0.5
         self.unit_grad_norms = {unit: square**0.5 for unit, square in squares.items()}
@@ -145,6 +149,11 @@ class AdamW(torch.optim.Optimizer):
             engine.grads.squares.clear()
             self._advance()
         return loss
+
+    @property
+    def num_skipped(self) -> int:
+        """Return the number of steps left out because a gradient was not finite."""
+        return self._skipped.num
 
     @property
     def torn(self) -> bool:
@@ -169,21 +178,18 @@ class AdamW(torch.optim.Optimizer):
             squares[unit] = known or 0.0
         return squares
 
-    def _refuse(self, unit: str) -> None:
-        """A gradient is not finite."""
+    def _reject(self, unit: str) -> None:
+        """Skip a step whose gradient is not finite, or raise NonFiniteError."""
         what = f"the gradient of {unit} is not finite at step {self._step + 1}"
-        remedy = "Lower the learning rate, or look at the rows of this step."
-        if self._in_backward:
-            error = NonFiniteError(
-                f"{what}. It was not applied, but other units were updated as their gradients came, so the model is torn: "
-                f"load it or a checkpoint again. {remedy}"
-            )
-            self._engine.updates.tear(error)
-            raise error
-        if not self._skips:
-            raise NonFiniteError(f"{what}; the weights are unchanged. {remedy}")
-        self.num_skipped += 1
-        warnings.warn(f"{what}; this step was skipped", NonFiniteWarning, stacklevel=3)
+        if not self._in_backward:
+            self._skipped.skip(what)
+            return
+        error = NonFiniteError(
+            f"{what}. It was not applied, but other units were updated as their gradients came, so the model is torn: load it or "
+            f"a checkpoint again. {REMEDY}"
+        )
+        self._engine.updates.tear(error)
+        raise error
 
     # The update after a backward
 
@@ -304,32 +310,62 @@ class AdamW(torch.optim.Optimizer):
             self._steps[param] += 1
         torch._foreach_add_([self.state[param]["step"] for param in self._stepped], 1.0)
         self._step += 1
+        self._skipped.applied()
         self._hyper = {}
 
     # State
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does. Parameters of other models are rejected, since nothing here would update them."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_settings(group)
+            if any(id(param) not in self._names for param in group["params"]):
+                raise ConfigError(
+                    "horizon_lm.AdamW was given a parameter that is not of this model; use another optimizer for it"
+                )
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+        if self._arrays:
+            self._add_states(group["params"])
+
+    def _add_states(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Make the states of parameters, as views; frozen ones have none."""
+        for param in params:
+            name = self._names[id(param)]
+            unit = self._store.unit_of[name]
+            slabs = self._store.units[unit]
+            if name in slabs.grad_layout:
+                self.state[param] = {"step": torch.tensor(0.0), **self._moments.state(unit, slabs.grad_layout, name)}
+                if slabs.low is not None:
+                    self.state[param][LOW_HALF] = slabs.layout.view(slabs.low, name)
+                self._steps[param] = 0
+
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, once all updates are done. The moments are views, not copies."""
+        """Return the state as torch does, once all updates are done, and the number of steps of the whole optimizer as ``step``.
+
+        Moments, and the low halves of masters, are views and not copies.
+        """
         self._engine.check_alive()
         self._engine.updates.finish()
-        return super().state_dict()
+        return super().state_dict() | {STEPS: self._step}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state that `state_dict` gave into the moments."""
+        """Take over a state that `state_dict` gave, or torch.optim.AdamW's.
+
+        Moments in other floating-point formats are converted. In precision ``fp32_master`` the low halves come with the
+        state, so that the model's ``load_state_dict`` has to be called before.
+
+        Raises:
+            ConfigError: something in it does not fit; nothing has been changed.
+        """
         own = self.state_dict()
-        if [len(g["params"]) for g in own["param_groups"]] != [len(g["params"]) for g in state_dict["param_groups"]]:
-            raise ConfigError("the optimizer state has other parameter groups than this optimizer")
-        for index, saved in state_dict["state"].items():
-            if (
-                saved.keys() != own["state"][index].keys()
-                or saved["exp_avg"].dtype != own["state"][index]["exp_avg"].dtype
-            ):
-                raise ConfigError(
-                    f"the optimizer state has other moments than {self._moments.kind!r}; choose the same kind"
-                )
-            for key, value in saved.items():
-                own["state"][index][key].copy_(value)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
+        saved = check_state(state_dict, own, self._moments.kind)
+        saved.copy_into(own["state"])
         self._steps = {param: int(state["step"]) for param, state in self.state.items()}
-        self._step = max(self._steps.values(), default=0)
+        for group, settings in zip(self.param_groups, saved.groups, strict=True):
+            group.update(settings)
+        self._step = saved.num_steps

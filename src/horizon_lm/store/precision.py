@@ -47,11 +47,15 @@ def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
     """Write fp32 ``master`` as a bf16 ``high`` half and 16 ``low`` bits (int16), all of one shape.
 
     ``high`` is the nearest bf16 value; of two equally near ones the one away from zero, because that rounding is
-    undone by one signed addition: ``master_bits == (high_bits << 16) + low``.
+    undone by one signed addition: ``master_bits == (high_bits << 16) + low``. NaN stays NaN, in ``high`` alone and
+    joined again, with other bits.
     """
-    bits = master.view(torch.int32)
-    high.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    bits, halves = master.view(torch.int32), high.view(torch.int16)
+    halves.copy_((bits + 0x8000).bitwise_right_shift_(16))
     low.copy_(bits)  # int32 -> int16 keeps the low 16 bits
+    is_nan = master.isnan()
+    if is_nan.any():  # rounded, some have become 0 or infinity
+        halves[is_nan] |= 0x7FC0
 
 
 def join_master(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

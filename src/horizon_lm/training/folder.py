@@ -153,11 +153,15 @@ class RunFolder:
         with suppress(OSError):
             write_loss_png(self.metrics_file, self.path / "loss.png")
 
-    def last_words(self, steps_done: int, num_steps: int) -> str:
-        """Why a run ended before its time, where its model is, and how to use it."""
+    def last_words(self, steps_done: int, num_steps: int, num_skipped: int) -> str:
+        """Why a run ended before its time, what it left out, where its model is, and how to use it."""
         early = f"stopped by a callback after step {steps_done} of {num_steps}\n" if steps_done < num_steps else ""
+        skipped = ""
+        if num_skipped:
+            skipped = f"{num_skipped} of {steps_done} steps were skipped, because their gradient was not finite"
+            skipped += "; the model is the one that the run began with\n" if num_skipped == steps_done else "\n"
         return (
-            f"{early}\nthe trained model is in {self.model_dir}; try it:\n"
+            f"{early}{skipped}\nthe trained model is in {self.model_dir}; try it:\n"
             f'  horizon-lm generate {self.model_dir} "..."\n'
             f"and look at the run:\n  horizon-lm report {self.path}\n"
             "or in Python:\n"

@@ -23,7 +23,8 @@ from horizon_lm.training.objectives import Objectives, make_objectives, require_
 from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.samples import Prompts
-from horizon_lm.training.setup import build_optimizer, choose_device, load_model, load_tokenizer
+from horizon_lm.training.seeds import seed_step
+from horizon_lm.training.setup import build_optimizer, check_weights, choose_device, load_model, load_tokenizer
 from horizon_lm.training.tracing import Tracing
 
 
@@ -34,6 +35,7 @@ class RunResult:
     Attributes:
         output_dir, model_dir: its folder, and that of the trained model.
         num_steps: optimizer steps; eval_loss_before, eval_loss_after: held-out loss, None without held-out rows.
+        num_skipped: steps left out because their gradient was not finite.
     """
 
     output_dir: Path
@@ -41,6 +43,7 @@ class RunResult:
     num_steps: int
     eval_loss_before: float | None
     eval_loss_after: float | None
+    num_skipped: int
 
 
 def train(
@@ -74,6 +77,7 @@ def train(
         admission = Admission(config)
         admission.refuse_hopeless()
         tokenizer = load_tokenizer(config)
+        reporter.say(*check_weights(config))
         data = load_data(config, tokenizer)
         for prepared in data.parts:
             reporter.say(*prepared.lines())
@@ -97,7 +101,7 @@ def train(
         ).run(interrupts)  # fmt: skip
         if config.push_to_hub:
             reporter.say(folder.push(config))
-        reporter.say(folder.last_words(result.num_steps, num_steps))
+        reporter.say(folder.last_words(result.num_steps, num_steps, result.num_skipped))
     return result
 
 
@@ -145,15 +149,16 @@ class _Loop:
         listeners.end()
         folder.draw_loss()
         self.reporter.stop_bar()
-        return RunResult(folder.path, folder.model_dir, step, loss_before, loss_after)
+        return RunResult(folder.path, folder.model_dir, step, loss_before, loss_after, self.optimizer.num_skipped)
 
     def learn_from(self, batch: Batch, step: int) -> None:
         """Forward, backward and update."""
+        seed_step(self.config.seed, step)
         loss = self.objectives.training(self.model, batch)
         value = finite(loss, step, batch, self.config, self.folder)
         loss.value.backward()
         self.listeners.before_update()
-        update(self.optimizer, step, batch, self.folder, self.reporter)
+        update(self.optimizer, step, batch, self.config, self.folder, self.reporter)
         self.listeners.after_update()
         self.metrics.add(value, loss, batch, self.scheduler.get_last_lr()[0])
         self.scheduler.step()

@@ -20,7 +20,7 @@ def finite(loss: Loss, step: int, batch: Batch, config: RunConfig, folder: RunFo
     return value
 
 
-def update(optimizer: Any, step: int, batch: Batch, folder: RunFolder, reporter: Reporter) -> None:
+def update(optimizer: Any, step: int, batch: Batch, config: RunConfig, folder: RunFolder, reporter: Reporter) -> None:
     """An optimizer step; it refuses gradients that are not finite, and this tells where they come from."""
     try:
         skipped = optimizer.num_skipped
@@ -30,7 +30,10 @@ def update(optimizer: Any, step: int, batch: Batch, folder: RunFolder, reporter:
     except NonFiniteError as error:
         if optimizer.torn:
             raise NonFiniteError(f"{error} Rows of this step: {_places(batch)}") from error
-        raise NonFiniteError(_non_finite("the gradient is not finite", step, batch, folder)) from error
+        what = "the gradient is not finite"
+        if config.non_finite == "skip":
+            what += f", and {config.max_consecutive_skips} steps before it were skipped (max_consecutive_skips)"
+        raise NonFiniteError(_non_finite(what, step, batch, folder)) from error
     if optimizer.num_skipped > skipped:
         reporter.say(f"step {step}: skipped, because the gradient is not finite. Its rows: {_places(batch)}")
 

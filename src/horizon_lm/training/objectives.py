@@ -66,7 +66,7 @@ def _dpo(
     from horizon_lm.objective.dpo import Dpo
     from horizon_lm.objective.reference import ReferenceCache, lookup
 
-    cache = ReferenceCache(model)
+    cache = ReferenceCache(model, reporter.say)
 
     def of(name: str, rows: TokenTable, batch_size: int) -> Objective:
         with reporter.progress(f"reference of {name}") as advance:

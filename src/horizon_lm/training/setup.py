@@ -1,11 +1,12 @@
 """What a run is made of before its loop, besides its rows: device, tokenizer, model, optimizer."""
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import DpoConfig, RunConfig
-from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.errors import CheckpointWarning, ConfigError, first_line
 
 
 def choose_device(name: str) -> str:
@@ -75,16 +76,44 @@ def open_tokenizer(folder: Path, **options: Any) -> Any:
         ) from error
 
 
+def check_weights(config: RunConfig) -> list[str]:
+    """Check the headers of the weights of the run's model, if they are on this machine; return what is worth a warning.
+
+    Raises:
+        ConfigError: weights that do not fit the model's config, or cannot be read.
+    """
+    from horizon_lm.model import source
+    from horizon_lm.store.check import check_folder
+
+    folder = source.folder_here(config.model_name_or_path)
+    if folder is None or config.gguf_file is not None:
+        return []
+    model_config = source.load_config(folder, config.trust_remote_code)
+    options = {"trust_remote_code": config.trust_remote_code or None}
+    return check_folder(source.skeleton_of(model_config, str(folder), **options), folder)
+
+
 def load_model(config: RunConfig) -> Any:
-    """The run's model, streamed and in the mode that it is trained in."""
-    import torch
+    """The run's model, streamed and in the mode that it is trained in. What `check_weights` returned is not said again."""
     import transformers
 
-    import horizon_lm
     from horizon_lm.model.trainable import freeze
 
     transformers.set_seed(config.seed)
-    model = horizon_lm.from_pretrained(
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        model = _open(config)
+    freeze(model, config.trainable)
+    # Evaluation mode is training without dropout; nothing else of a model depends on it.
+    return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
+
+
+def _open(config: RunConfig) -> Any:
+    import torch
+
+    import horizon_lm
+
+    return horizon_lm.from_pretrained(
         config.model_name_or_path,
         device=choose_device(config.device),
         precision=config.precision,
@@ -102,9 +131,6 @@ def load_model(config: RunConfig) -> Any:
         attn_implementation=config.attn_implementation,
         grad_dtype=None if config.grad_dtype is None else getattr(torch, config.grad_dtype),
     )
-    freeze(model, config.trainable)
-    # Evaluation mode is training without dropout; nothing else of a model depends on it.
-    return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
 
 
 def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any, Any]:
@@ -124,6 +150,7 @@ def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any,
         seed=config.seed,
         moments=config.moments,
         non_finite=config.non_finite,
+        max_consecutive_skips=config.max_consecutive_skips,
         update_in_backward=config.update_in_backward,
     )
     num_warmup_steps = in_steps(config.warmup_steps, num_steps)

@@ -1,0 +1,232 @@
+"""A checkpoint that does not fit its config is rejected by its headers: when it is opened, planned, or trained on."""
+
+import json
+import struct
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import horizon_lm
+from horizon_lm.errors import CheckpointWarning, ConfigError
+from horizon_lm.store.load import Checkpoint
+from tests import families
+from tests.e2e import tiny
+from tests.e2e.command import run
+
+UP = "model.layers.1.mlp.up_proj.weight"
+Edit = Callable[[Path], None]
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Edit:
+    """Change what is in the file of weights."""
+
+    def edit(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        change(found)
+        save_file({k: v.contiguous() for k, v in found.items()}, folder / "model.safetensors", {"format": "pt"})
+
+    return edit
+
+
+def cast(dtype: torch.dtype) -> Edit:
+    return tensors(lambda found: found.update({UP: (found[UP] * 100).to(dtype)}))
+
+
+def settings(**changes: Any) -> Edit:
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def shards(change: Callable[[dict[str, str], Path], None]) -> Edit:
+    """Cut the weights into two files, and change their index."""
+
+    def edit(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        index = {name: f"model-{1 + ('layers.1' in name)}.safetensors" for name in found}
+        for file in set(index.values()):
+            save_file({n: t for n, t in found.items() if index[n] == file}, folder / file, {"format": "pt"})
+        change(index, folder)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+    return edit
+
+
+def copy_of_the_table(found: dict[str, torch.Tensor]) -> None:
+    found["lm_head.weight"] = found["model.embed_tokens.weight"] + 1
+
+
+REJECTED: dict[str, tuple[Edit, str]] = {
+    "int64": (cast(torch.int64), f"{UP} is I64 in .*model.safetensors.*copy of the model in bf16"),
+    "int8": (cast(torch.int8), f"{UP} is I8 in .*copy of the model in bf16"),
+    "bool": (cast(torch.bool), f"{UP} is BOOL in .*copy of the model in bf16"),
+    "fp8": (cast(torch.float8_e4m3fn), f"{UP} is F8_E4M3 in .*copy of the model in bf16"),
+    "missing": (tensors(lambda found: found.pop(UP)), f"lacks 1 of .*{UP}"),
+    "other shape": (tensors(lambda found: found.update({UP: found[UP][:40]})), rf"{UP} has shape \(40, 32\)"),
+    "broadcastable shape": (tensors(lambda found: found.update({UP: found[UP][:1]})), rf"{UP} has shape \(1, 32\)"),
+    "dropped blocks": (settings(num_hidden_layers=1), r"model\.layers\.1 .*num_hidden_layers"),
+    "cut off": (cut_off, "model.safetensors cannot be read"),
+    "no shard": (shards(lambda index, folder: (folder / "model-2.safetensors").unlink()), "model-2.*missing"),
+    "wrong index": (
+        shards(lambda index, folder: index.update({UP: "model-1.safetensors"})),
+        f"names {UP} in model-1.safetensors, which does not have it",
+    ),
+    "twice": (tensors(lambda found: found.update({UP.removeprefix("model."): found[UP] + 1})), f"both .*{UP}"),
+}
+WARNED: dict[str, tuple[Edit, str]] = {
+    "another head": (
+        tensors(lambda found: found.update({"score.weight": torch.ones(2, 32), "score.bias": torch.ones(2)})),
+        r"2 tensors \(for example score\.bias\) .* neither trained nor exported",
+    ),
+    "a bias": (
+        tensors(lambda found: found.update({UP.replace("weight", "bias"): torch.ones(48)})),
+        r"1 tensor \(for example model\.layers\.1\.mlp\.up_proj\.bias\) .* neither trained nor exported",
+    ),
+    "old buffers": (
+        tensors(lambda found: found.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})),
+        r"1 tensor \(for example model\.layers\.0\.self_attn\.rotary_emb\.inv_freq\) .* known to be no part .* left out of exports",
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny.save_model(tmp_path / "model")
+
+
+def opened(folder: Path) -> None:
+    try:
+        horizon_lm.from_pretrained(folder)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
+
+
+def commanded(command: str) -> Callable[[Path], None]:
+    def use(folder: Path) -> None:
+        rows = folder.parent / "rows.jsonl"
+        rows.write_text("no JSON\n")  # tokenizing them would end with another error
+        arguments = ["--model", folder] if command == "plan" else ["--model_name_or_path", folder, "--datasets", rows]
+        result = run(command, *arguments, "--device", "cpu", "--output_dir", folder.parent / "run")
+        if result.exit_code:
+            assert result.exit_code == 2
+            raise SystemExit(result.stderr)
+        if "known to be no part" in result.stdout or "neither trained" in result.stdout:
+            warnings.warn(result.stdout, CheckpointWarning, stacklevel=2)
+
+    return use
+
+
+WAYS = {"from_pretrained": opened, "train": commanded("train"), "plan": commanded("plan")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejected(name: str, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit, message = REJECTED[name]
+    edit(folder)
+    monkeypatch.setattr(Checkpoint, "read", lambda *args: pytest.fail("weights were read"))
+    with pytest.raises(SystemExit, match=f"(?s){message}"):
+        WAYS[way](folder)
+
+
+@pytest.mark.parametrize("way", ["from_pretrained", "plan"])
+@pytest.mark.parametrize("name", WARNED)
+def test_warned(name: str, way: str, folder: Path) -> None:
+    edit, message = WARNED[name]
+    edit(folder)
+    with pytest.warns(CheckpointWarning, match=f"(?s){message}"):
+        WAYS[way](folder)
+
+
+def test_a_run_says_what_is_left_out(folder: Path, tmp_path: Path) -> None:
+    WARNED["another head"][0](folder)
+    rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
+    result = run("train", "--model_name_or_path", folder, "--datasets", rows, "--device", "cpu", "--max_steps", 1,
+                 "--output_dir", tmp_path / "run")  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("neither trained nor exported") == 1
+
+
+def test_what_is_right_is_said_nothing_of(folder: Path) -> None:
+    """Names of the model without its prefix, and buffers in any dtype."""
+    rename = tensors(lambda found: found.update({n.removeprefix("model."): found.pop(n) for n in list(found)}))
+    rename(folder)
+    tensors(lambda found: found.update({"model.rotary_emb.inv_freq": torch.ones(4, dtype=torch.float64)}))(folder)
+    for use in (opened, commanded("plan")):
+        use(folder)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "qwen3_next", "deepseek_v3", "gpt_oss", "phi3"])
+def test_converted_shapes_are_checked_too(family: str, tmp_path: Path) -> None:
+    """A dimension less in one tensor that others are stacked with, split from or renamed to."""
+    families.build(family).save_pretrained(tmp_path)
+    opened(tmp_path)
+    for name in list(load_file(tmp_path / "model.safetensors")):
+        before = (tmp_path / "model.safetensors").read_bytes()
+        tensors(lambda found, name=name: found.update({name: found[name][..., :-1]}))(tmp_path)
+        with pytest.raises(SystemExit, match=r"shape|cannot be converted"):
+            opened(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(before)
+
+
+def test_a_missing_buffer_is_warned_about(tmp_path: Path) -> None:
+    families.build("deepseek_v3").save_pretrained(tmp_path)
+    tensors(lambda found: found.pop("model.layers.1.mlp.gate.e_score_correction_bias"))(tmp_path)
+    with pytest.warns(
+        CheckpointWarning, match=r"e_score_correction_bias\) is missing and will have the values of a new"
+    ):
+        opened(tmp_path)
+
+
+# A tied head
+
+
+def test_a_tied_head_with_other_weights_is_rejected(tmp_path: Path) -> None:
+    """transformers unties them then, with a warning."""
+    families.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    tensors(copy_of_the_table)(tmp_path)
+    with pytest.raises(SystemExit, match=r"lm_head\.weight .*tie_word_embeddings: false"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("names", [["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]])
+@pytest.mark.parametrize("precision", ["fp32_master", "bf16", "float32"])
+def test_a_tied_head_under_its_other_name(names: list[str], precision: str, tmp_path: Path) -> None:
+    reference = families.build("llama", tie_word_embeddings=True)
+    reference.save_pretrained(tmp_path)
+
+    def rename(found: dict[str, torch.Tensor]) -> None:
+        table = found.pop("model.embed_tokens.weight")
+        found.update({name: table.clone() for name in names})
+
+    tensors(rename)(tmp_path)
+    model = horizon_lm.from_pretrained(tmp_path, precision=precision)
+    expected = reference.get_input_embeddings().weight
+    assert torch.equal(
+        model.get_input_embeddings().weight.data.float(), expected.to(model.lm_head.weight.dtype).float()
+    )
+
+
+def test_only_headers_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are all a hole in the file: a plan says nothing against them."""
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0] + 8
+    with file.open("wb") as stream:
+        stream.write(content[:length])
+        stream.truncate(len(content))
+    monkeypatch.setattr(Checkpoint, "read", lambda *args: pytest.fail("weights were read"))
+    commanded("plan")(folder)

@@ -1,0 +1,63 @@
+"""A run that leaves out steps says so, and does not go on without end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from horizon_lm.errors import NonFiniteError
+from horizon_lm.objective.tokens import nll
+from horizon_lm.training.loop import train
+from tests.e2e import tiny
+
+SKIPPED = "skipped, because their gradient was not finite"
+
+
+def run(model: Path, folder: Path, bad: set[int], steps: int, **settings: Any) -> tuple[Any, list[str]]:
+    """A run in which these steps, from 1, have a loss without a number; and what it said."""
+    said: list[str] = []
+    step = 0
+
+    def objective(model: Any, batch: Any) -> torch.Tensor:
+        nonlocal step
+        step += 1
+        return nll(model, batch).value * (float("nan") if step in bad else 1.0)
+
+    rows = tiny.write_jsonl(folder / "rows.jsonl", tiny.alpaca_rows())
+    config = {
+        "model_name_or_path": str(model), "datasets": str(rows), "output_dir": str(folder / "run"), "device": "cpu",
+        "max_steps": steps, "non_finite": "skip", **settings,
+    }  # fmt: skip
+    return train(config, objective=objective, say=said.append), said
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"), [({}, 3), ({"max_consecutive_skips": 1}, 1), ({"max_consecutive_skips": 5}, 5)]
+)
+def test_too_many_in_a_row_end_the_run(model: Path, tmp_path: Path, settings: dict[str, Any], limit: int) -> None:
+    with pytest.raises(
+        NonFiniteError, match=rf"step {limit + 3}: .*{limit} steps .*max_consecutive_skips.*rows\.jsonl:"
+    ) as raised:
+        run(model, tmp_path, set(range(3, 20)), 19, **settings)
+    assert raised.value.exit_code == 5
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_the_last_words_have_the_number(model: Path, tmp_path: Path) -> None:
+    result, said = run(model, tmp_path, {2, 3, 5}, 6, max_consecutive_skips=2)
+    assert f"3 of 6 steps were {SKIPPED}" in said[-1]
+    assert result.num_skipped == 3
+
+
+def test_without_a_limit_every_step_may_be_skipped(model: Path, tmp_path: Path) -> None:
+    result, said = run(model, tmp_path, set(range(9)), 5, max_consecutive_skips=None)
+    assert f"5 of 5 steps were {SKIPPED}" in said[-1]
+    assert "the model is the one that the run began with" in said[-1]
+    assert result.num_skipped == 5
+
+
+def test_a_run_without_skips_does_not_mention_them(model: Path, tmp_path: Path) -> None:
+    result, said = run(model, tmp_path, set(), 2)
+    assert "skipped" not in said[-1]
+    assert result.num_skipped == 0
