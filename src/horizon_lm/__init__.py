@@ -3,7 +3,26 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from horizon_lm import errors
+from horizon_lm.errors import (
+    ConfigError,
+    DataError,
+    DoesNotFitError,
+    ForeignWriteWarning,
+    HeadWarning,
+    HorizonError,
+    InterruptedRunError,
+    ModelNotSupportedError,
+    NonFiniteError,
+    NonFiniteWarning,
+    RecomputeMismatchError,
+    ScheduleMismatchError,
+    StreamingError,
+    TornModelError,
+)
+
 if TYPE_CHECKING:
+    from horizon_lm.config import DpoConfig, PretrainConfig, RunConfig, SftConfig
     from horizon_lm.engine.logprobs import token_logprobs
     from horizon_lm.engine.opening import from_config, from_pretrained, stream
     from horizon_lm.engine.statistics import stats, synchronize
@@ -11,12 +30,13 @@ if TYPE_CHECKING:
     from horizon_lm.training.loop import train
 
 __version__ = "0.1.0"
-__all__ = [
-    "AdamW", "__version__", "from_config", "from_pretrained", "stats", "stream", "synchronize", "token_logprobs", "train",
-]  # fmt: skip
 
 _HOME = {
     "AdamW": "horizon_lm.optim.adamw",
+    "DpoConfig": "horizon_lm.config",
+    "PretrainConfig": "horizon_lm.config",
+    "RunConfig": "horizon_lm.config",
+    "SftConfig": "horizon_lm.config",
     "from_config": "horizon_lm.engine.opening",
     "from_pretrained": "horizon_lm.engine.opening",
     "stats": "horizon_lm.engine.statistics",
@@ -25,10 +45,17 @@ _HOME = {
     "token_logprobs": "horizon_lm.engine.logprobs",
     "train": "horizon_lm.training.loop",
 }
+__all__ = [
+    "AdamW", "ConfigError", "DataError", "DoesNotFitError", "DpoConfig", "ForeignWriteWarning", "HeadWarning",
+    "HorizonError", "InterruptedRunError", "ModelNotSupportedError", "NonFiniteError", "NonFiniteWarning",
+    "PretrainConfig", "RecomputeMismatchError", "RunConfig", "ScheduleMismatchError", "SftConfig", "StreamingError",
+    "TornModelError", "__version__", "errors", "from_config", "from_pretrained", "stats", "stream", "synchronize",
+    "token_logprobs", "train",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
-    """What there is, for people and their editors."""
+    """List the public names, for people and their editors."""
     return sorted(__all__)
 
 

@@ -14,8 +14,12 @@ from horizon_lm.plan.known import KnownModel, find_known, known_models
 _PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model")
 
 
-def local_folder(name: str | Path) -> Path:
-    """The folder of a model: itself, or a hub snapshot (downloaded if need be).
+def local_folder(name: str | Path, **download: Any) -> Path:
+    """Return the folder of a model: itself, or a hub snapshot (downloaded if need be).
+
+    Args:
+        name: a folder or hub id.
+        download: ``revision``, ``cache_dir``, ``token`` and the like, as huggingface_hub takes them.
 
     Raises:
         ConfigError: neither a folder nor a hub id that can be reached.
@@ -29,7 +33,7 @@ def local_folder(name: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_PATTERNS)))
+        return Path(snapshot_download(name, allow_patterns=list(_PATTERNS), **download))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise _not_found(typed, name, error) from error
 
