@@ -68,6 +68,7 @@ class Row:
         cases: on which it is tried, by name.
         tolerance: largest relative difference of a tensor.
         edits: the body may have changed weights before it was rejected.
+        says: a pattern that is found in the message of a rejection.
         warns: that it warns is part of what is expected.
     """
 
@@ -80,6 +81,7 @@ class Row:
     tolerance: float = 1e-5
     edits: bool = False
     warns: bool = False
+    says: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,11 @@ def run(key: str, name: str) -> Outcome:
     try:
         model = case.streamed()
     except HorizonError as error:
-        return _rejection(error)
+        return _rejection(error, each.says)
     before = copied_weights(model)
     value, warned = _call(each.body, model, case.arguments)
     if isinstance(value, HorizonError):
-        outcome = _rejection(value)
+        outcome = _rejection(value, each.says)
         left = _half_done(each, case, model, before)
         return Outcome(WRONG, f"{outcome.message}\nafterwards {left}") if left else outcome
     if isinstance(value, Exception):
@@ -156,10 +158,12 @@ def _plain_values(key: str, name: str) -> tuple[Any, list[str]]:
     return _KNOWN[known]
 
 
-def _rejection(error: HorizonError) -> Outcome:
+def _rejection(error: HorizonError, says: str) -> Outcome:
     message = f"{type(error).__name__}: {_without_places(str(error))}"
     if "the schedule expects" in message:
         return Outcome(WRONG, f"{message}: this has no remedy, and nobody outside knows the schedule")
+    if not re.search(says, message):
+        return Outcome(WRONG, f"{message}: this does not say {says!r}")
     return Outcome(REJECTED, message)
 
 

@@ -89,6 +89,7 @@ def foreign_optimizer_in_bf16(model: Any, optimizer: str) -> Any:
     "The same in precision `fp32_master`, whose weights have low halves that no other optimizer knows",
     REJECTED,
     cases=_matrix("fp32_master"),
+    says="bf16.*float32|float32.*bf16",
 )
 def foreign_optimizer_in_fp32_master(model: Any, optimizer: str) -> Any:
     return train(model, OPTIMIZERS[optimizer](model), steps=1)
