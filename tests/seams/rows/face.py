@@ -156,7 +156,7 @@ def init_weights(model: Any, how: str) -> Any:
     return gradients(model)
 
 
-@row("face.resize", OBJECT, "`resize_token_embeddings(n)`", REJECTED, says="before",
+@row("face.resize", OBJECT, "`resize_token_embeddings(n)`", REJECTED, says="before|first",
      cases={str(n): Case(arguments={"size": n}) for n in (96, 104)})  # fmt: skip
 def resize(model: Any, size: int) -> Any:
     model.resize_token_embeddings(size)
@@ -248,7 +248,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@row("face.copy", OBJECT, "`copy.deepcopy`, pickle and `torch.save` of the model itself", REJECTED, says="state_dict|save_pretrained",
+@row("face.copy", OBJECT, "`copy.deepcopy`, pickle and `torch.save` of the model itself", REJECTED, says="state_dict|save_pretrained|load",
      cases={each: Case(arguments={"how": each}) for each in COPIES})  # fmt: skip
 def copied(model: Any, how: str) -> Any:
     return evaluated(COPIES[how](model))

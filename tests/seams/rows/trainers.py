@@ -53,7 +53,7 @@ def accelerate_mixed_precision(model: Any) -> Any:
     return [losses, evaluated(unwrapped)]
 
 
-@row("accelerate.offload", SECTION, "`accelerate.cpu_offload` and `dispatch_model`", EITHER)
+@row("accelerate.offload", SECTION, "`accelerate.cpu_offload`", EITHER, survives=False)
 def accelerate_offload(model: Any) -> Any:
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
