@@ -13,7 +13,7 @@ import horizon_lm
 from horizon_lm.errors import HorizonError
 from tests import families
 from tests.seams.compare import difference
-from tests.seams.use import copied_weights, gradients
+from tests.seams.use import copied_weights, evaluated, gradients
 
 WORKS, REJECTED, EITHER = "works", "is rejected", "works or is rejected"
 WRONG = "is wrong"
@@ -68,7 +68,10 @@ class Row:
         cases: on which it is tried, by name.
         tolerance: largest relative difference of a tensor.
         edits: the body may have changed weights before it was rejected.
-        warns: that it warns is part of what is expected.
+        says: a pattern that is found in the message of a rejection.
+        warns: that it warns is part of what is expected; None if it may.
+        survives: the model can be used after a rejection, because the body has put back what it changed.
+        keeps_gradients: the model can be asked for gradients after a rejection.
     """
 
     key: str
@@ -79,7 +82,14 @@ class Row:
     cases: Mapping[str, Case]
     tolerance: float = 1e-5
     edits: bool = False
-    warns: bool = False
+    warns: bool | None = False
+    survives: bool = True
+    keeps_gradients: bool = True
+    says: str = ""
+
+    def allows(self, outcome: "Outcome") -> bool:
+        """Return whether an outcome is what is expected."""
+        return outcome.kind in ((WORKS, REJECTED) if self.expected == EITHER else (self.expected,))
 
 
 @dataclass(frozen=True)
@@ -120,12 +130,14 @@ def run(key: str, name: str) -> Outcome:
     try:
         model = case.streamed()
     except HorizonError as error:
-        return _rejection(error)
+        return _rejection(error, each.says)
+    except Exception as error:
+        return Outcome(WRONG, f"{type(error).__name__}: {error}")
     before = copied_weights(model)
     value, warned = _call(each.body, model, case.arguments)
     if isinstance(value, HorizonError):
-        outcome = _rejection(value)
-        left = _half_done(each, case, model, before)
+        outcome = _rejection(value, each.says)
+        left = _half_done(each, case, model, before) if each.survives else None
         return Outcome(WRONG, f"{outcome.message}\nafterwards {left}") if left else outcome
     if isinstance(value, Exception):
         return Outcome(WRONG, f"{type(value).__name__}: {value}")
@@ -133,7 +145,7 @@ def run(key: str, name: str) -> Outcome:
         return Outcome(WRONG, f"nothing is raised, where a plain model raises {type(expected).__name__}: {expected}")
     found = difference(expected, value, each.tolerance)
     warned = [text for text in warned if text not in plain_warnings]
-    if not found and bool(warned) != each.warns:
+    if not found and each.warns is not None and bool(warned) != each.warns:
         found = f"warns: {warned[0]}" if warned else "there is no warning"
     if found:
         return Outcome(WRONG, found)
@@ -156,10 +168,12 @@ def _plain_values(key: str, name: str) -> tuple[Any, list[str]]:
     return _KNOWN[known]
 
 
-def _rejection(error: HorizonError) -> Outcome:
+def _rejection(error: HorizonError, says: str) -> Outcome:
     message = f"{type(error).__name__}: {_without_places(str(error))}"
     if "the schedule expects" in message:
         return Outcome(WRONG, f"{message}: this has no remedy, and nobody outside knows the schedule")
+    if not re.search(says, message):
+        return Outcome(WRONG, f"{message}: this does not say {says!r}")
     return Outcome(REJECTED, message)
 
 
@@ -185,7 +199,8 @@ def _half_done(each: Row, case: Case, model: Any, before: Mapping[str, torch.Ten
         for name, param in plain.named_parameters():
             param.requires_grad_(model.get_parameter(name).requires_grad)
         plain.load_state_dict({name: value.clone() for name, value in after.items()})
-        left = difference(gradients(plain.eval()), gradients(model.eval()), 1e-4)
+        look = gradients if each.keeps_gradients else evaluated
+        left = difference(look(plain.eval()), look(model.eval()), 1e-4)
     except Exception as error:
         return f"the model cannot be used: {type(error).__name__}: {error}"
     return f"the model computes something else: {left}" if left else None

@@ -4,10 +4,13 @@ from tests.seams.rows import (  # noqa: F401
     adapters,
     changes,
     evaluation,
+    face,
     generation,
     hooks,
     master,
     models,
     optimizers,
+    saving,
+    trainers,
     weights,
 )

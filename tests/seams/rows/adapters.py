@@ -72,7 +72,7 @@ def disable(model: Any) -> Any:
     return [first, without, evaluated(model), gradients(model)]
 
 
-@row("W20.disable-before", SECTION, "The same before any other forward", cases=_LORA)
+@row("W20.disable-before", SECTION, "`with model.disable_adapter():` before any other forward", cases=_LORA)
 def disable_before(model: Any) -> Any:
     with model.disable_adapter():
         without = evaluated(model)
@@ -121,7 +121,15 @@ def merge(model: Any) -> Any:
     return [first, merged, weights, evaluated(model), gradients(model)]
 
 
-@row("W20.merge-and-unload", SECTION, "`merge_and_unload()` of a streamed model", EITHER, cases=_LORA, edits=True)
+@row(
+    "W20.merge-and-unload",
+    SECTION,
+    "`merge_and_unload()`, which takes the model apart",
+    EITHER,
+    cases=_LORA,
+    edits=True,
+    survives=False,
+)
 def merge_and_unload(model: Any) -> Any:
     return evaluated(model.merge_and_unload())
 

@@ -167,7 +167,7 @@ def replaced(model: Any, what: str) -> Any:
         put_back()
 
 
-@row("W10.replaced-in-evaluation", SECTION, "The same before an evaluation", REJECTED,
+@row("W10.replaced-in-evaluation", SECTION, "Replace modules and parameters before an evaluation", REJECTED,
      cases={each: Case(arguments={"what": each}) for each in ("linear-in-block", "parameter-of-norm", "block")})  # fmt: skip
 def replaced_in_evaluation(model: Any, what: str) -> Any:
     put_back = REPLACED[what](model)

@@ -37,6 +37,24 @@ def without_a_mask(model: Any) -> Any:
     return _generate(model, input_ids=ids)
 
 
+@row(
+    "W7.micro-batches",
+    SECTION,
+    "`generate` with `device_micro_batch_size`",
+    cases={
+        f"{family}-{rows}-{padding}": Case(
+            partial(tiny, family), {"device_micro_batch_size": rows}, {"padding": padding}
+        )
+        for family in ("llama", "gpt2", "gemma3_text")
+        for rows in (1, 2)
+        for padding in ("left", "none")
+    },
+)
+def micro_batches(model: Any, padding: str) -> Any:
+    batch = families.batch(padding=padding)
+    return _generate(model, input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+
+
 @row("W7.sampling", SECTION, "`generate` with sampling, beams, contrastive penalties: the same draws as a plain model's",
      cases={
          "sampling": Case(arguments={"do_sample": True, "temperature": 1.3, "top_k": 20}),

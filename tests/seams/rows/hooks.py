@@ -22,7 +22,7 @@ Records = list[Any]
 def _recomputing(model: Any) -> Any:
     """Make a plain model recompute its blocks, as a streamed one does."""
     if not is_streamed(model):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False, "early_stop": False})
     return model
 
 
@@ -102,7 +102,7 @@ def listen(model: Any, how: str) -> Any:
     return {"heard": heard, "records": records, "first": first, "again": again}
 
 
-@row("W11.listen-before", SECTION, "The same with hooks that were registered before `stream()`",
+@row("W11.listen-before", SECTION, "Listen with hooks that were registered before `stream()`",
      cases={how: Case(lambda how=how: _with_hooks(how)) for how in LISTENERS})  # fmt: skip
 def listen_before(model: Any) -> Any:
     _recomputing(model)
@@ -154,7 +154,7 @@ def change(model: Any, how: str) -> Any:
 @row(
     "W11.block",
     SECTION,
-    "The same on a block as a whole",
+    "Change what a whole block returns, or its gradient, by a hook",
     cases={how: Case(arguments={"how": how}) for how in ("output", "gradient")},
 )
 def change_block(model: Any, how: str) -> Any:
@@ -164,20 +164,20 @@ def change_block(model: Any, how: str) -> Any:
     return [changed, gradients(model)]
 
 
-_OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "decoder": "model"}
+_OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
 @row(
     "W11.outer",
     SECTION,
-    "Hooks on the embedding, the final norm, the head or the decoder",
+    "Hooks on the embedding, the final norm or the head",
     EITHER,
     cases={
         f"{how}-{name}-{head}": Case(options={"head": head}, arguments={"module": path, "how": how})
         for how in ("output", "gradient")
         for name, path in _OUTER.items()
         for head in ("whole", "chunked")
-        if (how, name) not in {("output", "decoder"), ("gradient", "embedding")}
+        if (how, name) != ("gradient", "embedding")
     },
 )
 def change_outer(model: Any, module: str, how: str) -> Any:
@@ -365,6 +365,16 @@ def twice(model: Any) -> Any:
     return copied_gradients(model)
 
 
+@row("autograd.two-forwards", AUTOGRAD, "Two forwards and then their backwards, in either order",
+     cases={f"{name}-{first}": Case(options=options, arguments={"first": first}) for first in (0, 1)
+            for name, options in (("whole", {"head": "whole"}), ("chunked", {}), ("held", {"held_blocks": 3, "held_graphs": 3}))})  # fmt: skip
+def two_forwards(model: Any, first: int) -> Any:
+    values = [loss(model), model(**families.batch(seed=2)).loss]
+    values[first].backward()
+    values[1 - first].backward()
+    return copied_gradients(model)
+
+
 @row("autograd.two-losses", AUTOGRAD, "Two forwards and one backward of the sum of their losses")
 def two_losses(model: Any) -> Any:
     value = loss(model) + 2 * model(**families.batch(seed=2)).loss
@@ -449,15 +459,16 @@ def pruned(model: Any) -> Any:
     from torch.nn.utils import prune
 
     linear = model.model.layers[1].mlp.up_proj
+    before = dict(linear._parameters)
     prune.l1_unstructured(linear, "weight", 0.3)
     try:
         return loss(model).item()
     finally:
-        before = linear._parameters.pop("weight_orig")
         linear._forward_pre_hooks.clear()
         linear._buffers.pop("weight_mask")
         linear.__dict__.pop("weight", None)
-        linear._parameters["weight"] = before
+        linear._parameters.clear()
+        linear._parameters.update(before)
 
 
 @row("autograd.clip-later", AUTOGRAD, "Accumulate over several backwards, then step", cases={"ours": Case(), "bf16": Case(options={"precision": "bf16", "grad_dtype": torch.float32}, arguments={"precise": False})})  # fmt: skip

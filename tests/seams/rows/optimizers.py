@@ -41,7 +41,7 @@ _HELD: dict[str, dict[str, Any]] = {
 def _matrix(*precisions: str) -> dict[str, Case]:
     """Every optimizer with and without held blocks."""
     return {
-        f"{name}-{held}-{precision}": Case(
+        f"{name}-{held}": Case(
             options={"precision": precision, "head": "whole", **options}, arguments={"optimizer": name}
         )
         for precision in precisions
@@ -66,7 +66,7 @@ def foreign_optimizer(model: Any, optimizer: str) -> Any:
 @row(
     "W5.optimizer-bf16",
     SECTION,
-    "The same in precision `bf16`; `p.grad` has the parameter's dtype",
+    "Train with such an optimizer in precision `bf16`; `p.grad` has the parameter's dtype",
     cases=_matrix("bf16"),
 )
 def foreign_optimizer_in_bf16(model: Any, optimizer: str) -> Any:
@@ -86,9 +86,10 @@ def foreign_optimizer_in_bf16(model: Any, optimizer: str) -> Any:
 @row(
     "W13.optimizer",
     SECTION,
-    "The same in precision `fp32_master`, whose weights have low halves that no other optimizer knows",
+    "Train with such an optimizer in precision `fp32_master`, whose weights have low halves that no other optimizer knows",
     REJECTED,
     cases=_matrix("fp32_master"),
+    says="bf16.*float32|float32.*bf16",
 )
 def foreign_optimizer_in_fp32_master(model: Any, optimizer: str) -> Any:
     return train(model, OPTIMIZERS[optimizer](model), steps=1)
@@ -207,6 +208,7 @@ def step_without_backward(model: Any, ours: bool) -> Any:
     "Clip by torch's `clip_grad_norm_` with `update_in_backward`, where no gradients are kept",
     REJECTED,
     edits=True,
+    keeps_gradients=False,
 )
 def clip_in_backward(model: Any) -> Any:
     optimizer = adamw(model, **({"update_in_backward": True} if is_streamed(model) else {}))
@@ -222,6 +224,7 @@ def clip_in_backward(model: Any) -> Any:
     "Read `p.grad` after a backward with `update_in_backward`",
     REJECTED,
     edits=True,
+    keeps_gradients=False,
 )
 def read_in_backward(model: Any) -> Any:
     adamw(model, **({"update_in_backward": True} if is_streamed(model) else {}))

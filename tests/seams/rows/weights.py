@@ -48,13 +48,8 @@ def _init(param: Any) -> None:
     nn.init.constant_(param, 0.02)
 
 
-def _numpy(param: Any) -> None:
-    param.detach().numpy()[...] *= 0.7
-
-
 EDITS: dict[str, Callable[[Any], None]] = {
     "mul": _mul, "data": _data_mul, "detach": _detached, "copy": _copy, "item": _item, "foreach": _foreach, "init": _init,
-    "numpy": _numpy,
 }  # fmt: skip
 PLACES = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight",
           "model.norm.weight", "lm_head.weight")  # fmt: skip
@@ -76,14 +71,44 @@ _PLACES = {place: Case(options={"held_blocks": 3}, arguments={"place": place}) f
 @row(
     "W5.inplace-edit",
     SECTION,
-    "Edit weights in place between steps: `p.mul_()`, `p.data.mul_()`, `p.copy_()`, `p[:n] = x`, `torch._foreach_mul_`, `nn.init`, "
-    "`p.detach().numpy()`",
+    "Edit weights in place between steps: `p.mul_()`, `p.data.mul_()`, `p.copy_()`, `p[:n] = x`, `torch._foreach_mul_`, `nn.init`",
     cases=_EVERYWHERE,
 )
 def inplace_edit(model: Any, how: str) -> Any:
     first = gradients(model)
     _edit(model, how)
     return [first, gradients(model), evaluated(model), copied_weights(model)]
+
+
+_VIEWS: dict[str, Callable[[Any], Any]] = {
+    "numpy": lambda param: param.detach().numpy(),
+    "data": lambda param: param.data,
+    "detach": lambda param: param.detach(),
+    "view": lambda param: param.detach().view(-1),
+    "storage": lambda param: torch.tensor([], dtype=param.dtype).set_(
+        param.detach().untyped_storage(), param.storage_offset(), param.shape
+    ),
+}
+
+
+@row(
+    "W5.kept-view",
+    SECTION,
+    "Edit weights through views that were taken before: `p.detach().numpy()`, `p.data`, `p.view(-1)`, the storage",
+    EITHER,
+    cases={
+        f"{how}-{held}": Case(options=options, arguments={"how": how})
+        for how in _VIEWS
+        for held, options in _HELD.items()
+    },
+    edits=True,
+)
+def kept_view(model: Any, how: str) -> Any:
+    views = [_VIEWS[how](param) for param in model.parameters()]
+    first = gradients(model)
+    for view in views:
+        view *= 0.7
+    return [first, gradients(model), evaluated(model)]
 
 
 @row(

@@ -1,0 +1,83 @@
+"""The two models of a sequence, and how the streamed one is made."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import horizon_lm
+from horizon_lm.device.simulated import SimulatedDevice
+from tests import families
+from tests.seams.fuzz_calls import World
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Arguments of `horizon_lm.stream`."""
+
+    family: str
+    head: str
+    device: str
+    held_blocks: int
+    held_graphs: int
+    micro_batch: int | None
+    ours: bool
+    precision: str = "float32"
+
+    @classmethod
+    def draw(cls, chosen: random.Random) -> "Setting":
+        held = chosen.choice((0, 0, 1, 3))
+        precision = chosen.choice(("float32",) * 4 + ("bf16", "fp32_master"))
+        return cls(
+            family=chosen.choice(("llama", "llama", "gpt2", "mistral")),
+            head=chosen.choice(("whole", "chunked")),
+            device=chosen.choice(("cpu", "late", "simulated")),
+            held_blocks=held,
+            held_graphs=chosen.choice((0, held)),
+            micro_batch=chosen.choice((None, None, 1)),
+            ours=chosen.random() < 0.6 or precision == "fp32_master",
+            precision=precision,
+        )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the streamed model computes the same bits."""
+        return self.head == "whole" and self.micro_batch is None
+
+    @property
+    def tolerance(self) -> float:
+        if self.precision != "float32":
+            return 3e-2  # of gradients; losses are compared with those of the same weights
+        return 1e-6 if self.exact else 2e-4
+
+    def stream(self, model: Any) -> Any:
+        """Stream a model."""
+        late = {"late": 0.0, "simulated": None}
+        device = SimulatedDevice(seed=1, eagerness=late[self.device]) if self.device in late else self.device
+        return horizon_lm.stream(
+            model, device=device, precision=self.precision, head=self.head, held_blocks=self.held_blocks,
+            held_graphs=self.held_graphs, device_micro_batch_size=self.micro_batch,
+            boundaries="device" if self.held_blocks else "auto",
+        )  # fmt: skip
+
+
+def open_worlds(setting: Setting) -> tuple[World, World]:
+    """Return a streamed and a plain model with an optimizer each."""
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if setting.family == "gpt2" else {}
+    plain = families.build(setting.family, **rates)
+    streamed = setting.stream(families.build(setting.family, **rates))
+    settings = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # eps: a gradient of nothing but rounding moves nothing
+    if setting.ours:
+        optimizer: torch.optim.Optimizer = horizon_lm.AdamW(streamed, **settings)
+    else:
+        optimizer = torch.optim.AdamW(streamed.parameters(), fused=True, **settings)
+    other = torch.optim.AdamW(plain.parameters(), fused=True, **settings)
+    draws = setting.micro_batch is None
+    rejects = {"step_of_another"} if setting.precision == "fp32_master" else set()
+    streamed_world = World(streamed, optimizer, setting.tolerance, draws, rejects)
+    plain_world = World(plain, other, setting.tolerance, draws, rejects)
+    if setting.precision != "float32":
+        plain_world.follows = streamed_world
+        plain_world.follow()
+    return streamed_world, plain_world

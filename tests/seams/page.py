@@ -1,0 +1,81 @@
+"""docs/compatibility.md, made of the rows and of what comes of them."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.seams.seam import ROWS, WORKS, Outcome, Row, run
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+_HEAD = """# Compatibility
+
+What other code may do with a streamed model. Each line is a test in `tests/seams`: the same code runs on a plain and on a
+streamed model. It *works* if what it returns is equal: losses, gradients, weights, tokens, in float32 on the CPU unless the line
+names another precision. Otherwise it is *rejected* by the error that the line shows, and the model computes afterwards as it did
+before. `python -m tests.seams` writes this page, and a test of each line fails when the page is not what happens.
+
+Sequences of such calls are tried at random: `python -m tests.seams.fuzz --seconds 600`.
+"""
+_SECTIONS = {
+    "Weights": "",
+    "Precision fp32_master": "",
+    "Optimizers": "",
+    "Autograd": "",
+    "Hooks": "",
+    "Changes after stream()": "",
+    "Moving and casting": "",
+    "Evaluation": "",
+    "Generation": "",
+    "Saving": "",
+    "Opening": "",
+    "The model as an object": "",
+    "The model's modules": "",
+    "Models": "",
+    "PEFT": "",
+    "Trainers": (
+        "A bare `transformers.Trainer` with its own optimizer, accumulation, evaluation and saving trains a streamed and a plain "
+        "model alike, and resumes (`tests/seams/test_trainer.py`)."
+    ),
+}
+
+
+def page() -> str:
+    """Return the page; runs all rows."""
+    unknown = {row.section for row in ROWS.values()} - set(_SECTIONS)
+    assert not unknown, unknown
+    return "\n".join([_HEAD, *(_section(title, note) for title, note in _SECTIONS.items())])
+
+
+def _section(title: str, note: str) -> str:
+    lines = [line(row) for row in ROWS.values() if row.section == title]
+    table = "\n".join(["| what other code does | on a streamed model |", "|---|---|", *lines])
+    return "\n\n".join(part for part in (f"## {title}", note, table) if part) + "\n"
+
+
+def line(row: Row) -> str:
+    """Return a row's line; runs its cases."""
+    outcomes = {name: run(row.key, name) for name in row.cases}
+    wrong = [name for name, outcome in outcomes.items() if not row.allows(outcome)]
+    right = {name: outcome for name, outcome in outcomes.items() if name not in wrong}
+    parts = [*_parts(right), *([f"**wrong** in {len(wrong)} of {len(outcomes)} cases"] if wrong else [])]
+    return f"| {_cell(row.text)} | {_cell('; '.join(parts))} |"
+
+
+def _parts(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+    """Yield what comes of the cases, alike ones together."""
+    alike: dict[str, list[str]] = {}
+    for name, outcome in outcomes.items():
+        alike.setdefault(_words(outcome), []).append(name)
+    for words, names in alike.items():
+        yield words if len(alike) == 1 else f"{words} ({', '.join(names)})"
+
+
+def _words(outcome: Outcome) -> str:
+    if outcome.kind == WORKS:
+        return f"works, and warns: {outcome.message}" if outcome.message else "works"
+    error, _, message = outcome.message.partition(": ")
+    return f"rejected with `{error}`: {message}"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())

@@ -1,0 +1,37 @@
+"""Random sequences of public calls, with fixed seeds; longer runs are `python -m tests.seams.fuzz`."""
+
+import pytest
+
+from tests.seams import fuzz, fuzz_calls
+from tests.seams.fuzz import Call, Play, draw, fails, play, shrink
+from tests.seams.fuzz_worlds import Setting
+
+SETTING = Setting("llama", "whole", "cpu", held_blocks=0, held_graphs=0, micro_batch=None, ours=True)
+
+
+@pytest.mark.parametrize("seed", range(32))
+def test_sequences_do_not_diverge(seed: int) -> None:
+    play(draw(seed))
+
+
+def test_a_divergence_is_found_and_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(world: fuzz_calls.World, chosen: object) -> float:
+        number = world.model.__dict__.setdefault("number_of_forwards", 0) + 1
+        world.model.number_of_forwards = number
+        return number if hasattr(world.model, "_horizon") and number > 1 else 0
+
+    monkeypatch.setitem(fuzz.CALLS, "forward", fuzz_calls.Kind(forward, 1, True))
+    calls = [Call(name, 4) for name in ("forward", "accumulate", "evaluate", "forward", "step", "save")]
+    small = shrink(Play(SETTING, tuple(calls)))
+    assert [call.name for call in small.calls] == ["forward", "forward"]
+    assert "2 instead of 0" in str(fails(small))
+
+
+def test_a_needless_rejection_is_a_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horizon_lm.errors import StreamingError
+
+    def evaluate(world: fuzz_calls.World, chosen: object) -> None:
+        raise StreamingError("not today")
+
+    monkeypatch.setitem(fuzz.CALLS, "evaluate", fuzz_calls.Kind(evaluate, 1, True))
+    assert "nothing stands against it" in str(fails(Play(SETTING, (Call("evaluate", 4),))))
