@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from horizon_lm import errors
 from horizon_lm.errors import (
+    CheckpointWarning,
     ConfigError,
     DataError,
     DoesNotFitError,
@@ -12,6 +13,7 @@ from horizon_lm.errors import (
     HeadWarning,
     HorizonError,
     InterruptedRunError,
+    MissingLogitsError,
     ModelNotSupportedError,
     NonFiniteError,
     NonFiniteWarning,
@@ -22,7 +24,7 @@ from horizon_lm.errors import (
 )
 
 if TYPE_CHECKING:
-    from horizon_lm.config import DpoConfig, PretrainConfig, RunConfig, SftConfig
+    from horizon_lm.config import DatasetConfig, DpoConfig, PretrainConfig, RunConfig, SftConfig
     from horizon_lm.engine.logprobs import token_logprobs
     from horizon_lm.engine.opening import from_config, from_pretrained, stream
     from horizon_lm.engine.statistics import stats, synchronize
@@ -33,6 +35,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AdamW": "horizon_lm.optim.adamw",
+    "DatasetConfig": "horizon_lm.config",
     "DpoConfig": "horizon_lm.config",
     "PretrainConfig": "horizon_lm.config",
     "RunConfig": "horizon_lm.config",
@@ -46,8 +49,8 @@ _HOME = {
     "train": "horizon_lm.training.loop",
 }
 __all__ = [
-    "AdamW", "ConfigError", "DataError", "DoesNotFitError", "DpoConfig", "ForeignWriteWarning", "HeadWarning",
-    "HorizonError", "InterruptedRunError", "ModelNotSupportedError", "NonFiniteError", "NonFiniteWarning",
+    "AdamW", "CheckpointWarning", "ConfigError", "DataError", "DatasetConfig", "DoesNotFitError", "DpoConfig", "ForeignWriteWarning", "HeadWarning",
+    "HorizonError", "InterruptedRunError", "MissingLogitsError", "ModelNotSupportedError", "NonFiniteError", "NonFiniteWarning",
     "PretrainConfig", "RecomputeMismatchError", "RunConfig", "ScheduleMismatchError", "SftConfig", "StreamingError",
     "TornModelError", "__version__", "errors", "from_config", "from_pretrained", "stats", "stream", "synchronize",
     "token_logprobs", "train",

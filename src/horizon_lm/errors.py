@@ -72,6 +72,16 @@ class StreamingError(HorizonError, RuntimeError):
     """The streamed model was used in a way that would give wrong numbers (for example a second backward)."""
 
 
+class MissingLogitsError(StreamingError, AttributeError):
+    """Logits of a loss that was computed in chunks were looked at. Also an AttributeError: others ask with hasattr."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a loss with head='chunked' is computed without logits as a whole. Call the model without labels for logits, "
+            "horizon_lm.token_logprobs for log-probabilities, or stream with head='whole'."
+        )
+
+
 class ScheduleMismatchError(StreamingError):
     """Autograd or the model's forward reached an operation other than the one the schedule expects next."""
 

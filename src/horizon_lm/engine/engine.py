@@ -62,7 +62,7 @@ class Engine:
         self._resident_version = -1  # of the weights that stay on the device between passes
         self._warned = False  # of weights that others have written
         self.updates = PendingUpdates(device)
-        self._in_backward: UpdatesInBackward | None = None
+        self._updates_in_backward: weakref.ref[UpdatesInBackward] | None = None  # which knows the engine
         self._shape: tuple[Any, ...] = ()
 
         self.memory = DeviceMemory(parts, store, device, options)
@@ -420,20 +420,32 @@ class Engine:
                 "update_in_backward keeps no gradients, but this model has been trained with a gradient store; make the "
                 "optimizer before the first training forward"
             )
-        self._in_backward = updates
+        self._updates_in_backward = weakref.ref(updates)
         self.allocate_grads()
         self.grads.slots = LandingSlots(self.store, self.device, self.parts)
 
+    @property
+    def _in_backward(self) -> UpdatesInBackward | None:
+        """The optimizer that updates units as their gradients land; None if they are kept for a step."""
+        if self._updates_in_backward is None:
+            return None
+        updates = self._updates_in_backward()
+        if updates is None:
+            raise StreamingError(
+                "the optimizer with update_in_backward is gone, and gradients are not kept; load the model again"
+            )
+        return updates
+
     def check_alive(self) -> None:
         """Go on with an update pass that was broken off. TornModelError if an update failed half-way."""
-        self.updates.refuse_if_torn()
+        self.updates.torn.require_whole()
         if self.cursor.schedule is not None and self.cursor.schedule.name == "update":
             self.cursor.finish()
 
     def fault(self, error: BaseException) -> None:
         """Give up the running pass: free all slots and boundaries, and invalidate the step's gradients."""
         if self._backward_of is not None and self.cursor.update_begun():
-            self.updates.tear(error)  # some units of this step are new, some old
+            self.updates.torn.tear(error)  # some units of this step are new, some old
         if self.handle is not None or self._backward_of is not None:  # an evaluation touches no gradient
             self.grads.invalid = True
         self.cursor.abandon()
@@ -490,7 +502,7 @@ class Engine:
             self.grads.wait()
         except Exception as error:
             if self._in_backward is not None:
-                self.updates.tear(error)
+                self.updates.torn.tear(error)
             raise
 
     def settle(self) -> None:

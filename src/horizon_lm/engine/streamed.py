@@ -1,6 +1,7 @@
 """A Hugging Face model, streamed: the same module, whose forward runs through the engine."""
 
 import functools
+import inspect
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -203,12 +204,17 @@ def _streamed_class(cls: Any) -> Any:
     def new(_: Any, *args: Any, **kwargs: Any) -> Any:
         return cls(*args, **kwargs)  # a new model is a plain one
 
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        if hasattr(cls.forward, name):
+            setattr(forward, name, getattr(cls.forward, name))
+    # Without __wrapped__, by which others would find their way around this function.
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
     namespace = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "__new__": new,
-        "forward": functools.wraps(cls.forward)(forward),
+        "forward": forward,
     }
     return type(cls.__name__, (StreamedModel, cls), namespace)
 

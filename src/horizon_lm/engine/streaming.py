@@ -20,7 +20,7 @@ from horizon_lm.engine.outer import Outer
 from horizon_lm.engine.parameters import StandIn
 from horizon_lm.engine.rows import ProbeDoneError
 from horizon_lm.engine.table import Table
-from horizon_lm.errors import StreamingError
+from horizon_lm.errors import MissingLogitsError, StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.block import Structure, has_foreign_hooks
 from horizon_lm.model.head_path import AUXILIARY, IGNORED, ChunkedPath
@@ -270,7 +270,7 @@ class Streaming:
             run = LossRun(self.chunked, inputs, self._head_options(call))
             (loss,) = self.chunked.compute(run, [outer[name] for name in run.outer_names])
         fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
-        result = type(output)(loss=loss + output.loss, **fields)
+        result = type(output)(loss=loss + output.loss, logits=MissingLogits(), **fields)
         return result.to_tuple() if as_tuple else result
 
     def _token_forward(
@@ -332,6 +332,23 @@ def _by_name(
     """Flat values in the shape of the labels; None for those that nobody wanted."""
     found = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
     return TokenLogprobs(found["logprobs"], found.get("mean"), found.get("entropy"), aux_loss)
+
+
+class MissingLogits:
+    """In the place of logits that were never there as a whole: an error for whoever looks at them."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise MissingLogitsError
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MissingLogitsError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise MissingLogitsError
+
+    def __repr__(self) -> str:
+        return "no logits with head='chunked'"
 
 
 def _rank(value: Any) -> Any:

@@ -51,19 +51,38 @@ class UpdatesInBackward(Protocol):
         ...
 
 
+class Torn:
+    """Whether some weights are new and some old, because an update failed inside a kernel."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def tear(self, error: BaseException) -> None:
+        """An update failed inside a kernel."""
+        self.reason = f"{type(error).__name__}: {error}"
+
+    def require_whole(self) -> None:
+        """TornModelError if an update failed half-way."""
+        if self.reason is not None:
+            raise TornModelError(
+                f"an optimizer update was not completed ({self.reason}), so some weights are new and some old. "
+                "Load the model or a checkpoint again."
+            )
+
+
 class PendingUpdates:
     """Updates that may still be running, and the table's, which the next forward begins with its own rows.
 
     Attributes:
         table: what is left to do of the table; None if nothing is.
-        torn: why some weights are new and some old; None if they are not.
+        torn: whether an update failed half-way. Pieces of updates have it, and nothing else of this.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._running: list[Task] = []
         self.table: TableUpdate | None = None
-        self.torn: str | None = None
+        self.torn = Torn()
 
     def add(self, tasks: Sequence[Task]) -> None:
         """These have been given to the device."""
@@ -83,15 +102,3 @@ class PendingUpdates:
     def wait(self, tasks: Sequence[Task]) -> None:
         """Block until the updates given so far are done, and those of these tasks that have been issued."""
         self._device.wait([*self._running, *(task for task in tasks if task.issued)])
-
-    def tear(self, error: BaseException) -> None:
-        """An update failed inside a kernel: some weights are new, some old."""
-        self.torn = f"{type(error).__name__}: {error}"
-
-    def refuse_if_torn(self) -> None:
-        """TornModelError if an update failed half-way."""
-        if self.torn is not None:
-            raise TornModelError(
-                f"an optimizer update was not completed ({self.torn}), so some weights are new and some old. "
-                "Load the model or a checkpoint again."
-            )

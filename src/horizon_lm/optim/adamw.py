@@ -158,7 +158,7 @@ class AdamW(torch.optim.Optimizer):
     @property
     def torn(self) -> bool:
         """Whether an update was not completed, so that the model has to be loaded again."""
-        return self._engine.updates.torn is not None
+        return self._engine.updates.torn.reason is not None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
@@ -188,7 +188,7 @@ class AdamW(torch.optim.Optimizer):
             f"{what}. It was not applied, but other units were updated as their gradients came, so the model is torn: load it or "
             f"a checkpoint again. {REMEDY}"
         )
-        self._engine.updates.tear(error)
+        self._engine.updates.torn.tear(error)
         raise error
 
     # The update after a backward
@@ -254,7 +254,7 @@ class AdamW(torch.optim.Optimizer):
         return [
             piece
             for run, scalars in self._runs(unit, names, clip)
-            for piece in span_pieces(arrays, run, values, scalars, self._engine.updates.tear, guard)
+            for piece in span_pieces(arrays, run, values, scalars, self._engine.updates.torn.tear, guard)
         ]
 
     def _runs(self, unit: str, names: list[str], clip: float) -> list[tuple[list[str], Scalars]]:
@@ -281,7 +281,7 @@ class AdamW(torch.optim.Optimizer):
         runs = self._runs(EMBED, list(self._store.units[EMBED].layout), clip)
         if not runs:
             return None
-        return TableRows(self._arrays[EMBED], grads, runs[0][1], self._engine.updates.tear, self._guard(EMBED))
+        return TableRows(self._arrays[EMBED], grads, runs[0][1], self._engine.updates.torn.tear, self._guard(EMBED))
 
     def _guard(self, unit: str) -> Callable[[], bool]:
         """Whether a unit may be updated when its turn comes. After a backward that is known; in one it is not."""
