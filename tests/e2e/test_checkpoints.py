@@ -1,6 +1,7 @@
 """A checkpoint that does not fit its config is rejected by its headers: when it is opened, planned, or trained on."""
 
 import json
+import os
 import struct
 import warnings
 from collections.abc import Callable
@@ -79,6 +80,15 @@ REJECTED: dict[str, tuple[Edit, str]] = {
     "broadcastable shape": (tensors(lambda found: found.update({UP: found[UP][:1]})), rf"{UP} has shape \(1, 32\)"),
     "dropped blocks": (settings(num_hidden_layers=1), r"model\.layers\.1 .*num_hidden_layers"),
     "cut off": (cut_off, "model.safetensors cannot be read"),
+    "cut off in the header": (
+        lambda folder: os.truncate(folder / "model.safetensors", 90),
+        "model.safetensors cannot be read",
+    ),
+    "empty": (lambda folder: os.truncate(folder / "model.safetensors", 0), "model.safetensors cannot be read"),
+    "a pointer of git": (
+        lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "model.safetensors cannot be read",
+    ),
     "no shard": (shards(lambda index, folder: (folder / "model-2.safetensors").unlink()), "model-2.*missing"),
     "wrong index": (
         shards(lambda index, folder: index.update({UP: "model-1.safetensors"})),

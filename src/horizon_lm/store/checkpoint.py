@@ -1,6 +1,7 @@
 """A folder of safetensors files: what its headers say, and its tensors by name."""
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, first_line
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_LONGEST = 100_000_000  # bytes of a header, as the library has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,7 @@ class Checkpoint:
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{folder / _INDEX} is not an index of weights; download it again") from error
         elif (folder / _SINGLE).is_file():
-            with _opened(folder / _SINGLE) as file:
-                self._file_of = dict.fromkeys(file.keys(), _SINGLE)
+            self._file_of = dict.fromkeys(read_headers(folder / _SINGLE), _SINGLE)
         else:
             raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}; convert the weights to safetensors first")
 
@@ -67,22 +68,19 @@ class Checkpoint:
         """
         found = {}
         for file_name, names in self._by_file(self._file_of).items():
-            with self._file(file_name) as file:
-                there = set(file.keys())
-                if lost := [name for name in names if name not in there]:
-                    raise ConfigError(
-                        f"{self.folder / _INDEX} names {lost[0]} in {file_name}, which does not have it; download both again"
-                    )
-                for name in names:
-                    part = file.get_slice(name)
-                    found[name] = Header(part.get_dtype(), torch.Size(part.get_shape()))
+            there = read_headers(self._path(file_name))
+            if lost := [name for name in names if name not in there]:
+                raise ConfigError(
+                    f"{self.folder / _INDEX} names {lost[0]} in {file_name}, which does not have it; download both again"
+                )
+            found.update({name: there[name] for name in names})
         return found
 
     def read(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Return these tensors. Files are closed again, so that their pages do not count as ours."""
         tensors = {}
         for file_name, wanted in self._by_file(names).items():
-            with self._file(file_name) as file:
+            with _opened(self._path(file_name)) as file:
                 tensors.update({name: file.get_tensor(name) for name in wanted})
         return tensors
 
@@ -92,13 +90,36 @@ class Checkpoint:
             by_file[self._file_of[name]].append(name)
         return by_file
 
-    @contextmanager
-    def _file(self, file_name: str) -> Iterator[Any]:
+    def _path(self, file_name: str) -> Path:
         path = self.folder / file_name
         if not path.is_file():
             raise ConfigError(f"{self.folder / _INDEX} names {file_name}, which is missing; download it again")
-        with _opened(path) as file:
-            yield file
+        return path
+
+
+def read_headers(path: Path) -> dict[str, Header]:
+    """Return the tensors of a file as its header describes them (https://github.com/huggingface/safetensors, "Format").
+
+    By hand, since the library maps the whole file into memory, for which there may be no room where a plan is made.
+
+    Raises:
+        ConfigError: no such header, or a file of another size than it says.
+    """
+    try:
+        with path.open("rb") as stream:
+            num_bytes = os.fstat(stream.fileno()).st_size
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(num_bytes, _LONGEST):
+                raise ValueError("it has no header of safetensors")
+            entries = json.loads(stream.read(length))
+        entries.pop("__metadata__", None)
+        headers = {name: Header(entry["dtype"], torch.Size(entry["shape"])) for name, entry in entries.items()}
+        expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        if num_bytes != expected:
+            raise ValueError(f"it has {num_bytes:,} bytes instead of {expected:,}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read ({first_line(error)}); download it again") from error
+    return headers
 
 
 @contextmanager
