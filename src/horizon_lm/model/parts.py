@@ -4,12 +4,14 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.plan.capacity import ModelSizes
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")
 
 
@@ -136,7 +138,7 @@ def _find_units(
         for attribute, param in module._parameters.items():
             if param is None:
                 continue
-            if type(param) is not nn.Parameter or not param.is_floating_point():
+            if type(param) is not nn.Parameter or param.dtype not in _DTYPES:
                 raise ModelNotSupportedError(
                     f"{name}: {module_name}.{attribute} is a {type(param).__name__} of {param.dtype}; quantized weights "
                     "are not streamed. Load the model in bf16 or float32."
