@@ -18,7 +18,7 @@ def test_errors_are_importable_from_the_top(name: str) -> None:
     assert name in dir(horizon_lm)
 
 
-@pytest.mark.parametrize("name", ["SftConfig", "PretrainConfig", "DpoConfig", "DatasetConfig"])
+@pytest.mark.parametrize("name", ["SftConfig", "PretrainConfig", "DpoConfig", "RunConfig"])
 def test_run_configs_are_importable_from_the_top(name: str) -> None:
     assert getattr(horizon_lm, name) is getattr(config, name)
     assert name in dir(horizon_lm)

@@ -54,11 +54,10 @@ def _train(model: Any, folder: Path, **settings: Any) -> list[dict[str, float]]:
     return _history(trainer)
 
 
-@pytest.mark.parametrize("head", ["whole", "chunked"])
-def test_a_bare_trainer_trains_a_streamed_model_alike(head: str, tmp_path: Path) -> None:
+def test_a_bare_trainer_trains_a_streamed_model_alike(tmp_path: Path) -> None:
     plain = families.build("llama")
     expected = _train(plain, tmp_path / "plain")
-    model = horizon_lm.stream(families.build("llama"), precision="float32", head=head)
+    model = horizon_lm.stream(families.build("llama"), precision="float32")
     got = _train(model, tmp_path / "streamed")
     assert any("eval_loss" in line for line in got)
     assert len([line for line in got if "grad_norm" in line]) == STEPS

@@ -293,7 +293,7 @@ def shallow_copy(model: Any) -> Any:
 
 def _large() -> Any:
     """Return a model of some megabytes."""
-    settings = families._COMMON | {"vocab_size": 6000, "hidden_size": 64, "num_hidden_layers": 2}
+    settings = families._COMMON | {"vocab_size": 8000, "hidden_size": 32, "num_hidden_layers": 2}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **settings))
 
 

@@ -57,7 +57,6 @@ def _exported(model: Any) -> dict[str, torch.Tensor]:
     SECTION,
     "Write weights in precision `fp32_master`: the low halves of what is written become zero",
     cases={how: Case(options=_MASTER, arguments={"how": how}) for how in WRITES},
-    warns=None,
 )
 def write(model: Any, how: str) -> Any:
     train(model, adamw(model))
@@ -70,7 +69,6 @@ def write(model: Any, how: str) -> Any:
     SECTION,
     "Write one weight in precision `fp32_master`: all others keep their low halves",
     cases={"": Case(options=_MASTER)},
-    warns=None,
 )
 def write_one(model: Any) -> Any:
     """Return what has changed."""
@@ -88,7 +86,6 @@ def write_one(model: Any) -> Any:
     "Edit a weight in precision `fp32_master` right after a step, and go on: `p.mul_(1)` loses no more than the low half",
     cases={"": Case(options=_MASTER)},
     tolerance=0.01,
-    warns=None,
 )
 def edit_then_train(model: Any) -> Any:
     optimizer = adamw(model)
