@@ -1,13 +1,14 @@
 """Rows for tiny models: text with one padded row, prompts, images."""
 
-from typing import Any
-
 import torch
 
 from tests.census.tiny_models import NUM_PLAIN_TOKENS
 
 LENGTHS = {"reformer": 16, "big_bird": 16}  # rows of these must fill blocks
-TOKEN_TYPES = ("gemma3", "shieldgemma2", "paligemma", "git", "pi0")  # want to know in training what is text
+TOKEN_TYPES = {  # models that want to know in training what is text
+    "gemma3": "token_type_ids", "shieldgemma2": "token_type_ids", "paligemma": "token_type_ids",
+    "molmo2": "mm_token_type_ids",
+}  # fmt: skip
 
 
 def text_batch(model_type: str, rows: int = 3, seed: int = 1, padding: str = "right") -> dict[str, torch.Tensor]:
@@ -23,12 +24,11 @@ def text_batch(model_type: str, rows: int = 3, seed: int = 1, padding: str = "ri
     ids = ids.masked_fill(mask == 0, 0)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     if model_type in TOKEN_TYPES:
-        batch["token_type_ids"] = torch.zeros_like(ids)
+        batch[TOKEN_TYPES[model_type]] = torch.zeros_like(ids)
     return batch
 
 
 def prompts(model_type: str, seed: int = 2) -> dict[str, torch.Tensor]:
     """Prompts of which the first is padded on the left."""
-    batch: dict[str, Any] = text_batch(model_type, seed=seed, padding="left")
-    del batch["labels"]
-    return batch
+    batch = text_batch(model_type, seed=seed, padding="left")
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}

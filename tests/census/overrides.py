@@ -7,7 +7,13 @@
 from typing import Any
 
 _ZAMBA = ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"]
-_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_MROPE = _ROPE | {"mrope_section": [4, 2, 2]}
+_YARN = {
+    "type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 64, "max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+    "partial_rotary_factor": 8 / 24,
+}  # fmt: skip
 _COMPASS = {"rope_parameters": {"full_attention": _MROPE}}
 _DOTS3 = {
     "num_hidden_layers": 4, "layer_types": None, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
@@ -31,23 +37,25 @@ _GEMMA3N = {
 _TIMM = {"model_type": "siglip_vision_model"}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"set": {"attn_layer_indices": [1]}},
     "chameleon": {"set": {"vocabulary_map": {"<image>": 90, "IMGIMGA": 91}, "vq_config": _VQ}},
     "cohere_compass": {"set": {"text_config": _COMPASS}},
     "cohere_compass_text": {"set": _COMPASS},
-    "dbrx": {"set": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}}},
+    "dbrx": {"set": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}}},
     "deepseek_ocr2": {
         "set": {
             "text_config": {"mlp_layer_types": ["dense", "sparse", "sparse"], "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
             "vision_config": {"sam_config": _SAM},
         }
     },
+    "deepseek_v2": {"set": {"num_experts_per_tok": 2}},
     "deepseek_vl_hybrid": {"set": {"high_res_vision_config": {"output_channels": 16}}},
     "diffusion_gemma": {"set": {"text_config": {"global_head_dim": 32, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}}},
     "dots1": {"set": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}},
     "dots3_note": {"set": {"text_config": _DOTS3, "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64}, "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64}}},
     "dots3_note_text": {"set": _DOTS3},
     "emu3": {"set": {"vocabulary_map": {"<image>": 90, "<|extra_200|>": 91, "<|visual token 000000|>": 92}, "vq_config": _VQ}},
-    "ernie4_5_vl_moe": {"set": {"text_config": {"moe_intermediate_size": [32, 16]}}},
+    "ernie4_5_vl_moe": {"set": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}, "moe_intermediate_size": [32, 16]}}},
     "falcon_h1": {"set": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16}},
     "fast_vlm": {"default": {"vision_config": _TIMM}},
     "florence2": {
@@ -71,26 +79,33 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granite4_vision": {
         "set": {"downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [0, 1, 2, 1], "image_grid_pinpoints": [[16, 16]]}
     },
+    "granitemoehybrid": {"set": {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}},
     "hunyuan_vl": {"set": {"vision_config": {"max_image_size": 32, "min_image_size": 16}}},
     "inkling_mm_model": {"set": {"vision_config": {"patch_size": 4, "num_hidden_layers": 2}}},
     "lfm2_moe": {"set": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}},
     "janus": {"set": {"vq_config": _VQ}},
     "mamba2": {"set": {"num_heads": 8}},
+    "mistral4": {"set": {"rope_parameters": _YARN}},
     "molmo2": {"set": {"adapter_config": {"vision_feature_layer": [-1, -2]}, "vision_config": {"image_size": [16, 16]}}},
     "muse_spark": {"set": {"audio_config": {"patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1], "num_hidden_layers": 2}}},
     "musicgen": {"part": "decoder", "class": "MusicgenForCausalLM"},
     "musicgen_melody": {"part": "decoder", "class": "MusicgenMelodyForCausalLM"},
     "nemotron": {"set": {"num_key_value_heads": 2}},
     "nemotron_h_omni": {"set": {"vision_config": {"max_img_size": 32, "video_temporal_patch_size": 2}}},
+    "paddleocr_vl": {"set": {"text_config": {"rope_parameters": _MROPE}}},
     "phi4_multimodal": {
         "set": {"vision_config": {"crop_size": 16}, "audio_config": {
             "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16, "nemo_conv_channels": 16, "bias_max_distance": 16}}
     },
     "pp_formulanet": {"set": {"vision_config": {"output_channels": 16, "post_conv_in_channels": 16, "post_conv_out_channels": 64, "post_conv_mid_channels": 32}}},
+    "qwen2_5_omni_thinker": {"set": {"vision_start_token_id": 96, "vision_end_token_id": 97, "text_config": {"rope_parameters": _MROPE}}},
+    "qwen3_omni_moe_thinker": {"set": {"vision_start_token_id": 96, "vision_end_token_id": 97, "text_config": {"rope_parameters": _MROPE}}},
     "qwen4_exp": {"set": {"text_config": _QWEN4}},
     "qwen4_exp_text": {"set": _QWEN4},
-    "reformer": {"set": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 8], "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8}},
+    "reformer": {"set": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [4, 4], "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8}},
+    "step3p7": {"set": {"text_config": {"sliding_window": 6}}},
     "unlimited_ocr": {"set": {"vision_config": {"sam_config": _SAM}}},
+    "xmod": {"set": {"default_language": "en_XX"}},
     "zamba": {"set": {"num_hidden_layers": 5, "layers_block_type": _ZAMBA}},
     "zamba2": {"set": {"num_hidden_layers": 5, "layers_block_type": _ZAMBA}},
 }  # fmt: skip

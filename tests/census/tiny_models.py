@@ -53,6 +53,8 @@ def build(model_type: str, mapping: str = "causal", seed: int = 0, **overrides: 
         CannotBuildError: there is none; the message says why.
     """
     try:
+        if mapping == "causal" and hasattr(CONFIG_MAPPING[model_type], "is_decoder"):
+            overrides = {"is_decoder": True} | overrides  # else bert and its like see what comes after
         config = tiny_config(model_type, overrides)
         special = OVERRIDES.get(model_type, {})
         if "part" in special:
@@ -201,6 +203,7 @@ def _kv_heads(value: int, config: Any, tower: bool) -> int:
     return HEADS if value == heads else 1 if value == 1 else 2
 
 
+_INDICES = re.compile(r"(indexes|indices|idxs|layer_ids|^cross_attention_layers)$")  # of layers; the tiny model has two at least
 _PERIOD = re.compile(r"(period|_interval|every_n_layers|layer_group_size|sliding_window_pattern|_frequency)$")
 _INT_RULES: list[tuple[re.Pattern[str], int | Callable[[int, Any, bool], Any]]] = [
     (re.compile(pattern), rule)
@@ -210,6 +213,7 @@ _INT_RULES: list[tuple[re.Pattern[str], int | Callable[[int, Any, bool], Any]]] 
         (r"^(num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers|layers|depth|num_(decoder|encoder)_layers|num_blocks|conf_num_hidden_layers|num_global_layers|num_layers_per_stack|resampler_depth|num_lstm_layers|aligner_num_add_layers)$", _layers),
         (r"(period|every_n_layers|layer_group_size|no_rope_layer_interval|attention_interval|sliding_window_pattern|n_layers_per_attn_res_block)$", lambda v, c, t: min(v, 2)),
         (r"^attn_layer_offset$", 1),
+        (r"^rotary_dim$", 8),
         (r"(first_k_dense_replace|num_dense_layers)$", lambda v, c, t: min(v, 1)),
         (r"^max_window_layers$", 2),
         (r"(num_key_value_heads|num_kv_heads|kv_n_heads|multi_query_group_num)$", _kv_heads),
@@ -254,6 +258,8 @@ def _tiny_value(name: str, value: Any, config: Any, tower: bool) -> Any:
             if pattern.search(name):
                 return rule(value, config, tower) if callable(rule) else rule
         return _KEEP
+    if _INDICES.search(name) and isinstance(value, (list, tuple)) and len(value) and not _is_per_layer(value, config):
+        return type(value)([1])
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
         return _tiny_rope(value, "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()))
     return _KEEP
