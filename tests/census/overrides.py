@@ -27,7 +27,7 @@ _QWEN4 = {
     "split_ngram_parts": 1, "eos_token_id": 2,
 }  # fmt: skip
 _SAM = {"output_channels": 16, "downsample_channels": [32, 64]}
-_VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 16, "latent_channels": 16, "embed_dim": 16}
+_VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 10, "latent_channels": 16, "embed_dim": 16}
 _GEMMA4 = {"global_head_dim": 32}
 _GEMMA3N = {
     "num_hidden_layers": 4, "num_kv_shared_layers": 0, "intermediate_size": 96,
@@ -37,8 +37,9 @@ _GEMMA3N = {
 _TIMM = {"model_type": "siglip_vision_model"}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "aria": {"set": {"projector_patch_to_query_dict": {16: 4}, "max_value_projector_patch_to_query_dict": 4}},
     "bamba": {"set": {"attn_layer_indices": [1]}},
-    "chameleon": {"set": {"vocabulary_map": {"<image>": 90, "IMGIMGA": 91}, "vq_config": _VQ}},
+    "chameleon": {"set": {"vocabulary_map": {"<image>": 90} | {f"IMGIMG{c}Z": 91 + i for i, c in enumerate("ABCDEFGHIJ")}, "vq_config": _VQ}},
     "cohere_compass": {"set": {"text_config": _COMPASS}},
     "cohere_compass_text": {"set": _COMPASS},
     "dbrx": {"set": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}}},
@@ -66,13 +67,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             }
         }
     },
+    "gemma3": {"set": {"mm_tokens_per_image": 4}},
     "gemma3n": {"set": {"text_config": _GEMMA3N}},
     "gemma3n_text": {
         "set": _GEMMA3N
     },
-    "gemma4": {"set": {"text_config": _GEMMA4}},
+    "gemma4": {
+        "default": {"vision_config": {"model_type": "gemma4_vision"}},
+        "set": {"text_config": _GEMMA4, "vision_config": {"pooling_kernel_size": 2}},
+    },
     "gemma4_text": {"set": _GEMMA4},
-    "gemma4_unified": {"set": {"text_config": _GEMMA4}},
+    "gemma4_unified": {
+        "default": {"vision_config": {"model_type": "gemma4_unified_vision"}},
+        "set": {"text_config": _GEMMA4, "vision_config": {"pooling_kernel_size": 1, "mm_posemb_size": 64, "output_proj_dims": 64}},
+    },
     "gemma4_unified_text": {"set": _GEMMA4},
     "glm5_next": {"set": {"text_config": {"index_topk": 4, "index_kpool": 2}}},
     "gpt_neo": {"set": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 6}},
@@ -84,10 +92,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "inkling_mm_model": {"set": {"vision_config": {"patch_size": 4, "num_hidden_layers": 2}}},
     "lfm2_moe": {"set": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}},
     "janus": {"set": {"vq_config": _VQ}},
+    "llama4": {"set": {"vision_config": {"intermediate_size": 256}}},
+    "llava_next": {"set": {"image_grid_pinpoints": [[16, 16]]}},
+    "llava_next_video": {"set": {"image_grid_pinpoints": [[16, 16]]}},
+    "llava_onevision": {"set": {"image_grid_pinpoints": [[16, 16]]}},
     "mamba2": {"set": {"num_heads": 8}},
     "mistral4": {"set": {"rope_parameters": _YARN}},
     "molmo2": {"set": {"adapter_config": {"vision_feature_layer": [-1, -2]}, "vision_config": {"image_size": [16, 16]}}},
-    "muse_spark": {"set": {"audio_config": {"patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1], "num_hidden_layers": 2}}},
+    "muse_glimmer": {"set": {"out_hidden_size": 256}},
+    "muse_spark": {"set": {"out_hidden_size": 256, "audio_config": {"patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1], "num_hidden_layers": 2}}},
     "musicgen": {"part": "decoder", "class": "MusicgenForCausalLM"},
     "musicgen_melody": {"part": "decoder", "class": "MusicgenMelodyForCausalLM"},
     "nemotron": {"set": {"num_key_value_heads": 2}},
@@ -103,9 +116,34 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"set": {"text_config": _QWEN4}},
     "qwen4_exp_text": {"set": _QWEN4},
     "reformer": {"set": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [4, 4], "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8}},
+    "shieldgemma2": {"set": {"mm_tokens_per_image": 4}},
     "step3p7": {"set": {"text_config": {"sliding_window": 6}}},
+    "t5gemma2": {"set": {"mm_tokens_per_image": 4}},
     "unlimited_ocr": {"set": {"vision_config": {"sam_config": _SAM}}},
+    "vipllava": {"set": {"vision_feature_layers": [-1, -2]}},
     "xmod": {"set": {"default_language": "en_XX"}},
     "zamba": {"set": {"num_hidden_layers": 5, "layers_block_type": _ZAMBA}},
     "zamba2": {"set": {"num_hidden_layers": 5, "layers_block_type": _ZAMBA}},
 }  # fmt: skip
+
+SAMPLE_IN_TRAINING = ("phimoe",)  # its router draws which experts a token goes to, whatever the dropout
+
+_SHARED_KV = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_SHARED_INDEXER = {"indexer_types": ["full", "shared", "full"]}
+
+# Configs in which blocks use what blocks before them have computed.
+SHARED_STATE: dict[str, dict[str, Any]] = {
+    "gemma3n": _SHARED_KV,
+    "gemma3n_text": _SHARED_KV,
+    "gemma4": _SHARED_KV,
+    "gemma4_text": _SHARED_KV,
+    "gemma4_unified": _SHARED_KV,
+    "gemma4_unified_text": _SHARED_KV,
+    "glm_moe_dsa": _SHARED_INDEXER,
+    "hy_v4": _SHARED_INDEXER,
+    "mistral_large4": {"kv_source_layers": [0, 0, 2]},
+}

@@ -10,7 +10,8 @@ import threading
 import time
 from typing import Any
 
-from tests.census.cases import CASES, Outcome, Subject, run_case
+from tests.census.cases import cases_of, run_case
+from tests.census.subject import Subject
 from tests.census.tiny_models import CannotBuildError, describe_model, model_types
 
 TASKS_PER_WORKER = 600  # a worker grows; then a fresh one goes on
@@ -44,8 +45,6 @@ def _describe(subject: Subject) -> dict[str, Any]:
         return {"status": "built", **describe_model(subject.model)}
     except CannotBuildError as error:
         return {"status": "cannot_build", "detail": str(error)}
-    except Exception as error:
-        return {"status": "cannot_build", "detail": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
 class Worker:
@@ -65,13 +64,16 @@ class Worker:
             self._tasks = 0
         self._tasks += 1
         process, timeout = self._process, self._timeout + (60 if self._tasks == 1 else 0)  # imports take their time
-        assert process.stdin and process.stdout
+        assert process.stdin is not None
+        assert process.stdout is not None
         process.stdin.write(json.dumps([mapping, model_type, case]) + "\n")
         process.stdin.flush()
         ready, _, _ = select.select([process.stdout], [], [], timeout)
         line = process.stdout.readline() if ready else ""
         if line:
             return json.loads(line)
+        if ready:
+            process.wait(10)
         self.close()
         code = process.returncode
         detail = f"no answer in {self._timeout:.0f} s" if not ready else f"the process ended with code {code}"
@@ -106,7 +108,7 @@ def run(
             result = each.run(mapping, model_type, "model")
             result["cases"] = {}
             if result["status"] == "built":
-                result["cases"] = {case: each.run(mapping, model_type, case) for case in cases or CASES}
+                result["cases"] = {case: each.run(mapping, model_type, case) for case in _cases(mapping, cases)}
             results[mapping][model_type] = result
             done = sum(len(r) for r in results.values())
             print(f"[{done}/{len(wanted)}] {mapping} {model_type}: {_summary(result)}", file=sys.stderr, flush=True)
@@ -119,12 +121,15 @@ def run(
     return results
 
 
+def _cases(mapping: str, wanted: list[str] | None) -> list[str]:
+    return [name for name in cases_of(mapping) if wanted is None or name in wanted]
+
+
 def _summary(result: dict[str, Any]) -> str:
     if result["status"] != "built":
         return f"{result['status']}: {result.get('detail')}"
-    others = [f"{name} {r['status']}" for name, r in result["cases"].items() if r["status"] != "right"]
+    others = [f"{name} {r['status']}" for name, r in result["cases"].items() if r["status"] in ("wrong", "crashed")]
+    rejected = sum(r["status"] == "rejected" for r in result["cases"].values())
     seconds = sum(r["seconds"] for r in result["cases"].values())
-    return f"{', '.join(others) or 'right'} ({seconds:.0f} s)"
-
-
-__all__ = ["Outcome", "run", "worker"]
+    said = others or ["nothing wrong"]
+    return f"{', '.join(said + [f'{rejected} rejected'] * bool(rejected))} ({seconds:.0f} s)"

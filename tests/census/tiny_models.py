@@ -17,15 +17,10 @@ NUM_PLAIN_TOKENS = 80  # ids from here on are special tokens, which rows of text
 WIDTH, HEADS, HEAD_DIM, INTERMEDIATE, EXPERTS = 64, 4, 16, 96, 4
 LENGTH = 64  # of the longest row
 
-_MAPPINGS = {
-    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-    "image_text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
-    "classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    "tokens": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-}
+MAPPINGS = {
+    "causal": "CAUSAL_LM", "image_text": "IMAGE_TEXT_TO_TEXT", "seq2seq": "SEQ_TO_SEQ_CAUSAL_LM", "masked": "MASKED_LM",
+    "classification": "SEQUENCE_CLASSIFICATION", "tokens": "TOKEN_CLASSIFICATION", "speech": "SPEECH_SEQ_2_SEQ",
+}  # fmt: skip
 
 
 class CannotBuildError(Exception):
@@ -33,17 +28,8 @@ class CannotBuildError(Exception):
 
 
 def model_types(mapping: str) -> list[str]:
-    """The model types of a mapping of transformers, without aliases of the same config class."""
-    names = {
-        "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "image_text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        "tokens": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-        "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-    }[mapping]
-    return sorted(names)
+    """The names of a mapping of transformers (``MODEL_FOR_CAUSAL_LM_MAPPING`` for ``causal``), aliases included."""
+    return sorted(getattr(modeling_auto, f"MODEL_FOR_{MAPPINGS[mapping]}_MAPPING_NAMES"))
 
 
 def build(model_type: str, mapping: str = "causal", seed: int = 0, **overrides: Any) -> Any:
@@ -52,28 +38,35 @@ def build(model_type: str, mapping: str = "causal", seed: int = 0, **overrides: 
     Raises:
         CannotBuildError: there is none; the message says why.
     """
-    try:
-        if mapping == "causal" and hasattr(CONFIG_MAPPING[model_type], "is_decoder"):
-            overrides = {"is_decoder": True} | overrides  # else bert and its like see what comes after
-        config = tiny_config(model_type, overrides)
-        special = OVERRIDES.get(model_type, {})
-        if "part" in special:
-            config = getattr(config, special["part"])
-        model_class = getattr(transformers, special["class"]) if "class" in special else _MAPPINGS[mapping][type(config)]
-    except ImportError as error:
-        raise CannotBuildError(str(error).strip().splitlines()[0]) from error
-    if isinstance(model_class, tuple):
-        model_class = model_class[0]
-    if model_class.config_class == config.sub_configs.get("text_config"):  # as AutoModel does
-        config = config.get_text_config()
     torch.manual_seed(seed)
-    model = model_class._from_config(config, dtype=torch.float32)
+    try:
+        model = _build(model_type, mapping, overrides)
+    except Exception as error:  # whatever a config or a class of transformers does not like
+        raise CannotBuildError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
     with torch.no_grad():
         for param in model.parameters():
             if param.is_floating_point():
                 param.add_(torch.randn_like(param) * 0.05)
     remove_dropout(model)
     return model.train()
+
+
+def _build(model_type: str, mapping: str, overrides: Mapping[str, Any]) -> Any:
+    special = OVERRIDES.get(model_type, {})
+    if mapping == "causal" and hasattr(CONFIG_MAPPING[model_type], "is_decoder"):
+        overrides = {"is_decoder": True} | dict(overrides)  # else bert and its like see what comes after
+    config = tiny_config(model_type, overrides)
+    if "part" in special:
+        config = getattr(config, special["part"])
+    model_class = getattr(transformers, special["class"]) if "class" in special else _model_class(mapping, config)
+    if model_class.config_class == config.sub_configs.get("text_config"):  # as AutoModel does
+        config = config.get_text_config()
+    return model_class._from_config(config, dtype=torch.float32)
+
+
+def _model_class(mapping: str, config: Any) -> Any:
+    found = getattr(modeling_auto, f"MODEL_FOR_{MAPPINGS[mapping]}_MAPPING")[type(config)]
+    return found[0] if isinstance(found, tuple) else found
 
 
 def remove_dropout(model: torch.nn.Module) -> None:
@@ -203,7 +196,9 @@ def _kv_heads(value: int, config: Any, tower: bool) -> int:
     return HEADS if value == heads else 1 if value == 1 else 2
 
 
-_INDICES = re.compile(r"(indexes|indices|idxs|layer_ids|^cross_attention_layers)$")  # of layers; the tiny model has two at least
+_INDICES = re.compile(
+    r"(indexes|indices|idxs|layer_ids|^cross_attention_layers)$"
+)  # of layers; the tiny model has two at least
 _PERIOD = re.compile(r"(period|_interval|every_n_layers|layer_group_size|sliding_window_pattern|_frequency)$")
 _INT_RULES: list[tuple[re.Pattern[str], int | Callable[[int, Any, bool], Any]]] = [
     (re.compile(pattern), rule)
@@ -260,6 +255,8 @@ def _tiny_value(name: str, value: Any, config: Any, tower: bool) -> Any:
         return _KEEP
     if _INDICES.search(name) and isinstance(value, (list, tuple)) and len(value) and not _is_per_layer(value, config):
         return type(value)([1])
+    if name in ("image_size", "patch_size") and isinstance(value, (list, tuple)):
+        return type(value)([16 if name == "image_size" else 4] * len(value))
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
         return _tiny_rope(value, "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()))
     return _KEEP
@@ -288,5 +285,11 @@ def describe_model(model: Any) -> dict[str, Any]:
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "layer_types": sorted(set(map(str, kinds))),
         "tied": bool(model.get_output_embeddings() is not None)
-        and getattr(model.get_output_embeddings(), "weight", None) is getattr(model.get_input_embeddings(), "weight", 0),
+        and getattr(model.get_output_embeddings(), "weight", None)
+        is getattr(model.get_input_embeddings(), "weight", 0),
     }
+
+
+def special_token(config: Any) -> int | None:
+    """Return the id of the token that stands for an image where only a map of the vocabulary has it."""
+    return (getattr(config, "vocabulary_map", None) or {}).get("<image>")
