@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from tests.census.page import page
-from tests.census.runner import run, worker
+from tests.census.runner import run, summary, tasks_of
 from tests.census.table import table
+from tests.census.worker import serve
 
 ROOT = Path(__file__).parents[2]
 PAGE, TABLE = ROOT / "docs/models.md", ROOT / "src/horizon_lm/model/proven.json"
@@ -30,7 +32,7 @@ def main() -> None:
     commands.add_parser("worker", help="what run starts")
     arguments = parser.parse_args()
     if arguments.command == "worker":
-        worker()
+        serve()
     elif arguments.command == "run":
         _run(arguments)
     else:
@@ -40,9 +42,13 @@ def main() -> None:
 def _run(arguments: argparse.Namespace) -> None:
     types, cases = (each and each.split(",") for each in (arguments.types, arguments.cases))
     mappings = arguments.mappings.split(",")
-    results = run(mappings, types, cases, arguments.shard, arguments.jobs, arguments.timeout)
+    tasks = tasks_of(mappings, types, arguments.shard)
+    results: dict[str, Any] = {mapping: {} for mapping in mappings}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    for number, (task, result) in enumerate(run(tasks, cases, arguments.jobs, arguments.timeout), 1):
+        results[task[0]][task[1]] = result
+        print(f"[{number}/{len(tasks)}] {' '.join(task)}: {summary(result)}", file=sys.stderr, flush=True)
+        arguments.output.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _render(results: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.census.tiny_models import CannotBuildError, special_token
+from tests.census.tiny_models import CannotBuildError
 
 ROWS, TEXT = 2, 5  # rows, each of one image between tokens of text
 _MISMATCH = re.compile(r"tokens:? (\d+).*features:? (\d+)", re.DOTALL)
@@ -75,7 +75,7 @@ def _image_token(config: Any) -> int | None:
     for name in ("image_token_id", "image_token_index", "image_patch_id", "img_context_token_id"):
         if isinstance(getattr(config, name, None), int):
             return int(getattr(config, name))
-    return special_token(config)
+    return (getattr(config, "vocabulary_map", None) or {}).get("<image>")
 
 
 def _candidates(model: Any) -> Iterator[dict[str, torch.Tensor]]:

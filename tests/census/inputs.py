@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.census.tiny_models import NUM_PLAIN_TOKENS
+from tests.census.shrink import NUM_PLAIN_TOKENS
 
 LENGTHS = {"reformer": 16, "big_bird": 16}  # rows of these must fill blocks
 TOKEN_TYPES = {  # models that want to know in training what is text

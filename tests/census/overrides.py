@@ -34,7 +34,7 @@ _GEMMA3N = {
     "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "vocab_size_per_layer_input": 96,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }  # fmt: skip
-_TIMM = {"model_type": "siglip_vision_model"}
+_SIGLIP = {"model_type": "siglip_vision_model"}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": {"set": {"projector_patch_to_query_dict": {16: 4}, "max_value_projector_patch_to_query_dict": 4}},
@@ -58,7 +58,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "emu3": {"set": {"vocabulary_map": {"<image>": 90, "<|extra_200|>": 91, "<|visual token 000000|>": 92}, "vq_config": _VQ}},
     "ernie4_5_vl_moe": {"set": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}, "moe_intermediate_size": [32, 16]}}},
     "falcon_h1": {"set": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16}},
-    "fast_vlm": {"default": {"vision_config": _TIMM}},
+    "fast_vlm": {"default": {"vision_config": _SIGLIP}},
     "florence2": {
         "set": {
             "vision_config": {
