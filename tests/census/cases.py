@@ -1,0 +1,32 @@
+"""The cases of the census."""
+
+from collections.abc import Callable
+
+from tests.census import text_cases as text
+from tests.census import variants
+from tests.census.comparison import Outcome
+from tests.census.subject import Subject, attempt
+
+CASES: dict[str, Callable[[Subject], Outcome]] = {
+    case.__name__: case
+    for case in (
+        text.whole, text.default, text.micro_batches, text.default_micro_batches, text.accumulation, text.evaluation,
+        text.hidden_states, text.generate, text.adamw, text.update_in_backward, text.save, text.varlen,
+        text.default_precision, variants.other_tie, variants.auxiliary_loss, variants.shared_state, variants.images,
+        variants.default_images, variants.images_in_micro_batches,
+    )
+}  # fmt: skip
+FOR_IMAGES = ("images", "default_images", "images_in_micro_batches")
+FOR_REFUSALS = ("whole", "default")  # of the mappings whose models nobody means to train
+
+
+def cases_of(mapping: str) -> list[str]:
+    """The names of the cases for a mapping."""
+    if mapping not in ("causal", "image_text"):
+        return list(FOR_REFUSALS)
+    return [name for name in CASES if mapping == "image_text" or name not in FOR_IMAGES]
+
+
+def run_case(subject: Subject, name: str) -> Outcome:
+    """Run a case, whatever it raises."""
+    return attempt(CASES[name], subject)

@@ -1,0 +1,82 @@
+"""The page of models, from the results of a census."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import transformers
+
+from tests.census.table import Result, count, entry, is_proven, verdict
+
+_HEAD = """# Models
+
+Which model types of transformers {version} can be trained, and with what. `python -m tests.census render` writes this page
+from a run of the census (`python -m tests.census run`), which builds a tiny model of every type, streams it, and compares it with plain
+Hugging Face autograd in float32 on the CPU.
+
+A type is *right* when all of these are: loss, logits and gradients bit for bit with `head="whole"`; loss and gradients within 1e-5
+with the default settings; gradients of two backward calls added up; the loss in evaluation mode; three steps of AdamW, also in the
+backward, in which parameters without a gradient stay as they are; the model that plain transformers loads from what was
+saved; a step in the default precision. The other columns are proven one by one:
+
+| column | what was compared |
+|---|---|
+| head | what the default `head="chunked"` comes to: `chunked`, or `whole` where the loss cannot be cut into chunks |
+| micro | `device_micro_batch_size=1` |
+| hidden | `output_hidden_states=True`, and gradients through the last one |
+| generate | greedy tokens after prompts padded on the left |
+| varlen | `attn_implementation="varlen"` on padded rows |
+| ties | head and embedding one parameter, or two |
+| aux | `output_router_logits=True`: the loss of the experts' router |
+| shared | blocks that use keys, values or indices of blocks before them |
+| images | one image a row; several rows at once, and `micro` where the rows can be cut |
+
+A type that is not right is refused, unless `allow_unproven_model=True`.
+"""
+_COLUMNS = ("type", "class", "head", "micro", "hidden", "generate", "varlen", "ties", "aux", "shared")
+_TITLES = {"causal": "Causal language models", "image_text": "Image-text models"}
+_VERDICTS = ("right", "rejected", "wrong", "fails", "not tried")
+
+
+def page(results: Mapping[str, Mapping[str, Result]]) -> str:
+    """Return the page, in Markdown."""
+    lines = [_HEAD.format(version=transformers.__version__), *_counts(results)]
+    for mapping, title in _TITLES.items():
+        lines += ["", f"## {title}", "", *_types(mapping, results[mapping])]
+        others = {t: verdict(r) for t, r in results[mapping].items() if not is_proven(r)}
+        for word in _VERDICTS[1:]:
+            found = {t: why for t, (verdict_of, why) in others.items() if verdict_of == word}
+            if found:
+                lines += ["", f"### {title}: {word}", "", *_table(("type", "why"), sorted(found.items()))]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(results: Mapping[str, Mapping[str, Result]]) -> Iterator[str]:
+    rows = []
+    for mapping, found in results.items():
+        counts = count(found)
+        rows.append((_TITLES.get(mapping, mapping), len(found), *(counts[word] for word in _VERDICTS)))
+    yield from _table(("mapping of transformers", "types", *_VERDICTS), rows)
+
+
+def _types(mapping: str, results: Mapping[str, Result]) -> Iterator[str]:
+    images = ("images",) if mapping == "image_text" else ()
+    yield from _table(_COLUMNS + images, (_row(t, r, bool(images)) for t, r in sorted(results.items()) if is_proven(r)))
+
+
+def _row(model_type: str, result: Result, images: bool) -> list[str]:
+    found = entry(result)
+    has = set(found["features"])
+    names = ("micro_batches", "hidden_states", "generate", "varlen")
+    cells = [model_type, found["class"], found["head"], *("yes" if name in has else "" for name in names)]
+    cells.append(", ".join(name for name in ("tied", "untied") if name in has))
+    cells += ["yes" if name in has else "" for name in ("auxiliary_loss", "shared_state")]
+    if images:
+        cells.append(("yes, micro" if "images_in_micro_batches" in has else "yes") if "images" in has else "")
+    return cells
+
+
+def _table(columns: Any, rows: Any) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield f"| {' | '.join(str(cell) for cell in row)} |"

@@ -1,0 +1,120 @@
+"""A tiny model with what plain Hugging Face makes of it, and what exceptions mean."""
+
+import copy
+import re
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+
+import horizon_lm
+from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from tests.census.comparison import Outcome, Step, same_step, train_step
+from tests.census.images import image_batch
+from tests.census.inputs import text_batch
+from tests.census.tiny_models import CannotBuildError, build
+
+REJECTIONS = (ConfigError, ModelNotSupportedError)  # other errors come too late, or say nothing of the model
+
+
+class NoSuchCaseError(Exception):
+    """A case that there is not for a model type; the message says what it has not."""
+
+
+class PlainFailsError(Exception):
+    """Plain Hugging Face cannot do what a case compares with."""
+
+
+class Subject:
+    """A model type's tiny model, and what plain Hugging Face makes of it."""
+
+    def __init__(self, mapping: str, model_type: str, overrides: dict[str, Any] | None = None) -> None:
+        self.mapping, self.model_type, self.overrides = mapping, model_type, overrides or {}
+
+    @cached_property
+    def model(self) -> Any:
+        """The plain model. Cases take copies of it."""
+        return build(self.model_type, self.mapping, **self.overrides)
+
+    def copy(self) -> Any:
+        return copy.deepcopy(self.model)
+
+    def stream(self, **settings: Any) -> Any:
+        return horizon_lm.stream(self.copy(), **({"precision": "float32"} | settings))
+
+    def batch(self, seed: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+        return text_batch(self.model_type, seed=seed, **options)
+
+    @cached_property
+    def plain(self) -> Step:
+        """One training step of the plain model; PlainFailsError where it is not the same twice."""
+        return self._plain_step(self.batch())
+
+    @cached_property
+    def images(self) -> dict[str, torch.Tensor]:
+        """Rows with images."""
+        return image_batch(self.model)
+
+    @cached_property
+    def plain_images(self) -> Step:
+        """One training step of the plain model on rows with images."""
+        return self._plain_step(self.images)
+
+    def _plain_step(self, batch: dict[str, torch.Tensor]) -> Step:
+        try:
+            first, second = (train_step(self.copy(), batch, use_cache=False) for _ in range(2))
+        except Exception as error:
+            raise PlainFailsError(describe(error)) from error
+        if not same_step(first, second):
+            raise PlainFailsError("plain Hugging Face is not deterministic")
+        if not first.loss.isfinite():
+            raise PlainFailsError(f"the loss is {first.loss.item()}")
+        return first
+
+
+def attempt(case: Callable[[Subject], Outcome], subject: Subject) -> Outcome:
+    """Run a case, whatever it raises."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return case(subject)
+    except NoSuchCaseError as error:
+        return Outcome("no_such_case", str(error))
+    except CannotBuildError as error:
+        return Outcome("cannot_build", str(error))
+    except PlainFailsError as error:
+        return _without_plain(subject, error)
+    except REJECTIONS as error:
+        return Outcome("rejected", f"{type(error).__name__}: {first_sentence(error)}")
+    except Exception as error:
+        return Outcome("crashed", describe(error))
+
+
+def _without_plain(subject: Subject, error: Exception) -> Outcome:
+    """There is nothing to compare with; a model that is rejected all the same counts as rejected."""
+    try:
+        subject.stream(head="whole")
+    except REJECTIONS as rejection:
+        return Outcome("rejected", f"{type(rejection).__name__}: {first_sentence(rejection)}")
+    except Exception as crash:
+        return Outcome("crashed", describe(crash))
+    return Outcome("plain_fails", str(error))
+
+
+def first_sentence(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+def describe(error: BaseException) -> str:
+    """An exception with the last places in transformers and in Horizon-LM that it went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = []
+    for package in ("transformers", "horizon_lm"):
+        inside = [f for f in frames if f"/{package}/" in f.filename]
+        if inside:
+            name = re.sub(rf".*/{package}/", f"{package}/", inside[-1].filename)
+            places.append(f"{name}:{inside[-1].lineno}")
+    return f"{type(error).__name__}: {first_sentence(error)[:300]} [{', '.join(places)}]"

@@ -1,0 +1,95 @@
+"""The table that ships with the package, and the page of models, from the results of a census."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+
+# A type is proven when all of these are right: what training with the default settings is made of.
+NEEDED = ("whole", "default", "accumulation", "evaluation", "adamw", "update_in_backward", "save", "default_precision")
+FEATURES = {  # by the case that proves each
+    "micro_batches": ("micro_batches", "default_micro_batches"),
+    "hidden_states": ("hidden_states",),
+    "generate": ("generate",),
+    "varlen": ("varlen",),
+    "other_tie": ("other_tie",),
+    "auxiliary_loss": ("auxiliary_loss",),
+    "shared_state": ("shared_state",),
+    "images": ("images", "default_images"),
+    "images_in_micro_batches": ("images_in_micro_batches",),
+}
+GOOD = ("right", "close")
+
+Result = Mapping[str, Any]  # of one model type: as `tests.census.runner` makes it
+
+
+def is_right(result: Result, *cases: str) -> bool:
+    return all(result["cases"].get(case, {}).get("status") in GOOD for case in cases)
+
+
+def is_proven(result: Result) -> bool:
+    return result["status"] == "built" and is_right(result, *NEEDED)
+
+
+def features(result: Result) -> list[str]:
+    """What is proven of a model type besides `NEEDED`."""
+    return [name for name, cases in FEATURES.items() if is_right(result, *cases)]
+
+
+def entry(result: Result) -> dict[str, Any]:
+    """What the table says of a proven model type."""
+    found = features(result)
+    ties = {"tied" if result["tied"] else "untied"}
+    if "other_tie" in found:
+        found.remove("other_tie")
+        ties = {"tied", "untied"}
+    head = result["cases"]["default"]["detail"].partition(":")[0]
+    return {"class": result["class"], "head": head, "features": sorted(ties) + found}
+
+
+def table(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
+    """The table of proven model types, by the type in a model's own config."""
+    types: dict[str, dict[str, Any]] = {}
+    for mapping in ("causal", "image_text"):
+        for result in results.get(mapping, {}).values():
+            if is_proven(result):
+                new = entry(result)
+                old = types.setdefault(result["model_type"], new)
+                if old["class"] == new["class"] and len(new["features"]) > len(old["features"]):
+                    types[result["model_type"]] = new  # with images, which the other mapping does not try
+    return {"transformers": transformers.__version__, "types": dict(sorted(types.items()))}
+
+
+VERDICTS = {"wrong": "wrong", "crashed": "fails", "rejected": "rejected", "plain_fails": "not tried"}  # the worst first
+
+
+def verdict(result: Result) -> tuple[str, str]:
+    """What a type came to (right, wrong, fails, rejected, not tried), and why where it is not right."""
+    if result["status"] != "built":
+        return "not tried", f"no tiny model can be built: {one_line(result['detail'])}"
+    if is_proven(result):
+        return "right", ""
+    for status, word in VERDICTS.items():
+        for case in NEEDED:
+            outcome = result["cases"].get(case, {"status": "", "detail": ""})
+            if outcome["status"] == status:
+                said = one_line(outcome["detail"])
+                if status == "rejected":
+                    return word, said.partition(": ")[2]  # without the name of the exception
+                before = "plain Hugging Face cannot train it on text" if status == "plain_fails" else case
+                return word, f"{before}: {said}"
+    raise AssertionError(
+        f"{result['class']}: these cases were not run: {[c for c in NEEDED if c not in result['cases']]}"
+    )
+
+
+def count(results: Mapping[str, Result]) -> Counter[str]:
+    """How many types of a mapping came to each verdict."""
+    return Counter(verdict(result)[0] for result in results.values())
+
+
+def one_line(text: str) -> str:
+    """The beginning of a message, fit for a cell of a table."""
+    short = " ".join(text.split()).replace("|", "/")
+    return short if len(short) < 240 else short[:240].rpartition(" ")[0] + " ..."

@@ -1,0 +1,137 @@
+"""What the table of proven models says is so: a sample of types here, every type with ``-m slow``."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.census.cases import CASES, cases_of, run_case
+from tests.census.command import TABLE
+from tests.census.subject import Subject
+from tests.census.table import FEATURES, GOOD, NEEDED, entry, is_proven, table, verdict
+from tests.census.tiny_models import CannotBuildError, build, describe_model, model_types
+
+SAMPLE = [
+    ("causal", "llama"), ("causal", "gpt2"), ("causal", "bart"), ("causal", "bert"), ("causal", "falcon_mamba"),
+    ("causal", "mixtral"), ("causal", "gemma3n_text"), ("causal", "llama4_text"), ("causal", "mllama"),
+    ("causal", "deepseek_v32"), ("image_text", "llava"), ("image_text", "qwen2_vl"),
+]  # fmt: skip
+QUICK = ("whole", "default", "micro_batches", "hidden_states", "generate", "adamw", "save", "images")
+BAD = ("wrong", "crashed")
+EVERY = [(mapping, name) for mapping in ("causal", "image_text") for name in model_types(mapping)]
+
+
+def proven() -> dict[str, Any]:
+    return json.loads(TABLE.read_text(encoding="utf-8"))["types"]
+
+
+def claims(found: dict[str, Any] | None) -> set[str]:
+    """The cases that the table says are right for a type."""
+    if found is None:
+        return set()
+    return {*NEEDED, *(case for feature, cases in FEATURES.items() if feature in found["features"] for case in cases)}
+
+
+@pytest.mark.parametrize(("mapping", "model_type"), SAMPLE)
+def test_the_table_is_right(mapping: str, model_type: str) -> None:
+    subject = Subject(mapping, model_type)
+    claimed = claims(proven().get(subject.model.config.model_type))
+    outcomes = {case: run_case(subject, case) for case in QUICK if case in cases_of(mapping)}
+    assert not {case: each for case, each in outcomes.items() if each.status in BAD}
+    assert not {case: each for case, each in outcomes.items() if case in claimed and each.status not in GOOD}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mapping", "model_type"), EVERY)
+def test_every_type(mapping: str, model_type: str) -> None:
+    subject = Subject(mapping, model_type)
+    try:
+        result = {"status": "built", **describe_model(subject.model), "cases": {}}
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+    for case in cases_of(mapping):
+        outcome = run_case(subject, case)
+        result["cases"][case] = {"status": outcome.status, "detail": outcome.detail}
+    assert not {case: each for case, each in result["cases"].items() if each["status"] in BAD}
+    found = proven().get(result["model_type"])
+    assert is_proven(result) == (found is not None)
+    if found is not None and found["class"] == result["class"]:
+        assert {*entry(result)["features"]} <= {*found["features"]}
+
+
+# The census itself
+
+
+class Broken(Subject):
+    """Streams a model of which one weight is another one."""
+
+    def stream(self, **settings: Any) -> Any:
+        with torch.no_grad():
+            self.model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1.01)
+        try:
+            return super().stream(**settings)
+        finally:
+            del self.__dict__["model"]
+
+
+@pytest.mark.parametrize("case", ["whole", "default", "micro_batches", "accumulation", "evaluation", "hidden_states"])
+def test_a_changed_weight_is_seen(case: str) -> None:
+    assert run_case(Broken("causal", "llama"), case).status == "wrong"
+
+
+def test_moved_parameters_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject("causal", "bart")
+    unused = next(name for name, grad in subject.plain.grads.items() if grad is None)
+    stream = subject.stream
+
+    def moved(**settings: Any) -> Any:
+        model = stream(**settings)
+        with torch.no_grad():
+            model.load_state_dict(model.state_dict() | {unused: model.state_dict()[unused] + 1.0})
+        return model
+
+    monkeypatch.setattr(subject, "stream", moved)
+    outcome = run_case(subject, "adamw")
+    assert outcome.status == "wrong"
+    assert "without a gradient moved" in outcome.detail
+
+
+def test_exceptions_are_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject("causal", "llama")
+    monkeypatch.setattr(subject, "stream", lambda **settings: 1 / 0)
+    assert {run_case(subject, case).status for case in ("whole", "generate", "save")} == {"crashed"}
+
+
+def test_tiny_models_have_every_kind_of_layer() -> None:
+    model = build("qwen3_next", "causal")
+    assert set(model.config.layer_types) == {"linear_attention", "full_attention"}
+    assert sum(p.numel() for p in model.parameters()) < 1e6
+
+
+def test_unknown_types_cannot_be_built() -> None:
+    with pytest.raises(CannotBuildError, match="timm"):
+        build("perception_lm", "image_text")
+
+
+# The table
+
+
+def result_of(**statuses: str) -> dict[str, Any]:
+    cases = {case: {"status": statuses.get(case, "right"), "detail": "chunked: bit for bit"} for case in CASES}
+    return {"status": "built", "class": "LlamaForCausalLM", "model_type": "llama", "tied": False, "cases": cases}
+
+
+@pytest.mark.parametrize("case", NEEDED)
+def test_one_wrong_case_is_not_proven(case: str) -> None:
+    result = result_of(**{case: "wrong"})
+    assert verdict(result)[0] == "wrong"
+    assert table({"causal": {"llama": result}})["types"] == {}
+
+
+def test_features_are_proven_one_by_one() -> None:
+    result = result_of(generate="wrong", default_micro_batches="rejected", other_tie="no_such_case")
+    found = table({"causal": {"llama": result}})["types"]["llama"]
+    assert found["head"] == "chunked"
+    assert {"hidden_states", "untied"} <= {*found["features"]}
+    assert not {"generate", "micro_batches", "tied"} & {*found["features"]}

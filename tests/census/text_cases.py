@@ -1,0 +1,198 @@
+"""Cases on text: each compares one thing with plain Hugging Face."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import horizon_lm
+from tests.census.comparison import TOLERANCE, Outcome, Step, compare_step, gradients, relative, train_step
+from tests.census.inputs import prompts
+from tests.census.overrides import SAMPLE_IN_TRAINING
+from tests.census.subject import PlainFailsError, Subject, describe
+
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}  # a small eps would magnify differences of rounding
+
+
+def whole(subject: Subject) -> Outcome:
+    plain = subject.plain
+    return compare_step(train_step(subject.stream(head="whole"), subject.batch()), plain, exact=True, logits=True)
+
+
+def default(subject: Subject) -> Outcome:
+    """The default settings. The detail begins with the head that they came to."""
+    plain, model = subject.plain, subject.stream()
+    outcome = compare_step(train_step(model, subject.batch()), plain, exact=False)
+    return Outcome(outcome.status, f"{model._horizon.engine.options.head}: {outcome.detail}")
+
+
+def micro_batches(subject: Subject) -> Outcome:
+    return _in_micro_batches(subject, head="whole")
+
+
+def default_micro_batches(subject: Subject) -> Outcome:
+    return _in_micro_batches(subject)
+
+
+def _in_micro_batches(subject: Subject, **settings: Any) -> Outcome:
+    """One row at a time. A model that draws random numbers draws them by micro-batch: it is compared in evaluation mode."""
+    subject.plain  # noqa: B018
+    plain, streamed = subject.copy(), subject.stream(device_micro_batch_size=1, **settings)
+    for model in (plain, streamed):
+        model.train(subject.model_type not in SAMPLE_IN_TRAINING)
+    theirs = train_step(plain, subject.batch(), use_cache=False)
+    return compare_step(train_step(streamed, subject.batch()), theirs, exact=False)
+
+
+def accumulation(subject: Subject) -> Outcome:
+    """Two backward calls, whose gradients add up."""
+
+    def both(model: Any, **options: Any) -> Step:
+        first = train_step(model, subject.batch(seed=1), **options)
+        second = train_step(model, subject.batch(seed=2), **options)
+        return Step(first.loss + second.loss, None, second.grads)
+
+    subject.plain  # noqa: B018  (plain Hugging Face can do this)
+    return compare_step(both(subject.stream(head="whole")), both(subject.copy(), use_cache=False), exact=False)
+
+
+def evaluation(subject: Subject) -> Outcome:
+    """The loss in evaluation mode with the default head, and the logits without labels."""
+    subject.plain  # noqa: B018
+    batch = subject.batch()
+    results = []
+    for model, options in ((subject.copy(), {"use_cache": False}), (subject.stream(), {})):
+        model.eval()
+        with torch.no_grad():
+            torch.manual_seed(7)
+            loss = model(**batch, **options).loss
+            logits = model(**{k: v for k, v in batch.items() if k != "labels"}, **options).logits
+        results.append((loss, logits))
+    (loss, logits), (our_loss, our_logits) = results
+    off = max(relative(our_loss, loss), relative(our_logits, logits))
+    figures = f"loss {relative(our_loss, loss):.1e}, logits {relative(our_logits, logits):.1e}"
+    return Outcome("right" if off <= TOLERANCE else "wrong", figures)
+
+
+def hidden_states(subject: Subject) -> Outcome:
+    """Values of all hidden states, and gradients through the last one, with the default head."""
+    subject.plain  # noqa: B018
+
+    def step(model: Any, **options: Any) -> tuple[Step, list[torch.Tensor]]:
+        torch.manual_seed(7)
+        output = model(**subject.batch(), output_hidden_states=True, **options)
+        states = output.hidden_states
+        (output.loss + states[-1].float().pow(2).mean()).backward()
+        return Step(output.loss.detach(), None, gradients(model)), [s.detach() for s in states]
+
+    try:
+        theirs, states = step(subject.copy(), use_cache=False)
+    except Exception as error:
+        raise PlainFailsError(describe(error)) from error
+    ours, our_states = step(subject.stream())
+    if len(states) != len(our_states):
+        return Outcome("wrong", f"{len(our_states)} hidden states instead of {len(states)}")
+    off = [relative(a, b) for a, b in zip(our_states, states, strict=True)]
+    if not max(off) <= TOLERANCE:
+        return Outcome("wrong", f"hidden state {off.index(max(off))} of {len(off)} is off by {max(off):.1e}")
+    return compare_step(ours, theirs, exact=False)
+
+
+def generate(subject: Subject) -> Outcome:
+    """Greedy tokens after prompts that are padded on the left."""
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    batch = prompts(subject.model_type)
+
+    def tokens(model: Any) -> torch.Tensor:
+        torch.manual_seed(7)
+        return model.eval().generate(**batch, **options)
+
+    try:
+        theirs = tokens(subject.copy())
+    except Exception as error:
+        raise PlainFailsError(describe(error)) from error
+    ours = tokens(subject.stream())
+    if torch.equal(ours, theirs):
+        return Outcome("right", "the same tokens")
+    return Outcome("wrong", f"{ours[:, -6:].tolist()} instead of {theirs[:, -6:].tolist()}")
+
+
+def adamw(subject: Subject) -> Outcome:
+    """Three steps. Parameters without a gradient stay as they are."""
+    return _adamw(subject)
+
+
+def update_in_backward(subject: Subject) -> Outcome:
+    return _adamw(subject, update_in_backward=True)
+
+
+def _adamw(subject: Subject, **settings: Any) -> Outcome:
+    unused = [name for name, grad in subject.plain.grads.items() if grad is None]
+    before, plain = subject.model.state_dict(), subject.copy()
+    optimizer = torch.optim.AdamW(plain.parameters(), fused=True, **ADAMW)
+    streamed = subject.stream(head="whole")
+    ours = horizon_lm.AdamW(streamed, **ADAMW, **settings)
+    for seed in (1, 2, 3):
+        train_step(plain, subject.batch(seed), use_cache=False)
+        train_step(streamed, subject.batch(seed))
+        for each in (optimizer, ours):
+            each.step()
+            each.zero_grad()
+    weights, our_weights = plain.state_dict(), {n: w.clone() for n, w in streamed.state_dict().items()}
+    moved = [name for name in unused if not torch.equal(our_weights[name], before[name])]
+    if moved:
+        return Outcome(
+            "wrong", f"{len(moved)} of {len(unused)} parameters without a gradient moved, {moved[0]} for one"
+        )
+    off = {n: relative(our_weights[n], w) for n, w in weights.items() if w.is_floating_point()}
+    worst = max(off, key=lambda n: off[n])
+    if all(torch.equal(our_weights[n], w) for n, w in weights.items()):
+        return Outcome("right", f"bit for bit, {len(unused)} parameters without a gradient")
+    return Outcome("close" if off[worst] <= TOLERANCE else "wrong", f"{worst} is off by {off[worst]:.1e}")
+
+
+def save(subject: Subject) -> Outcome:
+    """A plain model that is loaded from what a streamed one saves has its weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            theirs = _reload(subject.copy(), type(subject.model), Path(folder) / "plain")
+        except Exception as error:
+            raise PlainFailsError(describe(error)) from error
+        ours = _reload(subject.stream(), type(subject.model), Path(folder) / "streamed")
+    original = subject.model.state_dict()
+    lossy = [n for n, w in theirs.items() if not torch.equal(w, original[n])]
+    if lossy:
+        raise PlainFailsError(
+            f"plain Hugging Face loads {len(lossy)} tensors otherwise than it saved them, {lossy[0]} for one"
+        )
+    different = [n for n, w in theirs.items() if n not in ours or not torch.equal(w, ours[n])]
+    if different:
+        return Outcome("wrong", f"{len(different)} of {len(theirs)} tensors differ, {different[0]} for one")
+    return Outcome("right", f"{len(theirs)} tensors")
+
+
+def _reload(model: Any, model_class: Any, folder: Path) -> dict[str, torch.Tensor]:
+    model.save_pretrained(folder)
+    return model_class.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def varlen(subject: Subject) -> Outcome:
+    """``attn_implementation="varlen"`` on padded rows: tokens that are trained are as without it."""
+    plain = subject.plain
+    model = subject.stream(head="whole", attn_implementation="varlen")
+    outcome = compare_step(train_step(model, subject.batch()), plain, exact=False)
+    return outcome
+
+
+def default_precision(subject: Subject) -> Outcome:
+    """One step in ``fp32_master``."""
+    plain = subject.plain
+    model = horizon_lm.stream(subject.copy())
+    optimizer = horizon_lm.AdamW(model, **ADAMW)
+    step = train_step(model, subject.batch())
+    optimizer.step()
+    optimizer.zero_grad()
+    model.state_dict()
+    off = relative(step.loss, plain.loss)
+    return Outcome("right" if off <= 2e-2 else "wrong", f"loss {off:.1e}")

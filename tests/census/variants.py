@@ -1,0 +1,66 @@
+"""Cases on rows with images, and on other configs of a model type."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from tests.census.comparison import Outcome, compare_step, train_step
+from tests.census.overrides import SHARED_STATE
+from tests.census.subject import NoSuchCaseError, Subject, attempt, first_sentence
+from tests.census.text_cases import default, whole
+from tests.census.tiny_models import describe_model
+
+SEVERITY = ("right", "close", "cannot_build", "plain_fails", "rejected", "crashed", "wrong")
+
+
+def images(subject: Subject) -> Outcome:
+    """Rows with one image each."""
+    plain = subject.plain_images
+    return compare_step(train_step(subject.stream(head="whole"), subject.images), plain, exact=True, logits=True)
+
+
+def default_images(subject: Subject) -> Outcome:
+    plain = subject.plain_images
+    return compare_step(train_step(subject.stream(), subject.images), plain, exact=False)
+
+
+def images_in_micro_batches(subject: Subject) -> Outcome:
+    plain = subject.plain_images
+    model = subject.stream(head="whole", device_micro_batch_size=1)
+    return compare_step(train_step(model, subject.images), plain, exact=False)
+
+
+def other_tie(subject: Subject) -> Outcome:
+    """The head tied to the embedding where it is not, and the other way round."""
+    tied = describe_model(subject.model)["tied"]
+    return _variant(subject, {"tie_word_embeddings": not tied}, lambda model: describe_model(model)["tied"] != tied)
+
+
+def auxiliary_loss(subject: Subject) -> Outcome:
+    """A mixture of experts with the loss of its router."""
+    known = "output_router_logits" in type(subject.model.config.get_text_config()).__dataclass_fields__
+    return _variant(subject, {"output_router_logits": True} if known else None, lambda model: True)
+
+
+def shared_state(subject: Subject) -> Outcome:
+    """Blocks that use what blocks before them have computed."""
+    return _variant(subject, SHARED_STATE.get(subject.model_type), lambda model: True)
+
+
+def _variant(subject: Subject, overrides: dict[str, Any] | None, is_one: Callable[[Any], bool]) -> Outcome:
+    """The cases `whole` and `default` on another config of the type; the worse outcome of both."""
+    if overrides is None:
+        raise NoSuchCaseError("its config has no such field")
+    try:
+        inner = isinstance(getattr(subject.model.config, "text_config", None), PreTrainedConfig)
+        variant = Subject(
+            subject.mapping, subject.model_type, overrides | ({"text_config": overrides} if inner else {})
+        )
+        variant.model  # noqa: B018
+    except Exception as error:
+        raise NoSuchCaseError(first_sentence(error)) from error
+    if not is_one(variant.model):
+        raise NoSuchCaseError("the model is the same whatever its config says")
+    outcomes = [attempt(case, variant) for case in (whole, default)]
+    return max(outcomes, key=lambda outcome: SEVERITY.index(outcome.status))
