@@ -4,11 +4,12 @@
 SHELL := /bin/bash
 export TORCH
 
-.PHONY: help demo test lint wheel gpu-check
+.PHONY: help demo test test-oldest lint wheel gpu-check
 
 help:
 	@echo "make demo   fine-tune a real model under an enforced device capacity (FAST=1: a few steps)"
 	@echo "make test   lint, types, imports and the test suite"
+	@echo "make test-oldest  numerics with the engine's dependencies alone, in the oldest versions (TESTS=..., TORCH=torch==2.11.0)"
 	@echo "make lint   lint, types and imports alone"
 	@echo "make gpu-check  what needs a GPU: tests and the quick benchmark, into runs/gpu-check (DEVICE=cpu: toys, to try it)"
 	@echo "make wheel  build wheel and sdist, and try the wheel outside the checkout"
@@ -19,12 +20,15 @@ demo:
 test: lint
 	@python=$$(scripts/bootstrap.sh dev) && $$python -m pytest -n 2 --dist worksteal
 
+test-oldest:
+	@scripts/test_oldest.sh $(TESTS)
+
 lint:
 	@python=$$(scripts/bootstrap.sh dev) && set -x && $$python -m ruff check . && $$python -m ruff format --check . \
 	  && $$python -m mypy && $$python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 gpu-check:
-	@python3 scripts/gpu_check.py --device $(or $(DEVICE),cuda) $(if $(OUT),--output $(OUT))
+	@$(or $(PYTHON),python3) scripts/gpu_check.py --device $(or $(DEVICE),cuda) $(if $(OUT),--output $(OUT))
 
 wheel:
 	@python=$$(scripts/bootstrap.sh dev) && scripts/try_wheel.sh $$python

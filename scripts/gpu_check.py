@@ -24,10 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["torch", "triton", "transformers", "numba", "numpy", "safetensors", "pytest", "deepspeed", "flash-attn"]
-NEEDED = {  # to import, and what pip calls it
-    "torch": "torch", "transformers": "transformers", "numba": "numba", "psutil": "psutil", "pytest": "pytest",
-    "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis",
-}  # fmt: skip
+NEEDED = ["torch", "transformers", "numpy", "numba", "safetensors", "psutil", "pytest"]  # the engine's, and pytest
 TESTS_SHARE = 0.6  # of the time, at most; the benchmark has what is left
 SUITES = {"cuda": ["quick"], "cpu": ["main", "peers", "long", "moe"]}  # on a CPU, every system once
 
@@ -47,12 +44,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as site:
         paths = [ROOT / "src", ROOT, *install_wheels(Path(site))]
         sys.path[:0] = map(str, paths)
-        if missing := [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]:
+        if missing := [name for name in NEEDED if not is_installed(name)]:
             return run_elsewhere(missing)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONUNBUFFERED": "1"}
         (output / "environment.txt").write_text(describe_machine())
         tests = [
-            "-m", "pytest", "tests/gpu", "-m", "gpu", "--device", arguments.device, "-n", "4" if arguments.device == "cuda" else "2",
+            "-m", "pytest", "tests/gpu", "-m", "gpu", "--device", arguments.device,
+            *(["-n", "4" if arguments.device == "cuda" else "2"] if is_installed("xdist") else []),
+            *(["-o", "faulthandler_timeout=120"] if not is_installed("pytest_timeout") else []),  # says where it hangs
             "-W", "default", "-p", "no:cacheprovider", "-rA", "-v", "--durations", "10",
         ]  # fmt: skip
         passed = [run("tests", tests, output, TESTS_SHARE * seconds_left(), environment)]
@@ -65,6 +64,10 @@ def main() -> int:
         passed.append(run("benchmark", benchmark, output, seconds_left(), environment))
     print(f"Results are in {os.path.relpath(output)}; {time.monotonic() - began:.0f} s.")
     return 0 if all(passed) else 1
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def run_elsewhere(missing: list[str]) -> int:

@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import importlib.util
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,15 +18,25 @@ transformers.utils.logging.disable_progress_bar()
 @pytest.fixture(autouse=True, scope="session")
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What doctor and other runs have left on this machine would change plans, and be changed."""
-    import datasets
-
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
     cache = tmp_path_factory.mktemp("datasets")
     os.environ["HF_DATASETS_CACHE"] = str(cache)
-    datasets.config.HF_DATASETS_CACHE = cache
+    if importlib.util.find_spec("datasets"):  # the engine and its tests do without
+        import datasets
+
+        datasets.config.HF_DATASETS_CACHE = cache
+
+
+@pytest.fixture
+def whole_installation() -> None:
+    """Skip a test where the engine's dependencies alone are installed."""
+    for package in ("pydantic", "datasets", "trl"):
+        pytest.importorskip(package, reason="needs the whole installation")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    if not importlib.util.find_spec("pytest_timeout"):  # pytest alone is enough, and would not know this setting
+        parser.addini("timeout", "seconds that a test may take, where pytest-timeout is installed")
     parser.addoption(
         "--device", default="cuda", choices=["cuda", "cpu"], help="for tests marked gpu; cpu tries the tests"
     )

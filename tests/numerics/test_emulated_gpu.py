@@ -11,12 +11,8 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.config import plan_config
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.plan.residency import Residency
-from horizon_lm.preflight.machine import this_machine
-from horizon_lm.preflight.run import plan_run, settle
-from horizon_lm.preflight.source import open_source
 from tests import families
 from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
 
@@ -146,8 +142,14 @@ def test_memory_that_cannot_be_page_locked(gpu: EmulatedGpu) -> None:
         torch.ones(1, device="cuda")
 
 
+@pytest.mark.usefixtures("whole_installation")
 def test_a_plan_for_a_gpu_that_is_here(gpu: EmulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fits what the driver says is free, chooses what stays there, and says so if memory cannot be page-locked."""
+    from horizon_lm.config import plan_config
+    from horizon_lm.preflight.machine import this_machine
+    from horizon_lm.preflight.run import plan_run, settle
+    from horizon_lm.preflight.source import open_source
+
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "model"
     families.build("llama", vocab_size=600).save_pretrained(folder)

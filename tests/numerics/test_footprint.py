@@ -14,28 +14,34 @@ MODELS = {
     "qwen2": {"num_key_value_heads": 4},
     "gemma3_text": {"num_key_value_heads": 2, "head_dim": 32, "layer_types": ["full_attention"]},
     "phi3": {"pad_token_id": 0},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize(("rows", "length"), [(2, 128), (3, 320)])
-def test_a_block_takes_what_was_found(family: str, rows: int, length: int) -> None:
+def call_of_a_block(
+    family: str, rows: int, length: int, **settings: Any
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The only block of a small model, and the arguments that the model calls it with."""
     config = AutoConfig.for_model(
         family, hidden_size=256, intermediate_size=688, num_hidden_layers=1, num_attention_heads=8, vocab_size=128,
-        **MODELS[family],
+        **MODELS[family] | settings,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     calls: list[Any] = []
-    decoder = model.get_decoder()
-    (block,) = decoder.layers
+    (block,) = model.get_decoder().layers
     handle = block.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
     )
     model(input_ids=torch.randint(0, 128, (rows, length)), use_cache=False)
     handle.remove()
-    (args, kwargs) = calls[0]
-    args = tuple(a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
+    args, kwargs = calls[0]
+    return block, tuple(a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args), kwargs
 
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(("rows", "length"), [(2, 128), (3, 320)])
+def test_a_block_takes_what_was_found(family: str, rows: int, length: int) -> None:
+    block, args, kwargs = call_of_a_block(family, rows, length)
     found = run_on_meta(block, args, kwargs, torch.bfloat16).footprint
     with StorageMeter() as real:
         output = block(*args, **kwargs)
@@ -46,3 +52,14 @@ def test_a_block_takes_what_was_found(family: str, rows: int, length: int) -> No
         output.backward(torch.ones_like(output))
     assert found.graph == pytest.approx(graph, rel=0.05)
     assert found.peak == pytest.approx(real.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_expert_that_a_token_chooses_is_counted(dtype: torch.dtype) -> None:
+    rows, length = 2, 64
+    one, two = (
+        run_on_meta(*call_of_a_block("mixtral", rows, length, num_experts_per_tok=chosen), dtype) for chosen in (1, 2)
+    )
+    of_an_expert = 2 * rows * length * 3 * 256 * 688
+    assert two.forward.products - one.forward.products == of_an_expert
+    assert two.backward.products - one.backward.products == 2 * of_an_expert

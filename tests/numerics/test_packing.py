@@ -13,7 +13,6 @@ from horizon_lm.model import attention
 from horizon_lm.model.packing import require_packable
 from horizon_lm.model.parts import find_parts
 from horizon_lm.model.skeleton import build_skeleton
-from horizon_lm.training.loop import train
 from tests import families
 from tests.e2e import tiny
 
@@ -91,6 +90,7 @@ def test_the_refused_ones_do_leak(family: str) -> None:
     assert not torch.allclose(logits, again)
 
 
+@pytest.mark.usefixtures("whole_installation")
 def test_a_run_that_would_leak_does_not_begin(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     families.build("falcon", vocab_size=400).save_pretrained(folder)
@@ -103,16 +103,17 @@ def test_a_run_that_would_leak_does_not_begin(tmp_path: Path) -> None:
         "device": "cpu",
     }
     with pytest.raises(ModelNotSupportedError, match="packing is not possible"):
-        train({**run, "packing": True, "max_length": 64}, say=lambda text: None)
+        horizon_lm.train({**run, "packing": True, "max_length": 64}, say=lambda text: None)
 
 
+@pytest.mark.usefixtures("whole_installation")
 def test_rows_of_a_step_do_not_depend_on_how_it_is_written(tmp_path: Path) -> None:
     """8 x 1 and 1 x 8: the same loss, the same gradient, bit for bit."""
     folder = tiny.save_model(tmp_path / "model")
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(20))
 
     def run(name: str, rows_at_once: int, factor: int) -> list[dict[str, Any]]:
-        result = train(
+        result = horizon_lm.train(
             {
                 "model_name_or_path": str(folder), "datasets": str(rows), "output_dir": str(tmp_path / name), "device": "cpu",
                 "precision": "float32", "per_device_train_batch_size": rows_at_once, "max_steps": 4, "logging_steps": 1,

@@ -1,12 +1,11 @@
 """The simulated device: the adversary changes nothing, unless a wait is missing."""
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
@@ -135,13 +134,13 @@ def same(a: Result, b: Result) -> bool:
 
 @pytest.mark.parametrize("precision", ["float32", "fp32_master", "bf16"])
 @pytest.mark.parametrize("name", SETTINGS)
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32), eagerness=st.sampled_from([None, 0.3, 0.9]), pieces=st.integers(1, 5))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_adversary_changes_nothing(
-    undisturbed: Callable[..., Result], name: str, precision: str, seed: int, eagerness: float | None, pieces: int
+    undisturbed: Callable[..., Result], name: str, precision: str, seed: int
 ) -> None:
     options = SETTINGS[name] | {"precision": precision}
-    device = SimulatedDevice(seed, eagerness=eagerness, pieces=pieces)
+    draw = random.Random(f"{name} {precision} {seed}")
+    device = SimulatedDevice(seed, eagerness=draw.choice([None, 0.3, 0.9]), pieces=draw.randint(1, 5))
     assert same(train(device, **options), undisturbed(**options))
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("datasets", reason="needs the whole installation")
+
 import horizon_lm
 from horizon_lm.config import DpoConfig
 from horizon_lm.data.prepare import prepare

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
+pytest.importorskip("datasets", reason="needs the whole installation")
+
 from horizon_lm.config import DatasetConfig, SftConfig
 from horizon_lm.data.loader import Sampler, collate
 from horizon_lm.data.prepare import Recipe, prepare

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("trl", reason="needs the whole installation")
+
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

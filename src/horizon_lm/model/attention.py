@@ -323,5 +323,7 @@ def _obstacle(model: Any) -> str | None:
     if not (getattr(model, "_supports_sdpa", False) and getattr(model, "_supports_attention_backend", False)):
         return "its attention does not go through transformers' AttentionInterface"
     config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None):  # transformers 5.17 believes that sdpa does this
+        return "it caps the scores of its attention"
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     return f"it has layers of kind {', '.join(sorted(others))}" if others else None

@@ -57,12 +57,14 @@ class Recorder(TorchDispatchMode):
         """A fused attention kernel has run."""
         self.work += Work(attention=operations, num_ops=1)
 
+    def multiply(self, operations: float, tensors: list[torch.Tensor]) -> None:
+        """A kernel of products has run, with these inputs and results."""
+        self.work += Work(products=operations, product_bytes=_num_bytes(tensors), num_ops=1)
+
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> None:
-        num_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        num_bytes = _num_bytes(tensors)
         packet = func._overloadpacket
-        if packet in _EXPERTS:
-            self.work += Work(products=_EXPERTS[packet](*args), product_bytes=num_bytes, num_ops=1)
-        elif packet in flop_registry:
+        if packet in flop_registry:
             operations = float(flop_registry[packet](*args, **kwargs, out_val=result))
             self.work += Work(products=operations, product_bytes=num_bytes, num_ops=1)
         elif not func._schema.name.startswith(_MAKES_NOTHING):
@@ -90,6 +92,10 @@ def _is_view(func: Any, results: list[torch.Tensor], inputs: list[torch.Tensor])
     return bool(results) and all(t.untyped_storage()._cdata in storages for t in results)
 
 
+def _num_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
@@ -104,7 +110,7 @@ def recording(module: nn.Module, *given: Any, accelerated: bool) -> Iterator[Rec
         accelerated: with the kernels of a GPU.
     """
     recorder = Recorder([*module.parameters(), *module.buffers(), given])
-    with _fused_attention(module, recorder), _experts(), _ScaledDotProduct(recorder, accelerated), recorder:
+    with _fused_attention(module, recorder), _experts(recorder), _ScaledDotProduct(recorder, accelerated), recorder:
         yield recorder
 
 
@@ -191,32 +197,41 @@ def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 # Experts
 
 
-def _grouped_operations(tokens: torch.Tensor, weight: torch.Tensor, *_: Any) -> float:
-    """tokens (S, I), weight (E, I, O)."""
-    return 2.0 * tokens.shape[0] * weight.shape[1] * weight.shape[2]
+class _Grouped(torch.autograd.Function):
+    """Keeps what a grouped product keeps: tokens (S, I), sorted by expert, times weight (E, I, O)."""
 
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, recorder: Recorder
+    ) -> torch.Tensor:
+        output = tokens.new_empty(tokens.shape[0], weight.shape[2])
+        ctx.save_for_backward(tokens, weight, offsets)
+        ctx.recorder, ctx.operations = recorder, 2.0 * tokens.shape[0] * weight.shape[1] * weight.shape[2]
+        recorder.multiply(ctx.operations, [tokens, weight, offsets, output])
+        return output
 
-def _register_experts() -> dict[Any, Any]:
-    from transformers.integrations import moe  # noqa: F401  (defines the operations)
-
-    ops = torch.ops.transformers
-    return {
-        ops.grouped_mm_fallback: _grouped_operations,
-        ops.grouped_mm_fallback_backward: lambda *args: 2 * _grouped_operations(*args),
-    }
-
-
-_EXPERTS = _register_experts()
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        tokens, weight, offsets = ctx.saved_tensors
+        grads = torch.empty_like(tokens), torch.empty_like(weight)
+        ctx.recorder.multiply(2 * ctx.operations, [tokens, weight, offsets, grad, *grads])
+        return *grads, None, None
 
 
 @contextmanager
-def _experts() -> Iterator[None]:
-    """Inside, experts take transformers' own operation, which knows shapes in any dtype; torch's has bf16 on meta only."""
+def _experts(recorder: Recorder) -> Iterator[None]:
+    """Inside, products of experts are the stand-in.
+
+    On the meta device torch's own knows bf16 alone, and transformers' fallback has no backward before 5.23.
+    """
     from transformers.integrations import moe
 
-    original = moe._can_use_grouped_mm
-    moe._can_use_grouped_mm = lambda *args: False
+    def multiply(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return _Grouped.apply(input.to(weight.dtype), weight, offs, recorder)
+
+    original = moe._grouped_mm
+    moe._grouped_mm = multiply
     try:
         yield
     finally:
-        moe._can_use_grouped_mm = original
+        moe._grouped_mm = original
