@@ -21,6 +21,7 @@ from horizon_lm.errors import (
     ScheduleMismatchError,
     StreamingError,
     TornModelError,
+    UnprovenModelWarning,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ __all__ = [
     "AdamW", "CheckpointWarning", "ConfigError", "DataError", "DatasetConfig", "DoesNotFitError", "DpoConfig", "ForeignWriteWarning", "HeadWarning",
     "HorizonError", "InterruptedRunError", "MissingLogitsError", "ModelNotSupportedError", "NonFiniteError", "NonFiniteWarning",
     "PretrainConfig", "RecomputeMismatchError", "RunConfig", "ScheduleMismatchError", "SftConfig", "StreamingError",
-    "TornModelError", "__version__", "errors", "from_config", "from_pretrained", "stats", "stream", "synchronize",
+    "TornModelError", "UnprovenModelWarning", "__version__", "errors", "from_config", "from_pretrained", "stats", "stream", "synchronize",
     "token_logprobs", "train",
 ]  # fmt: skip
 

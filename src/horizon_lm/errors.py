@@ -58,6 +58,10 @@ class HeadWarning(UserWarning):
     """A model's loss cannot be computed in chunks, so that all its logits are made at once."""
 
 
+class UnprovenModelWarning(UserWarning):
+    """A model is streamed that was not found equal to plain autograd."""
+
+
 class ForeignWriteWarning(UserWarning):
     """Weights were written by other code, and what the store keeps beside them was reset."""
 

@@ -38,7 +38,8 @@ def train_step(model: Any, batch: dict[str, torch.Tensor], **options: Any) -> St
     torch.manual_seed(7)
     output = model(**batch, **options)
     output.loss.backward()
-    return Step(output.loss.detach(), getattr(output, "logits", None), gradients(model))
+    logits = getattr(output, "logits", None)  # a chunked loss has none
+    return Step(output.loss.detach(), logits if isinstance(logits, torch.Tensor) else None, gradients(model))
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor | None]:

@@ -43,7 +43,12 @@ class Subject:
         return copy.deepcopy(self.model)
 
     def stream(self, **settings: Any) -> Any:
-        return horizon_lm.stream(self.copy(), **({"precision": "float32"} | settings))
+        """Stream a copy of the model, whatever the table says of it: the table is made of what comes of it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", horizon_lm.UnprovenModelWarning)
+            warnings.simplefilter("ignore", horizon_lm.HeadWarning)
+            settings = {"precision": "float32", "allow_unproven_model": True} | settings
+            return horizon_lm.stream(self.copy(), **settings)
 
     def batch(self, seed: int = 1, **options: Any) -> dict[str, torch.Tensor]:
         return text_batch(self.model_type, seed=seed, **options)

@@ -134,9 +134,9 @@ def _adamw(subject: Subject, **settings: Any) -> Outcome:
     streamed = subject.stream(head="whole")
     ours = horizon_lm.AdamW(streamed, **ADAMW, **settings)
     for seed in (1, 2, 3):
-        train_step(plain, subject.batch(seed), use_cache=False)
-        train_step(streamed, subject.batch(seed))
-        for each in (optimizer, ours):
+        for model, each, options in ((plain, optimizer, {"use_cache": False}), (streamed, ours, {})):
+            torch.manual_seed(7)
+            model(**subject.batch(seed), **options).loss.backward()  # update_in_backward keeps no gradients to look at
             each.step()
             each.zero_grad()
     weights, our_weights = plain.state_dict(), {n: w.clone() for n, w in streamed.state_dict().items()}
@@ -188,7 +188,7 @@ def varlen(subject: Subject) -> Outcome:
 def default_precision(subject: Subject) -> Outcome:
     """One step in ``fp32_master``."""
     plain = subject.plain
-    model = horizon_lm.stream(subject.copy())
+    model = subject.stream(precision="fp32_master")
     optimizer = horizon_lm.AdamW(model, **ADAMW)
     step = train_step(model, subject.batch())
     optimizer.step()

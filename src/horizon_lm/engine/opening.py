@@ -39,6 +39,8 @@ def stream(
     compile: bool | str = "auto",
     check_recompute: bool = False,
     attn_implementation: str | None = None,
+    check_gradients: int = 0,
+    allow_unproven_model: bool = False,
 ) -> Any:
     """Stream a Hugging Face causal language model that is in memory already.
 
@@ -70,6 +72,9 @@ def stream(
         check_recompute: compare each recomputed output with the forward's (for tests; keeps all outputs).
         attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, through flash-attn or
             torch's own kernel on CUDA. None for what the model has, and on CUDA ``varlen`` instead of ``sdpa`` where it can.
+        check_gradients: in the first training backward, compare so many blocks with plain autograd on the device, and raise
+            GradientMismatchError at the first difference.
+        allow_unproven_model: stream a model, or use a feature, that is not in the table of ``docs/models.md``.
 
     Raises:
         ConfigError: a setting that is not possible.
@@ -78,6 +83,7 @@ def stream(
     settings = Settings(
         device, precision, device_micro_batch_size, head, boundaries, held_blocks, held_graphs, head_chunk_tokens,
         compute_dtype, grad_dtype, device_memory, mlp_chunk_tokens, compile, check_recompute, attn_implementation,
+        check_gradients, allow_unproven_model,
     )  # fmt: skip
     return _stream(model, settings)
 

@@ -11,12 +11,13 @@ from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.memory import Options
 from horizon_lm.engine.streamed import attach
-from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError
+from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning
 from horizon_lm.model import attention, capture
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.head_run import head_peak
 from horizon_lm.model.outer_trial import require_each_block_once, try_outer
 from horizon_lm.model.parts import ModelParts, find_parts
+from horizon_lm.model.proven import IMAGES, MICRO_BATCHES, VARLEN, find_proof, require_proven
 from horizon_lm.plan.residency import Residency
 from horizon_lm.plan.spare import head_chunk_tokens
 from horizon_lm.store.precision import Precision, get_precision
@@ -42,6 +43,8 @@ class Settings:
     compile: bool | str = "auto"
     check_recompute: bool = False
     attn_implementation: str | None = None
+    check_gradients: int = 0
+    allow_unproven_model: bool = False
 
     def __post_init__(self) -> None:
         if self.device == "auto":
@@ -81,7 +84,16 @@ class Settings:
                 "micro-batches; leave device_micro_batch_size unset"
             )
         attention.register()
-        attention.choose(model, self.attn_implementation, self._on_accelerator)
+        proof = find_proof(parts)
+        used = attention.choose(model, self.attn_implementation, self._on_accelerator and VARLEN in proof.features)
+        reason = proof.reason_against(
+            *([MICRO_BATCHES] if self.device_micro_batch_size is not None else []),
+            *([VARLEN] if used == attention.NAME else []),
+        )
+        if not self.allow_unproven_model:
+            require_proven(reason)
+        elif reason:
+            warnings.warn(f"allow_unproven_model: {reason}", UnprovenModelWarning, stacklevel=5)
         return parts
 
     def _chunked_path(self, parts: ModelParts) -> ChunkedPath | None:
@@ -123,7 +135,8 @@ class Settings:
             self._on_accelerator if self.compile == "auto" else bool(self.compile),
             self.check_recompute,
         )
-        return attach(parts, store, device, options, path)
+        images = self.allow_unproven_model or IMAGES in find_proof(parts).features
+        return attach(parts, store, device, options, path, images)
 
     def _residency(self, num_blocks: int, device: Device) -> Residency | None:
         """What stays on the device, as far as that is said."""

@@ -219,8 +219,18 @@ def _streamed_class(cls: Any) -> Any:
     return type(cls.__name__, (StreamedModel, cls), namespace)
 
 
-def attach(parts: ModelParts, store: Store, device: Device, options: Options, path: ChunkedPath | None) -> Any:
-    """Make a model streamed. Its parameters must already be views into ``store``."""
+def attach(
+    parts: ModelParts, store: Store, device: Device, options: Options, path: ChunkedPath | None, images: bool
+) -> Any:
+    """Make a model streamed. Its parameters must already be views into ``store``.
+
+    Args:
+        parts: of the model.
+        store: with its weights.
+        device, options: where and how it computes.
+        path: how its loss is computed in chunks; None for ``head="whole"``.
+        images: whether it may be given images, video or audio.
+    """
     model = parts.model
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
@@ -232,6 +242,6 @@ def attach(parts: ModelParts, store: Store, device: Device, options: Options, pa
         adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)
     cls = type(model)
     parts.refer_weakly()
-    model._horizon = Streaming(engine, cls, path, is_adapter=is_adapter_model(model))
+    model._horizon = Streaming(engine, cls, path, is_adapter_model(model), images)
     model.__class__ = _streamed_class(cls)  # type: ignore[arg-type]
     return model

@@ -37,8 +37,10 @@ class Streaming:
     It belongs to the model, and refers to it weakly: a model that nobody has any more is freed at once, its slabs with it.
     """
 
-    def __init__(self, engine: Engine, model_class: Any, path: ChunkedPath | None, is_adapter: bool = False) -> None:
-        self.engine, self.is_adapter = engine, is_adapter
+    def __init__(
+        self, engine: Engine, model_class: Any, path: ChunkedPath | None, is_adapter: bool, takes_images: bool
+    ) -> None:
+        self.engine, self.is_adapter, self._takes_images = engine, is_adapter, takes_images
         parts = engine.parts
         self._model, self._class = weakref.ref(parts.model), model_class
         self._signature = inspect.signature(model_class.forward)
@@ -202,6 +204,11 @@ class Streaming:
     def _require_possible(self, call: dict[str, Any], rows: int) -> None:
         """StreamingError for what a streamed model does not compute right."""
         modal = modal_inputs(call)
+        if modal and not self._takes_images:
+            raise StreamingError(
+                f"{modal[0]}: {self._class.__name__} is streamed on text only so far (docs/models.md); leave it out, or stream "
+                "with allow_unproven_model=True"
+            )
         if modal and (self.engine.options.device_micro_batch_size or rows) < rows:
             raise StreamingError(
                 f"{modal[0]} cannot be cut into micro-batches yet; leave device_micro_batch_size unset for images, video and "

@@ -1,0 +1,67 @@
+"""The table of model types that were compared with plain autograd (``docs/models.md``), and what it says of a model."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model.parts import ModelParts
+
+IMAGES, MICRO_BATCHES, VARLEN = "images", "micro_batches", "varlen"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was compared for a model type.
+
+    Attributes:
+        name: of the model's class.
+        missing: why a model is not in the table; empty if it is.
+        features: that were found right, besides training on text with the default settings.
+    """
+
+    name: str
+    missing: str
+    features: frozenset[str]
+
+    def reason_against(self, *needed: str) -> str:
+        """Return why a model with these features is unproven; empty if it is proven."""
+        if self.missing:
+            return self.missing
+        lacking = [feature for feature in needed if feature not in self.features]
+        return f"{self.name} was not found right with {', '.join(lacking)}" if lacking else ""
+
+
+def find_proof(parts: ModelParts) -> Proof:
+    """Return what the table says of a model."""
+    model = parts.model.get_base_model() if hasattr(parts.model, "get_base_model") else parts.model
+    cls, kind = _class_of_transformers(type(model)), model.config.model_type
+    entry = _table()["types"].get(kind)
+    if entry is None or entry["class"] != cls.__name__:
+        return Proof(cls.__name__, f"{cls.__name__} of type {kind!r} is not in the table of proven models", frozenset())
+    if cls is not type(model) and not hasattr(model, "_horizon"):
+        return Proof(cls.__name__, f"{type(model).__name__} changes transformers' {cls.__name__}", frozenset())
+    proof = Proof(cls.__name__, "", frozenset(entry["features"]))
+    tie = "tied" if parts.tied else "untied"
+    return proof if tie in proof.features else Proof(cls.__name__, proof.reason_against(f"{tie} weights"), frozenset())
+
+
+def require_proven(reason: str) -> None:
+    """ModelNotSupportedError for a reason against streaming a model."""
+    if reason:
+        raise ModelNotSupportedError(
+            f"{reason} (docs/models.md: compared with plain autograd, transformers {_table()['transformers']}). Set "
+            "allow_unproven_model=True to stream it all the same, and check_gradients to compare its gradients yourself."
+        )
+
+
+def _class_of_transformers(cls: type) -> type:
+    return next((each for each in cls.__mro__ if each.__module__.startswith("transformers.models.")), cls)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("proven.json").read_text(encoding="utf-8"))
+    return table
