@@ -10,6 +10,7 @@ from horizon_lm.errors import (
     DataError,
     DoesNotFitError,
     ForeignWriteWarning,
+    GradientMismatchError,
     HeadWarning,
     HorizonError,
     InterruptedRunError,
@@ -50,7 +51,7 @@ _HOME = {
     "train": "horizon_lm.training.loop",
 }
 __all__ = [
-    "AdamW", "CheckpointWarning", "ConfigError", "DataError", "DatasetConfig", "DoesNotFitError", "DpoConfig", "ForeignWriteWarning", "HeadWarning",
+    "AdamW", "CheckpointWarning", "ConfigError", "DataError", "DatasetConfig", "DoesNotFitError", "DpoConfig", "ForeignWriteWarning", "GradientMismatchError", "HeadWarning",
     "HorizonError", "InterruptedRunError", "MissingLogitsError", "ModelNotSupportedError", "NonFiniteError", "NonFiniteWarning",
     "PretrainConfig", "RecomputeMismatchError", "RunConfig", "ScheduleMismatchError", "SftConfig", "StreamingError",
     "TornModelError", "UnprovenModelWarning", "__version__", "errors", "from_config", "from_pretrained", "stats", "stream", "synchronize",

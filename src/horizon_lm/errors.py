@@ -98,6 +98,10 @@ class RecomputeMismatchError(StreamingError):
     """A block's recomputed output differs from its forward output (only with check_recompute=True)."""
 
 
+class GradientMismatchError(StreamingError):
+    """A block's gradient differs from that of plain autograd on this device (only with check_gradients)."""
+
+
 class TornModelError(StreamingError):
     """An update failed inside a kernel: some weights are new, some old, and the model must be loaded again."""
 

@@ -27,6 +27,9 @@ def evaluate(
     device_memory: Annotated[str | None, typer.Option(help="What buffers may take, such as 300MiB.")] = None,
     precision: Annotated[str, typer.Option(help="Of the weights in host memory: bf16, fp32_master, float32.")] = "bf16",
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model.")] = False,
+    allow_unproven_model: Annotated[
+        bool, typer.Option(help="Open a model that was not found equal to plain autograd.")
+    ] = False,
 ) -> None:  # fmt: skip
     """Measure a model with tasks of lm-eval while it is streamed from host memory, so it need not fit on the device."""
     if output is not None and output.is_dir():
@@ -39,7 +42,7 @@ def evaluate(
 
     memory = None if device_memory is None else parse_bytes(device_memory)
     loaded = load_tasks(tasks)
-    streamed, tokenizer = open_model(model, device, memory, precision, None, trust_remote_code)
+    streamed, tokenizer = open_model(model, device, memory, precision, None, trust_remote_code, allow_unproven_model)
     results = evaluate_model(streamed, tokenizer, loaded, num_fewshot, limit, batch_size, apply_chat_template)
     print(results.table)
     if output is not None:

@@ -20,6 +20,9 @@ def generate(
     precision: Annotated[str, typer.Option(help="Of the weights in host memory: bf16, fp32_master, float32.")] = "bf16",
     gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the folder to read instead.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model.")] = False,
+    allow_unproven_model: Annotated[
+        bool, typer.Option(help="Open a model that was not found equal to plain autograd.")
+    ] = False,
 ) -> None:
     """Answer a prompt with a model that is streamed from host memory, so it need not fit on the device."""
     import sys
@@ -35,7 +38,9 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise ConfigError("PROMPT is empty")
-    streamed, tokenizer = open_model(model, device, memory, precision, gguf_file, trust_remote_code)
+    streamed, tokenizer = open_model(
+        model, device, memory, precision, gguf_file, trust_remote_code, allow_unproven_model
+    )
     _answer(streamed, tokenizer, text, max_new_tokens, temperature, seed)
 
 

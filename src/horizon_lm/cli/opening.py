@@ -7,9 +7,10 @@ from horizon_lm.errors import ConfigError
 
 
 def open_model(
-    name: str, device: str, device_memory: int | None, precision: str, gguf_file: str | None, trust_remote_code: bool
-) -> tuple[Any, Any]:
-    """The streamed model of a folder or hub id in evaluation mode, and its tokenizer."""
+    name: str, device: str, device_memory: int | None, precision: str, gguf_file: str | None, trust_remote_code: bool,
+    allow_unproven_model: bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return the streamed model of a folder or hub id in evaluation mode, and its tokenizer."""
     import horizon_lm
     from horizon_lm.model.source import local_folder
     from horizon_lm.training.setup import choose_device, open_tokenizer
@@ -34,5 +35,6 @@ def open_model(
         device_memory=device_memory,
         gguf_file=gguf_file,
         trust_remote_code=trust_remote_code,
+        allow_unproven_model=allow_unproven_model,
     )
     return model.eval(), open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)

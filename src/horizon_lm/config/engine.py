@@ -56,6 +56,11 @@ class EngineSettings(DataSettings):
         "auto", description="Compile blocks with torch.compile, each structure once; auto for where there is a GPU."
     )
 
+    check_gradients: NonNegativeInt = Field(
+        0,
+        description="Before training, compare so many blocks with plain autograd on the device, with a real batch; 0 for none.",
+    )
+
     @field_validator("head_chunk_tokens")
     @classmethod
     def _chunks_need_chunked_head(cls, value: int | None, info: ValidationInfo) -> int | None:

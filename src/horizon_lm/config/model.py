@@ -17,6 +17,10 @@ class ModelSettings(Settings):
     model_name_or_path: str = Field(description="The model to start from: a Hugging Face folder or hub id.")
     gguf_file: str | None = Field(None, description="A GGUF file in that folder to read the weights from.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
+    allow_unproven_model: bool = Field(
+        False,
+        description="Train a model, or use a feature, that was not found equal to plain autograd (docs/models.md).",
+    )
     attn_implementation: str | None = Field(
         None, description="The attention that transformers uses, such as sdpa; varlen for packed and padded rows."
     )

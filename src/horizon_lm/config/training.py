@@ -78,6 +78,10 @@ class TrainingSettings(EngineSettings):
             raise ValueError("cannot clip by the norm of gradients that are not all known yet; set max_grad_norm: 0")
         if value and info.data.get("non_finite") == "skip":
             raise ValueError("cannot skip a step of which a part is done; remove non_finite: skip")
+        if value and info.data.get("check_gradients"):
+            raise ValueError(
+                "keeps no gradients to check; set check_gradients: 0, and check in a run of one step without it"
+            )
         return value
 
     @field_validator("max_consecutive_skips")

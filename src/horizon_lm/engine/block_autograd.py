@@ -100,6 +100,7 @@ class BlockNode:
         self.hidden_shape: torch.Size
         self.hidden_dtype: torch.dtype
         self.expected: list[torch.Tensor] | None = None  # outputs, with check_recompute
+        self.true_inputs: list[torch.Tensor] | None = None  # kept apart, with check_gradients
 
     @property
     def offloaded(self) -> bool:
@@ -116,6 +117,8 @@ class BlockNode:
         self.dims = blocks.dims(self.index, self.call)
         self.attributes = self.module.attributes()
         tensors = tuple(self.outputs.tensors)
+        if blocks.gradient_check is not None and self.index in blocks.gradient_check.indices:
+            self.true_inputs = [t.detach().clone() for t in self.call.tensors]
         if blocks.engine.options.check_recompute:
             self.expected = [t.clone() for t in tensors]
         return tensors
@@ -139,6 +142,8 @@ class BlockNode:
             with engine.cursor.compute(Kind.STAGE, unit):
                 engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
                 engine.landed(unit, names)
+        if self.true_inputs is not None and self.blocks.gradient_check is not None:
+            self.blocks.gradient_check.compare_block(self, self.true_inputs, grads, input_grads)
         if not self.kept.graphs:
             engine.counts["block_forward_rows"] += self.num_rows
         return input_grads

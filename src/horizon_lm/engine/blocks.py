@@ -10,6 +10,7 @@ from torch import nn
 from horizon_lm.device.moves import Copy
 from horizon_lm.engine.block_autograd import BlockFunction, BlockNode, Kept
 from horizon_lm.engine.engine import Engine
+from horizon_lm.engine.gradient_check import GradientCheck
 from horizon_lm.engine.handle import ForwardHandle
 from horizon_lm.engine.rehearsal import Rehearsal
 from horizon_lm.engine.replay import no_autocast_cache
@@ -45,6 +46,7 @@ class Blocks:
         self.probe_rows: RowProbe | None = None
         self.probing: tuple[int, list[torch.Size]] | None = None
         self.rehearsal: Rehearsal | None = None
+        self.gradient_check: GradientCheck | None = None  # of the next training step
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Compute a block, in the place of its module's forward."""

@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -58,6 +58,7 @@ class Engine:
         self._landed: dict[str, list[str]] = {}  # by unit, parameters that got a gradient in the running backward
         self._after_grad: dict[str, None] = {}  # parameters with hooks to call when the whole backward is over
         self._trained: dict[str, list[str]] = {}  # by unit, parameters that the running pass trains
+        self.after_next_backward: Callable[[], None] | None = None  # called once
         self._anchor: Anchor | None = None
         self._resident_version = -1  # of the weights that stay on the device between passes
         self._warned = False  # of weights that others have written
@@ -314,6 +315,9 @@ class Engine:
     def _end_of_graph(self) -> None:
         """Called by autograd when its graph is done."""
         self._finish_backward()
+        whole, self.after_next_backward = self.after_next_backward, None
+        if whole is not None:
+            whole()
         names, self._after_grad = self._after_grad, {}
         for name in names:
             call_after_grad(self.refs[name].param)

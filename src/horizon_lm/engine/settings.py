@@ -61,6 +61,8 @@ class Settings:
             raise ConfigError(
                 f"boundaries is {self.boundaries!r}; choose 'auto', 'device', 'host', or a number of blocks"
             )
+        if self.check_gradients < 0:
+            raise ConfigError(f"check_gradients is {self.check_gradients}; it is a number of blocks, 0 for none")
         if self.compile not in (True, False, "auto"):
             raise ConfigError(f"compile is {self.compile!r}; choose True, False or 'auto'")
         if not 0 <= (self.held_graphs or 0) <= (self.held_blocks or 0):
@@ -136,7 +138,10 @@ class Settings:
             self.check_recompute,
         )
         images = self.allow_unproven_model or IMAGES in find_proof(parts).features
-        return attach(parts, store, device, options, path, images)
+        model = attach(parts, store, device, options, path, images)
+        if self.check_gradients:
+            model._horizon.check_gradients(self.check_gradients)
+        return model
 
     def _residency(self, num_blocks: int, device: Device) -> Residency | None:
         """What stays on the device, as far as that is said."""

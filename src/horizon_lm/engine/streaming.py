@@ -13,6 +13,7 @@ from horizon_lm.device.base import send
 from horizon_lm.engine.blocks import Blocks
 from horizon_lm.engine.chunked_head import ChunkedHead, LossInputs
 from horizon_lm.engine.engine import Engine
+from horizon_lm.engine.gradient_check import GradientCheck
 from horizon_lm.engine.head import Head
 from horizon_lm.engine.logprobs import LogprobRun, TokenLogprobs
 from horizon_lm.engine.loss import LossRun
@@ -54,6 +55,16 @@ class Streaming:
             module for module in parts.model.modules() if id(module) not in inside and module is not parts.model
         )
         self._root = self._root_ids()
+
+    def check_gradients(self, num_blocks: int) -> None:
+        """Compare so many blocks with plain autograd in the next training backward, whose gradients must be empty before."""
+        blocks, check = self.blocks, GradientCheck(self.engine, num_blocks)
+
+        def compare() -> None:
+            blocks.gradient_check = None
+            check.compare_landed()
+
+        blocks.gradient_check, self.engine.after_next_backward = check, compare
 
     def _replace_forwards(self, parts: ModelParts) -> list[tuple[nn.Module, Any]]:
         """Put ours in the place of modules' forwards. Returns which are where."""

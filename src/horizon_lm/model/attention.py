@@ -139,6 +139,17 @@ def attending(segments: Segments | None, start: int, stop: int) -> Iterator[None
         _current.rows = before
 
 
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Inside, segments are computed one by one with torch's scaled dot-product attention, whatever the device."""
+    before = getattr(_current, "plain", False)
+    _current.plain = True
+    try:
+        yield
+    finally:
+        _current.plain = before
+
+
 def varlen_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
@@ -171,7 +182,7 @@ def varlen_attention(
         )
     elif rows is None and not windowed:
         output = _causal(query, key, value, dropout, scaling)
-    elif query.device.type == "cuda":
+    elif query.device.type == "cuda" and not getattr(_current, "plain", False):
         output = _on_cuda(rows, query, key, value, dropout, scaling, sliding_window if windowed else None)
     else:
         output = _by_segment(rows, query, key, value, dropout, scaling, sliding_window)

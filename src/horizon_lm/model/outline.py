@@ -14,6 +14,7 @@ from horizon_lm.model.outer_trial import require_each_block_once, try_outer
 from horizon_lm.model.packing import require_packable
 from horizon_lm.model.parts import ModelParts, find_parts
 from horizon_lm.model.probe import BlockCalls, find_calls
+from horizon_lm.model.proven import MICRO_BATCHES, VARLEN, find_proof, require_proven
 from horizon_lm.model.source import skeleton_of
 from horizon_lm.model.trainable import freeze
 from horizon_lm.plan.outline import BlockKind, Linear, ModelOutline
@@ -36,6 +37,7 @@ def outline_config(
     trust_remote_code: bool = False,
     trainable: str | None = None,
     packed: bool = False,
+    allow_unproven_model: bool = False,
     head_values: Sequence[str] = (),
 ) -> ModelOutline:
     """The outline of the model that a config describes.
@@ -50,6 +52,7 @@ def outline_config(
         on_accelerator: attention is chosen as for a GPU.
         mlp_chunk_tokens: as in `horizon_lm.stream`.
         packed: rows are packed, which not every model can keep apart.
+        allow_unproven_model: as in `horizon_lm.stream`.
         trainable: patterns of the names of weights that are trained, as in `model.trainable.freeze`.
         head_values: what the loss is made of, as in `model.head_run.head_peak`.
 
@@ -63,7 +66,11 @@ def outline_config(
     ).train()
     freeze(model, trainable)
     parts = find_parts(model)
-    used = attention.choose(model, attn_implementation, on_accelerator)
+    proof = find_proof(parts)
+    used = attention.choose(model, attn_implementation, on_accelerator and VARLEN in proof.features)
+    unproven = proof.reason_against(*([VARLEN] if used == attention.NAME else []))
+    if not allow_unproven_model:
+        require_proven(unproven)
     if packed:
         require_packable(parts, used)
     require_each_block_once(parts, try_outer(parts))
@@ -85,6 +92,8 @@ def outline_config(
         attention=used,
         first_differentiated=parts.first_differentiated(),
         whole_head_only="" if path is not None else str(found),
+        whole_batch_only=MICRO_BATCHES not in proof.features and not allow_unproven_model,
+        unproven=unproven,
         **computation,
     )
 

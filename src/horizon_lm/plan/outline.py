@@ -61,6 +61,8 @@ class ModelOutline:
         attention: the implementation that was outlined.
         first_differentiated: the first block that a gradient passes through.
         whole_head_only: why the loss cannot be computed in chunks of tokens; empty if it can.
+        whole_batch_only: blocks compute all rows at once, because it is not known that rows can be cut.
+        unproven: why the model may differ from plain autograd; empty if it was compared with it.
         unknown: why computations could not be tried without weights, so that they seem to take nothing; empty if they could.
     """
 
@@ -78,6 +80,8 @@ class ModelOutline:
     attention: str
     first_differentiated: int = 0
     whole_head_only: str = ""
+    whole_batch_only: bool = False
+    unproven: str = ""
     unknown: str = ""
 
     @property

@@ -111,6 +111,7 @@ def make_plan(
         step,
         [
             *choice.reasons,
+            *([f"allow_unproven_model: {outline.unproven}"] if outline.unproven else ()),
             *([f"head: whole, because {outline.whole_head_only}"] if outline.whole_head_only else ()),
             *machine.notes,
             *([f"{outline.unknown}, so activations and seconds are left out"] if outline.unknown else []),

@@ -50,6 +50,8 @@ def plan_run(
     request = make_request(run, source, rows, outline.sizes.num_parameters, num_steps, num_checkpoints)
     if outline.whole_head_only:
         request = replace(request, head="whole", head_chunk_tokens=None)
+    if outline.whole_batch_only and request.device_micro_batch_size is None:
+        request = replace(request, device_micro_batch_size=request.rows)
     plan = make_plan(outline, request, machine, priced, usual)
     return replace(plan, problems=_problems(source, plan, rows))
 
@@ -145,13 +147,14 @@ def settle(run: RunConfig, plan: Plan) -> RunConfig:
     sees the first batch.
     """
     settings = plan.step.settings
+    rows = None if plan.step.outline.whole_batch_only and not run.device_micro_batch_size else settings.micro_batch
     head = {"head": plan.request.head, "head_chunk_tokens": plan.request.head_chunk_tokens}
     if plan.step.outline.unknown:
-        return run.model_copy(update={"device_micro_batch_size": settings.micro_batch, **head})
+        return run.model_copy(update={"device_micro_batch_size": rows, **head})
     residency = settings.residency
     chosen: dict[str, Any] = {
         **head,
-        "device_micro_batch_size": settings.micro_batch,
+        "device_micro_batch_size": rows,
         "boundaries": residency.boundaries,
         "held_blocks": residency.weights,
         "held_graphs": residency.graphs,

@@ -55,6 +55,7 @@ class Source:
             "trust_remote_code": run.trust_remote_code,
             "trainable": run.trainable,
             "packed": isinstance(run, TextConfig) and bool(run.packing or run.eval_packing),
+            "allow_unproven_model": run.allow_unproven_model,
             "head_values": _head_values(run),
         }
         key = tuple(options.values())

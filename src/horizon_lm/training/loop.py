@@ -19,7 +19,7 @@ from horizon_lm.training.folder import RunFolder
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.metrics import Metrics
 from horizon_lm.training.non_finite import finite, update
-from horizon_lm.training.objectives import Objectives, make_objectives, require_callable
+from horizon_lm.training.objectives import Objectives, check_gradients, make_objectives, require_callable
 from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.samples import Prompts
@@ -94,6 +94,7 @@ def train(
         reporter.say(f"run folder: {folder.path}")
         model = load_model(config)
         objectives = make_objectives(config, model, data, reporter, objective)
+        check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         optimizer, scheduler = build_optimizer(model, config, num_steps)
         result = _Loop(
             config, folder, reporter, listeners, tokenizer, data, prompts, calendar, model, objectives, optimizer, scheduler,

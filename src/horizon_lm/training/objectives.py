@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
+from horizon_lm.data.loader import Batch
 from horizon_lm.data.table import TokenTable
 from horizon_lm.errors import ConfigError
 from horizon_lm.objective.base import Objective, OwnObjective
@@ -77,3 +78,19 @@ def _dpo(
     learn = OwnObjective(own) if own else of("training data", data.training.packed, config.reference_batch_size)
     size = config.per_device_eval_batch_size
     return Objectives(learn, {name: of(name, rows, size) for name, rows in data.held_out.items()})
+
+
+def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: RunConfig, reporter: Reporter) -> None:
+    """Compare some blocks with plain autograd in a backward of a batch, and leave the model as it was.
+
+    Raises:
+        GradientMismatchError: a gradient is off by more than rounding.
+    """
+    if not config.check_gradients:
+        return
+    model._horizon.check_gradients(config.check_gradients)
+    objectives.training(model, batch).value.backward()
+    model.zero_grad()
+    reporter.say(
+        f"check_gradients: {config.check_gradients} blocks have the gradients of plain autograd on this device"
+    )

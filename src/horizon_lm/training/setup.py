@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import DpoConfig, RunConfig
-from horizon_lm.errors import CheckpointWarning, ConfigError, first_line
+from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarning, first_line
 
 
 def choose_device(name: str) -> str:
@@ -102,6 +102,7 @@ def load_model(config: RunConfig) -> Any:
     transformers.set_seed(config.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
+        warnings.simplefilter("ignore", UnprovenModelWarning)  # the plan has said it
         model = _open(config)
     freeze(model, config.trainable)
     # Evaluation mode is training without dropout; nothing else of a model depends on it.
@@ -129,6 +130,7 @@ def _open(config: RunConfig) -> Any:
         gguf_file=config.gguf_file,
         trust_remote_code=config.trust_remote_code,
         attn_implementation=config.attn_implementation,
+        allow_unproven_model=config.allow_unproven_model,
         grad_dtype=None if config.grad_dtype is None else getattr(torch, config.grad_dtype),
     )
 
