@@ -1,0 +1,72 @@
+"""check_gradients: blocks equal plain autograd on the device, and what differs is named."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.engine.grad_sink import GradSink
+from horizon_lm.errors import ConfigError, GradientMismatchError
+from horizon_lm.model.block import StreamedBlock
+from tests.families import FAMILIES, batch, build
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {"precision": "float32"},
+    "micro-batches": {"device_micro_batch_size": 1},
+    "bfloat16": {
+        "precision": "bf16", "compute_dtype": torch.bfloat16, "device_micro_batch_size": 2, "boundaries": "host",
+    },
+    "graphs": {"held_blocks": 2, "held_graphs": 1},
+    "simulated": {"device": "simulated"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_gradients_pass(family: str, settings: str) -> None:
+    model = horizon_lm.stream(build(family), check_gradients=2, **SETTINGS[settings])
+    model(**batch()).loss.backward()
+    assert model._horizon.blocks.gradient_check is None  # done, and over
+
+
+def wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient is altered on its way out of the device."""
+    close = GradSink.close
+
+    def alter(sink: Any) -> list[str]:
+        names = close(sink)
+        sink._taken.slot[:100] *= 1.01
+        return names
+
+    monkeypatch.setattr(GradSink, "close", alter)
+
+
+def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a block computes is not what its code says, as with a wrong kernel of a compiler."""
+    forward = StreamedBlock.forward
+
+    def alter(block: Any, *args: Any, plainly: bool, **kwargs: Any) -> Any:
+        output = forward(block, *args, plainly=plainly, **kwargs)
+        return output if plainly else output * 1.01
+
+    monkeypatch.setattr(StreamedBlock, "forward", alter)
+
+
+@pytest.mark.parametrize("breaks", [wrong_slot, wrong_kernel])
+@pytest.mark.parametrize("settings", ["float32", "micro-batches"])
+def test_a_difference_is_named(breaks: Any, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaks(monkeypatch)
+    model = horizon_lm.stream(build("llama"), check_gradients=3, **SETTINGS[settings])
+    with pytest.raises(GradientMismatchError, match=r"check_gradients: model\.layers\.2.* differs from plain autograd by"):
+        model(**batch()).loss.backward()
+
+
+def test_blocks_are_spread_over_the_model() -> None:
+    model = horizon_lm.stream(build("llama", num_hidden_layers=7), check_gradients=3)
+    assert model._horizon.blocks.gradient_check.indices == {0, 3, 6}
+
+
+def test_a_number_of_blocks_is_not_negative() -> None:
+    with pytest.raises(ConfigError, match="check_gradients is -1"):
+        horizon_lm.stream(build("llama"), check_gradients=-1)
