@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.census.cases import CASES, cases_of, run_case
-from tests.census.command import TABLE
+from tests.census.command import PAGE, TABLE
 from tests.census.subject import Subject
 from tests.census.table import FEATURES, GOOD, NEEDED, entry, is_proven, table, verdict
 from tests.census.tiny_models import CannotBuildError, build, describe_model, model_types
@@ -135,3 +135,9 @@ def test_features_are_proven_one_by_one() -> None:
     assert found["head"] == "chunked"
     assert {"hidden_states", "untied"} <= {*found["features"]}
     assert not {"generate", "micro_batches", "tied"} & {*found["features"]}
+
+
+def test_the_page_and_the_table_agree() -> None:
+    rows = [line.split("|")[1:-1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    on_page = {(row[1].strip(), row[2].strip()) for row in rows if row[2:] and row[2].strip() in ("chunked", "whole")}
+    assert on_page == {(each["class"], each["head"]) for each in proven().values()}
