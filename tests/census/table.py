@@ -79,9 +79,7 @@ def verdict(result: Result) -> tuple[str, str]:
                     return word, said.partition(": ")[2]  # without the name of the exception
                 before = "plain Hugging Face cannot train it on text" if status == "plain_fails" else case
                 return word, f"{before}: {said}"
-    raise AssertionError(
-        f"{result['class']}: these cases were not run: {[c for c in NEEDED if c not in result['cases']]}"
-    )
+    return "rejected", "not in the table: only a loss and its gradients were compared"
 
 
 def count(results: Mapping[str, Result]) -> Counter[str]:

@@ -58,7 +58,9 @@ def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_difference_is_named(breaks: Any, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch)
     model = horizon_lm.stream(build("llama"), check_gradients=3, **SETTINGS[settings])
-    with pytest.raises(GradientMismatchError, match=r"check_gradients: model\.layers\.2.* differs from plain autograd by"):
+    with pytest.raises(
+        GradientMismatchError, match=r"check_gradients: model\.layers\.2.* differs from plain autograd by"
+    ):
         model(**batch()).loss.backward()
 
 

@@ -191,15 +191,23 @@ class StandIn(torch.Tensor):
     The weight itself is in host memory, in the dtype that it is stored in, which the code would otherwise adapt to.
     """
 
+    _read: Callable[[Any], torch.Tensor] | None = None
+
     @staticmethod
-    def of(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return one for a parameter as it is on the device."""
+    def of(
+        param: nn.Parameter, dtype: torch.dtype, device: torch.device, read: Callable[[Any], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Return one for a parameter as it is on the device. ``read(index)``: gives some of its rows, if that is possible."""
         with torch._C.DisableTorchFunctionSubclass():
             shape, needs_grad = param.shape, param.requires_grad
-        return torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(StandIn).requires_grad_(needs_grad)
+        stand_in = torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(StandIn)
+        stand_in._read = read
+        return stand_in.requires_grad_(needs_grad)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__ and args[0]._read is not None:
+            return args[0]._read(args[1])
         if func not in _METADATA:
             raise StreamingError(_DIRECT_PRODUCT)
         with torch._C.DisableTorchFunctionSubclass():

@@ -229,10 +229,11 @@ class Streaming:
     def _stand_ins(self) -> AbstractContextManager[None]:
         """Inside, the weights of head and embedding look as they will on the device."""
         options, device = self.engine.options, self.engine.device.torch_device
-        places = [(self.head.module, name) for name in self.head.weight_names()] + [(self.table.module, "weight")]
+        head = [(self.head.module, name, None) for name in self.head.weight_names()]
+        places: list[tuple[Any, str, Any]] = [*head, (self.table.module, "weight", self.table.read)]
         return in_place(
-            (module, name, StandIn.of(module._parameters[name], options.compute_dtype, device))  # type: ignore[arg-type]
-            for module, name in places
+            (module, name, StandIn.of(module._parameters[name], options.compute_dtype, device, read))
+            for module, name, read in places
         )
 
     def _plan(self, compute: Callable[[dict[str, torch.Tensor]], Any], size: BatchSize, rows: int, embed: bool) -> None:

@@ -62,6 +62,17 @@ class Table:
             received = self._table(engine.store.units[EMBED].weights)[rows].to(device, engine.options.compute_dtype)
             return look_up(self.module, received, positions.to(device), None)
 
+    def read(self, index: Any) -> torch.Tensor:
+        """Return some rows as the model's code asks for them besides its lookup; their gradient must be zero."""
+        engine = self.engine
+        engine.hand_out_weight()
+        rows = self._table(engine.store.units[EMBED].weights)[index].to(
+            engine.device.torch_device, engine.options.compute_dtype, copy=True
+        )
+        if engine.handle is not None and engine.trained(EMBED):
+            rows.requires_grad_().register_hook(_reject_gradient)
+        return rows
+
     def expect(self, ids: torch.Tensor | None, on_host: torch.Tensor | None) -> None:
         """The coming forward's ids, and the same ones where the caller had them: fetching them would wait for the device."""
         known = ids is not None and on_host is not None and on_host.device.type == "cpu"
@@ -89,6 +100,14 @@ class Table:
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))
         report = engine.grads.squares.landing(EMBED, whole=empty)
         return LandRows(engine.store.grad(self._name), outgoing, rows, clear=empty, add=not empty, report=report)
+
+
+def _reject_gradient(grad: torch.Tensor) -> None:
+    if grad.any():
+        raise StreamingError(
+            "the model reads rows of its input embedding besides the lookup, and they have a gradient, which a streamed model "
+            "does not keep; freeze the embedding (requires_grad_(False))"
+        )
 
 
 def _version(tensor: torch.Tensor) -> int:
