@@ -114,32 +114,35 @@ class StreamedModel:
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model if the call changes nothing; StreamingError otherwise."""
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        engine = self._horizon.engine
-        kept = (None, engine.store.precision.weight_dtype)
-        if dtype in kept and (device is None or device.type in ("cpu", engine.device.torch_device.type)):
-            return self
-        _reject_move("to")
+        return self._unless_changed("to", device, dtype)
 
-    def cuda(self, *args: Any, **kwargs: Any) -> Any:
-        return self.to("cuda")
+    def cuda(self, device: Any = None) -> Any:
+        return self._unless_changed("cuda", torch.device("cuda"), None)
 
     def cpu(self) -> Any:
         return self
 
     def half(self) -> Any:
-        return self.to(torch.float16)
+        return self._unless_changed("half", None, torch.float16)
 
     def bfloat16(self) -> Any:
-        return self.to(torch.bfloat16)
+        return self._unless_changed("bfloat16", None, torch.bfloat16)
 
     def float(self) -> Any:
-        return self.to(torch.float32)
+        return self._unless_changed("float", None, torch.float32)
 
     def double(self) -> Any:
-        return self.to(torch.float64)
+        return self._unless_changed("double", None, torch.float64)
+
+    def _unless_changed(self, method: str, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+        engine = self._horizon.engine
+        is_there = device is None or device.type in ("cpu", engine.device.torch_device.type)
+        if is_there and dtype in (None, engine.store.precision.weight_dtype):
+            return self
+        _reject_move(f"{method}()")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        _reject_move("moving or casting")
+        _reject_move("type(), to_empty() and the like")
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         raise StreamingError(
@@ -162,9 +165,9 @@ class StreamedModel:
         )
 
 
-def _reject_move(what: str) -> NoReturn:
+def _reject_move(method: str) -> NoReturn:
     raise StreamingError(
-        f"{what}() is not possible on a streamed model, whose weights live in host memory; choose device and precision in "
+        f"{method}: a streamed model cannot be moved or cast, its weights live in host memory; choose device and precision in "
         "horizon_lm.stream()"
     )
 
