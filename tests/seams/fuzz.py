@@ -21,8 +21,8 @@ import transformers
 
 from horizon_lm.errors import HorizonError
 from tests.seams.compare import difference
-from tests.seams.fuzz_calls import CALLS, NEVER_REJECTED, World
-from tests.seams.fuzz_worlds import Setting, open_worlds
+from tests.seams.fuzz_calls import CALLS, NEVER_REJECTED
+from tests.seams.fuzz_worlds import Setting, World, open_worlds
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ def play(sequence: Play, rejections: Counter[str] | None = None) -> None:
     Raises:
         Divergence: they differ, with the call that showed it.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of writes by others and the like; the table of rows notes them
+        _play(sequence, rejections)
+
+
+def _play(sequence: Play, rejections: Counter[str] | None) -> None:
     streamed, plain = open_worlds(sequence.setting)
     for number, call in enumerate(sequence.calls):
         try:
@@ -103,12 +109,10 @@ def _make(call: Call, streamed: World, plain: World, rejections: Counter[str] | 
 
 def _result(make: Any, world: World, seed: int) -> Any:
     torch.manual_seed(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return make(world, random.Random(seed))
-        except Exception as error:
-            return error.with_traceback(None) if isinstance(error, HorizonError) else error
+    try:
+        return make(world, random.Random(seed))
+    except Exception as error:
+        return error.with_traceback(None) if isinstance(error, HorizonError) else error
 
 
 def _words(value: Any) -> str:

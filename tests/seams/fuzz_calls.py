@@ -2,88 +2,19 @@
 
 import random
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from tests import families
+from tests.seams.fuzz_worlds import World
 from tests.seams.rows.weights import EDITS
-from tests.seams.use import copied_gradients, copied_weights
-
-
-class Pending(NamedTuple):
-    """A forward that waits for its backward, and how often weights had been touched before it."""
-
-    loss: torch.Tensor
-    touched: int
-
-
-class World:
-    """A model with its optimizer, and what sequences of calls leave.
-
-    Attributes:
-        draws: dropout draws the same numbers on both models.
-        rejects: calls that may be rejected here, besides those that may be anywhere.
-        follows: the model whose weights this one takes over after each call, because it rounds in ways of its own.
-    """
-
-    def __init__(
-        self, model: Any, optimizer: torch.optim.Optimizer, tolerance: float, draws: bool, rejects: Collection[str] = ()
-    ) -> None:
-        self.model, self.optimizer, self.tolerance, self.draws, self.rejects = (
-            model,
-            optimizer,
-            tolerance,
-            draws,
-            rejects,
-        )
-        self.follows: World | None = None
-        self.sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
-        self.pending: list[Pending] = []
-        self.handles: list[Any] = []
-        self.saved: dict[str, torch.Tensor] | None = None
-        self.touched = 0
-
-    @property
-    def blocks(self) -> Any:
-        """The list of blocks."""
-        return next(m for m in self.model.modules() if isinstance(m, nn.ModuleList))
-
-    def parameter(self, chosen: random.Random) -> nn.Parameter:
-        """Choose a parameter."""
-        return chosen.choice(list(self.model.parameters()))
-
-    def linear(self, chosen: random.Random) -> nn.Module:
-        """Choose a module inside a block that has parameters of its own."""
-        block = chosen.choice(list(self.blocks))
-        return chosen.choice([m for m in block.modules() if m._parameters and m is not block])
-
-    def state(self) -> dict[str, Any]:
-        """Copy all that can be seen."""
-        return {
-            "weights": copied_weights(self.model),
-            "gradients": copied_gradients(self.model),
-            "trained": [p.requires_grad for p in self.model.parameters()],
-        }
-
-    def follow(self) -> None:
-        """Take over the weights of the other model."""
-        if self.follows is not None:
-            state = copied_weights(self.follows.model)
-            with torch.no_grad():
-                for name, value in self.model.state_dict().items():
-                    if not torch.equal(value, state[name].to(value.dtype)):  # autograd sees a write of the same, too
-                        value.copy_(state[name])
-
-    def give_up(self) -> None:
-        """Leave the step that failed, as a loop does that catches an error."""
-        self.pending.clear()
-        self.model.zero_grad()
+from tests.seams.use import copied_weights
 
 
 @dataclass(frozen=True)
@@ -118,7 +49,7 @@ def _batch(chosen: random.Random) -> dict[str, torch.Tensor]:
 def forward(world: World, chosen: random.Random) -> Any:
     value = world.model(**_batch(chosen)).loss
     if len(world.pending) < 2 and value.requires_grad:
-        world.pending.append(Pending(value, world.touched))
+        world.pending.append(value)
     return float(value.detach())
 
 
@@ -127,7 +58,7 @@ def backward(world: World, chosen: random.Random) -> Any:
     if not world.pending:
         return None
     place = chosen.randrange(len(world.pending))
-    world.pending.pop(place).loss.backward()
+    world.pending.pop(place).backward()
     return None
 
 
@@ -141,7 +72,6 @@ def accumulate(world: World, chosen: random.Random) -> Any:
 
 @_call(6)
 def step(world: World, chosen: random.Random) -> Any:
-    world.touched += 1
     world.optimizer.step()
     if chosen.random() < 0.7:
         world.optimizer.zero_grad()
@@ -150,7 +80,6 @@ def step(world: World, chosen: random.Random) -> Any:
 
 @_call(3)
 def step_of_another(world: World, chosen: random.Random) -> Any:
-    world.touched += 1
     world.sgd.step()
     if chosen.random() < 0.7:
         world.sgd.zero_grad()
@@ -228,7 +157,6 @@ def keep(world: World, chosen: random.Random) -> Any:
 @_call(2)
 def load(world: World, chosen: random.Random) -> Any:
     if world.saved is not None:
-        world.touched += 1
         world.model.load_state_dict(world.saved)
     return None
 
@@ -246,7 +174,6 @@ def read(world: World, chosen: random.Random) -> Any:
 
 @_call(6)
 def edit(world: World, chosen: random.Random) -> Any:
-    world.touched += 1
     EDITS[chosen.choice([how for how in EDITS if how != "init"])](world.parameter(chosen))
     return None
 
@@ -340,7 +267,7 @@ def cast(world: World, chosen: random.Random) -> Any:
         [
             lambda: target.half(),
             lambda: target.to(torch.float64),
-            lambda: target.type(torch.bfloat16),
+            lambda: target.type(torch.float64),
             lambda: target.to("meta"),
         ]
     )()

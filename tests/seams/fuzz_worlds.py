@@ -1,15 +1,80 @@
 """The two models of a sequence, and how the streamed one is made."""
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
 from tests import families
-from tests.seams.fuzz_calls import World
+from tests.seams.use import copied_gradients, copied_weights
+
+
+class World:
+    """A model with its optimizer, and what sequences of calls leave.
+
+    Attributes:
+        pending: losses that wait for their backward.
+        draws: dropout draws the same numbers on both models.
+        rejects: calls that may be rejected here, besides those that may be anywhere.
+        follows: the model whose weights this one takes over after each call, because it rounds in ways of its own.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: torch.optim.Optimizer, tolerance: float, draws: bool, rejects: Collection[str] = ()
+    ) -> None:
+        self.model, self.optimizer, self.tolerance, self.draws, self.rejects = (
+            model,
+            optimizer,
+            tolerance,
+            draws,
+            rejects,
+        )
+        self.follows: World | None = None
+        self.sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
+        self.pending: list[torch.Tensor] = []
+        self.handles: list[Any] = []
+        self.saved: dict[str, torch.Tensor] | None = None
+
+    @property
+    def blocks(self) -> Any:
+        """The list of blocks."""
+        return next(m for m in self.model.modules() if isinstance(m, nn.ModuleList))
+
+    def parameter(self, chosen: random.Random) -> nn.Parameter:
+        """Choose a parameter."""
+        return chosen.choice(list(self.model.parameters()))
+
+    def linear(self, chosen: random.Random) -> nn.Module:
+        """Choose a module inside a block that has parameters of its own."""
+        block = chosen.choice(list(self.blocks))
+        return chosen.choice([m for m in block.modules() if m._parameters and m is not block])
+
+    def state(self) -> dict[str, Any]:
+        """Copy all that can be seen."""
+        return {
+            "weights": copied_weights(self.model),
+            "gradients": copied_gradients(self.model),
+            "trained": [p.requires_grad for p in self.model.parameters()],
+        }
+
+    def follow(self) -> None:
+        """Take over the weights of the other model."""
+        if self.follows is not None:
+            state = copied_weights(self.follows.model)
+            with torch.no_grad():
+                for name, value in self.model.state_dict().items():
+                    if not torch.equal(value, state[name].to(value.dtype)):  # autograd sees a write of the same, too
+                        value.copy_(state[name])
+
+    def give_up(self) -> None:
+        """Leave the step that failed, as a loop does that catches an error."""
+        self.pending.clear()
+        self.model.zero_grad()
 
 
 @dataclass(frozen=True)

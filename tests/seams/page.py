@@ -29,6 +29,7 @@ _SECTIONS = {
     "Saving": "",
     "Opening": "",
     "The model as an object": "",
+    "Errors of other code": "",
     "The model's modules": "",
     "Models": "",
     "PEFT": "",

@@ -80,8 +80,8 @@ class Row:
     section: str
     text: str
     expected: str
-    body: Body
-    cases: Mapping[str, Case]
+    body: Body = field(repr=False)
+    cases: Mapping[str, Case] = field(repr=False)
     tolerance: float = 1e-5
     edits: bool = False
     warns: bool = False
@@ -192,11 +192,11 @@ def _call(body: Body, subject: Any, arguments: Mapping[str, Any]) -> tuple[Any, 
 
 def _half_done(each: Row, case: Case, model: Any, before: Mapping[str, torch.Tensor]) -> str | None:
     """Return what a rejection has left undone: the model must compute as before, with the weights that it had."""
-    after = copied_weights(model)
-    if not each.edits and (changed := difference(before, after, 0.0)):
-        return f"the weights have changed: {changed}"
     plain = case.plain()
     try:
+        after = copied_weights(model)
+        if not each.edits and (changed := difference(before, after, 0.0)):
+            return f"the weights have changed: {changed}"
         for name, param in plain.named_parameters():
             param.requires_grad_(model.get_parameter(name).requires_grad)
         plain.load_state_dict({name: value.clone() for name, value in after.items()})

@@ -4,7 +4,7 @@ import pytest
 
 from tests.seams import fuzz, fuzz_calls
 from tests.seams.fuzz import Call, Play, draw, fails, play, shrink
-from tests.seams.fuzz_worlds import Setting
+from tests.seams.fuzz_worlds import Setting, World
 
 SETTING = Setting("llama", "whole", "cpu", held_blocks=0, held_graphs=0, micro_batch=None, ours=True)
 
@@ -15,7 +15,7 @@ def test_sequences_do_not_diverge(seed: int) -> None:
 
 
 def test_a_divergence_is_found_and_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(world: fuzz_calls.World, chosen: object) -> float:
+    def forward(world: World, chosen: object) -> float:
         number = world.model.__dict__.setdefault("number_of_forwards", 0) + 1
         world.model.number_of_forwards = number
         return number if hasattr(world.model, "_horizon") and number > 1 else 0
@@ -30,7 +30,7 @@ def test_a_divergence_is_found_and_made_short(monkeypatch: pytest.MonkeyPatch) -
 def test_a_needless_rejection_is_a_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
     from horizon_lm.errors import StreamingError
 
-    def evaluate(world: fuzz_calls.World, chosen: object) -> None:
+    def evaluate(world: World, chosen: object) -> None:
         raise StreamingError("not today")
 
     monkeypatch.setitem(fuzz.CALLS, "evaluate", fuzz_calls.Kind(evaluate, 1, True))

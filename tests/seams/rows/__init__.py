@@ -2,13 +2,16 @@
 
 from tests.seams.rows import (  # noqa: F401
     adapters,
+    autograd,
     changes,
+    errors,
     evaluation,
     face,
     generation,
     hooks,
     master,
     models,
+    opening,
     optimizers,
     saving,
     trainers,

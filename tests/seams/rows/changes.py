@@ -245,7 +245,7 @@ _WHERE: dict[str, Callable[[Any], Any]] = {
 
 def _places(how: str) -> tuple[str, ...]:
     """Return where something is tried: everywhere where it may differ, else on a model and a module."""
-    return tuple(_WHERE) if how in ("half", "to-dtype", "to_empty", "to-cpu", "float") else ("model", "linear")
+    return tuple(_WHERE) if how in ("half", "to-dtype", "to_empty", "to-cpu") else ("model", "linear")
 
 
 @row(

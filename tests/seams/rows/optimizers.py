@@ -202,6 +202,10 @@ def step_without_backward(model: Any, ours: bool) -> Any:
     return [torch.equal(before[name], after[name]) for name in before]
 
 
+def _in_backward(model: Any) -> Any:
+    return adamw(model, **({"update_in_backward": True} if is_streamed(model) else {}))
+
+
 @row(
     "W18.clip-in-backward",
     SECTION,
@@ -211,7 +215,7 @@ def step_without_backward(model: Any, ours: bool) -> Any:
     keeps_gradients=False,
 )
 def clip_in_backward(model: Any) -> Any:
-    optimizer = adamw(model, **({"update_in_backward": True} if is_streamed(model) else {}))
+    optimizer = model.kept = _in_backward(model)  # for as long as the model
     model(**families.batch()).loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
@@ -227,7 +231,7 @@ def clip_in_backward(model: Any) -> Any:
     keeps_gradients=False,
 )
 def read_in_backward(model: Any) -> Any:
-    adamw(model, **({"update_in_backward": True} if is_streamed(model) else {}))
+    model.kept = _in_backward(model)
     model(**families.batch()).loss.backward()
     return copied_gradients(model)
 

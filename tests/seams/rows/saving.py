@@ -1,4 +1,4 @@
-"""Saving a model, and opening one."""
+"""Saving a model."""
 
 import tempfile
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 
 import horizon_lm
 from tests import families
 from tests.seams.rows.trainers import fresh_accelerator
-from tests.seams.seam import EITHER, REJECTED, Case, row
-from tests.seams.use import adamw, copied_weights, evaluated, gradients, is_streamed, train
+from tests.seams.seam import EITHER, Case, row
+from tests.seams.use import adamw, evaluated, gradients, train
 
-SAVING, OPENING = "Saving", "Opening"
+SECTION = "Saving"
 
 
 def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -50,7 +50,7 @@ ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 @row(
     "saving.arguments",
-    SAVING,
+    SECTION,
     "`save_pretrained` with transformers' arguments: `state_dict`, `is_main_process`, `safe_serialization`, `max_shard_size`, "
     "`variant`, `push_to_hub=False`, `token`",
     cases={each: Case(arguments={"which": each}) for each in ARGUMENTS},
@@ -64,7 +64,7 @@ def save_arguments(model: Any, which: str) -> Any:
         return {"files": files, "tensors": _tensors(folder)}
 
 
-@row("saving.unknown-argument", SAVING, "`save_pretrained` with an argument that nobody knows", EITHER)
+@row("saving.unknown-argument", SECTION, "`save_pretrained` with an argument that nobody knows", EITHER)
 def save_unknown(model: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, nobody_knows_this=1)
@@ -73,7 +73,7 @@ def save_unknown(model: Any) -> Any:
 
 @row(
     "saving.reload",
-    SAVING,
+    SECTION,
     "Load what `save_pretrained` wrote with plain transformers",
     cases={f"{family}-{p}": Case(partial(families.build, family), {"precision": p}) for family in ("llama", "gpt2", "mixtral")
            for p in ("float32", "bf16", "fp32_master")},
@@ -87,7 +87,7 @@ def reload(model: Any) -> Any:
         return round(evaluated(other) - evaluated(model), 2)
 
 
-@row("saving.accelerate", SAVING, "`Accelerator.save_model`: all tensors are written",
+@row("saving.accelerate", SECTION, "`Accelerator.save_model`: all tensors are written",
      cases={family: Case(partial(families.build, family)) for family in ("llama", "gpt2")})  # fmt: skip
 def accelerate_save_model(model: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +95,7 @@ def accelerate_save_model(model: Any) -> Any:
         return _tensors(folder)
 
 
-@row("saving.accelerate-state", SAVING, "`Accelerator.save_state` and `load_state`", EITHER, edits=True)
+@row("saving.accelerate-state", SECTION, "`Accelerator.save_state` and `load_state`", EITHER, edits=True)
 def accelerate_state(model: Any) -> Any:
     accelerator = fresh_accelerator()
     model, optimizer = accelerator.prepare(model, adamw(model))
@@ -108,7 +108,7 @@ def accelerate_state(model: Any) -> Any:
     return [before, evaluated(model), train(model, optimizer)]
 
 
-@row("saving.safetensors", SAVING, "`safetensors.torch.save_file(model.state_dict())`, or `save_model` and `load_model`",
+@row("saving.safetensors", SECTION, "`safetensors.torch.save_file(model.state_dict())`, or `save_model` and `load_model`",
      cases={how: Case(arguments={"how": how}) for how in ("save_file", "save_model", "tensors")})  # fmt: skip
 def safetensors(model: Any, how: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ def safetensors(model: Any, how: str) -> Any:
         return load_file(path)
 
 
-@row("saving.torch-save", SAVING, "`torch.save(model.state_dict())`, for a plain model and back",
+@row("saving.torch-save", SECTION, "`torch.save(model.state_dict())`, for a plain model and back",
      cases={p: Case(options={"precision": p}) for p in ("float32", "bf16")})  # fmt: skip
 def torch_save(model: Any) -> Any:
     train(model, adamw(model))
@@ -146,7 +146,7 @@ def torch_save(model: Any) -> Any:
             "no more than the weights": size < 1.5 * numbers}  # fmt: skip
 
 
-@row("saving.state-dict", SAVING, "`state_dict()` is as it was: `keep_vars`, `prefix`, a module's, and what torch's checkpoints make of it",
+@row("saving.state-dict", SECTION, "`state_dict()` is as it was: `keep_vars`, `prefix`, a module's, and what torch's checkpoints make of it",
      cases={how: Case(arguments={"how": how}) for how in ("keep_vars", "prefix", "module", "torch")})  # fmt: skip
 def state_dict(model: Any, how: str) -> Any:
     from torch.distributed.checkpoint import state_dict as torch_state
@@ -160,7 +160,7 @@ def state_dict(model: Any, how: str) -> Any:
     return {name: value.detach().clone() for name, value in made.items()}
 
 
-@row("saving.after-step", SAVING, "`state_dict()` of the model or of a module right after `optimizer.step()`",
+@row("saving.after-step", SECTION, "`state_dict()` of the model or of a module right after `optimizer.step()`",
      cases={how: Case(arguments={"how": how}) for how in ("model", "decoder", "block", "embedding")})  # fmt: skip
 def after_step(model: Any, how: str) -> Any:
     module = {"model": "", "decoder": "model", "block": "model.layers.1", "embedding": "model.embed_tokens"}[how]
@@ -170,7 +170,7 @@ def after_step(model: Any, how: str) -> Any:
     return {name: value.clone() for name, value in model.get_submodule(module).state_dict().items()}
 
 
-@row("saving.kept", SAVING, "Keep a `state_dict()` while training goes on: its tensors follow, as in a plain model")
+@row("saving.kept", SECTION, "Keep a `state_dict()` while training goes on: its tensors follow, as in a plain model")
 def kept(model: Any) -> Any:
     state = model.state_dict()
     train(model, adamw(model))
@@ -178,7 +178,7 @@ def kept(model: Any) -> Any:
     return dict(state)
 
 
-@row("saving.load-strict", SAVING, "`load_state_dict` with missing, unknown or misshapen tensors", EITHER,
+@row("saving.load-strict", SECTION, "`load_state_dict` with missing, unknown or misshapen tensors", EITHER,
      cases={how: Case(arguments={"how": how}) for how in ("missing", "unknown", "shape", "partial", "assign")})  # fmt: skip
 def load_strict(model: Any, how: str) -> Any:
     """Return the names of the error that there is, and the loss afterwards."""
@@ -197,131 +197,3 @@ def load_strict(model: Any, how: str) -> Any:
             raise
         raised = "norm.weight" if "norm.weight" in str(error) else "nobody" if "nobody" in str(error) else "?"
     return [raised, gradients(model)]
-
-
-# Opening
-
-
-def _open(model: Any, folder: str, *args: Any, **arguments: Any) -> Any:
-    if not is_streamed(model):
-        return AutoModelForCausalLM.from_pretrained(folder, *args, **arguments)
-    return horizon_lm.from_pretrained(folder, *args, device="cpu", precision="float32", **arguments)
-
-
-TAKEN: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "nothing": lambda config: {},
-    "dtype": lambda config: {"dtype": torch.float32},
-    "dtype-name": lambda config: {"dtype": "float32"},
-    "dtype-auto": lambda config: {"dtype": "auto"},
-    "torch_dtype": lambda config: {"torch_dtype": torch.float32},
-    "revision": lambda config: {"revision": "main"},
-    "cache_dir": lambda config: {"cache_dir": "/tmp"},
-    "token": lambda config: {"token": None},
-    "local_files_only": lambda config: {"local_files_only": True},
-    "force_download": lambda config: {"force_download": False},
-    "trust_remote_code": lambda config: {"trust_remote_code": False},
-    "attn_implementation": lambda config: {"attn_implementation": "eager"},
-    "low_cpu_mem_usage": lambda config: {"low_cpu_mem_usage": True},
-    "use_safetensors": lambda config: {"use_safetensors": True},
-}
-
-
-@row(
-    "opening.arguments",
-    OPENING,
-    "`from_pretrained` with transformers' arguments: `dtype`, `revision`, `cache_dir`, `token`, `local_files_only`, `trust_remote_code`, "
-    "`attn_implementation`, `low_cpu_mem_usage`, `use_safetensors`",
-    cases={each: Case(arguments={"which": each}) for each in TAKEN},
-)
-def open_arguments(model: Any, which: str) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        families.build("llama", seed=2).save_pretrained(folder)
-        return gradients(_open(model, folder, **TAKEN[which](model.config)))
-
-
-@row("opening.subfolder", OPENING, "`from_pretrained(folder, subfolder='checkpoint')`")
-def subfolder(model: Any) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        families.build("llama", seed=2).save_pretrained(Path(folder) / "checkpoint")
-        return gradients(_open(model, folder, subfolder="checkpoint"))
-
-
-@row("opening.more", OPENING, "`from_pretrained` with `config`, `state_dict`, `variant`, `output_loading_info`, `key_mapping`", EITHER,
-     cases={each: Case(arguments={"which": each}) for each in ("config", "variant", "output_loading_info", "key_mapping", "experts")})  # fmt: skip
-def open_more(model: Any, which: str) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        other = families.build("llama", seed=2)
-        other.save_pretrained(folder, variant="fp16" if which == "variant" else None)
-        config = other.config
-        config.attention_dropout = 0.2
-        arguments: dict[str, Any] = {
-            "config": {"config": config}, "variant": {"variant": "fp16"}, "output_loading_info": {"output_loading_info": True},
-            "key_mapping": {"key_mapping": {"^nothing": "else"}}, "experts": {"experts_implementation": "eager"},
-        }[which]  # fmt: skip
-        opened = _open(model, folder, **arguments)
-        if which == "output_loading_info":
-            opened, info = opened
-            return [gradients(opened), sorted(map(str, info["missing_keys"]))]
-        return gradients(opened)
-
-
-ELSEWHERE: dict[str, dict[str, Any]] = {
-    "device_map": {"device_map": "auto"},
-    "device_map-cpu": {"device_map": {"": "cpu"}},
-    "load_in_4bit": {"load_in_4bit": True},
-    "load_in_8bit": {"load_in_8bit": True},
-    "quantization_config": {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
-    "max_memory": {"max_memory": {"cpu": "1GB"}},
-    "offload_folder": {"offload_folder": "offload"},
-    "tp_plan": {"tp_plan": "auto"},
-    "unknown": {"nobody_knows_this": 1},
-}
-
-
-@row(
-    "opening.elsewhere",
-    OPENING,
-    "`from_pretrained` with what streaming replaces or cannot do: `device_map`, `max_memory`, `offload_folder`, `load_in_4bit`, "
-    "`load_in_8bit`, `quantization_config`, `tp_plan`, and arguments that nobody knows",
-    REJECTED,
-    cases={each: Case(arguments={"which": each}) for each in ELSEWHERE},
-)
-def open_elsewhere(model: Any, which: str) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        families.build("llama", seed=2).save_pretrained(folder)
-        return gradients(_open(model, folder, **ELSEWHERE[which]))
-
-
-@row(
-    "opening.mode",
-    OPENING,
-    "The mode after opening: `from_pretrained` gives a model in evaluation mode, `stream` one in the mode it was in",
-)
-def mode(model: Any) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        families.build("llama", seed=2).save_pretrained(folder)
-        return [model.training, _open(model, folder).training]
-
-
-@row("opening.generation-config", OPENING, "Generation settings of the folder are those of the opened model")
-def generation_config(model: Any) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        other = families.build("llama", seed=2)
-        other.generation_config.max_new_tokens = 3
-        other.generation_config.do_sample = False
-        other.save_pretrained(folder)
-        opened = _open(model, folder).eval()
-        return opened.generate(families.batch(rows=2, padding="none")["input_ids"])
-
-
-@row("opening.frozen", OPENING, "Stream a model of which a part is frozen, or in bfloat16: `requires_grad` stays",
-     cases={"": Case(lambda: _frozen())})  # fmt: skip
-def frozen(model: Any) -> Any:
-    return [[p.requires_grad for p in model.parameters()], gradients(model), copied_weights(model)]
-
-
-def _frozen() -> Any:
-    model = families.build("llama")
-    model.model.layers[0].requires_grad_(False)
-    model.model.embed_tokens.requires_grad_(False)
-    return model

@@ -1,0 +1,144 @@
+"""Errors of other code in between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import horizon_lm
+from horizon_lm.device.simulated import SimulatedDevice
+from tests import families
+from tests.seams.seam import Case, row
+from tests.seams.use import adamw, copied_weights, evaluated, gradients, loss
+
+SECTION = "Errors of other code"
+
+
+class _OfOthersError(Exception):
+    pass
+
+
+def _late(model: Any) -> Any:
+    """Stream onto a device that does everything as late as it may."""
+    return horizon_lm.stream(model, device=SimulatedDevice(eagerness=0.0), precision="float32")
+
+
+def _raises(model: Any, kind: type[Exception], **arguments: Any) -> str:
+    """Return the name of the error that a forward or its backward raises, and drop the step."""
+    try:
+        loss(model, **arguments).backward()
+        return "nothing"
+    except kind as error:
+        return type(error).__name__
+    finally:
+        model.zero_grad()
+
+
+_WHEN = {
+    f"{when}-{name}": Case(stream=stream, arguments={"pending": when == "after-a-step", "training": training})
+    for when in ("at-first", "after-a-step")
+    for name, stream, training in (
+        ("training", None, True),
+        ("evaluation", None, False),
+        ("late-training", _late, True),
+        ("late-evaluation", _late, False),
+    )
+}
+
+
+@row(
+    "errors.tokens",
+    SECTION,
+    "A batch with a token that the vocabulary does not have, also while updates are under way: an `IndexError`, and training goes on",
+    cases=_WHEN,
+)
+def unknown_tokens(model: Any, pending: bool, training: bool) -> Any:
+    optimizer = adamw(model)
+    if pending:
+        loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ids = families.batch()["input_ids"]
+    ids[0, 0] = 10**6
+    with torch.set_grad_enabled(training):
+        raised = _raises(model, IndexError, input_ids=ids)
+    return [raised, copied_weights(model), gradients(model)]
+
+
+def _fail(*args: Any) -> None:
+    raise _OfOthersError("an error of somebody else")
+
+
+@row(
+    "errors.hook",
+    SECTION,
+    "An error in a hook of a module inside a block, in the forward or in the backward: it is raised, and training goes on",
+    cases={
+        f"{how}-{name}": Case(options=options, arguments={"how": how})
+        for how in ("forward", "backward")
+        for name, options in (("plain", {}), ("held", {"held_blocks": 3, "held_graphs": 3}))
+    },
+)
+def error_in_a_hook(model: Any, how: str) -> Any:
+    optimizer = adamw(model)
+    mlp = model.model.layers[1].mlp
+    handle = mlp.register_forward_hook(_fail) if how == "forward" else mlp.register_full_backward_hook(_fail)
+    raised = _raises(model, _OfOthersError)
+    handle.remove()
+    loss(model).backward()
+    optimizer.step()
+    return [raised, evaluated(model), gradients(model)]
+
+
+def _with(name: str, value: Any) -> dict[str, Any]:
+    return families.batch(padding="none") | {name: value}
+
+
+def _labels(value: int) -> torch.Tensor:
+    labels = families.batch(padding="none")["labels"].clone()
+    labels[1, 3] = value
+    return labels
+
+
+BAD: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": dict,
+    "both": lambda: _with("inputs_embeds", torch.zeros(3, 11, 32)),
+    "short-labels": lambda: _with("labels", torch.ones(3, 5, dtype=torch.long)),
+    "long-labels": lambda: _with("labels", torch.ones(3, 12, dtype=torch.long)),
+    "labels-of-fewer-rows": lambda: _with("labels", torch.ones(2, 11, dtype=torch.long)),
+    "flat-labels": lambda: _with("labels", torch.ones(33, dtype=torch.long)),
+    "unknown-label": lambda: _with("labels", _labels(families.VOCABULARY)),
+    "negative-label": lambda: _with("labels", _labels(-5)),
+    "float-labels": lambda: _with("labels", torch.ones(3, 11)),
+    "int32-labels": lambda: _with("labels", _labels(3).int()),
+    "bool-mask": lambda: _with("attention_mask", torch.ones(3, 11, dtype=torch.bool)),
+    "float-mask": lambda: _with("attention_mask", torch.ones(3, 11)),
+    "int32-tokens": lambda: _with("input_ids", families.batch(padding="none")["input_ids"].int()),
+    "float-tokens": lambda: _with("input_ids", torch.ones(3, 11)),
+    "flat-tokens": lambda: _with("input_ids", torch.ones(11, dtype=torch.long)),
+    "no-rows": lambda: {name: value[:0] for name, value in families.batch(padding="none").items()},
+    "one-token": lambda: {name: value[:, :1] for name, value in families.batch(padding="none").items()},
+    "shifted-labels": lambda: _with("shift_labels", families.batch(padding="none")["labels"]),
+    "positions": lambda: _with("position_ids", torch.arange(11).flip(0)[None]),
+}
+
+
+@row(
+    "errors.arguments",
+    SECTION,
+    "A forward with arguments that are unusual or do not fit: what a plain model computes is computed, what it does not is not",
+    cases={
+        f"{what}-{head}": Case(options={"head": head}, arguments={"what": what})
+        for what in BAD
+        for head in ("whole", "chunked")
+    },
+)
+def bad_arguments(model: Any, what: str) -> Any:
+    try:
+        value = float(model(**BAD[what]()).loss.detach())
+    except Exception as error:
+        if isinstance(error, AssertionError):
+            raise
+        value = "an error"  # which one is the model's own affair
+    model.zero_grad()
+    return [value, gradients(model)]
