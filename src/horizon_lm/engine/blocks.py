@@ -36,7 +36,9 @@ class Blocks:
             for module in parts.blocks:
                 _chunk(module, options.mlp_chunk_tokens)
         self.blocks = [
-            StreamedBlock(f"{parts.block_prefix}.{index}", module, buffers, options.compile)
+            StreamedBlock(
+                f"{parts.block_prefix}.{index}", module, buffers, options.compile, parts.written.get(index, frozenset())
+            )
             for index, module in enumerate(parts.blocks)
         ]
         self._row_dims: dict[tuple[Any, Path], int | None] = {}

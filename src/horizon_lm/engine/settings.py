@@ -18,6 +18,7 @@ from horizon_lm.model.head_run import head_peak
 from horizon_lm.model.outer_trial import require_each_block_once, try_outer
 from horizon_lm.model.parts import ModelParts, find_parts
 from horizon_lm.model.proven import IMAGES, MICRO_BATCHES, VARLEN, find_proof, require_proven
+from horizon_lm.model.written import find_written
 from horizon_lm.plan.residency import Residency
 from horizon_lm.plan.spare import head_chunk_tokens
 from horizon_lm.store.precision import Precision, get_precision
@@ -80,6 +81,7 @@ class Settings:
         parts = find_parts(model)
         trial = try_outer(parts)
         require_each_block_once(parts, trial)
+        parts.written = find_written(parts, trial)
         if self.device_micro_batch_size is not None and trial is not None and not trial.rows_first:
             raise ModelNotSupportedError(
                 f"{type(model).__name__}: rows are not the first dimension of its hidden states, so they cannot be cut into "

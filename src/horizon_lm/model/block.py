@@ -29,9 +29,14 @@ class StreamedBlock:
         module: the block.
         buffers: copies of buffers on the device.
         compiled: compile its forward; blocks of one structure share their graphs.
+        written: weights that the forward may write.
     """
 
-    def __init__(self, name: str, module: nn.Module, buffers: "DeviceBuffers", compiled: bool = False) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, buffers: "DeviceBuffers", compiled: bool = False,
+        written: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        self._written = written
         self.name, self.module, self._device_buffers = name, module, buffers
         self._instance_forward = module.__dict__.get("forward")
         self._compiled: dict[Any, Any] | None = {} if compiled else None
@@ -70,7 +75,7 @@ class StreamedBlock:
 
         Raises:
             StreamingError: the block has other parameters or modules than when it was streamed.
-            ModelNotSupportedError: the block wrote one of its buffers.
+            ModelNotSupportedError: the block wrote one of its buffers or weights.
         """
         self._structure.require_unchanged(self.name)
         # Plain tensors go into the dict directly: fresh ones every time, because autocast and autograd know tensors by
@@ -79,8 +84,15 @@ class StreamedBlock:
             owner, attribute = self._places[name]
             owner._parameters[attribute] = tensor  # type: ignore[assignment]
         buffers = self._put_buffers()
+        weights = {name: params[name].detach().clone() for name in self._written & params.keys()}
         try:
             yield
+            for name, before in weights.items():
+                if not torch.equal(before, params[name]):
+                    raise ModelNotSupportedError(
+                        f"{self.name}: its forward writes the weight {name!r} (it limits it, usually). A streamed block computes "
+                        "with a copy of its weights, where that would be lost; switch it off in the model's config."
+                    )
             for (module, name), copy in buffers.items():
                 if module._buffers[name] is not copy.device or copy.device._version != copy.version:
                     raise ModelNotSupportedError(

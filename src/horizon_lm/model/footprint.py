@@ -47,7 +47,7 @@ def run_on_meta(
         dtype: of the weights on the device.
         accelerated: with the kernels of a GPU.
     """
-    module, args, kwargs = _on_meta(block, args, kwargs, dtype)
+    module, args, kwargs = copy_on_meta(block, args, kwargs, dtype)
     with recording(module, args, kwargs, accelerated=accelerated) as recorder, torch.enable_grad():
         output = module.forward(*args, **kwargs)
         tensors = _differentiable(output)
@@ -63,15 +63,15 @@ def run_on_meta(
 
 def output_on_meta(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
     """What a block gives for arguments of these shapes and dtypes, on the meta device."""
-    module, args, kwargs = _on_meta(block, args, kwargs, dtype)
+    module, args, kwargs = copy_on_meta(block, args, kwargs, dtype)
     with recording(module, args, kwargs, accelerated=False), torch.no_grad():
         return module.forward(*args, **kwargs)
 
 
-def _on_meta(
+def copy_on_meta(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A copy of a block with weights in ``dtype``, and its arguments; hidden states are to be differentiated."""
+    """Return a copy of a block with weights in ``dtype``, and its arguments; hidden states are to be differentiated."""
     module = meta_copy(block)
     module.__dict__.pop("forward", None)  # that of a streamed block
     for owner in module.modules():

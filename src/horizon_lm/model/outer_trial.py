@@ -25,11 +25,13 @@ class OuterTrial:
 
     Attributes:
         order: indices of the blocks as they are called.
+        calls: their arguments, by index.
         rows_first: rows are the first dimension of hidden states.
         norm_is_last: the trunk returns what its final norm makes of what its last block returns.
     """
 
     order: tuple[int, ...]
+    calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]
     rows_first: bool
     norm_is_last: bool
 
@@ -65,12 +67,14 @@ def _run(parts: ModelParts, trunk: nn.Module, shape: Callable[[torch.Tensor], An
     """One run, in which a block returns its input in that shape."""
     ids = torch.ones((_ROWS, _LENGTH), dtype=torch.long)
     order: list[int] = []
+    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     given: list[torch.Tensor] = []
     normed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def block(index: int) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
             order.append(index)
+            calls[index] = args, kwargs
             given.append(args[0] if args else kwargs["hidden_states"])
             return shape(given[-1])
 
@@ -92,7 +96,7 @@ def _run(parts: ModelParts, trunk: nn.Module, shape: Callable[[torch.Tensor], An
     is_last = len(normed) == 1 and is_same(normed[0][0], last) and is_same(output, normed[0][1])
     if output.ndim != 3 or last.ndim < 3:
         raise ValueError("hidden states have lost a dimension: blocks return something else")
-    return OuterTrial(tuple(order), last.shape[0] == _ROWS, is_last)
+    return OuterTrial(tuple(order), calls, last.shape[0] == _ROWS, is_last)
 
 
 class Decoded:

@@ -1,7 +1,8 @@
 """Finding the units of a Hugging Face causal language model."""
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class ModelParts:
         units: parameters by unit, in the order of the model; a tied table belongs to ``embed`` only.
         final_norm: the norm between the last block and the head, if it is where it usually is.
         tied: the head multiplies by the embedding table.
+        written: by block, weights that its own forward may write in training.
     """
 
     _model: Any
@@ -43,6 +45,7 @@ class ModelParts:
     final_norm: nn.Module | None
     units: dict[str, list[ParamRef]]
     tied: bool
+    written: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     @property
     def model(self) -> Any:
