@@ -219,6 +219,16 @@ def hook(world: World, chosen: random.Random) -> Any:
 
 
 @_call(1)
+def hook_after_gradients(world: World, chosen: random.Random) -> Any:
+    def halve(param: Any) -> None:
+        param.grad.mul_(0.5)
+
+    param = world.parameter(chosen)
+    if param.requires_grad:
+        world.handles.append(param.register_post_accumulate_grad_hook(halve))
+
+
+@_call(1)
 def remove_hook(world: World, chosen: random.Random) -> Any:
     if world.handles:
         world.pending.clear()

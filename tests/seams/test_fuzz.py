@@ -9,7 +9,7 @@ from tests.seams.fuzz_worlds import Setting, World
 SETTING = Setting("llama", "whole", "cpu", held_blocks=0, held_graphs=0, micro_batch=None, ours=True)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(20))
 def test_sequences_do_not_diverge(seed: int) -> None:
     play(draw(seed))
 
@@ -21,7 +21,7 @@ def test_a_divergence_is_found_and_made_short(monkeypatch: pytest.MonkeyPatch) -
         return number if hasattr(world.model, "_horizon") and number > 1 else 0
 
     monkeypatch.setitem(fuzz.CALLS, "forward", fuzz_calls.Kind(forward, 1, True))
-    calls = [Call(name, 4) for name in ("forward", "accumulate", "evaluate", "forward", "step", "save")]
+    calls = [Call(name, 4) for name in ("forward", "accumulate", "zero_grad", "forward", "read")]
     small = shrink(Play(SETTING, tuple(calls)))
     assert [call.name for call in small.calls] == ["forward", "forward"]
     assert "2 instead of 0" in str(fails(small))

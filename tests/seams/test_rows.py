@@ -13,10 +13,10 @@ from tests.seams.seam import ROWS, run
                          ids=lambda part: "page" if part is None else part)  # fmt: skip
 def test_seam(key: str, case: str | None) -> None:
     if case is None:
-        assert line(ROWS[key]) in PAGE.read_text(encoding="utf-8").splitlines(), "run python -m tests.seams"
-        return
-    outcome = run(key, case)
-    assert ROWS[key].allows(outcome), f"{outcome.kind}, {outcome.message}"
+        if line(ROWS[key]) not in PAGE.read_text(encoding="utf-8").splitlines():
+            pytest.fail(f"run python -m tests.seams; the line is now\n{line(ROWS[key])}", pytrace=False)
+    elif not ROWS[key].allows(outcome := run(key, case)):
+        pytest.fail(f"{ROWS[key].text}: it {outcome.kind}, {outcome.message}", pytrace=False)
 
 
 def test_the_page_has_no_other_lines() -> None:

@@ -42,13 +42,18 @@ def dropout(model: Any, rate: float) -> Any:
 @row(
     "W10.attention",
     SECTION,
-    "`set_attn_implementation('eager')`",
-    cases={"sdpa-eager": Case(arguments={"to": "eager"}), "mistral-eager": Case(partial(families.build, "mistral"), {}, {"to": "eager"})},
-)  # fmt: skip
+    "`set_attn_implementation`, from `sdpa` to `eager` or back, with and without padding",
+    cases={
+        f"{family}-{of}": Case(partial(families.build, family, attn_implementation=of), {}, {"to": to})
+        for family in ("llama", "mistral", "qwen3", "opt")
+        for of, to in (("sdpa", "eager"), ("eager", "sdpa"))
+    },
+)
 def attention(model: Any, to: str) -> Any:
     first = gradients(model)
     model.set_attn_implementation(to)
-    return [first, gradients(model), evaluated(model)]
+    unpadded = families.batch(padding="none")
+    return [first, evaluated(model), evaluated(model, **unpadded), gradients(model, **unpadded)]
 
 
 @row(
