@@ -21,6 +21,7 @@ from horizon_lm.errors import (
     RecomputeMismatchError,
     ScheduleMismatchError,
     StreamingError,
+    TokenError,
     TornModelError,
     UnprovenModelWarning,
 )
@@ -54,7 +55,7 @@ __all__ = [
     "AdamW", "CheckpointWarning", "ConfigError", "DataError", "DatasetConfig", "DoesNotFitError", "DpoConfig", "ForeignWriteWarning", "GradientMismatchError", "HeadWarning",
     "HorizonError", "InterruptedRunError", "MissingLogitsError", "ModelNotSupportedError", "NonFiniteError", "NonFiniteWarning",
     "PretrainConfig", "RecomputeMismatchError", "RunConfig", "ScheduleMismatchError", "SftConfig", "StreamingError",
-    "TornModelError", "UnprovenModelWarning", "__version__", "errors", "from_config", "from_pretrained", "stats", "stream", "synchronize",
+    "TokenError", "TornModelError", "UnprovenModelWarning", "__version__", "errors", "from_config", "from_pretrained", "stats", "stream", "synchronize",
     "token_logprobs", "train",
 ]  # fmt: skip
 

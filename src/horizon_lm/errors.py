@@ -40,6 +40,10 @@ class DataError(HorizonError, ValueError):
     exit_code = 4
 
 
+class TokenError(DataError, IndexError):
+    """Token ids or labels that do not fit the model or each other."""
+
+
 class NonFiniteError(HorizonError, ArithmeticError):
     """A loss or gradient that is NaN or infinite. No weight was changed by the step that raised it."""
 

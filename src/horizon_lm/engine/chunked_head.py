@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from horizon_lm.device.base import send
 from horizon_lm.engine.head import Head
 from horizon_lm.engine.replay import Surroundings, no_autocast_cache
-from horizon_lm.errors import StreamingError
+from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.head_path import IGNORED, ChunkedPath
 from horizon_lm.model.outer_trial import Decoded, hidden_of, is_same
 from horizon_lm.model.places import in_place
@@ -66,6 +66,9 @@ class ChunkedHead:
         self._hidden: torch.Tensor | None = None  # what the trunk returned
         self._active = False
         self._chunk: _Chunk | None = None
+        self._head_attributes = {
+            name: attribute for name, ref in self.engine.refs.items() for m, attribute in ref.places if m is head.module
+        }
         norm, refs = self.engine.parts.final_norm, self.engine.refs
         self._norm_attributes = {
             name: attribute for name, ref in refs.items() for module, attribute in ref.places if module is norm
@@ -88,12 +91,16 @@ class ChunkedHead:
     def outer_names(self) -> list[str]:
         """Full names of the outer parameters that chunks compute with: the norm's, and a bias of a tied head."""
         norm = list(self._norm_attributes) if self._leaves_norm else []
-        return [*norm, *self.head.outer.values()]
+        return [*norm, *self.head.outer]
 
     def compute(self, run: "ChunkedRun", outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What ``run`` makes of the hidden states that the forward saw; differentiable when the forward records."""
         hidden, self._hidden, self._given_to_norm = self._hidden, None, None
         assert hidden is not None
+        if hidden.shape[:2] != run.inputs.labels.shape:
+            raise TokenError(
+                f"labels have the shape {tuple(run.inputs.labels.shape)}, but the model computed {tuple(hidden.shape[:2])} tokens"
+            )
         anchor = self.engine.anchor if self.engine.handle is not None else hidden.new_empty(0)
         return _HeadFunction.apply(run, anchor, hidden, *outer)
 
@@ -124,7 +131,11 @@ class ChunkedHead:
         """Instead of logits of all tokens: those of a chunk, or one row of zeros for a loss without labels."""
         if self._chunk is not None:
             return self._chunk.project(hidden)
-        return hidden.new_zeros((1, 1, self.head.vocabulary))
+        return hidden.new_zeros((1, 1, self.engine.parts.sizes().vocabulary))
+
+    def linear(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a plain Linear calls these tensors of the head, which have their full names."""
+        return {self._head_attributes[name]: tensor for name, tensor in tensors.items()}
 
     @contextmanager
     def computing(self, chunk: "_Chunk") -> Iterator[None]:
@@ -146,7 +157,7 @@ class ChunkedHead:
         """Tokens (n, H) with the outer parameters of these names."""
         given = dict(zip(names, outer, strict=True))
         norm = {self._norm_attributes[name]: tensor for name, tensor in given.items() if name in self._norm_attributes}
-        bias = {attribute: given[name] for attribute, name in self.head.outer.items()}
+        bias = {name: given[name] for name in self.head.outer}
         return _Chunk(self, hidden[None], norm, bias, grads, first)
 
 
@@ -169,8 +180,9 @@ class _Chunk:
         return hidden
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights = self.owner.head.weights() | self.bias
-        return _ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), self.grads, self.first)
+        weights = self.owner.linear(self.owner.head.weights() | self.bias)
+        grads = self.owner.linear(self.grads)
+        return _ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), grads, self.first)
 
 
 class _ChunkLinear(torch.autograd.Function):

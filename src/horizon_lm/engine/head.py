@@ -1,9 +1,10 @@
 """The head: the output projection, called once with all hidden states (mode ``whole``, and wherever logits are wanted)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.handle import ForwardHandle
@@ -17,45 +18,46 @@ class Head:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.module = module = engine.parts.head
+        self.module = engine.parts.head
         self._layout = engine.slabs(HEAD).layout
-        self._attributes = {
-            name: attribute for name in self._layout for owner, attribute in engine.refs[name].places if owner is module
+        modules = {id(module) for module in self.module.modules()}  # several, where an adapter wraps the projection
+        places = {
+            name: [(module, attribute) for module, attribute in ref.places if id(module) in modules]
+            for name, ref in engine.refs.items()
         }
+        self._places = {name: places[name] for name in self._layout if places[name]}
         # A bias beside a tied weight is an outer parameter, which is on the device already.
-        self.outer = {
-            a: n for n, ref in engine.refs.items() for m, a in ref.places if m is module and n not in self._layout
-        }
-        self.vocabulary = self._layout.entries[next(iter(self._attributes))].shape[0]
+        self.outer = {name: found for name, found in places.items() if found and name not in self._layout}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Views of the streamed weights, by the attribute of the head module."""
+        """Views of the streamed weights, by full name."""
         buffer = self.engine.memory.head_weights[0]
-        return {attribute: self._layout.view(buffer, name) for name, attribute in self._attributes.items()}
+        return {name: self._layout.view(buffer, name) for name in self._places}
 
-    def weight_names(self) -> list[str]:
-        """Attributes of the head module that are streamed."""
-        return list(self._attributes.values())
+    def streamed_places(self) -> list[tuple[nn.Module, str]]:
+        """Where the head's modules have streamed weights."""
+        return [place for places in self._places.values() for place in places]
 
     def outer_weights(self) -> dict[str, torch.Tensor]:
-        """Outer parameters of the head module, as they are on the device in a forward."""
-        return {attribute: self.module._parameters[attribute] for attribute in self.outer}  # type: ignore[misc]
+        """Outer parameters of the head's modules by full name, as they are on the device in a forward."""
+        return {name: module._parameters[a] for name, ((module, a), *_) in self.outer.items()}  # type: ignore[misc]
 
     def grads(self) -> dict[str, torch.Tensor]:
-        """Views of the gradient buffer, likewise, for what is trained."""
+        """Views of the gradient buffer by full name, for what is trained."""
         trained = set(self.engine.trained(HEAD))
         if not trained:
             return {}
         layout, buffer = self.engine.slabs(HEAD).grad_layout, self.engine.memory.head_grads[0]
-        return {a: layout.view(buffer, name) for name, a in self._attributes.items() if name in trained}
+        return {name: layout.view(buffer, name) for name in self._places if name in trained}
 
-    def landed(self) -> None:
-        """All gradients of the head are in their buffer."""
-        if self.grads():
-            for gap in self.engine.slabs(HEAD).grad_layout.gaps(self.engine.memory.head_grads[0]):
-                gap.zero_()
-            trained = set(self.engine.trained(HEAD))
-            self.engine.landed(HEAD, [name for name in self._attributes if name in trained])
+    def landed(self, names: Collection[str] | None = None) -> None:
+        """These gradients of the head are in their buffer (None: all of them), whose rest becomes zeros."""
+        grads = self.grads()
+        if grads:
+            unused = [grad for name, grad in grads.items() if names is not None and name not in names]
+            for part in (*unused, *self.engine.slabs(HEAD).grad_layout.gaps(self.engine.memory.head_grads[0])):
+                part.zero_()
+            self.engine.landed(HEAD, [name for name in grads if names is None or name in names])
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of all hidden states, differentiable when the forward records."""
@@ -72,8 +74,9 @@ class Head:
         return logits
 
     def run(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """The model's own head module with these weights."""
-        with in_place((self.module, attribute, weight) for attribute, weight in weights.items()):
+        """The model's own head module with these weights, by full name."""
+        places = self._places | self.outer
+        with in_place((*place, weight) for name, weight in weights.items() for place in places[name]):
             logits: torch.Tensor = type(self.module).forward(self.module, hidden)
         return logits
 
@@ -84,6 +87,7 @@ class _Projection:
     def __init__(self, head: Head, handle: ForwardHandle, outer: list[str]) -> None:
         self.head, self.handle, self._outer = head, handle, outer
         self.graph: tuple[list[torch.Tensor], torch.Tensor]  # input leaves, logits
+        self._written: set[str] = set()  # weights that got a gradient
 
     def forward(self, needs_grad: tuple[bool, ...], hidden: torch.Tensor, *outer: torch.Tensor) -> torch.Tensor:
         head, engine = self.head, self.head.engine
@@ -101,9 +105,9 @@ class _Projection:
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
             leaves = [t.detach().requires_grad_(need) for t, need in zip((hidden, *outer), needs_grad, strict=True)]
             trained = head.grads()
-            weights = {a: w.detach().requires_grad_(a in trained) for a, w in head.weights().items()}
-            for attribute in trained:
-                weights[attribute].register_post_accumulate_grad_hook(_landing(head, attribute))
+            weights = {name: w.detach().requires_grad_(name in trained) for name, w in head.weights().items()}
+            for name in trained:
+                weights[name].register_post_accumulate_grad_hook(_landing(head, name, self._written))
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 logits = head.run(weights | dict(zip(self._outer, leaves[1:], strict=True)), leaves[0])
             self.graph = (leaves, logits)
@@ -118,17 +122,18 @@ class _Projection:
             with torch.enable_grad():
                 torch.autograd.backward([logits], [grad])
             engine.device.poison(engine.memory.head_weights[0])
-            head.landed()
+            head.landed(self._written)
         return [leaf.grad for leaf in leaves]
 
 
-def _landing(head: Head, attribute: str) -> Callable[[torch.Tensor], None]:
+def _landing(head: Head, name: str, written: set[str]) -> Callable[[torch.Tensor], None]:
     """A hook that moves a gradient into its buffer. It must not know the graph that knows it: nothing would free them."""
 
     def take(leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
         with torch.no_grad():
-            head.grads()[attribute].copy_(leaf.grad)
+            head.grads()[name].copy_(leaf.grad)
+        written.add(name)
         leaf.grad = None
 
     return take

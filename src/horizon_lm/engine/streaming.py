@@ -229,7 +229,7 @@ class Streaming:
     def _stand_ins(self) -> AbstractContextManager[None]:
         """Inside, the weights of head and embedding look as they will on the device."""
         options, device = self.engine.options, self.engine.device.torch_device
-        head = [(self.head.module, name, None) for name in self.head.weight_names()]
+        head = [(module, name, None) for module, name in self.head.streamed_places()]
         places: list[tuple[Any, str, Any]] = [*head, (self.table.module, "weight", self.table.read)]
         return in_place(
             (module, name, StandIn.of(module._parameters[name], options.compute_dtype, device, read))

@@ -8,7 +8,7 @@ from horizon_lm.device.base import send
 from horizon_lm.device.moves import GatherRows, Land, LandRows, Move
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.handle import ForwardHandle
-from horizon_lm.errors import StreamingError
+from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.embedding import is_linear, look_up
 from horizon_lm.schedule.ops import EMBED, HEAD, Kind
 
@@ -36,6 +36,7 @@ class Table:
                 (*ids.shape, table.shape[1]), dtype=engine.options.compute_dtype, device=engine.device.torch_device
             )
         rows, positions = torch.unique(self._on_host(ids), return_inverse=True)
+        self._require_rows(rows)
         buffer = engine.memory.table_rows.get(rows.numel() * table.shape[1], engine.options.compute_dtype)
         received = buffer.view(rows.numel(), table.shape[1])
         if engine.updates.table is not None:
@@ -45,6 +46,15 @@ class Table:
         if engine.handle is not None and engine.trained(EMBED):
             return _TableFunction.apply(use, received, engine.anchor)
         return use.forward(received)
+
+    def _require_rows(self, rows: torch.Tensor) -> None:
+        """TokenError for ids that the table has no row for: a kernel that writes there would leave a torn model."""
+        count = self._table(self.engine.store.units[EMBED].weights).shape[0]
+        if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
+            wrong = int(rows[0]) if rows[0] < 0 else int(rows[-1])
+            raise TokenError(
+                f"input_ids has {wrong}, but the input embedding has {count} rows; take the model's own tokenizer"
+            )
 
     def _alone(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up ids outside a forward of the model, in host memory. StreamingError if a gradient is wanted."""
@@ -58,6 +68,7 @@ class Table:
         engine.hand_out_weight()
         with torch.no_grad():
             rows, positions = torch.unique(ids.cpu(), return_inverse=True)
+            self._require_rows(rows)
             device = engine.device.torch_device
             received = self._table(engine.store.units[EMBED].weights)[rows].to(device, engine.options.compute_dtype)
             return look_up(self.module, received, positions.to(device), None)

@@ -250,6 +250,8 @@ _WHERE: dict[str, Callable[[Any], Any]] = {
 
 def _places(how: str) -> tuple[str, ...]:
     """Return where something is tried: everywhere where it may differ, else on a model and a module."""
+    if how == "to-meta":  # of a module alone it replaces parameters, which the next forward finds
+        return ("model",)
     return tuple(_WHERE) if how in ("half", "to-dtype", "to_empty", "to-cpu") else ("model", "linear")
 
 
