@@ -4,10 +4,10 @@
 #   scripts/test_oldest.sh [FILE...]     FILE: tests to run; those below if none are named
 #
 # Only torch is the one that everything else is tested with: its oldest comes as a CUDA build of several gigabytes.
-# TORCH=torch==2.11.0 takes that. VENV=... makes another environment than .venv-oldest.
+# TORCH=torch==2.11.0 takes that. VENV=/a/folder makes another environment than .venv-oldest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${VENV:-.venv-oldest}
+venv=${VENV:-$PWD/.venv-oldest}
 torch=${TORCH:-$(grep '^torch==' constraints.txt)}
 tests=("$@")
 left_out=""
@@ -42,7 +42,7 @@ oldest="$oldest huggingface_hub==1.33.0"
 others=$(grep -viE '^(torch|transformers|numpy|numba|llvmlite|safetensors|psutil|huggingface.hub)==' constraints.txt)
 
 python=$venv/bin/python
-wanted="$torch $oldest $(cksum <<< "$others")"
+wanted="$torch $(cat scripts/test_oldest.sh pyproject.toml constraints.txt | cksum)"
 if [ "$(cat "$venv/.horizon-lm-oldest" 2>/dev/null)" != "$wanted" ]; then
     echo "Making $venv with $torch and" $oldest "(about 300 MB, or several GB with a CUDA build of torch)."
     "$base" -m venv --clear "$venv"
@@ -51,6 +51,8 @@ if [ "$(cat "$venv/.horizon-lm-oldest" 2>/dev/null)" != "$wanted" ]; then
     pip install --constraint "$venv/constraints.txt" "$torch"
     pip install --constraint "$venv/constraints.txt" "$torch" $oldest pytest
     pip uninstall --yes typer rich pydantic  # of transformers' command line, on which the engine must not lean
+    # Beside the environment and not in it: the GPU check has to run without.
+    pip install --constraint "$venv/constraints.txt" --target "$venv/xdist" --no-deps pytest-xdist execnet
     echo "$wanted" > "$venv/.horizon-lm-oldest"
 fi
 "$python" - <<'END'
@@ -62,5 +64,7 @@ if present := [name for name in kept_out if importlib.util.find_spec(name)]:
 END
 "$python" -m pip --disable-pip-version-check list 2>/dev/null | grep -iE '^(torch|transformers|numpy|numba|safetensors|psutil|pytest) '
 
-PYTHONPATH=src "$python" -m pytest -p no:cacheprovider -q -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true "${tests[@]}"
+export PYTHONPATH=$PWD/src:$venv/xdist
+"$python" -m pytest -n 2 --dist worksteal -p no:cacheprovider -q \
+    -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true "${tests[@]}"
 if [ -n "$left_out" ]; then echo "Left out of tests/numerics: $left_out. Name files to run them."; fi
