@@ -96,6 +96,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llava_next": {"set": {"image_grid_pinpoints": [[16, 16]]}},
     "llava_next_video": {"set": {"image_grid_pinpoints": [[16, 16]]}},
     "llava_onevision": {"set": {"image_grid_pinpoints": [[16, 16]]}},
+    "longcat_flash": {"set": {"head_dim": 8, "qk_rope_head_dim": 8}},
     "mamba2": {"set": {"num_heads": 8}},
     "mistral4": {"set": {"rope_parameters": _YARN}},
     "molmo2": {"set": {"adapter_config": {"vision_feature_layer": [-1, -2]}, "vision_config": {"image_size": [16, 16]}}},

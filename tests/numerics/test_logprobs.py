@@ -119,7 +119,7 @@ def test_vocabulary_of_152k(objective: str) -> None:
     expected.backward()
     torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
     assert_same_gradients(streamed, plain, 1e-5)
-    stated = head_peak(find_parts(plain), torch.float32, chunked=True).at(chunk)
+    stated = head_peak(find_parts(plain), plain.model, torch.float32, chunked=True).at(chunk)
     print(f"{objective}: {peaks[384] / 2**20:.0f} MiB beside the buffers, stated {stated / 2**20:.0f} MiB for logits")
     assert 0.5 * stated < peaks[384] < 1.05 * stated
     assert peaks[384] < peaks[192] + 2**20
