@@ -37,6 +37,7 @@ def make_model(folder: Path, size: str) -> Path:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model = model.to(torch.bfloat16).to_empty(device="cpu")
+    model.tie_weights()
     with torch.no_grad():
         for param in model.parameters():
             param.normal_(0, 0.02)

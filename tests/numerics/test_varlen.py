@@ -62,16 +62,13 @@ def test_padded_rows_equal_masked_ones(family: str, settings: dict[str, Any]) ->
     same_gradients(streamed, plain)
 
 
-def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mask_is_made() -> None:
     _, streamed = models("llama")
     seen = []
-    block = streamed._horizon.blocks
-    original = block.forward
-    for index, module in enumerate(streamed._horizon.engine.parts.blocks):
-        monkeypatch.setattr(
-            module, "forward",
-            lambda *args, _i=index, _m=module, **kwargs: seen.append(kwargs["attention_mask"]) or original(_i, _m, *args, **kwargs),
-        )  # fmt: skip
+    for module in streamed.model.layers:
+        module.register_forward_pre_hook(
+            lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+        )
     mask = torch.ones(2, 6, dtype=torch.long)
     mask[0, 4:] = 0
     streamed(input_ids=tokens(2, 6), attention_mask=mask)

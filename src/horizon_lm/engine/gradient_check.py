@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 _TIMES = 4.0  # what plain computation in the dtype of training may be off by
 _FLOOR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of a tensor's norm; of less nothing is said
-_NOISE = 1e-3  # of the root mean square of a block's gradients: one that is smaller is zero but for rounding
+_NOISE = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 1e-3,
+    torch.float16: 1e-3,
+}  # of a block's gradients, root mean square: zero but for rounding
 
 Values = dict[str, torch.Tensor]
 
@@ -147,7 +151,7 @@ def _bounds(exact: Values, plain: Values, dtype: torch.dtype) -> dict[str, float
         name: max(
             _TIMES * float((plain[name] - value).norm()),
             _FLOOR[dtype] * float(value.norm()),
-            _NOISE * rms * value.numel() ** 0.5,
+            _NOISE[dtype] * rms * value.numel() ** 0.5,
         )
         for name, value in exact.items()
     }
