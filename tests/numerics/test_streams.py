@@ -106,9 +106,12 @@ def _make(device: Any) -> tuple[Any, Any]:
     return model, horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
 
 
-def _step(model: Any, optimizer: Any, seed: int) -> float:
+def _step(model: Any, optimizer: Any, seed: int, updated: list[bool] | None = None) -> float:
+    """Make a step; ``updated`` gets an entry when its gradients are complete."""
     loss = model(**families.batch(seed=seed)).loss
     loss.backward()
+    if updated is not None:
+        updated.append(True)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
@@ -129,16 +132,18 @@ def test_a_fault_in_an_issuer_reaches_the_caller_and_loses_nothing() -> None:
         assert _step(model, optimizer, 1) == expected[0]
         device.synchronize()
         device.armed = True
+        updated: list[bool] = []
         try:
-            assert _step(model, optimizer, 2) == expected[1]
+            assert _step(model, optimizer, 2, updated) == expected[1]
             horizon_lm.synchronize(model)
         except InjectedError:
             pass
         device.armed = False
         assert device.failed == (device.at is not None), device.at
-        if model._horizon.engine.grads.invalid:
-            with pytest.raises(StreamingError, match="zero_grad"):
-                optimizer.step()
+        if not updated or model._horizon.engine.grads.invalid:
+            if model._horizon.engine.grads.invalid:
+                with pytest.raises(StreamingError, match="zero_grad"):
+                    optimizer.step()
             optimizer.zero_grad()
             assert _step(model, optimizer, 2) == expected[1], device.at
         assert all(torch.equal(a, b) for a, b in zip(_weights(model), weights, strict=True)), device.at

@@ -447,10 +447,10 @@ class Engine:
             self.cursor.finish()
 
     def fault(self, error: BaseException) -> None:
-        """Give up the running pass: free all slots and boundaries, and invalidate the step's gradients."""
+        """Give up the running pass: free all slots and boundaries; a backward's gradients are invalid."""
         if self._backward_of is not None and self.cursor.update_begun():
             self.updates.torn.tear(error)  # some units of this step are new, some old
-        if self.handle is not None or self._backward_of is not None:  # an evaluation touches no gradient
+        if self._backward_of is not None:  # a forward touches no gradient in host memory
             self.grads.invalid = True
         self.cursor.abandon()
         self._quiesce()
