@@ -273,14 +273,12 @@ def attribute(world: World, chosen: random.Random) -> Any:
 def cast(world: World, chosen: random.Random) -> Any:
     target = chosen.choice([world.model, world.linear(chosen), world.model.get_output_embeddings()])
     world.pending.clear()
-    chosen.choice(
-        [
-            lambda: target.half(),
-            lambda: target.to(torch.float64),
-            lambda: target.type(torch.float64),
-            lambda: target.to("meta"),
-        ]
-    )()
+    ways = [lambda: target.half(), lambda: target.to(torch.float64), lambda: target.type(torch.float64)]
+    if (
+        target is world.model
+    ):  # of a module alone it replaces parameters, which the next forward finds: see replace_parameter
+        ways.append(lambda: target.to("meta"))
+    chosen.choice(ways)()
     return accumulate(world, chosen)
 
 

@@ -1,5 +1,6 @@
 """docs/compatibility.md, made of the rows and of what comes of them."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ before. `python -m tests.seams` writes this page, and a test of each line fails 
 
 Sequences of such calls are tried at random: `python -m tests.seams.fuzz --seconds 600`.
 """
+_CLASS = re.compile(r"\b[A-Z]\w+(?:For[A-Z]\w+|LMHeadModel)\b")
 _SECTIONS = {
     "Weights": "",
     "Precision fp32_master": "",
@@ -72,10 +74,11 @@ def _parts(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
 
 
 def _words(outcome: Outcome) -> str:
+    """Return what came of a case, with one name for all classes of models, so that alike cases are alike."""
     if outcome.kind == WORKS:
-        return f"works, and warns: {outcome.message}" if outcome.message else "works"
+        return f"works, and warns: {_CLASS.sub('Model', outcome.message)}" if outcome.message else "works"
     error, _, message = outcome.message.partition(": ")
-    return f"rejected with `{error}`: {message}"
+    return f"rejected with `{error}`: {_CLASS.sub('Model', message)}"
 
 
 def _cell(text: str) -> str:

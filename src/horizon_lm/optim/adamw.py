@@ -128,7 +128,7 @@ class AdamW(torch.optim.Optimizer):
         engine.check_alive()
         if engine.grads.invalid:
             raise StreamingError(
-                "an error interrupted this step's forward or backward, so its gradients are incomplete; call "
+                "an error interrupted a backward of this step, so its gradients are incomplete; call "
                 "optimizer.zero_grad() and repeat the step"
             )
         engine.wait_for_grads()
