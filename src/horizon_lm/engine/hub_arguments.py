@@ -24,6 +24,10 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # and the values with which tha
     "device_mesh": (None,),
     "max_memory": (None,),
     "offload_folder": (None,),
+    "variant": (None,),
+    "state_dict": (None,),
+    "key_mapping": (None,),
+    "experts_implementation": (None,),
 }
 _QUANTIZED = "quantized weights are not streamed yet; leave it out, and take precision='bf16' for the least memory"
 _DEVICES = "several devices are not supported yet; leave it out"
@@ -39,6 +43,10 @@ _REMEDIES = {
     "use_safetensors": "only safetensors are read; convert the weights first",
     "ignore_mismatched_sizes": "weights must fit the model; mend its config, or load it with transformers and stream() it",
     "output_loading_info": "weights that are missing are an error; leave it out",
+    "variant": "only the usual names of files are read; load it with transformers and stream() it",
+    "state_dict": "load the folder's weights first, then use model.load_state_dict()",
+    "key_mapping": "load it with transformers and stream() it",
+    "experts_implementation": "experts are computed as transformers does by default; leave it out",
     "weights_only": "only safetensors are read, which hold nothing but weights; leave it out",
 }
 

@@ -1,0 +1,58 @@
+"""Only what the table of proven models has is streamed, unless somebody says otherwise."""
+
+import copy
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+import horizon_lm
+from horizon_lm.errors import ModelNotSupportedError, UnprovenModelWarning
+from horizon_lm.model import proven
+from tests import families
+
+
+class OwnLlama(LlamaForCausalLM):
+    """A class that somebody derived; its code is not that which was compared."""
+
+
+def table(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Stream with a table that was changed."""
+    changed = copy.deepcopy(proven._table())
+    change(changed["types"])
+    monkeypatch.setattr(proven, "_table", lambda: changed)
+
+
+def own() -> Any:
+    return OwnLlama(families.build("llama").config)
+
+
+def test_a_derived_class_is_rejected_by_name() -> None:
+    with pytest.raises(
+        ModelNotSupportedError, match=r"OwnLlama changes transformers' LlamaForCausalLM.*allow_unproven_model"
+    ):
+        horizon_lm.stream(own())
+
+
+def test_what_is_unproven_may_be_streamed_with_a_warning() -> None:
+    with pytest.warns(UnprovenModelWarning, match="OwnLlama changes"):
+        model = horizon_lm.stream(own(), allow_unproven_model=True)
+    model(**families.batch()).loss.backward()
+
+
+def test_a_type_that_is_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    table(monkeypatch, lambda types: types.pop("llama"))
+    with pytest.raises(ModelNotSupportedError, match=r"LlamaForCausalLM of type 'llama' is not in the table"):
+        horizon_lm.stream(families.build("llama"))
+
+
+@pytest.mark.parametrize(
+    ("feature", "options"),
+    [("untied", {}), ("micro_batches", {"device_micro_batch_size": 1}), ("varlen", {"attn_implementation": "varlen"})],
+)
+def test_a_feature_that_is_not_in_the_table(
+    monkeypatch: pytest.MonkeyPatch, feature: str, options: dict[str, Any]
+) -> None:
+    table(monkeypatch, lambda types: types["llama"]["features"].remove(feature))
+    with pytest.raises(ModelNotSupportedError, match="LlamaForCausalLM was not found right with"):
+        horizon_lm.stream(families.build("llama"), **options)
