@@ -99,10 +99,8 @@ class Cursor:
 
     def _advance_to(self, kind: Kind, unit: str) -> int:
         wanted = f"{kind} {unit}"
-        index = next(
-            (i for i, t in enumerate(self._tasks) if i >= self._position and (t.op.kind, t.op.unit) == (kind, unit)),
-            None,
-        )
+        following = range(self._position, len(self._tasks))
+        index = next((i for i in following if (self._tasks[i].op.kind, self._tasks[i].op.unit) == (kind, unit)), None)
         if index is None:
             expected = next((str(t.op) for t in self._tasks[self._position :]), "the end of the pass")
             raise ScheduleMismatchError(expected, wanted)

@@ -7,9 +7,12 @@ their own.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Buf, Buffer, Kind, Op, Pass, Stream, block
 from horizon_lm.schedule.waits import derive_waits
+
+_KEPT = 32  # passes of each kind: a step needs one of each, and to derive the waits of a deep one takes tens of milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def forward(
     head: bool = True,
     head_grads: bool = False,
 ) -> Pass:
-    """A forward pass.
+    """Return a forward pass.
 
     Args:
         keeps: blocks whose boundary is kept for a backward pass (none in evaluation).
@@ -102,7 +105,13 @@ def forward(
         head: the output projection is used.
         head_grads: the head's gradients are made in the forward.
     """
-    keeps = frozenset(keeps)
+    return _forward(layout, frozenset(keeps), embed, changed, table_update, head, head_grads)
+
+
+@lru_cache(_KEPT)
+def _forward(
+    layout: Layout, keeps: frozenset[int], embed: bool, changed: bool, table_update: bool, head: bool, head_grads: bool
+) -> Pass:
     ops: list[Op] = []
     if changed:
         ops.append(_stream_in(OUTER, Buffer(Buf.OUTER), layout))
@@ -147,7 +156,7 @@ def backward(
     head: bool = True,
     head_grads: bool = False,
 ) -> Pass:
-    """A backward pass over the blocks that the forward kept.
+    """Return a backward pass over the blocks that the forward kept.
 
     Args:
         blocks: the kept blocks, in any order.
@@ -155,7 +164,11 @@ def backward(
         head: the head takes part.
         head_grads: the head's gradients were made in the forward, so only their scaling is left.
     """
-    trainable = frozenset(trainable)
+    return _backward(layout, frozenset(blocks), frozenset(trainable), head, head_grads)
+
+
+@lru_cache(_KEPT)
+def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str], head: bool, head_grads: bool) -> Pass:
     order = sorted(blocks, reverse=True)
     ops: list[Op] = []
 
@@ -203,6 +216,11 @@ def backward(
 
 
 def update(layout: Layout, units: Iterable[str]) -> Pass:
-    """The optimizer's pass over the given units, in the order given (that of the next forward's deadlines)."""
+    """Return the optimizer's pass over the given units, in the order given (that of the next forward's deadlines)."""
+    return _update_pass(layout, tuple(units))
+
+
+@lru_cache(_KEPT)
+def _update_pass(layout: Layout, units: tuple[str, ...]) -> Pass:
     ops = [_update(unit, layout) for unit in units]
     return Pass("update", derive_waits(ops))

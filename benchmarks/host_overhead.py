@@ -1,0 +1,148 @@
+"""Microseconds of the caller's thread for a block's forward and backward, and for what a step costs besides.
+
+Models of toy width at two depths: what grows with depth is a block's, the rest is the step's edges. A plain model with
+gradient checkpointing dispatches the same kernels, so what ours takes more is the engine's own Python. All models live in
+one process and take turns. On the CPU the clock is that of the calling thread, which a busy machine does not advance; on a
+GPU it is the wall's, and nothing waits for the device inside a measurement.
+
+    python benchmarks/host_overhead.py [--device cpu] [--blocks 28 80] [--rounds 30] [--output FILE.md]
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers_cpu import processor, versions
+
+import horizon_lm
+
+PHASES = ("forward", "backward", "optimizer.step", "zero_grad")
+Times = dict[str, list[float]]  # microseconds by phase
+
+
+def build(blocks: int) -> Any:
+    """Return a llama of toy width."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=blocks, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=128,
+        )
+    )  # fmt: skip
+
+
+def plain(blocks: int, device: str) -> tuple[Any, Any]:
+    """Return a model of transformers that recomputes its blocks, and torch's optimizer."""
+    model = build(blocks).to(device).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def streamed(blocks: int, device: str) -> tuple[Any, Any]:
+    """Return the same model, streamed, with its boundaries in host memory, and our optimizer with clipping."""
+    model = horizon_lm.stream(build(blocks).train(), device, precision="float32", boundaries="host", compile=False)
+    return model, horizon_lm.AdamW(model, lr=1e-4, max_grad_norm=1.0)
+
+
+class Subject:
+    """A model whose steps are timed."""
+
+    def __init__(self, make: Callable[[int, str], tuple[Any, Any]], blocks: int, device: str) -> None:
+        self._model, self._optimizer = make(blocks, device)
+        self._on_gpu = device != "cpu"
+        self._ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
+        if make is plain:
+            self._ids = self._ids.to(device)
+        self.times: Times = {phase: [] for phase in PHASES}
+
+    def step(self) -> None:
+        """Make a step, and note what each phase of it took."""
+        clock = time.perf_counter_ns if self._on_gpu else time.thread_time_ns
+        gc.collect()
+        gc.disable()
+        marks = [clock()]
+        loss = self._model(input_ids=self._ids, labels=self._ids, use_cache=False).loss
+        marks.append(clock())
+        loss.backward()
+        marks.append(clock())
+        self._optimizer.step()
+        marks.append(clock())
+        self._optimizer.zero_grad()
+        marks.append(clock())
+        gc.enable()
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        for phase, begin, end in zip(PHASES, marks, marks[1:], strict=False):
+            self.times[phase].append((end - begin) / 1000)
+
+    def median(self, phase: str) -> float:
+        """Return a phase's median, without the steps that warm up."""
+        return statistics.median(self.times[phase][5:])
+
+
+def measure(device: str, depths: tuple[int, int], rounds: int) -> dict[str, dict[int, Subject]]:
+    """Run all models in turns."""
+    subjects = {
+        name: {blocks: Subject(make, blocks, device) for blocks in depths}
+        for name, make in (("plain", plain), ("streamed", streamed))
+    }
+    for _ in range(rounds + 5):
+        for by_depth in subjects.values():
+            for subject in by_depth.values():
+                subject.step()
+    return subjects
+
+
+def table(subjects: dict[str, dict[int, Subject]], depths: tuple[int, int]) -> list[str]:
+    """Return the lines of a table: what a block takes, and what a step takes besides its blocks."""
+    few, many = depths
+    lines = [
+        "| phase | plain, per block | streamed, per block | more | plain, edges | streamed, edges |",
+        "|---|---|---|---|---|---|",
+    ]
+    for phase in PHASES:
+        found = {}
+        for name, by_depth in subjects.items():
+            slope = (by_depth[many].median(phase) - by_depth[few].median(phase)) / (many - few)
+            found[name] = slope, by_depth[few].median(phase) - few * slope
+        (plain_block, plain_edge), (our_block, our_edge) = found["plain"], found["streamed"]
+        lines.append(
+            f"| {phase} | {plain_block:.0f} | {our_block:.0f} | {our_block - plain_block:.0f} | {plain_edge:.0f} | {our_edge:.0f} |"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--blocks", type=int, nargs=2, default=(28, 80))
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    depths = (args.blocks[0], args.blocks[1])
+    lines = table(measure(args.device, depths, args.rounds), depths)
+    where = processor() if args.device == "cpu" else torch.cuda.get_device_name()
+    text = "\n".join(
+        [
+            "# Python on the caller's thread", "",
+            f"{date.today()}, {where}. {versions()}.",
+            f"Microseconds, from llamas of width 32 with {depths[0]} and {depths[1]} blocks; medians of {args.rounds} steps.", "",
+            *lines, "",
+        ]
+    )  # fmt: skip
+    print(text)
+    if args.output:
+        args.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
