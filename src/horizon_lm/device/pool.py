@@ -23,11 +23,20 @@ class _Job:
 
     task: Task
     ready: Callable[[], None] | None
-    pieces: deque[Move]
+    moves: Sequence[Move]
+    taken: int = 0  # of the moves
     preparing: bool = False
     running: int = 0
     started: float = 0.0
     error: BaseException | None = None
+
+    @property
+    def has_more(self) -> bool:
+        return self.taken < len(self.moves)
+
+    def take(self) -> Move:
+        self.taken += 1
+        return self.moves[self.taken - 1]
 
 
 class _State:
@@ -36,7 +45,7 @@ class _State:
     def __init__(self, link: Link, limit: int) -> None:
         self.changed = threading.Condition()
         self.link = link
-        self.queue: deque[_Job] = deque()  # jobs with pieces that nobody has taken
+        self.queue: deque[_Job] = deque()  # jobs with moves that nobody has taken
         self.unfinished: dict[int, _Job] = {}
         self.limit = limit
         self.active = 0
@@ -76,7 +85,7 @@ class HostPool:
         if not task.moves:
             task.done = True
             return
-        job = _Job(task, ready, deque(task.moves))
+        job = _Job(task, ready, task.moves)
         state = self._state
         with state.changed:
             state.trace = trace
@@ -127,8 +136,8 @@ def _work(state: _State) -> None:
             job = state.queue[0]
             prepare, job.ready = job.ready, None
             job.preparing = prepare is not None
-            piece = None if job.preparing else job.pieces.popleft()
-            if not job.pieces:
+            piece = None if job.preparing else job.take()
+            if not job.has_more:
                 state.queue.popleft()
             state.active += piece is not None
             job.running += 1
@@ -152,10 +161,10 @@ def _after(state: _State, job: _Job) -> None:
     job.running -= 1
     was_preparing, job.preparing = job.preparing, False
     if job.error is not None:
-        job.pieces.clear()
+        job.taken = len(job.moves)
         if job in state.queue:
             state.queue.remove(job)
-    elif not job.pieces and not job.running:
+    elif not job.has_more and not job.running:
         job.task.done = True
         del state.unfinished[id(job.task)]
         if state.trace is not None:

@@ -5,7 +5,7 @@ on the host, unit by unit in the order in which the next forward needs them, and
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from horizon_lm.optim.non_finite import REMEDY, SkippedSteps
 from horizon_lm.optim.state import LOW_HALF, STEPS, check_settings, check_state
 from horizon_lm.optim.updates import (
     Hyperparameters,
+    Span,
     TableRows,
     UnitArrays,
     compile_kernels,
@@ -240,7 +241,7 @@ class AdamW(torch.optim.Optimizer):
     def pending(self) -> bool:
         return bool(self._hyper)
 
-    def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> list[Move]:
+    def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
         return self._pieces(unit, names, grads, clip=1.0)
 
     def table(self, grads: TableGrads) -> TableRows | None:
@@ -248,20 +249,18 @@ class AdamW(torch.optim.Optimizer):
 
     # Pieces
 
-    def _pieces(self, unit: str, names: list[str], grads: torch.Tensor, clip: float) -> list[Move]:
-        """The update of some of a unit's parameters with the gradient slab of the unit."""
-        arrays, values, guard = self._arrays[unit], as_array(grads), self._guard(unit)
-        return [
-            piece
-            for run, scalars in self._runs(unit, names, clip)
-            for piece in span_pieces(arrays, run, values, scalars, self._engine.updates.torn.tear, guard)
-        ]
+    def _pieces(self, unit: str, names: list[str], grads: torch.Tensor, clip: float) -> Sequence[Move]:
+        """Return the update of some of a unit's parameters with the gradient slab of the unit."""
+        spans = self._spans(unit, names, clip)
+        return span_pieces(
+            self._arrays[unit], spans, as_array(grads), self._engine.updates.torn.tear, self._guard(unit)
+        )
 
-    def _runs(self, unit: str, names: list[str], clip: float) -> list[tuple[list[str], Scalars]]:
-        """Parameters that are updated alike and lie one behind the other, with what their updates have in common."""
+    def _spans(self, unit: str, names: list[str], clip: float) -> list[Span]:
+        """Return the parameters that are updated alike and lie one behind the other, together."""
         arrays = self._arrays[unit]
         order = {name: number for number, name in enumerate(arrays.layout)}
-        runs: list[tuple[list[str], Scalars]] = []
+        spans: list[tuple[list[str], Scalars]] = []
         before: tuple[Any, ...] = ()
         for name in names:
             param = self._engine.refs[name].param
@@ -270,18 +269,20 @@ class AdamW(torch.optim.Optimizer):
                 continue
             step = self._steps[param] + 1
             if arrays.mergeable and before == (order[name] - 1, hyper, step):
-                runs[-1][0].append(name)
+                spans[-1][0].append(name)
             else:
-                runs.append(([name], hyper.scalars(step, clip, noise_key(self._seed, self._step + 1, unit))))
+                spans.append(([name], hyper.scalars(step, clip, noise_key(self._seed, self._step + 1, unit))))
             before = order[name], hyper, step
             self._stepped.append(param)
-        return runs
+        return [Span(*span) for span in spans]
 
     def _table(self, grads: TableGrads, clip: float) -> TableRows | None:
-        runs = self._runs(EMBED, list(self._store.units[EMBED].layout), clip)
-        if not runs:
+        spans = self._spans(EMBED, list(self._store.units[EMBED].layout), clip)
+        if not spans:
             return None
-        return TableRows(self._arrays[EMBED], grads, runs[0][1], self._engine.updates.torn.tear, self._guard(EMBED))
+        return TableRows(
+            self._arrays[EMBED], grads, spans[0].scalars, self._engine.updates.torn.tear, self._guard(EMBED)
+        )
 
     def _guard(self, unit: str) -> Callable[[], bool]:
         """Whether a unit may be updated when its turn comes. After a backward that is known; in one it is not."""

@@ -1,8 +1,10 @@
 """One step's update, cut into pieces that any thread may run: spans of slabs, and rows of the embedding table."""
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -81,61 +83,96 @@ Guard = Callable[[], bool]
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """A piece. It runs once, though an interrupted pass may issue it again; a failure inside tears the model.
+    """A piece of an update. A failure inside tears the model.
 
     Attributes:
-        guard: false if it must not run after all, because its gradient is not finite.
+        number: among the pieces of ``of``, which knows what is done: an interrupted pass may issue a piece again.
     """
 
-    function: Callable[[], None]
-    tear: Tear
-    guard: Guard
-    done: bool = False
+    of: "Pieces"
+    number: int
     host_bytes: int = 0
 
     def run(self, link: Link) -> None:
-        if self.done:
-            return
-        if self.guard():
-            try:
-                self.function()
-            except BaseException as error:
-                self.tear(error)
-                raise
-        self.done = True
+        self.of.run(self.number)
 
     def split(self, parts: int) -> list[Move]:
         return [self]
 
 
-def span_pieces(
-    arrays: UnitArrays, names: Sequence[str], values: Any, scalars: Scalars, tear: Tear, guard: Guard
-) -> list[Move]:
-    """The update of parameters that lie one behind the other, with the gradient slab of their unit as an array.
+class Pieces(Sequence[Move]):
+    """An update in pieces. Each is made when somebody takes it: a large model has tens of thousands of them.
 
-    The padding between them is updated, too: zeros stay zeros. With 8-bit moments ``names`` is one.
+    Args:
+        count: number of pieces.
+        function: does the one of a number.
+        tear: called with an error inside a piece.
+        guard: false if a piece must not run after all, because its gradient is not finite.
+    """
+
+    def __init__(self, count: int, function: Callable[[int], None], tear: Tear, guard: Guard) -> None:
+        self._function, self._tear, self._guard = function, tear, guard
+        self._done = bytearray(count)
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    def __getitem__(self, number: Any) -> Any:
+        return _Work(self, range(len(self))[number])
+
+    def run(self, number: int) -> None:
+        """Do a piece, once."""
+        if self._done[number]:
+            return
+        if self._guard():
+            try:
+                self._function(number)
+            except BaseException as error:
+                self._tear(error)
+                raise
+        self._done[number] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Parameters that are updated alike and lie one behind the other; with 8-bit moments it is one."""
+
+    names: Sequence[str]
+    scalars: Scalars
+
+
+def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, tear: Tear, guard: Guard) -> Pieces:
+    """Return the update of some spans of a unit, with its gradient slab as an array.
+
+    The padding between parameters is updated, too: zeros stay zeros.
     """
     kernel = update_kernel(*arrays.modes)
-    place, grad_place = arrays.layout.entries[names[0]], arrays.grad_layout.entries[names[0]]
-    last = arrays.layout.entries[names[-1]]
-    numel = last.offset + last.numel - place.offset
+    places = [_place(arrays, span) for span in spans]
+    firsts = [0, *accumulate(-(-numel // _PIECE) for _, _, numel in places)]
 
-    def update(offset: int, size: int) -> None:
-        w, g = place.offset + offset, grad_place.offset + offset
+    def update(number: int) -> None:
+        index = bisect_right(firsts, number) - 1
+        (start, grad_start, numel), span = places[index], spans[index]
+        offset = (number - firsts[index]) * _PIECE
+        size = min(_PIECE, numel - offset)
+        w, g = start + offset, grad_start + offset
         scales = slice(0, 0)
         if arrays.scale_starts:
-            first = arrays.scale_starts[names[0]] + offset // BLOCK
+            first = arrays.scale_starts[span.names[0]] + offset // BLOCK
             scales = slice(first, first - (-size // BLOCK))
         kernel(
             arrays.weights[w : w + size], arrays.low[w : w + size], values[g : g + size],
             arrays.first[g : g + size], arrays.second[g : g + size], arrays.scale1[scales], arrays.scale2[scales],
-            np.uint32(w & 0xFFFFFFFF), scalars,
+            np.uint32(w & 0xFFFFFFFF), span.scalars,
         )  # fmt: skip
 
-    return [
-        _Work(lambda offset=offset: update(offset, min(_PIECE, numel - offset)), tear, guard)  # type: ignore[misc]
-        for offset in range(0, numel, _PIECE)
-    ]
+    return Pieces(firsts[-1], update, tear, guard)
+
+
+def _place(arrays: UnitArrays, span: Span) -> tuple[int, int, int]:
+    """Return where a span begins among the weights and among the gradients, and its number of elements."""
+    first, last = (arrays.layout.entries[span.names[i]] for i in (0, -1))
+    return first.offset, arrays.grad_layout.entries[span.names[0]].offset, last.offset + last.numel - first.offset
 
 
 class TableRows:
@@ -160,12 +197,14 @@ class TableRows:
     def rest(self) -> Sequence[Move]:
         return self._pieces(np.arange(self._num_rows))
 
-    def _pieces(self, rows: Any) -> list[Move]:
+    def _pieces(self, rows: Any) -> Pieces:
         count = max(1, _PIECE // self._width)
-        return [
-            _Work(lambda part=rows[start : start + count]: self._update(part), self._tear, self._guard)  # type: ignore[misc]
-            for start in range(0, len(rows), count)
-        ]
+        return Pieces(
+            -(-len(rows) // count),
+            lambda number: self._update(rows[number * count : (number + 1) * count]),
+            self._tear,
+            self._guard,
+        )
 
     def _update(self, rows: Any) -> None:
         rows = rows[~self._done[rows]]
