@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from horizon_lm.schedule import build
-from horizon_lm.schedule.check import uses
 from horizon_lm.schedule.ops import (
     EMBED,
     HEAD,
@@ -24,6 +23,7 @@ from horizon_lm.schedule.ops import (
     Stream,
     Wait,
     block,
+    uses,
 )
 from horizon_lm.schedule.simulate import Cost, Rates, Timeline, simulate, step_seconds
 

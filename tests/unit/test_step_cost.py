@@ -1,11 +1,14 @@
 """What the operations of a step cost, and when the optimizer hides, against arithmetic."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from horizon_lm.plan.hardware import Hardware
+from horizon_lm.plan.plan import make_plan
+from horizon_lm.plan.request import Machine, Request
 from horizon_lm.plan.residency import Residency
 from horizon_lm.plan.seconds import step_time
 from horizon_lm.plan.step import Step, StepSettings, rates, update_bytes
@@ -174,3 +177,19 @@ def test_busy_shares_and_model_flops() -> None:
     assert time.model_tflops == pytest.approx(flops / time.seconds / 1e12)
     assert max(span.end for span in time.spans if span.op.stream == Stream.COMPUTE) == pytest.approx(time.seconds)
     assert not [span for span in time.spans if span.op.unit == HEAD and span.end < span.start]
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "moments", "named"), [(60e9, "float32", True), (400e9, "float32", False), (60e9, "bfloat16", False)]
+)
+def test_a_plan_names_what_shortens_updates(bandwidth: float, moments: str, named: bool) -> None:
+    """Steps of 64k tokens of a model with seven billion parameters: updates hide from a certain bandwidth on."""
+    request = Request(per_device_train_batch_size=16, moments=moments, boundaries=28)
+    plan = make_plan(dense(), request, Machine("by hand", False, machine(host_bandwidth={"16": bandwidth})))
+    found = [re.search(r"moments: bfloat16 would make a step (\d+)% shorter", reason) for reason in plan.reasons]
+    assert any(found) == named
+    if named:
+        assert plan.time is not None
+        of = replace(plan.step, settings=replace(plan.step.settings, moments="bfloat16"))
+        shorter = 1 - step_time(of, machine(host_bandwidth={"16": bandwidth})).seconds / plan.time.seconds
+        assert [match[1] for match in found if match] == [f"{100 * shorter:.0f}"]

@@ -112,12 +112,12 @@ class GatherRows:
 
 @dataclass(frozen=True, slots=True)
 class LandRows:
-    """Gradients of distinct table rows to the host's table; ``clear`` empties the table first."""
+    """Gradients of distinct table rows to the host's table. The rows ``clear`` are emptied first; None for no row."""
 
     table: torch.Tensor
     source: torch.Tensor
     rows: torch.Tensor
-    clear: bool
+    clear: torch.Tensor | slice | None
     add: bool
     report: Report
 
@@ -126,12 +126,13 @@ class LandRows:
         return self.rows.numel() * self.table.shape[1] * self.table.element_size()
 
     def run(self, link: Link) -> None:
-        if self.clear:
-            self.table.zero_()
+        if self.clear is not None:
+            self.table[self.clear] = 0
         self.report(link.land_rows(self.table, self.source, self.rows, self.add))
 
     def split(self, parts: int) -> list[Move]:
         pieces = zip(self.source.tensor_split(parts), self.rows.tensor_split(parts), strict=True)
         return [
-            LandRows(self.table, s, r, self.clear and i == 0, self.add, self.report) for i, (s, r) in enumerate(pieces)
+            LandRows(self.table, s, r, self.clear if i == 0 else None, self.add, self.report)
+            for i, (s, r) in enumerate(pieces)
         ]

@@ -5,12 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_unflatten
 
 from horizon_lm.engine.grad_sink import GradSink, set_traps, trapped_graph
 from horizon_lm.engine.handle import ForwardHandle
 from horizon_lm.engine.replay import Surroundings, no_autocast_cache, replaying
-from horizon_lm.engine.rows import BlockCall, RowOutputs, flatten, slice_rows
+from horizon_lm.engine.rows import BlockCall, RowOutputs, slice_rows
+from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import RecomputeMismatchError, StreamingError
 from horizon_lm.model import capture
 from horizon_lm.model.attention import attending
@@ -73,10 +73,10 @@ class Kept:
         self.states.append(state)
         if self.sink is None:
             return output
-        leaves, spec = flatten(output)
+        tree = Tree(output)
         if self._holds:
-            self.graphs.append((inputs, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
-        return tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+            self.graphs.append((inputs, tree.tensors))
+        return tree.rebuild([tensor.detach() for tensor in tree.tensors])
 
 
 class BlockNode:
@@ -96,7 +96,7 @@ class BlockNode:
         self.outputs: RowOutputs
         self.dims: list[int | None]
         self.kept: Kept
-        self.attributes: list[Any]
+        self.attributes: list[dict[str, Any]]
         self.hidden_shape: torch.Size
         self.hidden_dtype: torch.dtype
         self.expected: list[torch.Tensor] | None = None  # outputs, with check_recompute
@@ -174,7 +174,7 @@ class BlockNode:
         """StreamingError if the block would be computed again with other attributes than in the forward."""
         before, now = self.attributes, self.module.attributes()
         if before != now:
-            changed = next((b[0] for a, b in zip(before, now, strict=False) if a != b), "an attribute")
+            changed = next(name for a, b in zip(before, now, strict=True) for name in a | b if _differ(a, b, name))
             raise StreamingError(
                 f"{self.module.name}: {changed!r} of one of its modules changed between the forward and its backward, which "
                 "computes the block again. Change dropout rates, adapters and the like before the forward, and leave "
@@ -227,7 +227,7 @@ class BlockNode:
         ):
             args, kwargs = self.call.rebuild(leaves)
             output = self.module.forward(*args, plainly=self.plainly, **kwargs)
-        return [leaf for leaf in flatten((output, captured))[0] if isinstance(leaf, torch.Tensor)]
+        return Tree((output, captured)).tensors
 
     def _check(self, tensors: list[torch.Tensor], start: int, stop: int) -> None:
         if self.expected is None:
@@ -242,6 +242,10 @@ class BlockNode:
                     f"{self.module.name}, rows {start} to {stop - 1}: the recomputed output differs from the forward's by up "
                     f"to {difference:.3g}"
                 )
+
+
+def _differ(before: dict[str, Any], now: dict[str, Any], name: str) -> bool:
+    return name not in before or name not in now or before[name] != now[name]
 
 
 class BlockFunction(torch.autograd.Function):

@@ -66,6 +66,7 @@ class ChunkedHead:
         self._hidden: torch.Tensor | None = None  # what the trunk returned
         self._active = False
         self._chunk: _Chunk | None = None
+        self._vocabulary = self.engine.parts.sizes().vocabulary
         self._head_attributes = {
             name: attribute for name, ref in self.engine.refs.items() for m, attribute in ref.places if m is head.module
         }
@@ -131,7 +132,7 @@ class ChunkedHead:
         """Instead of logits of all tokens: those of a chunk, or one row of zeros for a loss without labels."""
         if self._chunk is not None:
             return self._chunk.project(hidden)
-        return hidden.new_zeros((1, 1, self.engine.parts.sizes().vocabulary))
+        return hidden.new_zeros((1, 1, self._vocabulary))
 
     def linear(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What a plain Linear calls these tensors of the head, which have their full names."""

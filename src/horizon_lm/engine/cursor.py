@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.moves import Move
 from horizon_lm.errors import ScheduleMismatchError
-from horizon_lm.schedule.check import uses
 from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Pass, Stream
 
 MovesOf = Callable[[Op], Sequence[Move] | None]
@@ -39,15 +38,15 @@ class Cursor:
             found = [tasks[w.index] if isinstance(w, After) else self._last_use.get(w) for w in op.waits]
             moves = None if op.stream == Stream.COMPUTE else moves_of(op)
             tasks.append(Task(op, [t for t in found if t is not None and not t.done], moves))
-        for task in tasks:
-            for use in uses(task.op):
-                self._last_use[use] = task
+        for task, uses in zip(tasks, schedule.uses, strict=True):
+            self._last_use.update(dict.fromkeys(uses, task))
         self.schedule, self._tasks, self._position, self._reached_any = schedule, tasks, 0, False
         self._device.announce(tasks)
 
     def bind(self, kind: Kind, unit: str, moves: Sequence[Move]) -> Task:
         """Tell what a task moves, once it is known."""
-        task = next(t for t in self._tasks if t.op.kind == kind and t.op.unit == unit)
+        assert self.schedule is not None
+        task = self._tasks[self.schedule.positions[kind, unit]]
         task.moves = moves
         return task
 
@@ -99,9 +98,8 @@ class Cursor:
 
     def _advance_to(self, kind: Kind, unit: str) -> int:
         wanted = f"{kind} {unit}"
-        following = range(self._position, len(self._tasks))
-        index = next((i for i in following if (self._tasks[i].op.kind, self._tasks[i].op.unit) == (kind, unit)), None)
-        if index is None:
+        index = self.schedule.positions.get((kind, unit), -1) if self.schedule is not None else -1
+        if index < self._position:
             expected = next((str(t.op) for t in self._tasks[self._position :]), "the end of the pass")
             raise ScheduleMismatchError(expected, wanted)
         skipped = [t.op for t in self._tasks[self._position : index] if t.op.stream == Stream.COMPUTE]

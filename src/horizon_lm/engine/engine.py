@@ -451,7 +451,7 @@ class Engine:
         if self._backward_of is not None and self.cursor.update_begun():
             self.updates.torn.tear(error)  # some units of this step are new, some old
         if self._backward_of is not None:  # a forward touches no gradient in host memory
-            self.grads.invalid = True
+            self.grads.break_off()
         self.cursor.abandon()
         self._quiesce()
         for handle in (self._backward_of, self.handle):
@@ -496,7 +496,7 @@ class Engine:
         if landing_grad(param) is not None:
             self.wait_for_grads()
             self.hand_out_weight()
-        self.grads.squares.forget(self.store.unit_of[name])
+        self.grads.hand_out(self.store.unit_of[name])
 
     def wait_for_grads(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""

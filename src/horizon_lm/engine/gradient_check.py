@@ -11,7 +11,8 @@ import torch
 
 from horizon_lm.engine.engine import Engine
 from horizon_lm.engine.replay import no_autocast_cache, replaying
-from horizon_lm.engine.rows import flatten, slice_rows
+from horizon_lm.engine.rows import slice_rows
+from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import GradientMismatchError
 from horizon_lm.model import capture
 from horizon_lm.model.attention import attending, plain_kernels
@@ -119,7 +120,7 @@ class GradientCheck:
                 output = node.module.forward(*args, plainly=True, **kwargs)
                 if len(ranges) < len(node.micro_batches) and not torch.equal(before, torch.get_rng_state()):
                     raise _DrawsNumbersError
-            tensors = [leaf for leaf in flatten((output, captured))[0] if isinstance(leaf, torch.Tensor)]
+            tensors = Tree((output, captured)).tensors
             pairs = [
                 (t, _rows_of(g, t, start, stop, len(ranges)).to(t.dtype))
                 for t, g in zip(tensors, grads, strict=True)

@@ -11,6 +11,7 @@ from horizon_lm.engine.parameters import landing_grad, set_landing_grad
 from horizon_lm.engine.squares import GradSquares
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ParamRef
+from horizon_lm.schedule.ops import EMBED
 from horizon_lm.store.store import Store
 
 
@@ -29,6 +30,10 @@ class HostGrads:
         self.slots: LandingSlots | None = None
         self.invalid = False
         self._landing: list[Task] = []
+        self._table_rows: torch.Tensor | None = (
+            None  # of the table's gradient that may hold something; None for any row
+        )
+        self._table_is_ours = True  # nobody else has had the table's gradient in hand, and may write to it
 
     def allocate(self, trainable: list[str], units: Iterable[str]) -> None:
         """Make room for the gradients of these parameters, kept for these units."""
@@ -44,6 +49,8 @@ class HostGrads:
 
     def moves(self, unit: str, source: torch.Tensor) -> list[Move]:
         """How the gradients in ``source``, laid out as the unit's, get to the host."""
+        if unit == EMBED:  # a tied head's
+            self._table_rows = None
         slabs = self._store.units[unit]
         report = self.squares.landing(unit, whole=True)
         if self.slots is not None and not self.slots.keeps(unit):
@@ -56,6 +63,26 @@ class HostGrads:
         return [
             Land(view, slabs.grad_layout.view(source, name).view(-1), not empty[name], report) for name, view in views
         ]
+
+    def rows_to_clear(self, rows: torch.Tensor, empty: bool) -> torch.Tensor | slice | None:
+        """Return the rows of the table's gradient to clear before these land; a table is too large to clear every step.
+
+        Args:
+            rows: that land; all others shall be zero if the gradient is empty now.
+            empty: see the class.
+        """
+        before, self._table_rows = self._table_rows, None
+        if not empty:
+            return None
+        if self._table_is_ours:
+            self._table_rows = rows
+        return slice(None) if before is None else before
+
+    def hand_out(self, unit: str) -> None:
+        """Somebody may read and write the gradients of a unit, now or later."""
+        self.squares.forget(unit)
+        if unit == EMBED:
+            self._table_is_ours, self._table_rows = False, None
 
     def publish(self, names: Iterable[str]) -> None:
         """A backward is over: parameters whose gradients are kept have them from now on."""
@@ -74,9 +101,14 @@ class HostGrads:
             self._device.wait(self._landing)
         except Exception:  # a copy failed, so a gradient is incomplete; an interrupt only ends the waiting
             self._device.cancel(self._landing)
-            self._landing, self.invalid = [], True
+            self._landing = []
+            self.break_off()
             raise
         self._landing = []
+
+    def break_off(self) -> None:
+        """A fault has left some gradients incomplete."""
+        self.invalid, self._table_rows = True, None
 
     def clear(self) -> None:
         """All gradients are empty again, and a fault is forgiven. No memory is written."""

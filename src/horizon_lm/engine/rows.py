@@ -5,53 +5,26 @@ or (B, T, D), M-RoPE positions are (3, B, T)). It is found once per kind of call
 with one more row and comparing shapes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from horizon_lm.engine.tree import Path, Tree
 from horizon_lm.errors import ModelNotSupportedError
 
-Path = tuple[str, int]  # where a tensor is among a call's arguments, and its number of dimensions
 
-
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves of nested tuples, lists and dicts; anything else (a cache, a config) is a leaf."""
-    return pytree.tree_flatten(tree, is_leaf=lambda x: not isinstance(x, (tuple, list, dict)))
-
-
-class BlockCall:
+class BlockCall(Tree):
     """The arguments of one block call, with their tensors apart."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tree = (args, kwargs)
-        with_path, self._spec = pytree.tree_flatten_with_path(
-            tree, is_leaf=lambda x: not isinstance(x, (tuple, list, dict))
-        )  # fmt: skip
-        self._leaves = [leaf if not isinstance(leaf, torch.Tensor) else None for _, leaf in with_path]
-        self._where = [i for i, (_, leaf) in enumerate(with_path) if isinstance(leaf, torch.Tensor)]
-        self.tensors: list[torch.Tensor] = [with_path[i][1] for i in self._where]
-        self.paths: list[Path] = [
-            (pytree.keystr(with_path[i][0]), with_path[i][1].ndim) for i in self._where
-        ]  # fmt: skip
+        super().__init__((args, kwargs))
         # The hidden states are the first positional argument, or named so.
         self.hidden = 0 if args else next(i for i, p in enumerate(self.paths) if "hidden_states" in p[0])
-
-    def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these tensors in place of the original ones."""
-        leaves = list(self._leaves)
-        for index, tensor in zip(self._where, tensors, strict=True):
-            leaves[index] = tensor
-        return pytree.tree_unflatten(leaves, self._spec)
 
     def containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return what is in the containers among a block's arguments, as comparable values: it may put something there."""
         return [_contents(value) for value in (*args, *kwargs.values()) if not isinstance(value, _IMMUTABLE)]
-
-    def drop_tensors(self) -> None:
-        """Keep the structure only; tensors that a backward needs are autograd's to hold."""
-        self.tensors = []
 
 
 def compare_rows(
@@ -99,27 +72,25 @@ class RowOutputs:
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self._spec: Any = None
-        self._leaves: list[Any] = []
-        self._tensors: list[torch.Tensor] = []
-        self._is_tensor: list[bool] = []
-        self._like: list[tuple[torch.Tensor, torch.device]] = []
+        self._tree: Tree | None = None  # of the first micro-batch
+        self.tensors: list[torch.Tensor] = []
+        self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
 
     def add(self, start: int, stop: int, output: Any) -> None:
-        leaves, spec = flatten(output)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if self._spec is None:
-            self._spec = spec
-            self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        tree = Tree(output)
+        if self._tree is None:
+            self._tree = tree
             if stop - start == self._num_rows:
-                self._tensors = tensors
+                self.tensors = tree.tensors
             else:
-                self._tensors = [self._empty_whole(t, stop - start) for t in tensors]
-            self._like = [(t.to("meta"), t.device) for t in self._tensors]
-        if stop - start == self._num_rows:
-            return
-        for whole, part in zip(self._tensors, tensors, strict=True):
+                self.tensors = [self._empty_whole(t, stop - start) for t in tree.tensors]
+            self._like = [(t.shape, t.dtype, t.device) for t in self.tensors]
+        if stop - start != self._num_rows:
+            self._put(start, stop, tree.tensors)
+        tree.drop_tensors()
+
+    def _put(self, start: int, stop: int, tensors: list[torch.Tensor]) -> None:
+        for whole, part in zip(self.tensors, tensors, strict=True):
             per_row = part.shape[0] // (stop - start)
             whole[start * per_row : stop * per_row] = part
 
@@ -133,23 +104,18 @@ class RowOutputs:
 
     def release(self) -> None:
         """Keep the structure only."""
-        self._tensors = []
+        self.tensors = []
 
     def imitate(self, num_rows: int) -> list[torch.Tensor]:
         """Zeros in the shape that these outputs would have with another number of rows."""
         return [
             torch.zeros(
-                (t.shape[0] // self._num_rows * num_rows, *t.shape[1:]) if t.ndim else (), dtype=t.dtype, device=device
+                (shape[0] // self._num_rows * num_rows, *shape[1:]) if shape else (), dtype=dtype, device=device
             )
-            for t, device in self._like
+            for shape, dtype, device in self._like
         ]  # fmt: skip
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return self._tensors
-
-    def rebuild(self, tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> Any:
-        """The output structure with these tensors in it."""
-        remaining = iter(tensors)
-        leaves = [next(remaining) if is_t else leaf for leaf, is_t in zip(self._leaves, self._is_tensor, strict=True)]
-        return pytree.tree_unflatten(leaves, self._spec)
+    def rebuild(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """Return the output structure with these tensors in it."""
+        assert self._tree is not None
+        return self._tree.rebuild(tensors)

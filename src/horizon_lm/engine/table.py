@@ -110,7 +110,8 @@ class Table:
         # A tied head's gradient has landed on the same table earlier in this pass.
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))
         report = engine.grads.squares.landing(EMBED, whole=empty)
-        return LandRows(engine.store.grad(self._name), outgoing, rows, clear=empty, add=not empty, report=report)
+        clear = engine.grads.rows_to_clear(rows, empty)
+        return LandRows(engine.store.grad(self._name), outgoing, rows, clear=clear, add=not empty, report=report)
 
 
 def _reject_gradient(grad: torch.Tensor) -> None:

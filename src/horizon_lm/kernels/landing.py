@@ -80,21 +80,20 @@ def rows_kernel(table: str, add: bool) -> Any:
 
     @kernel
     def land(table: Any, source: Any, rows: Any) -> float:
-        total = 0.0
+        lanes = np.zeros(_LANES, F64)
         for r in range(len(rows)):
-            row = rows[r]
-            part = F64(0)
-            for i in range(table.shape[1]):
-                value = widen(source[r, i])
-                if add:
-                    before = widen(table[row, i])
-                    part -= F64(before) * F64(before)
-                    value = before + value
-                kept = narrow(value)
-                table[row, i] = kept
-                value = F64(widen(kept))
-                part += value * value
-            total += part
-        return total
+            target, values = table[rows[r]], source[r]
+            for start in range(0, len(target), _LANES):
+                t, s = target[start : start + _LANES], values[start : start + _LANES]
+                for i in range(len(t)):
+                    value = widen(s[i])
+                    if add:
+                        before = F64(widen(t[i]))
+                        lanes[i] -= before * before
+                        value = widen(t[i]) + value
+                    t[i] = narrow(value)
+                    kept = F64(widen(t[i]))
+                    lanes[i] += kept * kept
+        return lanes.sum()
 
     return land

@@ -7,6 +7,7 @@ hooks, attributes, config and mode are those that it has at that moment, and not
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class StreamedBlock:
         }
         self._host = {name: owner._parameters[attribute] for name, (owner, attribute) in self._places.items()}
         self._structure = Structure(self._modules)
+        self._attributes = [_Attributes(module) for module in self._modules]
         self._copies: dict[tuple[nn.Module, str], _BufferCopy] = {}
 
     @property
@@ -144,26 +146,54 @@ class StreamedBlock:
             for module, training in zip(self._modules, before, strict=True):
                 module.training = training
 
-    def attributes(self) -> list[Any]:
-        """Attributes of all modules as comparable values; tensors, and what only has an identity, by identity."""
-        return [
-            (name, comparable(value))
-            for module in self._modules
-            for name, value in module.__dict__.items()
-            if name not in _INTERNAL and name != "forward"
-        ]
+    def attributes(self) -> list[dict[str, Any]]:
+        """Return attributes of all modules as comparable values; tensors, and what only has an identity, by identity."""
+        return [attributes.read() for attributes in self._attributes]
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
     """Return whether somebody listens to a module, besides transformers itself."""
     if _global._global_forward_hooks or _global._global_forward_pre_hooks:
         return True
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return False
     return any(
         hooks and not capture.is_only_capturing(hooks)
         for hooks in (
             module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
         )
     )  # fmt: skip
+
+
+class _Attributes:
+    """A module's attributes as comparable values. They are made again when one of them is another object.
+
+    Reading them takes longer than most other things that are done for a block, and they hardly ever change.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._found: dict[str, Any] | None = None  # None where a container may change though it stays the same object
+
+    def read(self) -> dict[str, Any]:
+        attributes = self._module.__dict__
+        names, values = list(attributes), list(attributes.values())
+        if self._found is not None and names == self._names and all(map(is_, values, self._values)):
+            return self._found
+        own = {name: value for name, value in attributes.items() if name not in _INTERNAL and name != "forward"}
+        found = {name: comparable(value) for name, value in own.items()}
+        self._names, self._values = names, values
+        self._found = found if all(map(_is_fixed, own.values())) else None
+        return found
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether a value is compared the same as long as it is the same object."""
+    if isinstance(value, tuple):
+        return all(isinstance(item, _PLAIN) for item in value)
+    return not isinstance(value, (list, set, frozenset, Mapping))
 
 
 class Structure:

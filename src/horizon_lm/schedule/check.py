@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from horizon_lm.schedule.ops import After, Buf, Buffer, LastUse, Op, Pass, Stream, Wait
+from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Pass, Stream, Wait, uses
 
 # Buffers with as many instances as the device holds, whatever the number of blocks.
 SLOTS = {Buf.WEIGHTS: 2, Buf.GRADS: 2, Buf.RING: 2, Buf.HOST_LANDING: 5}  # landing: HEAD, EMBED and OUTER, too
@@ -104,11 +104,6 @@ class _Unrolled:
 
     def _report(self, pass_index: int, op: Op, text: str) -> None:
         self.problems.append(Problem(pass_index, op, text))
-
-
-def uses(op: Op) -> list[LastUse]:
-    """The waits of later passes that this operation satisfies, until another one takes its place."""
-    return [LastUse(buffer, op.stream) for buffer in op.reads + op.writes]
 
 
 def check(sequence: Sequence[Pass]) -> list[Problem]:

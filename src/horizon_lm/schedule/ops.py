@@ -8,18 +8,23 @@ checked, simulated and drawn.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from horizon_lm.errors import HorizonError
 
 
-class Stream(StrEnum):
+class _Word(StrEnum):
+    __hash__ = str.__hash__  # an enumeration's own is a call in Python, and schedules look up thousands a step
+
+
+class Stream(_Word):
     COPY_IN = "copy_in"
     COMPUTE = "compute"
     COPY_OUT = "copy_out"
     HOST = "host"  # the optimizer's workers
 
 
-class Kind(StrEnum):
+class Kind(_Word):
     STREAM_IN = "stream_in"  # host weights -> device buffer
     FORWARD = "forward"
     OFFLOAD = "offload"  # boundary: device ring -> host
@@ -34,7 +39,7 @@ class Kind(StrEnum):
 UPDATES = (Kind.UPDATE, Kind.UPDATE_ROWS)
 
 
-class Buf(StrEnum):
+class Buf(_Word):
     """Kinds of memory whose hazards the waits must cover. Device: capital letter. Host: ``host_``."""
 
     WEIGHTS = "W"  # two slots for blocks
@@ -101,7 +106,7 @@ class Op:
         return f"{self.kind} {self.unit}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Pass:
     """One walk over the units. ``keeps`` names the blocks whose boundary a forward leaves for its backward."""
 
@@ -109,12 +114,27 @@ class Pass:
     ops: tuple[Op, ...]
     keeps: frozenset[int] = frozenset()
 
+    @cached_property
+    def positions(self) -> dict[tuple[str, str], int]:
+        """Where the operation of a kind and unit is."""
+        return {(op.kind, op.unit): index for index, op in reversed(list(enumerate(self.ops)))}
+
+    @cached_property
+    def uses(self) -> tuple[tuple[LastUse, ...], ...]:
+        """By operation, the waits of later passes that it satisfies, until another one takes its place."""
+        return tuple(map(uses, self.ops))
+
     def __str__(self) -> str:
         lines = [f"{self.name}:"]
         for i, op in enumerate(self.ops):
             waits = ", ".join(map(str, op.waits)) or "nothing"
             lines.append(f"  #{i:<3} {op.stream:8} {op!s:20} waits for {waits}")
         return "\n".join(lines)
+
+
+def uses(op: Op) -> tuple[LastUse, ...]:
+    """Return the waits of later passes that an operation satisfies, until another one takes its place."""
+    return tuple(LastUse(buffer, op.stream) for buffer in op.reads + op.writes)
 
 
 class ScheduleError(HorizonError, AssertionError):

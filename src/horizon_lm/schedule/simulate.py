@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from horizon_lm.schedule.check import uses
 from horizon_lm.schedule.ops import UPDATES, After, Kind, Op, Pass, ScheduleError, Stream, Wait
 from horizon_lm.schedule.trace import Span
 
@@ -109,7 +108,7 @@ def _resolve(sequence: Sequence[Pass]) -> list[list[int]]:
         for op in schedule.ops:
             found = [first + w.index if isinstance(w, After) else last_use.get(w) for w in op.waits]
             resolved.append([index for index in found if index is not None])
-        last_use.update((use, first + i) for i, op in enumerate(schedule.ops) for use in uses(op))
+        last_use.update((use, first + i) for i, found in enumerate(schedule.uses) for use in found)
     return resolved
 
 

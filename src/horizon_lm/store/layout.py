@@ -13,10 +13,8 @@ ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line, and enough for vecto
 class Entry:
     offset: int  # elements
     shape: torch.Size
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    strides: tuple[int, ...]
+    numel: int
 
 
 class SlabLayout:
@@ -26,7 +24,8 @@ class SlabLayout:
         self.entries: dict[str, Entry] = {}
         offset = 0
         for name, shape in shapes.items():
-            entry = Entry(offset, torch.Size(shape))
+            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            entry = Entry(offset, torch.Size(shape), strides, math.prod(shape))
             self.entries[name] = entry
             offset += -(-entry.numel // ALIGNMENT) * ALIGNMENT
         self.numel = offset
@@ -50,7 +49,7 @@ class SlabLayout:
     def view(self, slab: torch.Tensor, name: str) -> torch.Tensor:
         """The named tensor inside a flat slab (or a device buffer bound to this layout)."""
         entry = self.entries[name]
-        return slab[entry.offset : entry.offset + entry.numel].view(entry.shape)
+        return slab.as_strided(entry.shape, entry.strides, slab.storage_offset() + entry.offset)
 
     def gaps(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """The padding between tensors, which must hold zeros wherever a whole slab is reduced."""

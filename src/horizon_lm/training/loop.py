@@ -156,8 +156,11 @@ class _Loop:
         """Forward, backward and update."""
         seed_step(self.config.seed, step)
         loss = self.objectives.training(self.model, batch)
-        value = finite(loss, step, batch, self.config, self.folder)
+        if self.config.update_in_backward:  # it changes weights
+            finite(loss, step, batch, self.config, self.folder)
         loss.value.backward()
+        # To read the loss waits for the device; before the backward, nothing would be enqueued meanwhile.
+        value = finite(loss, step, batch, self.config, self.folder)
         self.listeners.before_update()
         update(self.optimizer, step, batch, self.config, self.folder, self.reporter)
         self.listeners.after_update()

@@ -1,0 +1,74 @@
+"""The table's gradient: rows of steps before are gone, and only they are cleared."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.device.moves import LandRows
+from tests import families
+
+EVERYTHING = slice(None)
+
+
+@pytest.fixture
+def cleared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each landing of rows clears: a number of rows, everything or nothing."""
+    found: list[Any] = []
+    run = LandRows.run
+
+    def note(move: LandRows, link: Any) -> None:
+        found.append(len(move.clear) if isinstance(move.clear, torch.Tensor) else move.clear)
+        run(move, link)
+
+    monkeypatch.setattr(LandRows, "run", note)
+    return found
+
+
+def models(tied: bool = False) -> tuple[Any, Any]:
+    plain = families.build("llama", tie_word_embeddings=tied)
+    return plain, horizon_lm.stream(
+        families.build("llama", tie_word_embeddings=tied), precision="float32", head="whole"
+    )
+
+
+def same_gradients(plain: Any, streamed: Any, seed: int, zero: bool = True) -> None:
+    for model in (plain, streamed):
+        if zero:
+            model.zero_grad()
+        model(**families.batch(seed=seed), use_cache=False).loss.backward()
+    streamed._horizon.engine.wait_for_grads()
+    grads = {name: streamed._horizon.engine.store.grad(name) for name, _ in streamed.named_parameters()}
+    for name, param in plain.named_parameters():
+        assert torch.equal(param.grad, grads[name]), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_the_step_before_are_cleared(tied: bool, cleared: list[Any]) -> None:
+    plain, streamed = models(tied)
+    for seed in range(4):
+        same_gradients(plain, streamed, seed)
+    if tied:  # the head's gradient is on all rows
+        assert cleared == [None] * 4
+    else:
+        assert cleared[0] == EVERYTHING
+        assert all(isinstance(number, int) and number < families.VOCABULARY for number in cleared[1:])
+
+
+def test_after_an_accumulation_everything_is_cleared(cleared: list[Any]) -> None:
+    plain, streamed = models()
+    for seed, zero in enumerate((True, True, False, True)):
+        same_gradients(plain, streamed, seed, zero)
+    assert [type(number) for number in cleared] == [slice, int, type(None), slice]
+
+
+def test_a_gradient_that_somebody_holds_does_not_leak(cleared: list[Any]) -> None:
+    plain, streamed = models()
+    same_gradients(plain, streamed, 0)
+    held = streamed.get_input_embeddings().weight.grad
+    same_gradients(plain, streamed, 1)
+    streamed.zero_grad()
+    held.fill_(7.0)
+    same_gradients(plain, streamed, 2)
+    assert cleared == [EVERYTHING] * 3
