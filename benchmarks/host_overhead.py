@@ -1,18 +1,18 @@
 """Microseconds of the caller's thread for a block's forward and backward, and for what a step costs besides.
 
-Models of toy width at two depths: what grows with depth is a block's, the rest is the step's edges. A plain model with
+Models of toy width at several depths: what grows with depth is a block's, the rest is the step's edges. A plain model with
 gradient checkpointing dispatches the same kernels, so what ours takes more is the engine's own Python. All models live in
 one process and take turns. On the CPU the clock is that of the calling thread, which a busy machine does not advance; on a
 GPU it is the wall's, and nothing waits for the device inside a measurement.
 
-    python benchmarks/host_overhead.py [--device cpu] [--blocks 28 80] [--rounds 30] [--output FILE.md]
+    python benchmarks/host_overhead.py [--device cpu] [--blocks 2 28 80] [--rounds 30] [--output FILE.md]
 """
 
 import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class Subject:
         return statistics.median(self.times[phase][5:])
 
 
-def measure(device: str, depths: tuple[int, int], rounds: int) -> dict[str, dict[int, Subject]]:
+def measure(device: str, depths: Sequence[int], rounds: int) -> dict[str, dict[int, Subject]]:
     """Run all models in turns."""
     subjects = {
         name: {blocks: Subject(make, blocks, device) for blocks in depths}
@@ -101,41 +101,38 @@ def measure(device: str, depths: tuple[int, int], rounds: int) -> dict[str, dict
     return subjects
 
 
-def table(subjects: dict[str, dict[int, Subject]], depths: tuple[int, int]) -> list[str]:
-    """Return the lines of a table: what a block takes, and what a step takes besides its blocks."""
-    few, many = depths
+def table(subjects: dict[str, dict[int, Subject]], depths: Sequence[int]) -> list[str]:
+    """Return the lines of a table: medians at all depths, what a block takes, and what a step takes besides its blocks."""
+    shallow, *_, deep = depths
     lines = [
-        "| phase | plain, per block | streamed, per block | more | plain, edges | streamed, edges |",
-        "|---|---|---|---|---|---|",
+        f"| phase | model | {' | '.join(f'{d} blocks' for d in depths)} | per block | edges |",
+        "|---" * (len(depths) + 4) + "|",
     ]
     for phase in PHASES:
-        found = {}
         for name, by_depth in subjects.items():
-            slope = (by_depth[many].median(phase) - by_depth[few].median(phase)) / (many - few)
-            found[name] = slope, by_depth[few].median(phase) - few * slope
-        (plain_block, plain_edge), (our_block, our_edge) = found["plain"], found["streamed"]
-        lines.append(
-            f"| {phase} | {plain_block:.0f} | {our_block:.0f} | {our_block - plain_block:.0f} | {plain_edge:.0f} | {our_edge:.0f} |"
-        )
+            medians = {depth: subject.median(phase) for depth, subject in by_depth.items()}
+            slope = (medians[deep] - medians[shallow]) / (deep - shallow)
+            figures = [*medians.values(), slope, medians[shallow] - shallow * slope]
+            lines.append(f"| {phase} | {name} | {' | '.join(f'{figure:,.0f}' for figure in figures)} |")
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--blocks", type=int, nargs=2, default=(28, 80))
+    parser.add_argument("--blocks", type=int, nargs="+", default=(2, 28, 80))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    depths = (args.blocks[0], args.blocks[1])
+    depths = sorted(args.blocks)
     lines = table(measure(args.device, depths, args.rounds), depths)
     where = processor() if args.device == "cpu" else torch.cuda.get_device_name()
     text = "\n".join(
         [
             "# Python on the caller's thread", "",
             f"{date.today()}, {where}. {versions()}.",
-            f"Microseconds, from llamas of width 32 with {depths[0]} and {depths[1]} blocks; medians of {args.rounds} steps.", "",
+            f"Microseconds, of llamas of width 32, by depth; medians of {args.rounds} steps.", "",
             *lines, "",
         ]
     )  # fmt: skip
