@@ -5,7 +5,7 @@ batches, eight rows at once, or as many as fit. What the machine can do at best 
 
     python benchmarks/gpu.py [SUITE ...] [--device cuda] [--minutes 9] [--output FILE.md] [--trace-dir DIR]
 
-Suites: quick, main, peers, depth, width, tokens, long, moe (`SUITES` says what is in them). With ``--device cpu`` every model
+Suites: quick, main, peers, depth, width, tokens, long, moe, toys (`SUITES` says what is in them). With ``--device cpu`` every model
 is a toy of its family: no figure then means anything, but everything runs. DeepSpeed is optional, as in peers_cpu.py.
 Exit code 1 if something failed that was not to be expected; a peer that runs out of device memory is to be.
 """
@@ -94,6 +94,12 @@ def _moe() -> Cases:
     return _cases(["horizon", "resident"], "qwen3-30b-a3b, 8 blocks", 64 * K)
 
 
+def _toys() -> Cases:
+    """Each system once, and each kind of case of ours: to try this benchmark."""
+    others = ["resident", "resident, compiled", "FSDP2 CPU offload, compiled", "ZeRO-3 offload"]
+    return _cases(["horizon", *others], "qwen2.5-3b", 64 * K) + _long() + _moe()[:1]
+
+
 SUITES: dict[str, Callable[[], Cases]] = {
     "quick": _quick,  # a 3B model, ours and the one that stays on the device
     "main": _main,  # 7B, with and without what spare memory can hold
@@ -103,6 +109,7 @@ SUITES: dict[str, Callable[[], Cases]] = {
     "tokens": _tokens,
     "long": _long,  # one row of 128k tokens
     "moe": _moe,
+    "toys": _toys,
 }
 
 

@@ -1,14 +1,19 @@
-"""Everything that needs a GPU, in one go: the tests marked ``gpu``, then the quick benchmark. Run by ``make gpu-check``.
+"""What needs a GPU, in the order of docs/first-contact.md. Run by ``make gpu-check``, which is its first two parts.
 
-    python scripts/gpu_check.py [--device cuda] [--output runs/gpu-check] [--minutes 9]
+    python scripts/gpu_check.py [PART ...] [--device cuda] [--output runs/gpu-check] [--minutes 8]
 
-A Python that has what is needed runs the package from the checkout, without a network; wheels that lie in .whl/ are
-installed for this run alone. Any other Python leaves it to the one that scripts/bootstrap.sh makes.
-Leaves environment.txt, tests.txt, benchmark.txt, benchmark.md and the trace of its last steps. Exit code 1 if anything
-failed. With ``--device cpu`` toys stand in for all of it, to try the check itself.
+Parts: first (what the machine can do, and three steps of a small model in each way of running), tests (those marked ``gpu`` but
+``compiled``), compiled (those that compile, too), toys (with ``--device cpu``: the benchmark's systems). It stops at the
+first that fails. A Python that has what is needed runs the package from the checkout, without a network; wheels that lie in
+.whl/ are installed for this run alone. Any other Python leaves it to the one that scripts/bootstrap.sh makes.
+
+Leaves environment.txt, a log of each command, and what commands write themselves. A command that does not end is stopped, and
+its log ends with the stack of each thread. Exit code 1 if anything failed. With ``--device cpu`` toys stand in for all of it, to
+try the check itself.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import platform
@@ -19,51 +24,98 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["torch", "triton", "transformers", "numba", "numpy", "safetensors", "pytest", "deepspeed", "flash-attn"]
 NEEDED = ["torch", "transformers", "numpy", "numba", "safetensors", "psutil", "pytest"]  # the engine's, and pytest
-TESTS_SHARE = 0.6  # of the time, at most; the benchmark has what is left
-SUITES = {"cuda": ["quick"], "cpu": ["main", "peers", "long", "moe"]}  # on a CPU, every system once
+PROCESSES = {"cuda": 4, "cpu": 2}  # of tests, where pytest-xdist is installed
+HANGS = 120  # seconds after which a test is taken to hang
+
+
+@dataclass(frozen=True)
+class Command:
+    """One of a part: its name, which its log has, its arguments for Python, and after how many minutes it is given up."""
+
+    name: str
+    arguments: list[str]
+    minutes: float
+
+
+def commands(part: str, device: str, output: Path) -> list[Command]:
+    """The commands of a part, in order."""
+    parallel = is_installed("xdist")
+    tests = [
+        "-m", "pytest", "tests/gpu", "--device", device, "-m", "gpu and not compiled" if part == "tests" else "compiled",
+        *(["-n", str(PROCESSES[device])] if parallel else []), *when_it_hangs(),
+        "-W", "default", "-p", "no:cacheprovider", "-rA", "-v", "--durations", "10",
+        *(["-x"] if part == "tests" and not parallel else ["--maxfail", "5"]),
+        *(["-k", "llama or gpu_steps"] if part == "compiled" and device == "cpu" else []),  # tests/numerics has the others
+    ]  # fmt: skip
+    toys = [
+        "benchmarks/gpu.py", "toys", "--device", device, "--steps", "1", "--minutes", "8", "--output", str(output / "benchmark.md"),
+        "--trace-dir", str(output),
+    ]  # fmt: skip
+    slower = 1.0 if device == "cuda" else 3.0  # and in one process
+    return {
+        "first": [
+            Command("ceilings", ["benchmarks/gpu_ceilings.py", device], 0.7 * slower),
+            Command("first_steps", ["benchmarks/gpu_first_steps.py", device], 0.9 * slower),
+            Command("attention", ["benchmarks/gpu_attention.py", device], 0.4 * slower),
+        ],
+        "tests": [Command("tests", tests, 6.0 * slower)],
+        "compiled": [Command("compiled", tests, 6.0 * slower)],
+        "toys": [Command("benchmark", toys, 8.0)],
+    }[part]
+
+
+def when_it_hangs() -> list[str]:
+    """Options of pytest by which a test that hangs, in C code as well, says where, and ends where pytest can end it."""
+    exits = int(version("pytest").partition(".")[0]) >= 9
+    return ["-o", f"faulthandler_timeout={HANGS}", *(["-o", "faulthandler_exit_on_timeout=true"] if exits else [])]
+
+
+def make_environment(paths: list[Path], processes: int) -> dict[str, str]:
+    """Of all commands: the checkout's package, stacks on SIGABRT, and no more compilers than cores."""
+    workers = max(1, (os.cpu_count() or 1) // processes)
+    own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    return os.environ | own | {"TORCHINDUCTOR_COMPILE_THREADS": str(workers)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help="first, tests, compiled, toys; the first two if none is named"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu-check", help="a folder for the results")
-    parser.add_argument("--minutes", type=float, default=9.0, help="what is not done after so long is given up")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="with a GPU: what is not done after so long is given up"
+    )
     arguments = parser.parse_args()
+    parts = arguments.parts or ["first", "tests", *(["compiled", "toys"] if arguments.device == "cpu" else [])]
+    if unknown := set(parts) - {"first", "tests", "compiled", "toys"}:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}")
     began, output = time.monotonic(), arguments.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-
-    def seconds_left() -> float:
-        return 60 * arguments.minutes - (time.monotonic() - began)
-
     with tempfile.TemporaryDirectory() as site:
-        paths = [ROOT / "src", ROOT, *install_wheels(Path(site))]
+        paths = [ROOT / "src", ROOT, ROOT / "benchmarks", *install_wheels(Path(site))]
         sys.path[:0] = map(str, paths)
         if missing := [name for name in NEEDED if not is_installed(name)]:
             return run_elsewhere(missing)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONUNBUFFERED": "1"}
+        environment = make_environment(paths, PROCESSES[arguments.device])
         (output / "environment.txt").write_text(describe_machine())
-        tests = [
-            "-m", "pytest", "tests/gpu", "-m", "gpu", "--device", arguments.device,
-            *(["-n", "4" if arguments.device == "cuda" else "2"] if is_installed("xdist") else []),
-            *(["-o", "faulthandler_timeout=120"] if not is_installed("pytest_timeout") else []),  # says where it hangs
-            "-W", "default", "-p", "no:cacheprovider", "-rA", "-v", "--durations", "10",
-        ]  # fmt: skip
-        passed = [run("tests", tests, output, TESTS_SHARE * seconds_left(), environment)]
-        left = seconds_left() - 15  # to write what there is before it is stopped
-        benchmark = [
-            "benchmarks/gpu.py", *SUITES[arguments.device], "--device", arguments.device, "--minutes", f"{left / 60:.2f}",
-            "--output", str(output / "benchmark.md"), "--trace-dir", str(output),
-            *(["--steps", "1"] if arguments.device == "cpu" else []),
-        ]  # fmt: skip
-        passed.append(run("benchmark", benchmark, output, seconds_left(), environment))
+        for command in [command for part in parts for command in commands(part, arguments.device, output)]:
+            seconds = 60 * command.minutes
+            if arguments.device == "cuda":
+                seconds = min(seconds, 60 * arguments.minutes - (time.monotonic() - began))
+            if not run(command.name, command.arguments, output, seconds, environment):
+                print(f"Stopped at {command.name}. What there is to know of it is in {os.path.relpath(output)}.")
+                return 1
     print(f"Results are in {os.path.relpath(output)}; {time.monotonic() - began:.0f} s.")
-    return 0 if all(passed) else 1
+    return 0
 
 
 def is_installed(module: str) -> bool:
@@ -122,10 +174,13 @@ def run(name: str, command: list[str], output: Path, seconds: float, environment
             ending = "passed" if process.returncode == 0 else f"FAILED with exit code {process.returncode}"
         except subprocess.TimeoutExpired:
             ending = f"STOPPED after {seconds:.0f} s"
+            os.killpg(process.pid, signal.SIGABRT)  # each process of it writes the stacks of its threads
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
         finally:
-            if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
     print("".join(log.read_text().splitlines(keepends=True)[-25:]))
     print(f"{name}: {ending}, {time.monotonic() - began:.0f} s", flush=True)
     return ending == "passed"

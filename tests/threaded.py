@@ -66,6 +66,10 @@ class ThreadedLink:
 
     def __init__(self, pause: Callable[[], None], pieces: int) -> None:
         self._host, self._pause, self._pieces = HostLink(), pause, pieces
+        self._scratch = torch.empty(16)  # as of a real link: the thread that transfers keeps it until it ends
+
+    def __del__(self) -> None:
+        time.sleep(0.05)  # the thread that ends is in no hurry: who counts memory has to wait for it
 
     def _later(self, function: Callable[[], Any]) -> None:
         _current.stream.queue.put(self._pause)

@@ -1,6 +1,7 @@
 """The device under test: a GPU, or with ``--device cpu`` threads that play its streams, to try these tests themselves."""
 
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -69,3 +70,19 @@ def only_cuda(accelerator: Accelerator) -> Accelerator:
     if not accelerator.is_cuda:
         pytest.skip("nothing stands in for this on a CPU")
     return accelerator
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what compiles."""
+    for item in items:
+        if item.get_closest_marker("gpu") and "compile" in item.name:
+            item.add_marker("compiled")
+
+
+@pytest.fixture
+def one_plan() -> Iterator[None]:
+    """Attention without cuDNN, which may choose another plan when it computes a block again: then it is not equal bit for bit."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)

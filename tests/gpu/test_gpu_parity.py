@@ -10,7 +10,7 @@ import horizon_lm
 from tests import families
 from tests.gpu.conftest import Accelerator
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_plan")]  # recomputed blocks are compared bit for bit
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,

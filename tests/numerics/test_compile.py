@@ -12,11 +12,16 @@ from torch._dynamo.utils import counters
 
 import horizon_lm
 from horizon_lm.errors import ConfigError
+from horizon_lm.model import compiling
 from horizon_lm.model.block import structure_key
 from tests import families
 from tests.threaded import ThreadedDevice
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"),
+    # torch.compile looks at the gradient of a chunk, and hides the warning where warnings are no errors
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 
 def gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -26,10 +31,14 @@ def gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
     return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_equal_to_eager_and_compiled_once(family: str) -> None:
+CHUNKED = {"attn_implementation": "varlen", "mlp_chunk_tokens": 21}
+
+
+@pytest.mark.parametrize(("family", "settings"), [("llama", {}), ("gemma2", {}), ("llama", CHUNKED)], ids=str)
+def test_equal_to_eager_and_compiled_once(family: str, settings: dict[str, Any]) -> None:
+    """Rows are padded: with ``varlen`` they are computed by segment."""
     plain = families.build(family)
-    settings = {"precision": "float32", "check_recompute": True}
+    settings = {"precision": "float32", "check_recompute": True} | settings
     eager = horizon_lm.stream(copy.deepcopy(plain), **settings)
     compiled = horizon_lm.stream(plain, compile=True, **settings)
     torch._dynamo.reset()
@@ -40,11 +49,69 @@ def test_equal_to_eager_and_compiled_once(family: str) -> None:
         for a, b in zip(got[1], expected[1], strict=True):
             assert (a - b).norm() <= 3e-6 * b.norm().clamp(min=1e-3)  # sums in another order: 1.2e-6 on some CPUs
     structures = {structure_key(block.module) for block in compiled._horizon.blocks.blocks}
-    assert 1 <= counters["stats"]["unique_graphs"] <= len(structures)  # three blocks, forward and backward
-    assert not counters["graph_break"]
+    parts = 3 if "mlp_chunk_tokens" in settings else 1  # before the chunks, a chunk, and after
+    assert 1 <= counters["stats"]["unique_graphs"] <= parts * len(structures)  # three blocks, forward and backward
+    assert bool(counters["graph_break"]) == (parts > 1)
 
 
-@pytest.mark.parametrize("settings", [{"device_micro_batch_size": 2}, {"held_blocks": 2, "held_graphs": 1}])
+SHAPES = [(2, 12), (3, 12), (3, 17), (4, 20), (2, 31), (5, 9), (2, 23), (6, 15)]
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {  # family, its sizes, settings, graphs
+    "plain": ("llama", {}, {}, 1),
+    "padded": ("llama", {}, {"attn_implementation": "varlen"}, 1),
+    "packed": ("llama", {}, {"attn_implementation": "varlen"}, 1),
+    "padded, with a window": ("mistral", {"sliding_window": 6}, {"attn_implementation": "varlen"}, 1),
+    "chunked": ("llama", {}, {"mlp_chunk_tokens": 20}, 3),  # before the chunks, a chunk, and after
+}
+
+
+def shaped(kind: str, rows: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, families.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
+    batch = {"input_ids": ids, "labels": ids}
+    if kind.startswith("padded"):
+        mask = torch.ones_like(ids)
+        mask[0, -3:] = 0
+        batch |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if kind == "packed":
+        batch["position_ids"] = torch.cat([torch.arange(5), torch.arange(length - 5)])[None].expand(rows, -1)
+    return batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_BACKEND", "aot_eager")  # graphs are found before they are made into code
+    family, sizes, settings, graphs = KINDS[kind]
+    model = horizon_lm.stream(families.build(family, **sizes), precision="float32", compile=True, **settings)
+    torch._dynamo.reset()
+    counters.clear()
+
+    def num_graphs() -> int:
+        return counters["stats"]["unique_graphs"]
+
+    for rows, length in SHAPES:
+        gradients(model, shaped(kind, rows, length))
+    assert num_graphs() == graphs
+    gradients(model, shaped(kind, 1, 29))  # sizes of one are constants for torch.compile
+    gradients(model, shaped(kind, 1, 23))
+    assert num_graphs() == 2 * graphs
+    model.eval()
+    with torch.no_grad():
+        for rows, length in SHAPES[:4]:
+            model(**shaped(kind, rows, length))
+    assert num_graphs() == 3 * graphs
+    ids = shaped("plain", 2, 8)["input_ids"]
+    model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.generate(ids[:1, :5], max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert num_graphs() == 3 * graphs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"device_micro_batch_size": 2},
+        {"held_blocks": 2, "held_graphs": 1},
+        {"attn_implementation": "varlen", "device_micro_batch_size": 2},
+    ],
+)
 def test_recomputed_as_before(settings: dict[str, Any]) -> None:
     """With dropout, micro-batches of two sizes, and graphs that are kept; checked to the last bit by the engine."""
     model = families.build("gpt2")

@@ -90,7 +90,7 @@ class BlockNode:
         self.surroundings = Surroundings(blocks.engine.device.torch_device.type)
         self.mode = self.module.mode()
         self.hooked = self.module.is_hooked()
-        self.segments = blocks.segments
+        self.segments, self.caching = blocks.segments, blocks.caching
         self.micro_batches = blocks.engine.micro_batches()
         self.num_rows = blocks.engine.num_rows
         self.outputs: RowOutputs
@@ -108,7 +108,8 @@ class BlockNode:
 
     @property
     def plainly(self) -> bool:
-        return bool(self.keys) or self.hooked
+        """Uncompiled: what listens inside a block would not be called, and a cache knows each block by its number."""
+        return bool(self.keys) or self.hooked or self.caching
 
     def forward(self, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         blocks = self.blocks

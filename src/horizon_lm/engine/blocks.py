@@ -43,6 +43,7 @@ class Blocks:
         ]
         self._row_dims: dict[tuple[Any, Path], int | None] = {}
         self._output_of: dict[int, RowOutputs] = {}
+        self.caching = False  # whether the running forward has a cache of keys and values
         self.signature: Any = None  # of the running forward's arguments, for which row dimensions are remembered
         self.segments: Segments | None = None  # of the running forward's rows, if its attention wants them
         self.probe_rows: RowProbe | None = None
@@ -65,7 +66,7 @@ class Blocks:
             tensors = BlockFunction.apply(node, self.engine.anchor, *call.tensors)
             output = node.outputs.rebuild(tensors)
         else:
-            plainly = bool(keys) or self.blocks[index].is_hooked()
+            plainly = bool(keys) or self.caching or self.blocks[index].is_hooked()
             outputs = self.compute_forward(index, call, keys, plainly)
             output = outputs.rebuild(outputs.tensors)
             outputs.release()

@@ -192,6 +192,8 @@ class Streaming:
             raise StreamingError("use_cache=True is for generation; in training it would keep every block's keys")
 
         self._require_possible(call, rows)
+        # A cache has all rows, and compiled code of one block would not serve another that keeps its keys elsewhere.
+        self.blocks.caching = bool(call.get("use_cache")) or call.get("past_key_values") is not None
         self.blocks.signature = tuple(sorted((k, _rank(v)) for k, v in call.items()))
         embed = call.get("inputs_embeds") is None
         at_once = min(rows, engine.options.device_micro_batch_size or rows) * length
@@ -205,7 +207,7 @@ class Streaming:
             inputs_need_grad=inputs_need_grad,
             head_grads=head_grads and recording and engine.head_buffer.holder is None,
             draws=self.model.training,
-            whole_batch=bool(call.get("use_cache")) or call.get("past_key_values") is not None,  # a cache has all rows
+            whole_batch=self.blocks.caching,
         ):
             outer = self.outer.load()
             with self.outer.in_place(outer), self._stand_ins():

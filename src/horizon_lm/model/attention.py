@@ -5,7 +5,6 @@ The engine knows the segments of the rows that it computes; Hugging Face makes n
 nothing of size (T, T) exists. Rows of one segment run through torch's scaled dot-product attention.
 """
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
+from horizon_lm.model.compiling import mark_varying
+from horizon_lm.model.segment_attention import Offsets, causal, segment_attention, visible
 from horizon_lm.units import format_bytes
 
 NAME = "varlen"
@@ -34,20 +34,22 @@ class Segments:
 
     def __init__(self, lengths: Sequence[Sequence[int]], device: torch.device) -> None:
         self._lengths, self._device = [list(row) for row in lengths], device
-        self._offsets: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+        self._offsets: dict[tuple[int, int], Offsets] = {}
 
     def of(self, start: int, stop: int) -> list[int]:
         """Segment lengths of rows [start, stop), one after the other."""
         return [length for row in self._lengths[start:stop] for length in row]
 
-    def offsets(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
-        """Where each segment of these rows begins and the last one ends (int32, on the device), and the longest one."""
+    def offsets(self, start: int, stop: int) -> Offsets:
+        """Where each segment of these rows begins and the last one ends, on the device and on the host."""
         if (start, stop) not in self._offsets:
-            lengths = self.of(start, stop)
-            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            ends = torch.tensor([0, *self.of(start, stop)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             if self._device.type == "cuda":
                 ends = ends.pin_memory()
-            self._offsets[start, stop] = ends.to(self._device, non_blocking=True), max(lengths)
+            on_device = ends.to(self._device, non_blocking=True, copy=True)  # two tensors, on a CPU, too
+            for tensor in (on_device, ends):
+                mark_varying(tensor, [0])
+            self._offsets[start, stop] = on_device, ends
         return self._offsets[start, stop]
 
 
@@ -132,7 +134,7 @@ def large_mask(
 def attending(segments: Segments | None, start: int, stop: int) -> Iterator[None]:
     """Inside, attention is computed for rows [start, stop) of a batch with these segments."""
     before = getattr(_current, "rows", None)
-    _current.rows = None if segments is None else (segments, start, stop)
+    _current.rows = None if segments is None else segments.offsets(start, stop)
     try:
         yield
     finally:
@@ -175,80 +177,17 @@ def varlen_attention(
         )
     rows = getattr(_current, "rows", None)
     length = query.shape[2]
-    windowed = sliding_window is not None and sliding_window < length
     if key.shape[2] != length:  # with a cache: the last tokens of longer rows
-        output = _causal(
-            query, key, value, dropout, scaling, _window(length, key.shape[2], sliding_window, query.device)
-        )
-    elif rows is None and not windowed:
-        output = _causal(query, key, value, dropout, scaling)
-    elif query.device.type == "cuda" and not getattr(_current, "plain", False):
-        output = _on_cuda(rows, query, key, value, dropout, scaling, sliding_window if windowed else None)
+        mask = visible(length, key.shape[2], sliding_window, query.device)
+        output = causal(query, key, value, scaling, dropout, mask)
+    elif rows is None and (sliding_window is None or sliding_window >= length):
+        output = causal(query, key, value, scaling, dropout)
+    elif _wants_flash_attn(query):
+        return _by_flash_attn(rows, query, key, value, dropout, scaling, sliding_window), None
     else:
-        output = _by_segment(rows, query, key, value, dropout, scaling, sliding_window)
+        plain = not torch.compiler.is_compiling() and getattr(_current, "plain", False)
+        return segment_attention(query, key, value, rows, scaling, dropout, sliding_window, plain), None
     return output.transpose(1, 2).contiguous(), None
-
-
-def _causal(query: Any, key: Any, value: Any, dropout: float, scaling: float | None, mask: Any = None) -> torch.Tensor:
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=mask is None,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
-
-
-def _flat_lengths(rows: Any, query: torch.Tensor) -> list[int]:
-    """Segment lengths of the rows that ``query`` holds."""
-    return [query.shape[2]] * query.shape[0] if rows is None else rows[0].of(*rows[1:])
-
-
-@torch.compiler.disable
-def _by_segment(
-    rows: Any, query: Any, key: Any, value: Any, dropout: float, scaling: float | None, sliding_window: int | None
-) -> torch.Tensor:
-    """One call for each segment: exact anywhere, and no work between segments."""
-    flat = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]  # (B*T, heads, D)
-    outputs, start = [], 0
-    for length in _flat_lengths(rows, query):
-        q, k, v = (t[start : start + length].transpose(0, 1)[None] for t in flat)
-        windowed = sliding_window is not None and sliding_window < length
-        mask = _window(length, length, sliding_window, query.device) if windowed else None
-        outputs.append(_causal(q, k, v, dropout, scaling, mask)[0].transpose(0, 1))
-        start += length
-    return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
-
-
-def _window(length: int, keys: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
-    """Which of ``keys`` tokens each of the last ``length`` ones sees."""
-    distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
-    return (distance >= 0) & (distance < (sliding_window or keys))
-
-
-@torch.compiler.disable
-def _on_cuda(
-    rows: Any, query: Any, key: Any, value: Any, dropout: float, scaling: float | None, sliding_window: int | None
-) -> torch.Tensor:
-    """A flash kernel for segments of different lengths: of flash-attn where it is installed, else torch's."""
-    size, length = query.shape[0], query.shape[2]
-    segments = rows or (_whole_rows(size, length, query.device), 0, size)
-    offsets, longest = segments[0].offsets(*segments[1:])
-    flat = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
-    window = (sliding_window - 1 if sliding_window else -1, 0)
-    kernel = _flash_attn() if query.dtype in (torch.float16, torch.bfloat16) else None
-    if kernel is not None:
-        output = kernel(
-            *flat, offsets, offsets, longest, longest, dropout_p=dropout, softmax_scale=scaling, causal=True,
-            window_size=window,
-        )  # fmt: skip
-    elif dropout or query.dtype == torch.float32 or not _torch_can(window):
-        return _by_segment(rows, query, key, value, dropout, scaling, sliding_window)
-    else:
-        output = _torch_varlen(flat, offsets, longest, scaling, window)
-    return output.unflatten(0, (size, length)).transpose(1, 2)
-
-
-@lru_cache(maxsize=8)
-def _whole_rows(size: int, length: int, device: torch.device) -> Segments:
-    return Segments([[length]] * size, device)
 
 
 @cache
@@ -260,40 +199,30 @@ def _flash_attn() -> Any:
     return flash_attn_varlen_func
 
 
-@cache
-def _torch_parameters() -> frozenset[str]:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
+def _wants_flash_attn(query: torch.Tensor) -> bool:
+    """Whether the kernel of flash-attn is installed and takes this. Compiled blocks compute with torch's."""
+    if torch.compiler.is_compiling() or query.device.type != "cuda" or getattr(_current, "plain", False):
+        return False
+    return query.dtype in (torch.float16, torch.bfloat16) and _flash_attn() is not None
 
 
-def _torch_can(window: tuple[int, int]) -> bool:
-    names = _torch_parameters()
-    return "window_size" in names or ("is_causal" in names and window == (-1, 0))
+def _by_flash_attn(
+    rows: Offsets | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float,
+    scaling: float | None, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    size, length = query.shape[0], query.shape[2]
+    offsets, ends = rows or _whole_rows(size, length, query.device).offsets(0, size)
+    longest = int(ends.diff().max())
+    output: torch.Tensor = _flash_attn()(
+        *(t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)), offsets, offsets, longest, longest,
+        dropout_p=dropout, softmax_scale=scaling, causal=True, window_size=(window - 1 if window else -1, 0),
+    )  # fmt: skip
+    return output.unflatten(0, (size, length))
 
 
-def _torch_varlen(
-    flat: list[torch.Tensor], offsets: torch.Tensor, longest: int, scaling: float | None, window: tuple[int, int]
-) -> torch.Tensor:
-    """torch.nn.attention.varlen, whose arguments grew with its releases."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    names = _torch_parameters()
-    query, key, value = flat
-    options: dict[str, Any] = {"window_size": window} if "window_size" in names else {"is_causal": True}
-    if "scale" in names:
-        options["scale"] = scaling
-    elif scaling is not None:
-        query = query * (scaling * query.shape[-1] ** 0.5)
-    if "enable_gqa" in names:
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
-    elif query.shape[1] != key.shape[1]:
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    output = varlen_attn(query, key, value, offsets, offsets, longest, longest, **options)
-    assert isinstance(output, torch.Tensor)
-    return output
+@lru_cache(maxsize=8)
+def _whole_rows(size: int, length: int, device: torch.device) -> Segments:
+    return Segments([[length]] * size, device)
 
 
 def register() -> None:

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as _global
+from torch.utils._pytree import tree_leaves
 
 from horizon_lm.errors import ModelNotSupportedError, StreamingError
 from horizon_lm.model import capture
+from horizon_lm.model.chunking import compiling_chunks
+from horizon_lm.model.compiling import compile_function, mark_lengths
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _INTERNAL = frozenset(nn.Module().__dict__)  # attributes of every module: parameters, hooks, mode
-_RECOMPILE_LIMIT = 64
 
 
 class StreamedBlock:
@@ -38,9 +40,8 @@ class StreamedBlock:
         written: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
         self._written = written
-        self.name, self.module, self._device_buffers = name, module, buffers
+        self.name, self.module, self._device_buffers, self.compiled = name, module, buffers, compiled
         self._instance_forward = module.__dict__.get("forward")
-        self._compiled: dict[Any, Any] | None = {} if compiled else None
         self._modules = list(module.modules())
         self._places = {
             name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
@@ -51,25 +52,20 @@ class StreamedBlock:
         self._attributes = [_Attributes(module) for module in self._modules]
         self._copies: dict[tuple[nn.Module, str], _BufferCopy] = {}
 
-    @property
-    def compiled(self) -> bool:
-        return self._compiled is not None
-
     def param_names(self) -> list[str]:
         """Names of the parameters inside the block."""
         return list(self._places)
 
     def forward(self, *args: Any, plainly: bool, **kwargs: Any) -> Any:
-        """Compute with what is bound. ``plainly``: uncompiled, because somebody listens to modules inside the block."""
+        """Compute with what is bound. ``plainly``: uncompiled, whatever the block's setting."""
         if self._instance_forward is not None:
             return self._instance_forward(*args, **kwargs)
         function = type(self.module).forward
-        if self._compiled is None or plainly:
+        if not self.compiled or plainly:
             return function(self.module, *args, **kwargs)
-        if function not in self._compiled:
-            self._compiled[function] = _compile(function)
-        with _without_hooks(self._modules):
-            return self._compiled[function](self.module, *args, **kwargs)
+        mark_lengths(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        with _without_hooks(self._modules), compiling_chunks():
+            return compile_function(function)(self.module, *args, **kwargs)
 
     @contextmanager
     def bound(self, params: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -244,12 +240,6 @@ class DeviceBuffers:
                 return _BufferCopy(buffer, copy)
         self._known.append((buffer, buffer._version, buffer.detach().to(self._device, copy=True)))
         return _BufferCopy(buffer, self._known[-1][2])
-
-
-def _compile(function: Any) -> Any:
-    # Every structure has code of its own to compile, and every length until one is found to vary.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
-    return torch.compile(function)
 
 
 @contextmanager

@@ -4,12 +4,19 @@ Each chunk is computed again in the backward, from its input. That is one more f
 where rows are long and attention is most of it.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from horizon_lm.model.compiling import compile_function, mark_lengths
+
+_current = threading.local()  # of the thread that computes: whether its block is compiled
 
 
 def chunk_mlps(block: nn.Module, tokens: int) -> int:
@@ -35,11 +42,26 @@ def _treats_tokens_alike(part: nn.Module) -> bool:
     return True
 
 
+@contextmanager
+def compiling_chunks() -> Iterator[None]:
+    """Inside, chunks are computed by compiled code: one graph for the chunks of all rows."""
+    before = getattr(_current, "compiling", False)
+    _current.compiling = True
+    try:
+        yield
+    finally:
+        _current.compiling = before
+
+
+@torch.compiler.disable  # or each number of chunks would be a graph of its own, with all of them in it
 def _forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     """In the place of the layer's forward. hidden (B, T, H)."""
+    function = type(self).forward
+    if getattr(_current, "compiling", False):
+        function = compile_function(function)
     size = max(1, self._chunk_tokens // hidden.shape[0])
     if hidden.ndim != 3 or hidden.shape[1] <= size:
-        return type(self).forward(self, hidden)
+        return _marked(function(self, _marked(hidden)))
     bound = [(module, dict(module._parameters)) for module in self.modules()]
 
     def compute(piece: torch.Tensor) -> torch.Tensor:
@@ -48,14 +70,24 @@ def _forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         try:
             for module, parameters in bound:
                 module._parameters.update(parameters)
-            return type(self).forward(self, piece)
+            output: torch.Tensor = function(self, _marked(piece))
+            return output
         finally:
             for module, parameters in present:
                 module._parameters.update(parameters)
 
-    pieces = [piece.contiguous() for piece in hidden.split(size, dim=1)]  # or matmul rounds differently without a graph
+    # Of nearly one length: a last one of a single token would be a graph of its own. And contiguous, or matmul rounds
+    # differently without a graph.
+    pieces = [piece.contiguous() for piece in hidden.tensor_split(-(-hidden.shape[1] // size), dim=1)]
     if not torch.is_grad_enabled():
-        return torch.cat([compute(piece) for piece in pieces], dim=1)
-    return torch.cat(
-        [checkpoint(compute, piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces], dim=1
+        return _marked(torch.cat([compute(piece) for piece in pieces], dim=1))
+    return _marked(
+        torch.cat(
+            [checkpoint(compute, piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces], dim=1
+        )
     )
+
+
+def _marked(hidden: torch.Tensor) -> torch.Tensor:
+    mark_lengths([hidden])
+    return hidden

@@ -1,0 +1,250 @@
+"""Causal attention inside segments of rows, as one operation that torch.compile does not look into.
+
+Segments differ from batch to batch. As tensors that only the operation reads, they make no new graph: one serves all
+batches of a structure. The kernel is chosen when the operation runs: torch's flash kernel on CUDA, which takes fewer heads
+of keys and values as they are, and segment by segment everywhere else.
+"""
+
+from functools import cache, lru_cache
+from itertools import pairwise
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+Offsets = tuple[torch.Tensor, torch.Tensor]
+"""Where each segment of some rows begins and the last one ends, int32: on the device, and on the host."""
+
+
+def segment_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Offsets | None, scaling: float | None = None,
+    dropout: float = 0.0, window: int | None = None, plain: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Causal attention inside segments.
+
+    Args:
+        query: (B, heads, T, D); ``key`` and ``value`` may have fewer heads.
+        rows: their segments; None if every row is one.
+        window: how many tokens, its own included, a token sees; None for all before it.
+        plain: compute segment by segment, whatever the device. Not in compiled code.
+
+    Returns:
+        (B, T, heads, D), contiguous.
+    """
+    offsets, ends = (None, None) if rows is None else rows
+    if torch.compiler.is_compiling() or (not plain and has_kernel(query, value, dropout)):
+        output: torch.Tensor = _attend(query, key, value, offsets, ends, scaling, dropout, window)[0]
+        return output
+    return by_segment(query, key, value, _borders(query, ends), scaling, dropout, window)
+
+
+def by_segment(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: list[int], scaling: float | None,
+    dropout: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """One call of torch's scaled dot-product attention for each segment: exact anywhere, and no work between segments."""
+    outputs = [
+        causal(q, k, v, scaling, dropout, _mask(q, window))[0].transpose(0, 1)
+        for q, k, v in _cut((query, key, value), borders)
+    ]
+    return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2]))
+
+
+def causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, dropout: float,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """torch's scaled dot-product attention, causal unless there is a mask; (B, heads, T, D)."""
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=mask is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
+def visible(length: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which of ``keys`` tokens each of the last ``length`` ones sees."""
+    distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < (window or keys))
+
+
+def has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    """Whether torch's flash kernel for segments takes these. It has no dropout here."""
+    width = query.shape[-1]
+    fits = width == value.shape[-1] and width % 8 == 0 and width <= 256
+    halves = query.dtype in (torch.float16, torch.bfloat16)
+    return query.device.type == "cuda" and halves and fits and not dropout and _has_flash(query.device)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+# The operation. Its backward is one, too, because graphs cannot look at segments.
+
+
+@torch.library.custom_op("horizon_lm::segment_attention", mutates_args=())
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None,
+    scaling: float | None, dropout: float, window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the output, the log-sum-exps that the kernel's backward wants, and the seed of the dropout."""
+    seed, nothing = torch.zeros((), dtype=torch.int64), query.new_empty(0, dtype=torch.float32)
+    if has_kernel(query, value, dropout):
+        offsets, longest = _of_kernel(query, offsets, ends)
+        output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+            *map(_flat, (query, key, value)), offsets, offsets, longest, longest, 0.0, window is None, False,
+            scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+        )  # fmt: skip
+        return output.unflatten(0, (query.shape[0], query.shape[2])), logsumexp, seed
+    borders = _borders(query, ends)
+    if not dropout:
+        return by_segment(query, key, value, borders, scaling, 0.0, window), nothing, seed
+    seed = torch.randint(2**62, ())  # of the generator that the recompute of a block finds as its forward did
+    generator = _generator(query, seed)
+    outputs = []
+    for q, k, v in _cut((query, key, value), borders):
+        kept = _weights(q, k, scaling, window) * _drawn(q, dropout, generator)
+        outputs.append((kept.to(v.dtype) @ _repeated(v, q))[0].transpose(0, 1))
+    return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2])), nothing, seed
+
+
+@_attend.register_fake
+def _(query, key, value, offsets, ends, scaling, dropout, window):  # type: ignore[no-untyped-def]
+    rows, heads, length, _ = query.shape
+    output = query.new_empty(rows, length, heads, value.shape[-1])
+    sums = (heads, rows * length) if has_kernel(query, value, dropout) else (0,)
+    return output, query.new_empty(sums, dtype=torch.float32), torch.empty((), dtype=torch.int64)
+
+
+@torch.library.custom_op("horizon_lm::segment_attention_backward", mutates_args=())
+def _differentiate(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
+    logsumexp: torch.Tensor, seed: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None,
+    scaling: float | None, dropout: float, window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of query, key and value, contiguous as (B, T, heads, D)."""
+    sizes = (query.shape[0], query.shape[2])
+    if has_kernel(query, value, dropout):
+        offsets, longest = _of_kernel(query, offsets, ends)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.flatten(0, 1).contiguous(), *map(_flat, (query, key, value)), output.flatten(0, 1), logsumexp, offsets, offsets,
+            longest, longest, 0.0, window is None, torch.zeros(2, dtype=torch.uint64, device=query.device),
+            query.new_empty(0), scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+        )  # fmt: skip
+        return tuple(g.unflatten(0, sizes) for g in grads)  # type: ignore[return-value]
+    borders = _borders(query, ends)
+    generator = _generator(query, seed) if dropout else None
+    pieces = []
+    for (q, k, v), (g,) in zip(_cut((query, key, value), borders), _cut((grad.transpose(1, 2),), borders), strict=True):
+        pieces.append(_differentiate_segment(q, k, v, g, scaling, dropout, window, generator))
+    return tuple(torch.cat(parts).unflatten(0, sizes) for parts in zip(*pieces, strict=True))  # type: ignore[return-value]
+
+
+@_differentiate.register_fake
+def _(grad, query, key, value, *_):  # type: ignore[no-untyped-def]
+    return tuple(
+        torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format) for t in (query, key, value)
+    )
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    query, key, value, offsets, ends, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output, offsets, ends)
+
+
+def _grads(ctx, grad, *_):  # type: ignore[no-untyped-def]
+    query, key, value, output, logsumexp, seed, offsets, ends = ctx.saved_tensors
+    grads = _differentiate(grad.contiguous(), query, key, value, output, logsumexp, seed, offsets, ends, *ctx.options)
+    return *(g.transpose(1, 2) for g in grads), None, None, None, None, None
+
+
+_attend.register_autograd(_grads, setup_context=_keep)
+
+
+# Segments
+
+
+def _cut(tensors: tuple[torch.Tensor, ...], borders: list[int]) -> list[tuple[torch.Tensor, ...]]:
+    """The segments of tensors (B, heads, T, D), each (1, heads, length, D)."""
+    flat = [_flat(t) for t in tensors]
+    return [tuple(t[start:stop].transpose(0, 1)[None] for t in flat) for start, stop in pairwise(borders)]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """(B, heads, T, D) as (B·T, heads, D)."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _borders(query: torch.Tensor, ends: torch.Tensor | None) -> list[int]:
+    rows, length = query.shape[0], query.shape[2]
+    borders: list[int] = [length * i for i in range(rows + 1)] if ends is None else ends.tolist()
+    return borders
+
+
+def _of_kernel(
+    query: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None
+) -> tuple[torch.Tensor, int]:
+    """Offsets on the device, and the longest segment."""
+    rows, length = query.shape[0], query.shape[2]
+    if offsets is None or ends is None:
+        return _whole_rows(rows, length, query.device), length
+    return offsets, max(stop - start for start, stop in pairwise(ends.tolist()))
+
+
+@lru_cache(maxsize=8)
+def _whole_rows(rows: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
+
+
+def _mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None:
+    """Of one segment with a window that is shorter; None for all that plain causal attention does."""
+    length = query.shape[2]
+    return visible(length, length, window, query.device) if window is not None and window < length else None
+
+
+# One segment by hand
+
+
+def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
+
+
+def _weights(query: torch.Tensor, key: torch.Tensor, scaling: float | None, window: int | None) -> torch.Tensor:
+    """How much each token takes of each; (1, heads, length, length), at least in float32."""
+    length = query.shape[2]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ _repeated(key, query).transpose(-1, -2) * scale).to(_exact(query.dtype))
+    hidden = ~visible(length, length, window, query.device)
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _generator(query: torch.Tensor, seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(query.device).manual_seed(int(seed))
+
+
+def _drawn(query: torch.Tensor, dropout: float, generator: torch.Generator) -> torch.Tensor:
+    """What dropout multiplies the weights of one segment with."""
+    shape = (*query.shape[:-1], query.shape[2])
+    drawn = torch.rand(shape, generator=generator, device=query.device, dtype=_exact(query.dtype))
+    return (drawn >= dropout) / (1 - dropout)
+
+
+def _differentiate_segment(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, scaling: float | None,
+    dropout: float, window: int | None, generator: torch.Generator | None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Gradients of query, key and value of one segment, each (length, heads, D)."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    weights = _weights(query, key, scaling, window)
+    factors = 1.0 if generator is None else _drawn(query, dropout, generator)
+    of_values = (weights * factors).to(grad.dtype).transpose(-1, -2) @ grad
+    of_weights = (grad @ _repeated(value, query).transpose(-1, -2)).to(weights.dtype) * factors
+    of_scores = (weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale).to(grad.dtype)
+    of_query, of_keys = of_scores @ _repeated(key, query), of_scores.transpose(-1, -2) @ query
+    heads = key.shape[1]
+    shared = [t.unflatten(1, (heads, -1)).sum(2) for t in (of_keys, of_values)]
+    return tuple(t[0].transpose(0, 1) for t in (of_query, *shared))

@@ -1,0 +1,99 @@
+"""Attention by segment as an operation of its own: what autograd makes of the same calls, and what torch.compile asks of it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from horizon_lm.model import segment_attention as module
+from horizon_lm.model.attention import Segments
+from horizon_lm.model.segment_attention import _attend, _differentiate, by_segment, segment_attention
+
+LENGTHS = [[5, 2], [1, 6]]
+CASES: dict[str, dict[str, Any]] = {
+    "segments": {},
+    "whole rows": {"rows": None},
+    "a window": {"window": 3},
+    "a window, whole rows": {"window": 3, "rows": None},
+    "a scale of its own": {"scaling": 0.3},
+    "dropout": {"dropout": 0.3},
+}
+
+
+def tensors(dtype: torch.dtype, width: int = 4) -> list[torch.Tensor]:
+    """Queries of four heads; keys and values of two, values wider."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(2, 4, 7, 8), (2, 2, 7, 8), (2, 2, 7, width)]
+    return [torch.randn(size, dtype=dtype, generator=generator).requires_grad_() for size in sizes]
+
+
+def arguments(rows: Any = LENGTHS, scaling: Any = None, dropout: float = 0.0, window: Any = None) -> list[Any]:
+    """Offsets on the device and on the host, and the options."""
+    offsets = (None, None) if rows is None else Segments(rows, torch.device("cpu")).offsets(0, 2)
+    return [*offsets, scaling, dropout, window]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", sorted(set(CASES) - {"dropout"}))
+def test_equal_to_autograd(case: str, dtype: torch.dtype) -> None:
+    inputs, (offsets, ends, *options) = tensors(dtype, width=8), arguments(**CASES[case])
+    got = _attend(*inputs, offsets, ends, *options)[0]
+    scaling, dropout, window = options
+    borders = [0, 7, 14] if ends is None else ends.tolist()
+    expected = by_segment(*inputs, borders, scaling, dropout, window)
+    assert torch.equal(got, expected)
+    assert got.shape == (2, 7, 4, 8)
+    grad = torch.randn(got.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    pairs = (torch.autograd.grad(output, inputs, grad) for output in (got, expected))
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 2e-2}
+    for ours, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+    # Whatever is not compiled is autograd's own, to the last bit.
+    rows = None if offsets is None else (offsets, ends)
+    plain = segment_attention(*inputs, rows, scaling, dropout, window)
+    assert plain.grad_fn.name() != got.grad_fn.name()
+    assert torch.equal(plain, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_the_output(case: str) -> None:
+    options = arguments(**CASES[case])
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return _attend(*inputs, *options)[0]
+
+    assert torch.autograd.gradcheck(attend, tensors(torch.float64))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_torch_asks_of_an_operation(case: str) -> None:
+    """Shapes without data, no aliases, and a backward that can be traced."""
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    traced = () if case == "dropout" else ("test_aot_dispatch_dynamic",)  # which compares two runs
+    torch.library.opcheck(_attend, (*tensors(torch.float32), *arguments(**CASES[case])), test_utils=tests + traced)
+
+
+def test_dropout_leaves_the_mean() -> None:
+    inputs, options = tensors(torch.float32), arguments(dropout=0.4)
+    with torch.no_grad():
+        exact = _attend(*inputs, *arguments())[0]
+        outputs = torch.stack([_attend(*inputs, *options)[0] for _ in range(2000)])
+    assert not torch.equal(outputs[0], outputs[1])
+    assert (outputs.mean(0) - exact).abs().max() < 0.15
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_calls_of_the_flash_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On meta tensors, which have its shapes and no data: what it gives has the shapes that graphs are told."""
+    monkeypatch.setattr(module, "has_kernel", lambda *_: True)
+    query, key, value = (t.detach().bfloat16().to("meta") for t in tensors(torch.float32, width=8))
+    offsets, ends, *options = arguments(window=window)
+    rows = (offsets.to("meta"), ends, *options)
+    results = _attend._init_fn(query, key, value, *rows)
+    told = _attend(query, key, value, *rows)
+    grads = _differentiate._init_fn(results[0], query, key, value, *results, *rows)
+    told_grads = _differentiate(results[0], query, key, value, *results, *rows)
+    for got, expected in zip((*results[:2], *grads), (*told[:2], *told_grads), strict=True):
+        assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert [g.shape[2] for g in grads] == [4, 2, 2]  # fewer heads of keys and values, as they are
