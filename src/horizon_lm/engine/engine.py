@@ -134,6 +134,7 @@ class Engine:
                 self.plan = plans[0] if self.plan is None else self.plan.together_with(plans[0])
                 self._planned = self._planned.together_with(size)
         finally:
+            self.device.trim()  # a rehearsal leaves pieces of its own sizes behind
             if self.plan is not None:
                 self._reside(self.plan.residency)
 

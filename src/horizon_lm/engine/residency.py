@@ -51,8 +51,8 @@ def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.T
 
     spare = engine.device.spare_bytes()
     assert spare is not None
-    to_come = sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total
-    taken = max(0, to_come) + engine.device.scratch_bytes
+    # Scratch memory of the links is there already.
+    taken = max(0, sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total)
     left = int(spare * (1 - _MARGIN)) - taken
     weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
     residency = options.residency
