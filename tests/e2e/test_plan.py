@@ -236,6 +236,24 @@ def test_a_control_group_with_too_little_left_is_refused_before_anything_is_allo
     assert run("train", run_file, "--max_steps", 1).exit_code == 0
 
 
+@pytest.mark.parametrize("group_left", [None, 10 * 2**20], ids=["", "in a control group"])
+def test_host_memory_counts_more_than_what_is_free_now(
+    tmp_path: Path, run_file: Path, group_left: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may be added on demand; but what a control group allows is all there is."""
+    proc, cgroups = fake_group(tmp_path, 2, limit=64 * GIB, use=64 * GIB - (group_left or 32 * GIB), cache=0)
+    (proc / "meminfo").write_text("MemAvailable: 10240 kB\n")
+    real = ram.memory_limits
+    monkeypatch.setattr(ram, "memory_limits", lambda: real(proc, cgroups))
+    if group_left is None:
+        assert "(MemAvailable)" in refused("train", run_file)
+        result = run("train", run_file, "--host_memory", "16GiB", "--max_steps", 1)
+        assert result.exit_code == 0, result.stderr
+        assert "host_memory: 16.00 GiB are more than" in result.stdout
+    else:
+        assert "cgroup v2 /job" in refused("train", run_file, "--host_memory", "16GiB")
+
+
 def test_a_full_disk_is_refused(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ram, "disk_free", lambda path: 12_345)
     message = refused("train", run_file)

@@ -12,6 +12,7 @@ from horizon_lm.plan.host import host_bytes
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.request import Machine, Request
 from horizon_lm.plan.seconds import StepTime, step_time
+from horizon_lm.plan.staging import staged
 from horizon_lm.plan.step import Step
 from horizon_lm.units import format_bytes
 
@@ -103,7 +104,8 @@ def make_plan(
     time = None
     if priced and machine.hardware is not None and not outline.unknown:
         typical = step if usual is None else replace(step, outline=usual)
-        time = step_time(typical, machine.hardware, machine.computing_threads, request.tokens_per_step)
+        hardware = staged(machine.hardware) if machine.lock_refusal else machine.hardware
+        time = step_time(typical, hardware, machine.computing_threads, request.tokens_per_step)
     download = Item("download", request.download_bytes, "of the checkpoint to start from")
     return Plan(
         request,
@@ -113,6 +115,7 @@ def make_plan(
             *choice.reasons,
             *([f"allow_unproven_model: {outline.unproven}"] if outline.unproven else ()),
             *([f"head: whole, because {outline.whole_head_only}"] if outline.whole_head_only else ()),
+            *_about_staging(host, machine),
             *machine.notes,
             *([f"{outline.unknown}, so activations and seconds are left out"] if outline.unknown else []),
         ],
@@ -213,6 +216,19 @@ def _host_items(step: Step, use: DeviceUse, request: Request, machine: Machine) 
         Item("process", machine.process_bytes, "interpreter, libraries and rows"),
         Item("compilers", workers * _WORKER_BYTES, f"{workers} processes beside this one"),
     ]
+
+
+def _about_staging(host: Sequence[Item], machine: Machine) -> list[str]:
+    if not machine.lock_refusal:
+        return []
+    travels = sum(item.num_bytes for item in host if item.name in {_HOST_NAMES[kind][0] for kind in _TRAVELS})
+    return [
+        f"{format_bytes(travels)} of host memory that travels cannot be page-locked ({machine.lock_refusal}), so transfers go "
+        "through staging buffers, which is slower"
+    ]
+
+
+_TRAVELS = ("weights", "grads", "landing", "boundaries")
 
 
 def _disk_items(step: Step, request: Request) -> list[Item]:
