@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.engine.engine import Engine
 from horizon_lm.plan.hardware import own_profile_path
 from horizon_lm.store import ram
 from tests.e2e import tiny
@@ -72,6 +73,19 @@ def test_a_run_has_the_settings_that_were_planned(run_file: Path, tmp_path: Path
     assert "boundaries: 2\n" in config
     assert saved["run"]["length"] < 128  # that of the rows there are
     assert saved["run"]["settings"]["device_micro_batch_size"] == 2
+
+
+def test_the_engine_expects_the_largest_batch_of_the_run(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that buffers are made once, and as large as planned."""
+    expected: list[Any] = []
+    monkeypatch.setattr(Engine, "expect", lambda engine, batch: expected.append(batch))
+    assert run("train", run_file, "--max_steps", 1).exit_code == 0
+    planned = json.loads((tmp_path / "run/plan.json").read_text())["run"]
+    (batch,) = expected
+    assert batch.tokens == planned["tokens"] == planned["rows"] * planned["length"]
+    assert batch.distinct_tokens > 1
 
 
 def test_text_for_people(run_file: Path) -> None:
