@@ -254,7 +254,7 @@ def report(
         f"Command: `python benchmarks/gpu.py {suites} --device {arguments.device} --steps {arguments.steps}`",
         "",
         f"Measured in this run. A large bf16 product, alone and with copies beside it: {products} TFLOP/s. GB/s: {rates} "
-        "(copies of page-locked memory, both directions together; host: read and written in place by all cores).",
+        "(copies of page-locked memory that CUDA allocated, or that was registered with it, as ours is; both directions together; host: read and written in place by all cores).",
         "",
         f"Each row is a process: {WARMUP} steps to warm up, then the median of {arguments.steps}. Operations are the model's: "
         "6·N·T without the embedding lookup, with the experts that a token is sent to, and causal attention. Peak: the "

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from horizon_lm.device.page_locks import PageLocks
+from horizon_lm.store.arena import Arena
+
 _ROUNDS = 5
 
 
@@ -22,14 +25,15 @@ def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, flo
 
     Returns:
         ``matmul``: operations per second of a bf16 product. ``copy_in``, ``copy_out``: bytes per second of page-locked
-        memory, alone; ``copy_both``: of both directions together. The same with ``_under_load``: while products run; and
+        memory that CUDA allocated, alone; ``copy_both``: of both directions together. The same with ``_registered``: of memory
+        that was written and then registered with CUDA, as weights are, if it can be; with ``_under_load``: while products run; and
         ``matmul_under_load``: while copies run both ways. ``host``: bytes of host memory read and written per second by an
         in-place operation of all cores.
     """
     size, num_bytes, products = (256, 2**20, 2) if small else (8192, 2**30, 20)
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    incoming, outgoing = _Copy(device, num_bytes, inward=True), _Copy(device, num_bytes, inward=False)
+    incoming, outgoing = (_Copy(device, _allocated(device, num_bytes), inward) for inward in (True, False))
 
     def multiply() -> None:
         for _ in range(products):
@@ -38,8 +42,14 @@ def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, flo
     work = 2.0 * products * size**3
     rates = {"matmul": work / _seconds(device, multiply)}
     copies = {"copy_in": [incoming], "copy_out": [outgoing], "copy_both": [incoming, outgoing]}
+    locks = PageLocks(device)
+    registered = [_Copy(device, _registered(locks, num_bytes), inward) for inward in (True, False)]
+    if locks.error is None:
+        names = ("copy_in_registered", "copy_out_registered", "copy_both_registered")
+        copies |= dict(zip(names, (registered[:1], registered[1:], registered), strict=True))
     for name, which in copies.items():
         rates[name] = len(which) * num_bytes / _seconds(device, *which)
+    locks.unlock_all()
     if device.type == "cuda":  # on a CPU there is nothing that runs beside
         # So many copies that they take about as long as the products.
         times = max(1, round(work / rates["matmul"] / (num_bytes / rates["copy_both"])))
@@ -52,19 +62,30 @@ def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, flo
 
 
 class _Copy:
-    """A copy on a stream of its own between page-locked and device memory."""
+    """A copy on a stream of its own between host memory and device memory."""
 
-    def __init__(self, device: torch.device, num_bytes: int, inward: bool) -> None:
-        on_gpu = device.type == "cuda"
-        host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, host: torch.Tensor, inward: bool) -> None:
+        there = torch.zeros(host.numel(), dtype=torch.uint8, device=device)
         self._pair = (there, host) if inward else (host, there)
-        self.stream = torch.cuda.Stream(device) if on_gpu else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self) -> None:
         destination, source = self._pair
         with torch.cuda.stream(self.stream):
             destination.copy_(source, non_blocking=True)
+
+
+def _allocated(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """Memory that CUDA allocated page-locked."""
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _registered(locks: PageLocks, num_bytes: int) -> torch.Tensor:
+    """Memory as the engine has it: mapped, written, and registered, unless CUDA refuses to page-lock it."""
+    host = Arena(num_bytes).take(num_bytes, torch.uint8).fill_(1)
+    if locks.device.type == "cuda":
+        locks.lock(host)
+    return host
 
 
 def _seconds(device: torch.device, *functions: Callable[[], Any]) -> float:

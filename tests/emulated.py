@@ -8,7 +8,7 @@ backward only numbers are checked: tensors that autograd makes there say nothing
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,34 +38,86 @@ class OnGpu(torch.Tensor):
 class EmulatedGpu:
     """What happened: ``waits`` has the operations for which the host would have waited, and where they stand.
 
-    No more than ``lockable`` bytes can be page-locked at once; who tries leaves an error for the next operation.
+    No more than ``lockable`` bytes can be page-locked at once, nor as the n-th piece of memory with n in ``refused``; who tries
+    leaves an error for the next operation.
+
+    Attributes:
+        current: the thread's current device. ``pinned_on`` has those on which host memory was page-locked.
+        settings: what the allocator was told. ``trims``: how often it gave memory back.
+        fraction: of the device, that the process may take.
+        workspace: bytes that cuBLAS keeps for each thread that multiplies.
     """
 
     def __init__(self) -> None:
         self.waits: list[str] = []
         self.lockable = 2**62
+        self.refused: set[int] = set()
+        self.asked = 0
         self.failed = False
+        self.current = threading.local()
+        self.pinned_on: set[int] = set()
+        self.settings: list[str] = []
+        self.trims = 0
+        self.fraction = 1.0
+        self.workspace = 0
+        self.multiplying: set[int] = set()  # threads
+        self.allocations: list[tuple[str, int]] = []  # of device and page-locked memory: the thread's name, elements
         self._locked: list[tuple[int, int]] = []  # addresses of page-locked memory
+        self._registered: dict[int, int] = {}  # bytes by address
         self._kept: list[torch.Tensor] = []  # so that no other memory gets such an address
 
     def lock(self, start: int, num_bytes: int, flags: int = 0) -> int:
-        if num_bytes > self.lockable:
+        self.pinned_on.add(self.current_device())
+        self.asked += 1
+        if num_bytes > self.lockable or self.asked - 1 in self.refused:
             self.failed = True
             return 2
         self._locked.append((start, start + num_bytes))
+        self._registered[start] = num_bytes
         return 0
 
     def unlock(self, start: int) -> int:
         self._locked = [range_ for range_ in self._locked if range_[0] != start]
+        self._registered.pop(start)
         return 0
 
     def num_locked(self) -> int:
         return len(self._locked)
 
+    def registered_bytes(self) -> int:
+        """Of memory that was page-locked in place; what torch page-locks for itself comes on top."""
+        return sum(self._registered.values())
+
+    def current_device(self) -> int:
+        return getattr(self.current, "index", 0)
+
+    @contextmanager
+    def on(self, device: Any) -> Iterator[None]:
+        """Inside, a device is the thread's current one."""
+        before = self.current_device()
+        self.current.index = before if device is None else device.index
+        yield
+        self.current.index = before
+
+    def allocated_by_thread(self, tensor: torch.Tensor) -> None:
+        self.allocations.append((threading.current_thread().name, tensor.numel()))
+
+    def allocated(self) -> int:
+        return self.workspace * len(self.multiplying)
+
     def is_locked(self, tensor: torch.Tensor) -> bool:
         start = tensor.data_ptr()
         stop = start + tensor.numel() * tensor.element_size()
         return any(first <= start and stop <= last for first, last in self._locked)
+
+    def is_half_locked(self, tensor: torch.Tensor) -> bool:
+        start = tensor.data_ptr()
+        stop = start + tensor.numel() * tensor.element_size()
+        return not self.is_locked(tensor) and any(first < stop and start < last for first, last in self._locked)
+
+    def begins_locked(self, tensor: torch.Tensor) -> bool:
+        """As CUDA sees it: by the first byte."""
+        return any(first <= tensor.data_ptr() < last for first, last in self._locked)
 
     def waited(self, name: str) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -98,6 +150,8 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "copy_":
         _copies(args[0], args[1], kwargs.get("non_blocking", False))
     to_gpu, args, kwargs = _placed(name, args, kwargs, on_gpu)
+    if on_gpu and name in ("mm", "matmul", "__matmul__", "linear"):
+        _gpu.multiplying.add(threading.get_ident())
     if to_gpu and _gpu.failed:
         _gpu.failed = False
         raise RuntimeError("CUDA error: out of memory")
@@ -105,6 +159,8 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args = (args[0].float(), *args[1:])
     with plain():
         result = func(*args, **kwargs)
+        if name == "empty" and to_gpu:
+            _gpu.allocated_by_thread(result)
     if name == "copy_":
         return args[0]
     if name == "__get__" and not isinstance(result, torch.Tensor):
@@ -118,6 +174,8 @@ def _copies(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool)
     if isinstance(destination, OnGpu) == isinstance(source, OnGpu):
         return
     host = source if isinstance(destination, OnGpu) else destination
+    if non_blocking and _gpu.is_half_locked(host):
+        raise RuntimeError("CUDA error: invalid argument")
     if not (non_blocking and _gpu.is_locked(host)):
         _gpu.waited("copy_")
 
@@ -165,7 +223,8 @@ class _Event:
 
 class _Stream:
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        assert device == GPU
+        assert device == OnGpu.device
+        self.device = device
 
     def wait_event(self, event: _Event) -> None:
         return
@@ -182,15 +241,20 @@ class _Generator:
 
 
 @contextmanager
-def emulated_gpu(free_bytes: int = 10**9) -> Iterator[EmulatedGpu]:
-    """Inside, ``cuda:0`` is emulated."""
+def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGpu]:
+    """Inside, a GPU is emulated: the last of as many as its index says. The first one is current."""
     global _gpu
     _gpu = gpu = EmulatedGpu()
-    current = _Stream(GPU)
+    device = torch.device("cuda", index)
+
+    def trim() -> None:
+        gpu.trims += 1
+
     cuda: dict[str, Any] = {
-        "Event": _Event, "Stream": _Stream, "stream": lambda stream: nullcontext(), "current_stream": lambda *_: current,
-        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "get_device_capability": lambda *_: (9, 0), "synchronize": lambda *_: None,
-        "mem_get_info": lambda *_: (free_bytes, free_bytes), "memory_reserved": lambda *_: 0, "memory_allocated": lambda *_: 0,
+        "Event": _Event, "Stream": _Stream, "stream": lambda stream: gpu.on(getattr(stream, "device", None)), "current_stream": lambda *_: _Stream(device),
+        "device": gpu.on, "empty_cache": trim, "get_per_process_memory_fraction": lambda *_: gpu.fraction,
+        "is_available": lambda: True, "device_count": lambda: index + 1, "current_device": gpu.current_device, "get_device_capability": lambda *_: (9, 0), "synchronize": lambda *_: None,
+        "mem_get_info": lambda *_: (free_bytes, free_bytes), "memory_reserved": lambda *_: gpu.allocated(), "memory_allocated": lambda *_: gpu.allocated(),
         "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
         # Numbers are drawn in host memory, whose state is kept as well.
         "get_rng_state": lambda *_: None, "set_rng_state": lambda *_: None,
@@ -200,11 +264,13 @@ def emulated_gpu(free_bytes: int = 10**9) -> Iterator[EmulatedGpu]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
+        patch.setattr(OnGpu, "device", device)
+        patch.setattr(torch._C, "_accelerator_setAllocatorSettings", gpu.settings.append)
         for name in _FACTORIES:
             patch.setattr(torch, name, _factory(getattr(torch, name)))
         to = torch.Tensor.to
         patch.setattr(torch.Tensor, "to", lambda tensor, *args, **kwargs: _call(to, (tensor, *args), kwargs))
-        patch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: gpu.is_locked(tensor))
+        patch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: gpu.begins_locked(tensor))
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: _locked(tensor.clone()))
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(segment_attention, "has_kernel", lambda *_: False)  # its kernel needs a real GPU
@@ -222,6 +288,8 @@ def _factory(make: Any) -> Any:
 
 def _locked(tensor: torch.Tensor) -> torch.Tensor:
     assert _gpu is not None
-    _gpu.lock(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    _gpu.pinned_on.add(_gpu.current_device())
+    _gpu.allocated_by_thread(tensor)
+    _gpu._locked.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()))
     _gpu._kept.append(tensor)
     return tensor

@@ -125,7 +125,7 @@ class ThreadedDevice(StreamDevice):
         buffer.view(torch.uint8).fill_(0xFF)  # NaN
 
     # Its device is host memory, as that of `CpuDevice`.
-    host_buffer, register_host = CpuDevice.host_buffer, CpuDevice.register_host
+    host_buffer, free_host, register_host = CpuDevice.host_buffer, CpuDevice.free_host, CpuDevice.register_host
     rng_state, set_rng_state, seeded_rng_state = (
         CpuDevice.rng_state,
         CpuDevice.set_rng_state,

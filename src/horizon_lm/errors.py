@@ -62,6 +62,10 @@ class HeadWarning(UserWarning):
     """A model's loss cannot be computed in chunks, so that all its logits are made at once."""
 
 
+class PageLockWarning(RuntimeWarning):
+    """Host memory could not be page-locked, so that copies of it are slower."""
+
+
 class UnprovenModelWarning(UserWarning):
     """A model is streamed that was not found equal to plain autograd."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.engine.engine import Engine
 from horizon_lm.plan.hardware import own_profile_path
 from horizon_lm.store import ram
 from tests.e2e import tiny
@@ -72,6 +73,19 @@ def test_a_run_has_the_settings_that_were_planned(run_file: Path, tmp_path: Path
     assert "boundaries: 2\n" in config
     assert saved["run"]["length"] < 128  # that of the rows there are
     assert saved["run"]["settings"]["device_micro_batch_size"] == 2
+
+
+def test_the_engine_expects_the_largest_batch_of_the_run(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that buffers are made once, and as large as planned."""
+    expected: list[Any] = []
+    monkeypatch.setattr(Engine, "expect", lambda engine, batch: expected.append(batch))
+    assert run("train", run_file, "--max_steps", 1).exit_code == 0
+    planned = json.loads((tmp_path / "run/plan.json").read_text())["run"]
+    (batch,) = expected
+    assert batch.tokens == planned["tokens"] == planned["rows"] * planned["length"]
+    assert batch.distinct_tokens > 1
 
 
 def test_text_for_people(run_file: Path) -> None:
@@ -234,6 +248,24 @@ def test_a_control_group_with_too_little_left_is_refused_before_anything_is_allo
     # Page cache is given back where memory is needed.
     limits(left=10 * 2**20, cache=8 * GIB)
     assert run("train", run_file, "--max_steps", 1).exit_code == 0
+
+
+@pytest.mark.parametrize("group_left", [None, 10 * 2**20], ids=["", "in a control group"])
+def test_host_memory_counts_more_than_what_is_free_now(
+    tmp_path: Path, run_file: Path, group_left: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may be added on demand; but what a control group allows is all there is."""
+    proc, cgroups = fake_group(tmp_path, 2, limit=64 * GIB, use=64 * GIB - (group_left or 32 * GIB), cache=0)
+    (proc / "meminfo").write_text("MemAvailable: 10240 kB\n")
+    real = ram.memory_limits
+    monkeypatch.setattr(ram, "memory_limits", lambda: real(proc, cgroups))
+    if group_left is None:
+        assert "(MemAvailable)" in refused("train", run_file)
+        result = run("train", run_file, "--host_memory", "16GiB", "--max_steps", 1)
+        assert result.exit_code == 0, result.stderr
+        assert "host_memory: 16.00 GiB are more than" in result.stdout
+    else:
+        assert "cgroup v2 /job" in refused("train", run_file, "--host_memory", "16GiB")
 
 
 def test_a_full_disk_is_refused(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

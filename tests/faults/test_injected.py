@@ -89,9 +89,7 @@ def assert_idle(model: Any) -> None:
     assert not engine.cursor.active
     assert engine.handle is None
     assert engine.head_buffer.holder is None
-    taken = engine.boundaries.num_bytes - sum(
-        b.numel() for buffers in engine.boundaries._free.values() for b, _ in buffers
-    )  # fmt: skip
+    taken = engine.boundaries.num_bytes - sum(buffer.numel() for buffer, _ in engine.boundaries._free)
     assert taken == 0, f"{taken} bytes of boundaries are still taken"
 
 

@@ -9,7 +9,6 @@ import torch
 
 import horizon_lm
 from horizon_lm.device import cuda
-from horizon_lm.device.base import Counters
 from horizon_lm.device.cuda import CudaDevice, CudaLink
 from horizon_lm.device.host_link import HostLink
 from tests import families
@@ -31,7 +30,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def link(accelerator: Accelerator) -> Iterator[CudaLink]:
     with nullcontext() if accelerator.is_cuda else emulated_gpu():
-        yield CudaLink(GPU, Counters())
+        yield CudaLink(GPU)
 
 
 def _host(values: torch.Tensor, pinned: bool) -> torch.Tensor:

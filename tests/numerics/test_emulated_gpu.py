@@ -12,6 +12,7 @@ import torch
 
 import horizon_lm
 from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.errors import PageLockWarning
 from horizon_lm.plan.residency import Residency
 from tests import families
 from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
@@ -133,7 +134,8 @@ def test_memory_that_cannot_be_page_locked(gpu: EmulatedGpu) -> None:
     assert device.try_registering(2**21) == "out of memory"
     torch.ones(1, device="cuda")
     assert device.registration_error is None  # nobody uses that memory
-    assert not gpu.is_locked(device.host_buffer(2**21))
+    with pytest.warns(PageLockWarning, match=r"2.00 MiB of host memory \(2,097,152 bytes\).*out of memory"):
+        assert not gpu.is_locked(device.host_buffer(2**21))
     assert device.registration_error == "out of memory"
     torch.ones(1, device="cuda")
     assert gpu.is_locked(device.host_buffer(2**20))

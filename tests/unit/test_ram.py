@@ -152,11 +152,13 @@ def test_groups_from_the_inside_out(tmp_path: Path) -> None:
 
 
 def test_the_machine(tmp_path: Path) -> None:
-    assert limits_of(tmp_path, "0::/", v2("", 2**30, 0))[0] == MemoryLimit("MemAvailable", 2**39 + HELD)
+    assert limits_of(tmp_path, "0::/", v2("", 2**30, 0))[0] == MemoryLimit(
+        "MemAvailable", 2**39 + HELD, is_estimate=True
+    )
     old = "MemFree: 1000 kB\nBuffers: 20 kB\nCached: 300 kB\nShmem: 40 kB\n"
     write(tmp_path, {"proc/meminfo": old})
     (limit,) = memory_limits(tmp_path / "proc", tmp_path / "nowhere")
-    assert limit == MemoryLimit("MemFree and page cache", (1000 + 20 + 300 - 40) * 1024 + HELD)
+    assert limit == MemoryLimit("MemFree and page cache", (1000 + 20 + 300 - 40) * 1024 + HELD, is_estimate=True)
 
 
 @pytest.mark.parametrize("files", [{}, {"meminfo": b"\xffMemAvailable: many kB\nMemFree: 1", "self/status": "VmRSS"}])
@@ -164,7 +166,7 @@ def test_no_proc(tmp_path: Path, files: dict[str, object], monkeypatch: pytest.M
     write(tmp_path, files)
     limit_process(monkeypatch, RLIMIT_AS=1)  # what is mapped is not known
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert memory_limits(tmp_path, tmp_path) == [MemoryLimit("physical memory", physical)]
+    assert memory_limits(tmp_path, tmp_path) == [MemoryLimit("physical memory", physical, is_estimate=True)]
     assert MIB < resident_bytes(tmp_path) < physical
 
     def unknown(name: str) -> int:

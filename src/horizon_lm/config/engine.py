@@ -23,7 +23,8 @@ class EngineSettings(DataSettings):
         "float32", description="How AdamW's moments are kept: 8, 4 or 2 bytes per parameter."
     )
     host_memory: Bytes | None = Field(
-        None, description="Host memory that the run may take, such as 512GiB; null for what is free on this machine."
+        None,
+        description="Host memory that the run may take, such as 512GiB, even if less is free now; null for what is free.",
     )
     device_memory: Bytes | None = Field(
         None, description="Device memory that buffers may take, such as 300MiB; null for no limit."

@@ -73,12 +73,16 @@ class Device(Protocol):
 
     name: str
     torch_device: torch.device
-    scratch_bytes: int  # of device memory that transfers take at most, besides what the engine asks for
     counters: Counters
     trace: Trace | None  # records every operation if there is one
 
     @property
     def link(self) -> Link: ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory that transfers and libraries take once streams are open, besides what the engine asks for."""
+        ...
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
         """A counted 1-D buffer. DoesNotFitError when the capacity is exceeded."""
@@ -96,6 +100,14 @@ class Device(Protocol):
         """Follows the device memory that computations take inside; None where a device cannot tell."""
         ...
 
+    def trim(self) -> None:
+        """Give memory that is not in use back to the driver, for what comes next has other sizes."""
+        ...
+
+    def open_streams(self) -> None:
+        """Make streams, and the memory that transfers need, so that no step has to."""
+        ...
+
     def free(self, buffer: torch.Tensor, kind: str) -> None:
         """Give a buffer back. Everything that uses it must be finished."""
         ...
@@ -106,6 +118,10 @@ class Device(Protocol):
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Host bytes that copies can reach at full speed (uint8, 1-D, exact size)."""
+        ...
+
+    def free_host(self, buffer: torch.Tensor) -> None:
+        """Give up a host buffer of `host_buffer`, in any dtype. Everything that uses it must be finished."""
         ...
 
     def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
@@ -155,7 +171,8 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A small tensor on the device. From page-locked memory, or the host might wait for what the device is doing."""
     if tensor.device.type != "cpu" or device.type != "cuda":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    with torch.cuda.device(device):  # memory is page-locked through the device that is current
+        return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def counted_empty(

@@ -53,6 +53,12 @@ class CpuDevice:
     def meter(self) -> None:
         return None
 
+    def trim(self) -> None:
+        pass
+
+    def open_streams(self) -> None:
+        pass
+
     def free(self, buffer: torch.Tensor, kind: str) -> None:
         self.counters.add(kind, -buffer.numel() * buffer.element_size())
         self.poison(buffer)
@@ -62,6 +68,9 @@ class CpuDevice:
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return Arena(num_bytes).take(num_bytes, torch.uint8)
+
+    def free_host(self, buffer: torch.Tensor) -> None:
+        pass
 
     def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
         pass

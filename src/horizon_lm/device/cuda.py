@@ -3,24 +3,28 @@
 Copies touch only buffers that this object or the engine allocated for good, so nothing here needs ``record_stream``.
 """
 
+import os
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from horizon_lm.device.base import Counters, Meter
+from horizon_lm.device.base import Meter
 from horizon_lm.device.host_link import HostLink
 from horizon_lm.device.moves import Link, Squares
+from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.streams import StreamDevice
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, PageLockWarning
 from horizon_lm.store.arena import Arena
+from horizon_lm.units import format_bytes
 
-_REGISTER_PIECE = 64 * 2**30  # one registration of 512 GiB or more fails on recent drivers (LMCache#5177)
 _PIECE = 1 << 24  # elements that are converted or squared at once
 _STAGING_BYTES = 64 * 2**20
+_ALIGNMENT = 256  # bytes, of what shares scratch space
 
 
 class CudaDevice(StreamDevice):
@@ -32,11 +36,12 @@ class CudaDevice(StreamDevice):
         host_threads: threads for updates; None for the usable cores less those that everything else needs.
 
     Attributes:
-        registration_error: what CUDA said when host memory could not be page-locked, so that copies of it are staged; None
+        registration_error: CUDA's reason when host memory could not be page-locked, so that copies of it are staged; None
             if all of it could.
+        workspace_bytes: of device memory that cuBLAS keeps for the threads that compute.
     """
 
-    scratch_bytes = _PIECE * 8  # of two links, which convert and sum in pieces, in the worst case
+    link_bytes = 2 * 4 * _PIECE  # of two links, which convert and sum in pieces
 
     def __init__(self, name: str = "cuda", capacity: int | None = None, host_threads: int | None = None) -> None:
         if not torch.cuda.is_available():
@@ -46,23 +51,32 @@ class CudaDevice(StreamDevice):
         if torch_device.index >= torch.cuda.device_count():
             raise ConfigError(f"device is {name!r}, but there are only {torch.cuda.device_count()} CUDA devices")
         super().__init__(name, torch_device, capacity, host_threads)
+        _let_segments_expand()
         self.registration_error: str | None = None
-        self._registered: list[torch.Tensor] = []
-        weakref.finalize(self, _unregister, self._registered, torch_device).atexit = False
+        self._locks = PageLocks(torch_device)
+        self._warned_bytes = 0
+        self.workspace_bytes = 0
+        weakref.finalize(self, self._locks.unlock_all).atexit = False
         self._clock: tuple[torch.cuda.Event, float] | None = None
 
     def spare_bytes(self) -> int | None:
-        """What the driver would give, and what torch has from it and does not use; our own limit, if that is less."""
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        unused = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        """What torch's allocator could still give out; our own limit, if that is less."""
+        spare = allocatable_bytes(self.torch_device)
         own = self.capacity - self.counters.allocated_total if self.capacity is not None else None
-        return free + unused if own is None else min(own, free + unused)
+        return spare if own is None else min(own, spare)
+
+    @property
+    def scratch_bytes(self) -> int:  # type: ignore[override]
+        return self.link_bytes + self.workspace_bytes
 
     def used_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device)
 
     def meter(self) -> AbstractContextManager[Meter]:
         return AllocatorMeter(self.torch_device)
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
 
     # Host memory
 
@@ -71,38 +85,32 @@ class CudaDevice(StreamDevice):
         self.register_host([buffer])
         return buffer
 
+    def free_host(self, buffer: torch.Tensor) -> None:
+        self._locks.unlock(buffer)
+
     def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
         """Page-lock slabs in place. Copies of what cannot be locked go through staging buffers: slower, not wrong."""
         for buffer in buffers:
-            raw = buffer.view(torch.uint8)
-            for piece in raw.split(_REGISTER_PIECE):
-                error = self._lock(piece)
-                if error is not None:
-                    self.registration_error = error
-                    return
-                self._registered.append(piece)  # the memory must outlive its registration
+            self._locks.lock(buffer)
+        refused = self._locks.refused_bytes
+        self.registration_error = self._locks.error
+        if refused >= 2 * self._warned_bytes and refused:  # not again for each buffer
+            self._warned_bytes = refused
+            warnings.warn(
+                f"{format_bytes(refused)} of host memory ({refused:,} bytes) could not be page-locked "
+                f"({self.registration_error}): copies between it and the device go through staging buffers, which is slower. "
+                "Raise the limit: ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container; WSL 2 "
+                "allows no more than half of the machine's memory.",
+                PageLockWarning,
+                stacklevel=2,
+            )
 
     def try_registering(self, num_bytes: int) -> str | None:
-        """What CUDA says when so many bytes of host memory are to be page-locked; None if they can be. They do not stay so."""
-        buffer = Arena(num_bytes).take(num_bytes, torch.uint8)
-        error = self._lock(buffer)
-        if error is None:
-            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-        return error
-
-    def _lock(self, piece: torch.Tensor) -> str | None:
-        """Page-lock memory in place; what CUDA says if it cannot be."""
-        code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
-        if int(code) == 0:
-            return None
-        error = torch.cuda.cudart().cudaGetErrorString(code)
-        self._clear_error()
-        return error
-
-    def _clear_error(self) -> None:
-        """A failed registration leaves an error behind that the next kernel launch would report as its own."""
-        with suppress(RuntimeError):
-            torch.zeros(1, device=self.torch_device)
+        """Page-lock so many bytes of host memory for a moment. Return CUDA's reason if it refuses."""
+        locks = PageLocks(self.torch_device)
+        locks.lock(Arena(num_bytes).take(num_bytes, torch.uint8))
+        locks.unlock_all()
+        return locks.error
 
     # Randomness
 
@@ -121,7 +129,14 @@ class CudaDevice(StreamDevice):
 
     def _open_stream(self) -> tuple[Any, Link]:
         # Their kernels are small: they go before what is left of a large product.
-        return torch.cuda.Stream(self.torch_device, priority=-1), CudaLink(self.torch_device, self.counters)
+        stream = torch.cuda.Stream(self.torch_device, priority=-1)
+        link = CudaLink(self.torch_device, self._locks)
+        self._wait_event(stream, self._record(None))  # what computes may still use what was in the link's memory before
+        return stream, link
+
+    def open_streams(self) -> None:
+        super().open_streams()
+        self.workspace_bytes = max(self.workspace_bytes, _make_workspaces(self.torch_device))
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
@@ -150,10 +165,41 @@ class CudaDevice(StreamDevice):
         return at + zero.elapsed_time(event) * 1e-3
 
 
-def _unregister(pieces: list[torch.Tensor], device: torch.device) -> None:
-    torch.cuda.synchronize(device)
-    for piece in pieces:
-        torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
+def allocatable_bytes(device: torch.device) -> int:
+    """Device memory that torch's allocator could still give out.
+
+    The driver's free memory, as far as the fraction of the device that this process may take allows, and what torch has from
+    it and does not use.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+    return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated(device)
+
+
+def _let_segments_expand() -> None:
+    """Set the allocator up to waste less of a device that is nearly full, unless the user has set it up."""
+    name = next((name for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), None)
+    given = os.environ[name] if name else ""
+    if "expandable_segments" in given or "backend" in given:
+        return
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, "expandable_segments:True"])))
+
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def _make_workspaces(device: torch.device) -> int:
+    """Have cuBLAS allocate its workspaces and return their bytes, less those that are there already.
+
+    Each thread that computes has one, of 32 MiB on Hopper: the caller's for forwards, autograd's for backwards.
+    """
+    before = torch.cuda.memory_allocated(device)
+    with torch.inference_mode(False), torch.enable_grad():
+        matrix = torch.ones(16, 16, device=device, requires_grad=True)
+        torch.mm(matrix, matrix).sum().backward()
+    del matrix
+    return torch.cuda.memory_allocated(device) - before
 
 
 class AllocatorMeter:
@@ -180,12 +226,23 @@ class AllocatorMeter:
 
 
 class CudaLink:
-    """Transfers on the current stream, which is always the same one. Over the link goes what the host keeps."""
+    """Transfers on the current stream, which is always the same one. Over the link goes what the host keeps.
 
-    def __init__(self, device: torch.device, counters: Counters) -> None:
-        self._device, self._counters = device, counters
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+    Its memory is allocated at once: for a thread that enqueues copies an allocation could be a wait for the device.
+
+    Args:
+        device: whose transfers these are.
+        locks: which host memory is page-locked; None for what torch has locked alone.
+    """
+
+    def __init__(self, device: torch.device, locks: PageLocks | None = None) -> None:
+        self._device, self._locks = device, locks or PageLocks(device)
+        self._scratch = torch.empty(4 * _PIECE, dtype=torch.uint8, device=device)
+        with torch.cuda.device(device):
+            self._staging = [
+                (torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event(blocking=True))
+                for _ in range(2)
+            ]
         self._turn = 0
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -212,11 +269,12 @@ class CudaLink:
             self._transfer(destination, source)
             return _squares([_norm(piece) for piece in source.split(_PIECE)])
         norms = []
-        for d, s in _pieces(destination, source, _PIECE):
+        for d, s in _pieces(destination, source, _PIECE // 2):
             kept = self._on_device(d.dtype, d.numel())
             if add:
                 self._transfer(kept, d)
-                total = self._on_device(torch.float32, d.numel())  # of an fp32 store it is ``kept`` itself
+                # Of an fp32 store it is ``kept`` itself.
+                total = kept if kept.dtype == torch.float32 else self._on_device(torch.float32, d.numel(), behind=kept)
                 kept.copy_(total.copy_(kept).add_(s))
             else:
                 kept.copy_(s)
@@ -238,8 +296,14 @@ class CudaLink:
     def _transfer(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Between host and device, in one dtype. What is not page-locked goes through staging buffers in pieces."""
         to_device = destination.device == self._device
-        if (source if to_device else destination).is_pinned():
-            return destination.copy_(source, non_blocking=True)
+        for start, stop, is_locked in self._locks.parts(source if to_device else destination):
+            if is_locked:
+                destination[start:stop].copy_(source[start:stop], non_blocking=True)
+            else:
+                self._staged(destination[start:stop], source[start:stop], to_device)
+        return destination
+
+    def _staged(self, destination: torch.Tensor, source: torch.Tensor, to_device: bool) -> None:
         for d, s in _pieces(destination, source, _STAGING_BYTES // source.element_size()):
             staging, event = self._stage(s.numel(), s.dtype)
             if to_device:
@@ -250,26 +314,18 @@ class CudaLink:
                 event.record()
                 event.synchronize()
                 d.copy_(staging)
-        return destination
 
     def _stage(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.cuda.Event]:
         """A page-locked buffer that no copy uses any more, and the event to record when one does."""
-        if not self._staging:
-            self._staging = [
-                (torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event(blocking=True))
-                for _ in range(2)
-            ]
         self._turn ^= 1
         buffer, event = self._staging[self._turn]
         event.synchronize()
         return buffer[: numel * dtype.itemsize].view(dtype), event
 
-    def _on_device(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Scratch space of this stream; its last use lies earlier in the stream."""
-        if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(_PIECE, dtype=dtype, device=self._device)
-            self._counters.add("link_scratch", _PIECE * dtype.itemsize)
-        return self._scratch[dtype][:numel]
+    def _on_device(self, dtype: torch.dtype, numel: int, behind: torch.Tensor | None = None) -> torch.Tensor:
+        """Scratch space of this stream, whose last use lies earlier in it; ``behind``: what of it is in use."""
+        start = 0 if behind is None else -(-behind.numel() * behind.element_size() // _ALIGNMENT) * _ALIGNMENT
+        return self._scratch[start : start + numel * dtype.itemsize].view(dtype)
 
 
 def _pieces(a: torch.Tensor, b: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -102,6 +102,12 @@ class StreamDevice(ABC):
     def used_bytes(self) -> int:
         return self.counters.allocated_total
 
+    def trim(self) -> None:
+        return
+
+    def open_streams(self) -> None:
+        self._open_issuers()
+
     def free(self, buffer: torch.Tensor, kind: str) -> None:
         self.counters.add(kind, -buffer.numel() * buffer.element_size())
 

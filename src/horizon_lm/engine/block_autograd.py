@@ -183,8 +183,7 @@ class BlockNode:
             )
 
     def _fetched(self) -> torch.Tensor:
-        host = self.handle.boundaries[self.index]
-        ring = self.blocks.engine.memory.ring.get(host.numel(), torch.uint8, self.index % 2)
+        ring = self.blocks.engine.memory.ring.get(self.handle.boundary_bytes, torch.uint8, self.index % 2)
         return ring.view(self.hidden_dtype).view(self.hidden_shape)
 
     def _recompute(self, number: int, inputs: Any) -> Graph:

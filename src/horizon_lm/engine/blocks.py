@@ -145,15 +145,21 @@ class Blocks:
     def _plan_offload(self, index: int, call: BlockCall, handle: ForwardHandle) -> None:
         """Tell the device where this and all later boundaries go: they have one size."""
         engine, hidden = self.engine, call.tensors[call.hidden]
-        num_bytes = hidden.numel() * hidden.element_size()
+        num_bytes, largest = self._boundary_bytes(hidden)
         for later in sorted(handle.keeps):
             if later >= index and later not in handle.boundaries and engine.layout.is_offloaded(later):
-                host = engine.boundaries.take(handle, later, num_bytes)
-                ring = engine.memory.ring.get(num_bytes, torch.uint8, later % 2)
+                host = engine.boundaries.take(handle, later, num_bytes, largest)
+                ring = engine.memory.ring.get(num_bytes, torch.uint8, later % 2, room=largest)
                 handle.offloads[later] = engine.cursor.bind(Kind.OFFLOAD, block(later), [Copy(host, ring, num_bytes)])
 
     def _ring(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        return self.engine.memory.ring.get(hidden.numel() * hidden.element_size(), torch.uint8, index % 2)
+        num_bytes, largest = self._boundary_bytes(hidden)
+        return self.engine.memory.ring.get(num_bytes, torch.uint8, index % 2, room=largest)
+
+    def _boundary_bytes(self, hidden: torch.Tensor) -> tuple[int, int]:
+        """Bytes of hidden states (B, T, H), and of those of the largest batch that is expected."""
+        of_token = hidden.shape[-1] * hidden.element_size()
+        return hidden.numel() * hidden.element_size(), self.engine.expected.tokens * of_token
 
     # Rows
 

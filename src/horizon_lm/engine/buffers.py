@@ -26,20 +26,25 @@ class Slots:
 
 
 class Growing:
-    """Equal buffers that are replaced by larger ones when a batch needs more, once nothing uses them any more."""
+    """Equal buffers that are replaced by larger ones when a batch needs more, once nothing uses them any more.
+
+    Replacing them waits for everything that runs, the optimizer's pass included, so whoever asks says how much room a batch
+    of such a shape can need. What is made anew after a release is as large as before.
+    """
 
     def __init__(self, device: Device, kind: str, count: int = 1) -> None:
         self._device, self._kind, self._count = device, kind, count
         self._slots: Slots | None = None
         self._size: tuple[int, torch.dtype] = (0, torch.float32)
 
-    def get(self, numel: int, dtype: torch.dtype, index: int = 0) -> torch.Tensor:
-        """The first ``numel`` elements of buffer ``index``."""
+    def get(self, numel: int, dtype: torch.dtype, index: int = 0, room: int = 0) -> torch.Tensor:
+        """The first ``numel`` elements of buffer ``index``, which is made for ``room`` elements at least."""
         if self._slots is None or numel > self._size[0] or dtype != self._size[1]:
             if self._slots is not None:
                 self._device.synchronize()
                 self.release()
-            self._slots, self._size = Slots(self._device, self._kind, self._count, numel, dtype), (numel, dtype)
+            largest = max(numel, room, self._size[0] if dtype == self._size[1] else 0)
+            self._slots, self._size = Slots(self._device, self._kind, self._count, largest, dtype), (largest, dtype)
         return self._slots[index][:numel]
 
     def release(self) -> None:

@@ -26,7 +26,7 @@ from horizon_lm.engine.updates import PendingUpdates, TableUpdate, UpdatesInBack
 from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
 from horizon_lm.model.block import comparable
 from horizon_lm.model.parts import ModelParts, ParamRef
-from horizon_lm.plan.residency import BatchSize, DevicePlan, Residency
+from horizon_lm.plan.residency import BatchSize, DevicePlan, ExpectedBatch, Residency
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, block
 from horizon_lm.store.store import Store, UnitSlabs
@@ -69,6 +69,7 @@ class Engine:
         self.memory = DeviceMemory(parts, store, device, options)
         self.plan: DevicePlan | None = None  # None until a first batch is known
         self._planned = BatchSize()
+        self.expected = ExpectedBatch()
         self._handles: weakref.WeakSet[ForwardHandle] = weakref.WeakSet()
         self._set_residency(options.residency or Residency(0))
 
@@ -113,6 +114,10 @@ class Engine:
                 "before the first training step"
             )
 
+    def expect(self, batch: ExpectedBatch) -> None:
+        """Make buffers that grow with the batch for this one at once. They are made larger if another batch needs more."""
+        self.expected = batch
+
     def slabs_of(self, name: str) -> UnitSlabs:
         """The host slabs of the unit that a parameter belongs to."""
         return self.store.units[self.store.unit_of[name]]
@@ -134,6 +139,7 @@ class Engine:
                 self.plan = plans[0] if self.plan is None else self.plan.together_with(plans[0])
                 self._planned = self._planned.together_with(size)
         finally:
+            self.device.trim()  # a rehearsal leaves pieces of its own sizes behind
             if self.plan is not None:
                 self._reside(self.plan.residency)
 
@@ -358,8 +364,9 @@ class Engine:
             return self.grads.moves(self.slab_unit(op.unit), self.memory.grads_of(op))
         if op.kind == Kind.FETCH:
             assert self._backward_of is not None
-            host = self._backward_of.boundaries[block_index(op.unit)]
-            return [Copy(self.memory.ring.get(host.numel(), torch.uint8, block_index(op.unit) % 2), host, host.numel())]
+            index = block_index(op.unit)
+            host = self._backward_of.boundary(index)
+            return [Copy(self.memory.ring.get(host.numel(), torch.uint8, index % 2), host, host.numel())]
         if op.kind == Kind.STREAM_IN and op.unit != EMBED:
             slab = self.slabs(op.unit).weights
             buffer = self.memory.weights_of(op.unit)[: slab.numel()]

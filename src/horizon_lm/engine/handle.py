@@ -1,7 +1,6 @@
 """What a forward leaves behind for its backward."""
 
 import weakref
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ class ForwardHandle:
         config: the model's settings, as comparable values.
         anchor: what its autograd nodes depend on.
         graphs: of these blocks the whole computation is kept, so that it is not repeated.
-        boundaries: host copies of boundaries, by block.
+        boundaries: buffers in host memory, by block; a boundary is in the first bytes of its own.
+        boundary_bytes: of each boundary.
         head_grads: the head's gradients were made in this forward and are in the head's buffer.
     """
 
@@ -35,9 +35,14 @@ class ForwardHandle:
         self.anchor = anchor
         self.graphs: frozenset[int] = frozenset()
         self.boundaries: dict[int, torch.Tensor] = {}
+        self.boundary_bytes = 0
         self.offloads: dict[int, Task] = {}
         self.head_grads = False
         self.consumed = False
+
+    def boundary(self, block: int) -> torch.Tensor:
+        """The host copy of a block's boundary, as bytes."""
+        return self.boundaries[block][: self.boundary_bytes]
 
     def check_usable(self, version: int, config: Any) -> None:
         """StreamingError if a backward through this forward would be wrong."""
@@ -77,26 +82,48 @@ class Claim:
 
 
 class BoundaryPool:
-    """Host memory for boundaries, reused by size. What an abandoned forward was still copying is waited for first."""
+    """Host memory for boundaries: buffers of one size, that of the largest batch, whatever batches use of them.
+
+    One buffer a block serves batches of every length. What an abandoned forward was still copying is waited for first.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._free: dict[int, list[tuple[torch.Tensor, Task | None]]] = defaultdict(list)
+        self._size = 0  # bytes of a buffer
+        self._free: list[tuple[torch.Tensor, Task | None]] = []
         self.num_bytes = 0
 
-    def take(self, handle: ForwardHandle, block: int, num_bytes: int) -> torch.Tensor:
-        """A uint8 buffer that returns to the pool when ``handle`` is gone."""
-        if self._free[num_bytes]:
-            buffer, task = self._free[num_bytes].pop()
-            if task is not None:
-                self._device.wait([task])
-        else:
-            buffer = self._device.host_buffer(num_bytes)
-            self.num_bytes += num_bytes
+    def take(self, handle: ForwardHandle, block: int, num_bytes: int, largest: int = 0) -> torch.Tensor:
+        """The first ``num_bytes`` of a uint8 buffer that returns to the pool when ``handle`` is gone.
+
+        Args:
+            largest: bytes that a later batch will ask for, if that is known: a larger buffer has to be made only once.
+        """
+        self._size = max(self._size, num_bytes, largest)
+        buffer = self._find()
+        if buffer is None:
+            buffer = self._device.host_buffer(self._size)
+            self.num_bytes += self._size
         if not handle.boundaries:
             weakref.finalize(handle, self._give_back, handle.boundaries, handle.offloads).atexit = False
-        handle.boundaries[block] = buffer
-        return buffer
+        handle.boundaries[block], handle.boundary_bytes = buffer, num_bytes
+        return handle.boundary(block)
+
+    def _find(self) -> torch.Tensor | None:
+        """Return a free buffer that is large enough. Those that are not are freed on the way."""
+        is_idle = False
+        while self._free:
+            buffer, task = self._free.pop()
+            if buffer.numel() >= self._size:
+                if task is not None:
+                    self._device.wait([task])
+                return buffer
+            if not is_idle:  # a backward may be fetching from it
+                self._device.synchronize()
+                is_idle = True
+            self._device.free_host(buffer)
+            self.num_bytes -= buffer.numel()
+        return None
 
     def release(self, handle: ForwardHandle) -> None:
         """Take back now what a forward holds: it failed, though a traceback may keep it alive."""
@@ -105,4 +132,4 @@ class BoundaryPool:
     def _give_back(self, boundaries: dict[int, torch.Tensor], offloads: dict[int, Task]) -> None:
         while boundaries:
             block, buffer = boundaries.popitem()
-            self._free[buffer.numel()].append((buffer, offloads.get(block)))
+            self._free.append((buffer, offloads.get(block)))

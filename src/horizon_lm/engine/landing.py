@@ -45,16 +45,24 @@ class LandingSlots:
         slot = self._outer if unit == OUTER else self._blocks[block_index(unit) % 2]
         return slot[: self._store.units[unit].grad_layout.numel]
 
-    def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The slot of an untied table's rows (R, H). No update may be reading it any more."""
+    def rows(self, rows: torch.Tensor, room: int) -> torch.Tensor:
+        """The slot of an untied table's rows (R, H), made for ``room`` rows. No update may be reading it any more."""
         width = self._width
         numel = (rows.numel() + 1) * width
         if numel > self._rows.numel():
-            self._store.num_bytes["landing"] -= self._rows.numel() * self._dtype.itemsize
-            self._rows = self._new(numel)
+            self._release_rows()
+            self._rows = self._new(max(numel, (room + 1) * width))
         self._landed_rows = rows
         self._rows[rows.numel() * width : numel].zero_()  # for all rows that are not there
         return self._rows[: rows.numel() * width].view(rows.numel(), width)
+
+    def _release_rows(self) -> None:
+        """Free the slot of rows: a larger one takes its place."""
+        old, self._rows = self._rows, torch.empty(0, dtype=self._dtype)
+        if old.numel():
+            self._device.synchronize()  # gradients of an earlier backward may still be landing in it
+            self._store.num_bytes["landing"] -= old.numel() * self._dtype.itemsize
+            self._device.free_host(old)
 
     def table_grads(self) -> TableGrads:
         """What has landed for the table."""

@@ -32,13 +32,15 @@ def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.T
     assert options.head_peak is not None
     boundary, tokens = hidden.numel() * hidden.element_size(), hidden.numel() // hidden.shape[-1]
     num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
+    most_tokens = max(tokens, engine.expected.tokens)  # for which buffers are made
     settings = BufferSettings(
-        tokens=tokens,
+        tokens=most_tokens,
         compute_bytes=options.compute_dtype.itemsize,
         grad_bytes=engine.store.precision.grad_dtype.itemsize,
         micro_batches=options.device_micro_batch_size is not None,
         chunked_head=options.head == "chunked",
         offloaded=num_blocks - first,
+        table_rows=engine.expected.table_rows(most_tokens, sizes.vocabulary),
     )
     needed = working(
         [footprints] * len(engine.micro_batches()),
@@ -51,8 +53,8 @@ def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.T
 
     spare = engine.device.spare_bytes()
     assert spare is not None
-    to_come = sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total
-    taken = max(0, to_come) + engine.device.scratch_bytes
+    # Scratch memory of the links is there already.
+    taken = max(0, sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total)
     left = int(spare * (1 - _MARGIN)) - taken
     weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
     residency = options.residency

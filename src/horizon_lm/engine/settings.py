@@ -124,6 +124,7 @@ class Settings:
     def attach(self, parts: ModelParts, store: Store) -> Any:
         """Put the model on its device."""
         device = open_device(self.device, self.device_memory)
+        device.open_streams()
         on_host = device.torch_device.type == "cpu"
         dtype = self.compute_dtype or (torch.float32 if on_host else store.precision.weight_dtype)
         path = self._chunked_path(parts)

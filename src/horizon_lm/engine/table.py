@@ -37,15 +37,26 @@ class Table:
             )
         rows, positions = torch.unique(self._on_host(ids), return_inverse=True)
         self._require_rows(rows)
-        buffer = engine.memory.table_rows.get(rows.numel() * table.shape[1], engine.options.compute_dtype)
+        room = self._room(ids.numel(), table.shape[0])
+        buffer = engine.memory.table_rows.get(
+            rows.numel() * table.shape[1], engine.options.compute_dtype, room=room * table.shape[1]
+        )
         received = buffer.view(rows.numel(), table.shape[1])
         if engine.updates.table is not None:
             engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(rows))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
-        use = _Use(self, rows, send(positions, engine.device.torch_device), engine.handle)
+        use = _Use(self, rows, send(positions, engine.device.torch_device), engine.handle, room)
         if engine.handle is not None and engine.trained(EMBED):
             return _TableFunction.apply(use, received, engine.anchor)
         return use.forward(received)
+
+    def _room(self, tokens: int, vocabulary: int) -> int:
+        """Distinct rows that a batch of so many tokens can read, or the largest that is expected, if this one is trained on.
+
+        A buffer for fewer would have to be replaced at the first batch with more distinct ids.
+        """
+        expected = self.engine.expected
+        return expected.table_rows(max(tokens, expected.tokens if self.engine.handle is not None else 0), vocabulary)
 
     def _require_rows(self, rows: torch.Tensor) -> None:
         """TokenError for ids that the table has no row for: a kernel that writes there would leave a torn model."""
@@ -100,13 +111,13 @@ class Table:
     def _table(self, slab: torch.Tensor) -> torch.Tensor:
         return self.engine.store.units[EMBED].layout.view(slab, self._name)
 
-    def landing(self, rows: torch.Tensor, outgoing: torch.Tensor) -> Move:
-        """Gradients of distinct rows (R, H) on their way to host memory."""
+    def landing(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
+        """Gradients of distinct rows (R, H) on their way to host memory; ``room``: for so many at most."""
         engine = self.engine
         if engine.grads.slots is not None and not engine.grads.slots.keeps(EMBED):
             report = engine.grads.squares.landing(EMBED, whole=True)
             engine.updates.finish()  # the last one of the table reads the slot
-            return Land(engine.grads.slots.rows(rows).view(-1), outgoing.view(-1), False, report)
+            return Land(engine.grads.slots.rows(rows, room).view(-1), outgoing.view(-1), False, report)
         # A tied head's gradient has landed on the same table earlier in this pass.
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))
         report = engine.grads.squares.landing(EMBED, whole=empty)
@@ -127,10 +138,12 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class _Use:
-    """One lookup: which rows, and where each token's row is among them."""
+    """One lookup: which rows, where each token's row is among them, and for how many rows buffers are made."""
 
-    def __init__(self, table: Table, rows: torch.Tensor, positions: torch.Tensor, handle: ForwardHandle | None) -> None:
-        self.table, self.rows, self.positions, self.handle = table, rows, positions, handle
+    def __init__(
+        self, table: Table, rows: torch.Tensor, positions: torch.Tensor, handle: ForwardHandle | None, room: int
+    ) -> None:
+        self.table, self.rows, self.positions, self.handle, self.room = table, rows, positions, handle, room
         padding: int | None = getattr(table.module, "padding_idx", None)
         found = (rows == padding).nonzero() if padding is not None else rows.new_empty(0)
         self._padding_position = int(found[0]) if len(found) else None
@@ -154,8 +167,8 @@ class _Use:
         table, engine = self.table, self.table.engine
         shape = (self.rows.numel(), table.width)
         dtype = engine.store.precision.grad_dtype
-        outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], dtype).view(shape)
-        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [table.landing(self.rows, outgoing)])
+        outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], dtype, room=self.room * shape[1]).view(shape)
+        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [table.landing(self.rows, outgoing, self.room)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
             if table.is_linear:  # the gradient does not depend on the values, so one zero stands for all of them
                 weight = torch.zeros((), dtype=engine.options.compute_dtype, device=grad.device).expand(shape)

@@ -8,10 +8,12 @@ from horizon_lm.plan.capacity import slab_elements
 from horizon_lm.plan.choose import MARGIN, choose
 from horizon_lm.plan.curve import Curve, memory_curve
 from horizon_lm.plan.device import DeviceUse, device_use
+from horizon_lm.plan.hardware import Hardware
 from horizon_lm.plan.host import host_bytes
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.request import Machine, Request
 from horizon_lm.plan.seconds import StepTime, step_time
+from horizon_lm.plan.staging import staged
 from horizon_lm.plan.step import Step
 from horizon_lm.units import format_bytes
 
@@ -100,9 +102,12 @@ def make_plan(
     step, use = choice.step, device_use(choice.step)
     on_device = [*_device_items(step, use), *_beside(machine)]
     host = _host_items(step, use, request, machine)
-    typical, time = step if usual is None else replace(step, outline=usual), None
-    if priced and machine.hardware is not None and not outline.unknown:
-        time = step_time(typical, machine.hardware, machine.computing_threads, request.tokens_per_step)
+    typical = step if usual is None else replace(step, outline=usual)
+    hardware, time = machine.hardware, None
+    if hardware is not None and machine.lock_refusal:
+        hardware = staged(hardware)
+    if priced and hardware is not None and not outline.unknown:
+        time = step_time(typical, hardware, machine.computing_threads, request.tokens_per_step)
     download = Item("download", request.download_bytes, "of the checkpoint to start from")
     return Plan(
         request,
@@ -112,8 +117,9 @@ def make_plan(
             *choice.reasons,
             *([f"allow_unproven_model: {outline.unproven}"] if outline.unproven else ()),
             *([f"head: whole, because {outline.whole_head_only}"] if outline.whole_head_only else ()),
+            *_about_staging(host, machine),
             *machine.notes,
-            *_shorter_steps(typical, machine, time),
+            *_shorter_steps(typical, hardware, machine.computing_threads, time),
             *([f"{outline.unknown}, so activations and seconds are left out"] if outline.unknown else []),
         ],
         host=Budget("host", [item for item in host if item.num_bytes], machine.host_limits),
@@ -135,13 +141,14 @@ def make_plan(
     )
 
 
-def _shorter_steps(step: Step, machine: Machine, time: StepTime | None) -> list[str]:
+def _shorter_steps(
+    step: Step, hardware: Hardware | None, computing_threads: int | None, time: StepTime | None
+) -> list[str]:
     """Name what shortens steps whose updates do not hide."""
-    if time is None or time.limited_by != "update" or step.settings.moments != "float32":
+    if hardware is None or time is None or time.limited_by != "update" or step.settings.moments != "float32":
         return []
-    assert machine.hardware is not None
     lighter = replace(step, settings=replace(step.settings, moments="bfloat16"))
-    other = step_time(lighter, machine.hardware, machine.computing_threads)
+    other = step_time(lighter, hardware, computing_threads)
     saved = 1 - other.seconds / time.seconds
     if saved < _WORTH_SAYING:
         return []
@@ -227,6 +234,19 @@ def _host_items(step: Step, use: DeviceUse, request: Request, machine: Machine) 
         Item("process", machine.process_bytes, "interpreter, libraries and rows"),
         Item("compilers", workers * _WORKER_BYTES, f"{workers} processes beside this one"),
     ]
+
+
+def _about_staging(host: Sequence[Item], machine: Machine) -> list[str]:
+    if not machine.lock_refusal:
+        return []
+    travels = sum(item.num_bytes for item in host if item.name in {_HOST_NAMES[kind][0] for kind in _TRAVELS})
+    return [
+        f"{format_bytes(travels)} of host memory that travels cannot be page-locked ({machine.lock_refusal}), so transfers go "
+        "through staging buffers, which is slower"
+    ]
+
+
+_TRAVELS = ("weights", "grads", "landing", "boundaries")
 
 
 def _disk_items(step: Step, request: Request) -> list[Item]:

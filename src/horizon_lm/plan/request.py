@@ -105,6 +105,7 @@ class Machine:
         device_context_bytes: what the driver and the libraries on it take on the device.
         scratch_bytes: of the device, that transfers take at most.
         staging_bytes: of page-locked host memory for transfers.
+        lock_refusal: why host memory cannot be page-locked, so that transfers are staged; empty if it can.
         notes: what else a run would want to know of it, as sentences.
         compile_workers: processes that compile, where blocks are compiled.
         computing_threads: that computation takes on the host; None for all cores.
@@ -121,6 +122,7 @@ class Machine:
     device_context_bytes: int = 0
     scratch_bytes: int = 0
     staging_bytes: int = 0
+    lock_refusal: str = ""
     notes: Sequence[str] = field(default=())
     compile_workers: int = 0
     computing_threads: int | None = None

@@ -43,6 +43,23 @@ class BatchSize:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedBatch:
+    """What is known of the batches to come.
+
+    Attributes:
+        tokens: of the largest one to train on: rows times their length. 0 if that is not known.
+        distinct_tokens: that there are in all batches; None if that is not known.
+    """
+
+    tokens: int = 0
+    distinct_tokens: int | None = None
+
+    def table_rows(self, tokens: int, vocabulary: int) -> int:
+        """Distinct rows of the embedding table that a batch of so many tokens reads at most."""
+        return min(tokens, vocabulary, self.distinct_tokens or vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
 class DevicePlan:
     """What was planned for batches up to some size.
 

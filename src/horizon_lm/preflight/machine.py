@@ -12,7 +12,8 @@ from horizon_lm.units import format_bytes
 
 LIBRARIES_BYTES = 2**30  # of a process on a machine that is not this one: interpreter, torch, transformers
 FIRST_STEPS_BYTES = 160 * 2**20  # what compiled kernels, threads and library caches add once training begins
-CONTEXT_BYTES = 2**30  # on a device that is not here; with a context of this process, only its libraries' workspaces
+CONTEXT_BYTES = 2**30  # on a device that is not here; with a context of this process, only its libraries' workspaces:
+# two of cuBLAS, 32 MiB each on Hopper, one for each thread that computes, and what other libraries keep
 WORKSPACE_BYTES = 2**28
 SCRATCH_BYTES = 2**27  # as device.cuda has it for two links
 STAGING_BYTES = 2**28
@@ -25,18 +26,13 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
     import torch
 
     from horizon_lm.device.cores import usable_cores
-    from horizon_lm.store.ram import memory_limits, resident_bytes
+    from horizon_lm.store.ram import resident_bytes
 
     on_host = run.device == "cpu"
     # First: it makes the device's context.
-    gpu, device_limits, notes = ("", [], []) if on_host else _look_at_device(run.device)
+    gpu, device_limits, refusal = ("", [], "") if on_host else _look_at_device(run.device)
     gc.collect()  # a model of before is no part of the process
-    limits = [
-        Limit(limit.name, limit.room - (_ADDRESS_BYTES if limit.name.startswith("RLIMIT") else 0))
-        for limit in memory_limits()
-    ]
-    if run.host_memory is not None:
-        limits.append(Limit("host_memory", run.host_memory))
+    limits, notes = _host_limits(run.host_memory)
     disk, download = _disk_limits(Path(run.output_dir).expanduser())
     return Machine(
         name=f"this machine, {gpu}" if gpu else "this machine",
@@ -50,36 +46,55 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
         device_context_bytes=0 if on_host else WORKSPACE_BYTES,
         scratch_bytes=0 if on_host else SCRATCH_BYTES,
         staging_bytes=0 if on_host else STAGING_BYTES,
+        lock_refusal=refusal,
         notes=notes,
         compile_workers=min(32, usable_cores()),
         computing_threads=torch.get_num_threads() if on_host else None,
     )
 
 
-def _look_at_device(device: str) -> tuple[str, list[Limit], list[str]]:
-    """A GPU's name, what its driver would give and torch has from it without using it, and whether memory can be locked.
+def _host_limits(host_memory: int | None) -> tuple[list[Limit], list[str]]:
+    """What bounds the run's host memory, the smallest first, and what to say of it.
+
+    ``host_memory`` counts more than what the system says is free, for that is no limit: memory may be added on demand, or
+    others may give theirs back. What a control group or the process's own limits say is enforced.
+    """
+    from horizon_lm.store.ram import memory_limits
+
+    limits, notes = [], []
+    for found in memory_limits():
+        if found.is_estimate and host_memory is not None and found.room < host_memory:
+            notes.append(
+                f"host_memory: {format_bytes(host_memory)} are more than the {format_bytes(found.room)} that are there now "
+                f"({found.name}); if the machine cannot give as much, it swaps, or ends the run without a word"
+            )
+            continue
+        reserved = _ADDRESS_BYTES if found.name.startswith("RLIMIT") else 0
+        limits.append(Limit(found.name, found.room - reserved))
+    if host_memory is not None:
+        limits.append(Limit("host_memory", host_memory))
+    return sorted(limits, key=lambda limit: limit.num_bytes), notes
+
+
+def _look_at_device(device: str) -> tuple[str, list[Limit], str]:
+    """A GPU's name, what torch's allocator could give out, and why host memory cannot be page-locked; empty if it can.
 
     RLIMIT_MEMLOCK does not bind every driver, so a trial decides.
     """
     import torch
 
-    from horizon_lm.device.cuda import CudaDevice
+    from horizon_lm.device.cuda import CudaDevice, allocatable_bytes
     from horizon_lm.store.ram import memlock_limit
 
-    notes = []
-    if error := CudaDevice(device).try_registering(_TRIAL_BYTES):
+    refusal = ""
+    opened = CudaDevice(device)
+    where = opened.torch_device
+    if error := opened.try_registering(_TRIAL_BYTES):
         limit = memlock_limit()
         allowed = "unlimited" if limit is None else format_bytes(limit)
-        notes.append(
-            f"host memory cannot be page-locked ({error}; RLIMIT_MEMLOCK is {allowed}), so transfers go through staging "
-            "buffers, which is slower"
-        )
-    where = torch.device(device)
-    index = torch.cuda.current_device() if where.index is None else where.index
-    free, total = torch.cuda.mem_get_info(index)
-    unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-    gpu = torch.cuda.get_device_properties(index).name
-    return gpu, [Limit(f"free of {total:,} bytes on {gpu}", free + unused)], notes
+        refusal = f"{error}; RLIMIT_MEMLOCK is {allowed}"
+    gpu, (_, total) = torch.cuda.get_device_properties(where).name, torch.cuda.mem_get_info(where)
+    return gpu, [Limit(f"free of {total:,} bytes on {gpu}", allocatable_bytes(where))], refusal
 
 
 def _disk_limits(output_dir: Path) -> tuple[list[Limit], list[Limit]]:

@@ -21,10 +21,12 @@ class MemoryLimit:
     name: for people, such as "cgroup v2 /user.slice/run.scope (memory.max 8.00 GiB)" or "MemAvailable".
     room: bytes that this process may come to hold in all: what it holds already (``resident_bytes``), and what is
     left under the limit.
+    is_estimate: nothing enforces it: what the machine has free now, which may be less than it can have.
     """
 
     name: str
     room: int
+    is_estimate: bool = False
 
 
 def memory_limits(proc: Path = _PROC, cgroups: Path = Path("/sys/fs/cgroup")) -> list[MemoryLimit]:
@@ -109,15 +111,15 @@ def _group(group: Group, held: int) -> list[MemoryLimit]:
 def _machine(proc: Path, held: int) -> list[MemoryLimit]:
     memory = _sizes(proc / "meminfo")
     if "MemAvailable" in memory:
-        return [MemoryLimit("MemAvailable", memory["MemAvailable"] + held)]
+        return [MemoryLimit("MemAvailable", memory["MemAvailable"] + held, is_estimate=True)]
     if "MemFree" in memory:  # Linux before 3.14
         cache = memory.get("Cached", 0) + memory.get("Buffers", 0) - memory.get("Shmem", 0)
-        return [MemoryLimit("MemFree and page cache", memory["MemFree"] + max(0, cache) + held)]
+        return [MemoryLimit("MemFree and page cache", memory["MemFree"] + max(0, cache) + held, is_estimate=True)]
     try:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return []
-    return [MemoryLimit("physical memory", physical)] if physical > 0 else []
+    return [MemoryLimit("physical memory", physical, is_estimate=True)] if physical > 0 else []
 
 
 def _process(proc: Path, held: int) -> list[MemoryLimit]:

@@ -24,7 +24,7 @@ from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.samples import Prompts
 from horizon_lm.training.seeds import seed_step
-from horizon_lm.training.setup import build_optimizer, check_weights, choose_device, load_model, load_tokenizer
+from horizon_lm.training.setup import build_optimizer, check_weights, choose_device, expect, load_model, load_tokenizer
 from horizon_lm.training.tracing import Tracing
 
 
@@ -93,6 +93,7 @@ def train(
         folder.begin(config, plan)
         reporter.say(f"run folder: {folder.path}")
         model = load_model(config)
+        expect(model, plan)
         objectives = make_objectives(config, model, data, reporter, objective)
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         optimizer, scheduler = build_optimizer(model, config, num_steps)

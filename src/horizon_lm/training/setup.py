@@ -7,6 +7,8 @@ from typing import Any
 
 from horizon_lm.config import DpoConfig, RunConfig
 from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarning, first_line
+from horizon_lm.plan.plan import Plan
+from horizon_lm.plan.residency import ExpectedBatch
 
 
 def choose_device(name: str) -> str:
@@ -107,6 +109,12 @@ def load_model(config: RunConfig) -> Any:
     freeze(model, config.trainable)
     # Evaluation mode is training without dropout; nothing else of a model depends on it.
     return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
+
+
+def expect(model: Any, plan: Plan) -> None:
+    """Tell a streamed model the largest batch of its run, so that buffers need not be replaced by larger ones on the way."""
+    batch = ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens)
+    model._horizon.engine.expect(batch)
 
 
 def _open(config: RunConfig) -> Any:

@@ -1,0 +1,106 @@
+"""Host memory that CUDA has page-locked in place: which ranges are, and which could not be."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+
+from horizon_lm.store.arena import PAGE
+
+REGISTER_PIECE = 64 * 2**30  # one registration of 512 GiB or more fails on recent drivers (LMCache#5177)
+
+
+class PageLocks:
+    """Registers host memory with CUDA, piece by piece.
+
+    A copy may not cross from one registration into another, nor into memory that is not locked, and
+    ``Tensor.is_pinned`` looks at a tensor's first byte alone; so copies are cut where registrations end (`parts`).
+
+    Attributes:
+        device: through which it is registered.
+        error: CUDA's reason for the last refusal; None if there was none.
+        refused_bytes: of memory in use that could not be locked.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._locked: list[tuple[int, int]] = []  # sorted address ranges; replaced, never changed: copy threads read it
+        self._memory: dict[int, torch.Tensor] = {}  # of each registration, by address: it must outlive it
+        self._refused: dict[int, int] = {}  # bytes by address
+        self.error: str | None = None
+
+    @property
+    def refused_bytes(self) -> int:
+        return sum(self._refused.values())
+
+    def lock(self, buffer: torch.Tensor) -> None:
+        """Page-lock a contiguous buffer as far as CUDA allows."""
+        raw = buffer.view(-1).view(torch.uint8)
+        for piece in raw.split(REGISTER_PIECE):
+            # Pages are made by all cores here, and by one in the driver.
+            piece[::PAGE].add_(0)
+            error = self.register(piece)
+            start, num_bytes = piece.data_ptr(), piece.numel()
+            if error is None:
+                self._memory[start] = piece
+                self._locked = sorted([*self._locked, (start, start + num_bytes)])
+            else:
+                self.error, self._refused[start] = error, num_bytes
+
+    def unlock(self, buffer: torch.Tensor) -> None:
+        """Undo `lock`. Nothing may be using the buffer."""
+        for piece in buffer.view(-1).view(torch.uint8).split(REGISTER_PIECE):
+            start = piece.data_ptr()
+            self._refused.pop(start, None)
+            if start in self._memory:
+                self._unregister(start)
+
+    def unlock_all(self) -> None:
+        """Undo every `lock`, once the device is idle."""
+        if self._memory:
+            torch.cuda.synchronize(self.device)
+        for start in list(self._memory):
+            self._unregister(start)
+
+    def _unregister(self, start: int) -> None:
+        self._locked = [range_ for range_ in self._locked if range_[0] != start]
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(start)
+        del self._memory[start]
+
+    def register(self, piece: torch.Tensor) -> str | None:
+        """Register one piece of memory with CUDA. Return CUDA's reason if it refuses."""
+        with torch.cuda.device(self.device):  # or a context would be made on another one
+            code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
+            if int(code) == 0:
+                return None
+            error: str = torch.cuda.cudart().cudaGetErrorString(code)
+            # A refusal leaves an error behind that the next kernel launch would report as its own.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self.device)
+        return error
+
+    def parts(self, tensor: torch.Tensor) -> Iterator[tuple[int, int, bool]]:
+        """Cut a 1-D host tensor where registrations end: begin and end of each part, in elements, and whether it is locked."""
+        size = tensor.element_size()
+        first = tensor.data_ptr()
+        last = first + tensor.numel() * size
+        locked = self._locked
+        at = max(0, bisect_left(locked, (first, first)) - 1)
+        found = []
+        for start, stop in locked[at:]:
+            if start >= last:
+                break
+            if stop > first:
+                found.append((max(start, first), min(stop, last)))
+        if not found:  # not ours; torch may have page-locked it
+            yield 0, tensor.numel(), tensor.is_pinned()
+            return
+        done = first
+        for start, stop in [*found, (last, last)]:
+            if done < start:
+                yield (done - first) // size, (start - first) // size, False
+            if start < stop:
+                yield (start - first) // size, (stop - first) // size, True
+            done = stop

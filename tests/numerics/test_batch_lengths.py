@@ -1,0 +1,171 @@
+"""Batches of many lengths: memory that grows with the batch is made once, and nothing is waited for on the way."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.device.cpu import CpuDevice
+from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.plan.residency import ExpectedBatch
+from tests import families
+from tests.emulated import EmulatedGpu, emulated_gpu
+from tests.threaded import ThreadedDevice
+
+ROWS, LONGEST = 2, 40
+LENGTHS = list(range(4, LONGEST + 1, 4))  # ten
+HIDDEN_BYTES = 32 * 4
+ORDERS = {"rising": LENGTHS, "falling": LENGTHS[::-1], "mixed": random.Random(0).sample(LENGTHS, len(LENGTHS))}
+
+
+@pytest.fixture
+def gpu() -> Iterator[EmulatedGpu]:
+    with emulated_gpu() as gpu:
+        yield gpu
+
+
+def batch(length: int, distinct: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
+    """Rows of one length with so many distinct ids."""
+    ids = torch.arange(rows * length).view(rows, length) % distinct + 3
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def step(model: Any, optimizer: Any, length: int, distinct: int = 5) -> float:
+    loss = model(**batch(length, distinct)).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def growing_bytes(model: Any) -> int:
+    """Host memory that depends on the batch: boundaries, and where rows of the table land."""
+    kinds = horizon_lm.stats(model)["host_bytes_by_kind"]
+    return kinds["boundaries"] + kinds.get("landing", 0)
+
+
+class Counting(CpuDevice):
+    """Counts what waits for everything that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_synchronizations = 0
+
+    def synchronize(self) -> None:
+        self.num_synchronizations += 1
+        super().synchronize()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
+def test_host_memory_is_that_of_the_longest_batch(order: str, in_backward: bool) -> None:
+    """Not of all lengths together."""
+
+    def train(lengths: list[int]) -> tuple[list[int], Any]:
+        model = horizon_lm.stream(families.build("llama"), "cpu", "float32", boundaries="host")
+        optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
+        seen = []
+        for length in lengths:
+            step(model, optimizer, length, distinct=ROWS * length)
+            seen.append(growing_bytes(model))
+        return seen, model
+
+    (longest,), model = train([LONGEST])
+    num_blocks = model.config.num_hidden_layers
+    assert horizon_lm.stats(model)["host_bytes_by_kind"]["boundaries"] == num_blocks * ROWS * LONGEST * HIDDEN_BYTES
+    seen, _ = train(ORDERS[order])
+    assert seen[-1] == longest
+    assert max(seen) == longest
+
+
+@pytest.mark.parametrize("expected", [False, True])
+def test_page_locked_memory_is_that_of_the_longest_batch(gpu: EmulatedGpu, expected: bool) -> None:
+    """What was given up is not locked any more; a batch that is expected leaves nothing to give up."""
+
+    def train(lengths: list[int]) -> tuple[Any, list[int]]:
+        model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", boundaries="host", compile=False)
+        if expected:
+            model._horizon.engine.expect(ExpectedBatch(ROWS * LONGEST))
+        optimizer = horizon_lm.AdamW(model, update_in_backward=True)
+        before, seen = gpu.registered_bytes(), []
+        for length in lengths:
+            step(model, optimizer, length, distinct=ROWS * length)
+            seen.append(gpu.registered_bytes() - before)
+        return model, seen
+
+    _kept, (longest,) = train([LONGEST])
+    _model, seen = train(LENGTHS)
+    assert seen[-1] == longest
+    assert set(seen) == {longest} if expected else max(seen) == longest
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
+def test_more_distinct_ids_do_not_synchronize(in_backward: bool) -> None:
+    """Buffers are made for as many rows as a batch of this size can read."""
+    model = horizon_lm.stream(families.build("llama"), device := Counting(), "float32", boundaries="host")
+    optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
+    step(model, optimizer, LONGEST, distinct=2)
+    before = device.num_synchronizations
+    for distinct in (3, 10, 40, 60):
+        step(model, optimizer, LONGEST, distinct)
+    assert device.num_synchronizations == before
+    step(model, optimizer, 2 * LONGEST)
+    assert device.num_synchronizations > before  # the control: a batch that nobody expected
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
+def test_batches_up_to_the_expected_one_do_not_synchronize(in_backward: bool) -> None:
+    model = horizon_lm.stream(families.build("llama"), device := Counting(), "float32", boundaries="host")
+    model._horizon.engine.expect(ExpectedBatch(ROWS * LONGEST))
+    optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
+    step(model, optimizer, LENGTHS[0], distinct=2)
+    before, held = device.num_synchronizations, horizon_lm.stats(model)
+    for length in LENGTHS:
+        step(model, optimizer, length, distinct=ROWS * length)
+    now = horizon_lm.stats(model)
+    assert device.num_synchronizations == before
+    assert now["host_bytes_by_kind"] == held["host_bytes_by_kind"]
+    assert now["device_bytes_peak"] == held["device_bytes_peak"]
+
+
+def test_a_batch_with_more_distinct_ids_than_expected() -> None:
+    """It is an expectation, no limit."""
+    losses = []
+    for expected in (None, ExpectedBatch(ROWS * 8, distinct_tokens=3)):
+        model = horizon_lm.stream(families.build("llama"), "simulated", "float32", boundaries="host")
+        if expected is not None:
+            model._horizon.engine.expect(expected)
+        optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
+        losses.append([step(model, optimizer, length, distinct=40) for length in (8, 8, 40, 16)])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
+def test_lengths_change_nothing(in_backward: bool) -> None:
+    """Late copies: a buffer that is replaced too early would lose what is on its way."""
+
+    def train(device: Any) -> list[float]:
+        model = horizon_lm.stream(families.build("llama"), device, "float32", boundaries="host")
+        optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=in_backward)
+        return [step(model, optimizer, length, distinct=ROWS * length) for length in ORDERS["mixed"]]
+
+    expected = train("cpu")
+    for seed in range(3):
+        assert train(ThreadedDevice(seed, delay=2e-3)) == expected
+
+
+def test_an_abandoned_forward_of_another_length() -> None:
+    """Its buffers come back too small, and go."""
+    model = horizon_lm.stream(families.build("llama"), device := ThreadedDevice(1), "float32", boundaries="host")
+    optimizer = horizon_lm.AdamW(model)
+    abandoned = model(**batch(8, 5)).loss
+    step(model, optimizer, LONGEST)
+    del abandoned
+    for _ in range(2):
+        step(model, optimizer, LONGEST)
+    device.synchronize()
+    boundaries = horizon_lm.stats(model)["host_bytes_by_kind"]["boundaries"]
+    assert boundaries == model.config.num_hidden_layers * ROWS * LONGEST * HIDDEN_BYTES

@@ -1,0 +1,254 @@
+"""Memory of the CUDA device's own code on an emulated GPU: what is page-locked, by whom, and what is allocated when."""
+
+import gc
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.device import cuda, page_locks
+from horizon_lm.device.cuda import CudaDevice, CudaLink
+from horizon_lm.device.page_locks import PageLocks
+from horizon_lm.errors import PageLockWarning
+from horizon_lm.store.arena import PAGE, Arena
+from tests import families
+from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
+
+PIECE = 3 * PAGE
+
+
+@pytest.fixture
+def gpu() -> Iterator[EmulatedGpu]:
+    with emulated_gpu() as gpu:
+        yield gpu
+        gc.collect()  # what devices do when they are gone belongs in here
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the slabs of a toy are registered in several pieces, and staged in several."""
+    monkeypatch.setattr(page_locks, "REGISTER_PIECE", PIECE)
+    monkeypatch.setattr(cuda, "_STAGING_BYTES", PAGE)
+
+
+def train(device: Any, precision: str = "float32", steps: int = 2, **settings: Any) -> tuple[list[float], Any]:
+    """Losses of a few steps, and the model."""
+    model = horizon_lm.stream(families.build("llama"), device, precision, boundaries="host", compile=False, **settings)
+    optimizer = horizon_lm.AdamW(model, lr=1e-2)
+    losses = []
+    for seed in range(steps):
+        loss = model(**families.batch(seed=seed, padding="none")).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    horizon_lm.synchronize(model)
+    return losses, model
+
+
+# Page-locking
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
+def test_a_refusal_at_each_piece(gpu: EmulatedGpu, precision: str) -> None:
+    """The rest is locked, copies of what is not are staged, nothing else changes, and a warning has the bytes."""
+    dtype = {"compute_dtype": torch.float32}
+    expected, _ = train("cpu", precision, **dtype)
+    losses, model = train(CudaDevice(), precision, **dtype)
+    assert losses == expected
+    pieces = gpu.asked
+    everything = gpu.registered_bytes()
+    del model
+    gc.collect()
+    assert pieces > 20
+    assert gpu.registered_bytes() == 0
+    for refused in range(pieces):
+        gpu.asked, gpu.refused = 0, {refused}
+        with pytest.warns(PageLockWarning) as caught:
+            losses, model = train(device := CudaDevice(), precision, **dtype)
+        assert losses == expected
+        missing = everything - gpu.registered_bytes()
+        assert 0 < missing <= PIECE
+        (warning,) = (each for each in caught if each.category is PageLockWarning)
+        assert f"({missing:,} bytes)" in str(warning.message)
+        assert device.registration_error == "out of memory"
+        del model, device
+        gc.collect()
+    assert gpu.registered_bytes() == 0
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_nothing_can_be_locked(gpu: EmulatedGpu) -> None:
+    """One warning for the weights, another when it is twice as much, not one for each buffer."""
+    gpu.lockable = 0
+    with pytest.warns(PageLockWarning) as caught:
+        losses, model = train(CudaDevice())
+    assert losses == train("cpu")[0]
+    store = model._horizon.engine.store
+    amounts = [int(str(each.message).split("(")[1].split()[0].replace(",", "")) for each in caught]
+    assert amounts[0] == sum(slabs.weights.numel() * 4 for slabs in store.units.values())
+    assert all(after >= 2 * before for before, after in itertools.pairwise(amounts))
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("refused", [set(), {0}, {1}, {2}, {0, 2}, {0, 1, 2}], ids=str)
+def test_copies_end_where_registrations_end(gpu: EmulatedGpu, refused: set[int]) -> None:
+    """A buffer that is locked in part, or in several pieces, is no page-locked memory as a whole."""
+    buffer = Arena(3 * PIECE).take(3 * PIECE // 4, torch.float32)
+    buffer.copy_(torch.arange(buffer.numel()))
+    locks = PageLocks(OnGpu.device)
+    gpu.refused = refused
+    locks.lock(buffer)
+    assert locks.refused_bytes == PIECE * len(refused)
+    assert gpu.is_half_locked(buffer) == (len(refused) < 3)
+    link, size = CudaLink(OnGpu.device, locks), PIECE // 4
+    for start, stop in (
+        (0, 3 * size),
+        (5, 3 * size - 7),
+        (size - 1, size + 1),
+        (size, 2 * size),
+        (2 * size + 3, 3 * size),
+    ):
+        part = buffer[start:stop]
+        parts = list(locks.parts(part))
+        assert [begin for begin, _, _ in parts] == [0, *(end for _, end, _ in parts[:-1])]
+        assert parts[-1][1] == part.numel()
+        assert all(locked == gpu.is_locked(part[begin:end]) for begin, end, locked in parts)
+        there = torch.empty(part.numel(), device="cuda")
+        link.copy(there, part)
+        values = part.clone()
+        part.zero_()
+        link.copy(part, there)
+        assert torch.equal(part, values)
+    locks.unlock(buffer)
+    assert locks.refused_bytes == 0
+    assert list(locks.parts(buffer)) == [(0, buffer.numel(), False)]
+
+
+def test_a_copy_across_a_half_locked_buffer_fails(gpu: EmulatedGpu) -> None:
+    """The negative control: the emulation refuses what CUDA refuses, though the first byte is page-locked."""
+    buffer = torch.zeros(2 * PAGE, dtype=torch.uint8)
+    gpu.lock(buffer.data_ptr(), PAGE)
+    assert buffer.is_pinned()
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        torch.empty(2 * PAGE, dtype=torch.uint8, device="cuda").copy_(buffer, non_blocking=True)
+
+
+def test_weights_are_locked_once_they_are_written(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pages are there already: the driver need not make them, one by one in one thread."""
+    seen = []
+    lock = PageLocks.lock
+
+    def watch(self: PageLocks, buffer: torch.Tensor) -> None:
+        seen.append(bool(buffer.count_nonzero()))
+        lock(self, buffer)
+
+    monkeypatch.setattr(PageLocks, "lock", watch)
+    model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False)
+    assert len(seen) == len([slabs for slabs in model._horizon.engine.store.units.values() if slabs.weights.numel()])
+    assert all(seen)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_memory_is_locked_through_the_device_that_trains(index: int) -> None:
+    """Through another one it would make a context there."""
+    with emulated_gpu(index=index) as gpu:
+        losses, model = train(CudaDevice(f"cuda:{index}"))
+        assert model._horizon.engine.device.torch_device == torch.device("cuda", index)
+        assert gpu.pinned_on == {index}
+        assert gpu.current_device() == 0
+        del model
+        gc.collect()
+        assert gpu.registered_bytes() == 0
+    assert losses == train("cpu")[0]
+
+
+# Device memory
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "set_up"),
+    [
+        ("", "", ["expandable_segments:True"]),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512", ["max_split_size_mb:512,expandable_segments:True"]),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:512", ["max_split_size_mb:512,expandable_segments:True"]),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", []),
+        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", []),
+    ],
+)
+def test_segments_expand_unless_the_user_says_otherwise(
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch, name: str, given: str, set_up: list[str]
+) -> None:
+    for each in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    if name:
+        monkeypatch.setenv(name, given)
+    CudaDevice()
+    assert gpu.settings == set_up
+
+
+def test_memory_is_given_back_after_each_rehearsal(gpu: EmulatedGpu) -> None:
+    model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False)
+    trims = []
+    for length in (8, 8, 24, 16):
+        model(**families.batch(length=length, padding="none")).loss.backward()
+        model.zero_grad()
+        trims.append(gpu.trims)
+    assert trims == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "fp32_master", "compute_dtype": torch.float32}], ids=str)
+def test_threads_that_enqueue_copies_allocate_nothing(gpu: EmulatedGpu, settings: dict[str, Any]) -> None:
+    """Device memory or page-locked memory, beyond the numbers that gradients are squared into."""
+    train(CudaDevice(), **settings)
+    large = [(thread, numel) for thread, numel in gpu.allocations if numel > 1]
+    assert len(large) > 6
+    assert [each for each in large if each[0].startswith("horizon-")] == []
+
+
+@pytest.mark.usefixtures("whole_installation")
+def test_links_take_what_is_planned_for_them(gpu: EmulatedGpu) -> None:
+    from horizon_lm.preflight.machine import SCRATCH_BYTES, STAGING_BYTES
+
+    device = CudaDevice()
+    assert gpu.allocations == []  # a plan looks at the device, and allocates nothing
+    device.open_streams()
+    assert sum(numel for _, numel in gpu.allocations) == SCRATCH_BYTES + STAGING_BYTES
+    assert device.scratch_bytes == SCRATCH_BYTES
+
+
+def test_workspaces_of_cublas_are_there_and_stated(gpu: EmulatedGpu) -> None:
+    """Before anything is planned, so that what is spare is spare; and they are part of a step's peak."""
+    peaks = []
+    for workspace in (0, 2**25):
+        gpu.workspace = workspace
+        gpu.multiplying.clear()
+        model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False)
+        assert torch.cuda.memory_allocated() == workspace
+        model(**families.batch(padding="none")).loss.backward()
+        peaks.append(model._horizon.engine.plan.peak)
+    assert peaks[1] - peaks[0] == 2**25
+
+
+def test_spare_memory_is_what_the_process_may_take(gpu: EmulatedGpu) -> None:
+    device = CudaDevice()
+    assert device.spare_bytes() == 10**9
+    gpu.fraction = 0.25
+    assert device.spare_bytes() == 250_000_000
+    gpu.workspace = 50_000_000  # of what is taken already, nothing is free again
+    gpu.multiplying.add(0)
+    assert device.spare_bytes() == 200_000_000
+    gpu.fraction = 0.01
+    assert device.spare_bytes() == 0
+
+
+def test_no_warning_where_all_memory_is_locked(gpu: EmulatedGpu) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, model = train(CudaDevice())
+    assert model._horizon.engine.device.registration_error is None

@@ -1,0 +1,72 @@
+"""What bounds a run's host memory, and what transfers cost where it cannot be page-locked."""
+
+from typing import Any
+
+import pytest
+
+from horizon_lm.plan.plan import make_plan
+from horizon_lm.plan.request import Machine, Request
+from horizon_lm.plan.seconds import step_time
+from horizon_lm.plan.staging import staged
+from horizon_lm.preflight.machine import _ADDRESS_BYTES, _host_limits
+from horizon_lm.store import ram
+from horizon_lm.store.ram import MemoryLimit
+from tests.outlines import dense, machine
+
+GIB = 2**30
+FREE = MemoryLimit("MemAvailable", 20 * GIB, is_estimate=True)
+GROUP = MemoryLimit("cgroup v2 /job (memory.max 40.00 GiB)", 40 * GIB)
+ADDRESSES = MemoryLimit("RLIMIT_AS", 30 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("found", "host_memory", "room", "names", "warned"),
+    [
+        ([FREE], None, 20 * GIB, ["MemAvailable"], False),
+        ([FREE], 8 * GIB, 8 * GIB, ["host_memory", "MemAvailable"], False),
+        ([FREE], 64 * GIB, 64 * GIB, ["host_memory"], True),
+        ([FREE, GROUP], 64 * GIB, 40 * GIB, [GROUP.name, "host_memory"], True),
+        ([FREE, GROUP], 32 * GIB, 32 * GIB, ["host_memory", GROUP.name], True),
+        ([FREE, ADDRESSES], 64 * GIB, 30 * GIB - _ADDRESS_BYTES, ["RLIMIT_AS", "host_memory"], True),
+        ([ADDRESSES, GROUP], 64 * GIB, 30 * GIB - _ADDRESS_BYTES, ["RLIMIT_AS", GROUP.name, "host_memory"], False),
+        ([], 64 * GIB, 64 * GIB, ["host_memory"], False),
+        ([], None, None, [], False),
+    ],
+)
+def test_host_memory_wins_but_over_what_is_enforced(
+    monkeypatch: pytest.MonkeyPatch, found: list[MemoryLimit], host_memory: int | None, room: int | None,
+    names: list[str], warned: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(ram, "memory_limits", lambda: found)
+    limits, notes = _host_limits(host_memory)
+    assert [limit.name for limit in limits] == names
+    assert min((limit.num_bytes for limit in limits), default=None) == room
+    assert [("20.00 GiB" in note, "MemAvailable" in note) for note in notes] == [(True, True)] * warned
+
+
+def test_staged_transfers() -> None:
+    """Copied by the host at half the rate at which it reads and writes: beside what is sent, and after what has come."""
+    fast = machine(link_in=50e9, link_out=50e9, link_both=90e9, host_bandwidth={"1": 10e9, "16": 80e9})
+    slow = staged(fast)
+    assert (slow.link_in, slow.link_both) == (40e9, 40e9)
+    assert slow.link_out == pytest.approx(1 / (1 / 50e9 + 1 / 40e9))
+    behind_the_link = staged(machine(link_in=5e9, host_bandwidth={"16": 80e9}))
+    assert behind_the_link.link_in == 5e9
+
+
+HARDWARE = machine(host_bandwidth={"16": 40e9})
+
+
+def _plan(**changes: Any) -> Any:
+    where = Machine("here", False, HARDWARE, **changes)
+    return make_plan(dense(), Request(per_device_train_batch_size=4, boundaries="host"), where)
+
+
+def test_a_plan_without_page_locking_is_slower_and_says_why() -> None:
+    locked, refused = _plan(), _plan(lock_refusal="out of memory; RLIMIT_MEMLOCK is 8.00 MiB")
+    assert not [reason for reason in locked.reasons if "page-locked" in reason]
+    (said,) = (reason for reason in refused.reasons if "page-locked" in reason)
+    assert "out of memory; RLIMIT_MEMLOCK is 8.00 MiB" in said
+    assert refused.time.seconds == step_time(refused.step, staged(HARDWARE)).seconds
+    assert refused.time.seconds > locked.time.seconds
+    assert refused.host.num_bytes == locked.host.num_bytes
