@@ -18,6 +18,7 @@ from horizon_lm.errors import (
     ModelNotSupportedError,
     NonFiniteError,
     NonFiniteWarning,
+    PageLockWarning,
     RecomputeMismatchError,
     ScheduleMismatchError,
     StreamingError,
@@ -53,7 +54,7 @@ _HOME = {
 }
 __all__ = [
     "AdamW", "CheckpointWarning", "ConfigError", "DataError", "DatasetConfig", "DoesNotFitError", "DpoConfig", "ForeignWriteWarning", "GradientMismatchError", "HeadWarning",
-    "HorizonError", "InterruptedRunError", "MissingLogitsError", "ModelNotSupportedError", "NonFiniteError", "NonFiniteWarning",
+    "HorizonError", "InterruptedRunError", "MissingLogitsError", "ModelNotSupportedError", "NonFiniteError", "NonFiniteWarning", "PageLockWarning",
     "PretrainConfig", "RecomputeMismatchError", "RunConfig", "ScheduleMismatchError", "SftConfig", "StreamingError",
     "TokenError", "TornModelError", "UnprovenModelWarning", "__version__", "errors", "from_config", "from_pretrained", "stats", "stream", "synchronize",
     "token_logprobs", "train",
