@@ -106,7 +106,7 @@ class Op:
         return f"{self.kind} {self.unit}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Pass:
     """One walk over the units. ``keeps`` names the blocks whose boundary a forward leaves for its backward."""
 
