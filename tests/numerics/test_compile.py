@@ -34,7 +34,11 @@ def gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
 CHUNKED = {"attn_implementation": "varlen", "mlp_chunk_tokens": 21}
 
 
-@pytest.mark.parametrize(("family", "settings"), [("llama", {}), ("gemma2", {}), ("llama", CHUNKED)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llama", {}), pytest.param("gemma2", {}, marks=pytest.mark.slow), ("llama", CHUNKED)],
+    ids=str,
+)
 def test_equal_to_eager_and_compiled_once(family: str, settings: dict[str, Any]) -> None:
     """Rows are padded: with ``varlen`` they are computed by segment."""
     plain = families.build(family)
@@ -107,7 +111,7 @@ def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "settings",
     [
-        {"device_micro_batch_size": 2},
+        pytest.param({"device_micro_batch_size": 2}, marks=pytest.mark.slow),
         {"held_blocks": 2, "held_graphs": 1},
         {"attn_implementation": "varlen", "device_micro_batch_size": 2},
     ],

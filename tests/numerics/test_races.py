@@ -144,14 +144,14 @@ def test_the_adversary_changes_nothing(
     assert same(train(device, **options), undisturbed(**options))
 
 
-# A minute each: by default every second wait of those that have every kind of operation between them.
+# A minute each: by default every third wait of those that have every kind of operation between them.
 _ALWAYS = ("boundaries on the host", "update in backward, tied")
 
 
 @pytest.mark.parametrize(
     ("name", "stride"),
     [
-        *[(name, 2) for name in _ALWAYS],
+        *[(name, 3) for name in _ALWAYS],
         *[pytest.param(name, 1, marks=pytest.mark.slow) for name in SETTINGS],
     ],
 )

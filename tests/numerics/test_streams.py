@@ -239,7 +239,7 @@ def test_a_stream_that_takes_nothing_any_more_is_no_deadlock(monkeypatch: pytest
 MAY_BE_LESS = ("the first block frozen", "blocks of two kinds", "blocks of two kinds, micro-batches", "longer rows")
 
 
-@pytest.mark.parametrize("spare", [20_000_000, 200_000_000])
+@pytest.mark.parametrize("spare", [20_000_000, pytest.param(200_000_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PEAKS)
 def test_the_peak_that_was_planned_is_not_exceeded(spare: int, name: str) -> None:
     options = dict(PEAKS[name])

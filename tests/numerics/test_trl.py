@@ -163,8 +163,8 @@ def preferences(count: int) -> list[dict[str, Any]]:
     [
         (False, {"loss_type": "sigmoid"}),
         (True, {"loss_type": "sigmoid"}),
-        (True, {"loss_type": "hinge"}),
-        (True, {"loss_type": "ipo"}),
+        pytest.param(True, {"loss_type": "hinge"}, marks=pytest.mark.slow),
+        pytest.param(True, {"loss_type": "ipo"}, marks=pytest.mark.slow),
         (True, {"loss_type": "robust", "label_smoothing": 0.1}),
         (True, {"loss_type": ["sigmoid", "ipo"], "loss_weights": [0.8, 0.2]}),
     ],

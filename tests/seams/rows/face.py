@@ -6,6 +6,7 @@ import inspect
 import io
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -319,6 +320,10 @@ def dropped(model: Any, trained: bool) -> Any:
         threads, before = threading.active_count(), psutil.Process().memory_info().rss
         left = [_use_and_drop(streamed, trained) for _ in range(15)]
         grown = psutil.Process().memory_info().rss - before
+        for _ in range(100):  # threads end by themselves, soon after what they worked for
+            if threading.active_count() <= threads:
+                break
+            time.sleep(0.05)
         return {
             "alive": sum(each() is not None for each in left),
             "threads": max(threading.active_count() - threads, 0),
