@@ -1,12 +1,16 @@
 """The table's gradient: rows of steps before are gone, and only they are cleared."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.device import host_link
+from horizon_lm.device.host_link import HostLink
 from horizon_lm.device.moves import LandRows
+from horizon_lm.kernels import landing
 from tests import families
 
 EVERYTHING = slice(None)
@@ -72,3 +76,43 @@ def test_a_gradient_that_somebody_holds_does_not_leak(cleared: list[Any]) -> Non
     held.fill_(7.0)
     same_gradients(plain, streamed, 2)
     assert cleared == [EVERYTHING] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("add", [False, True])
+def test_rows_land_in_several_threads(dtype: torch.dtype, add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table, and its sum of squares to the last bit, are independent of the number of threads."""
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(300, 64, generator=generator).to(dtype) if add else torch.zeros(300, 64, dtype=dtype)
+    source = torch.randn(200, 64, generator=generator).to(dtype)
+    rows = torch.randperm(300, generator=generator)[:200].sort().values
+    expected = before.clone()
+    expected[rows] = (expected[rows].float() + source.float()).to(dtype)
+    kernel = landing.rows_kernel
+    seen: set[str] = set()
+    barrier = threading.Barrier(2, timeout=60)
+
+    def meeting(*args: Any) -> Any:
+        """A kernel whose two calls wait for one another, which only two threads can do."""
+        land = kernel(*args)
+
+        def run(*arrays: Any) -> float:
+            seen.add(threading.current_thread().name)
+            barrier.wait()
+            return float(land(*arrays))
+
+        return run
+
+    monkeypatch.setattr(host_link, "_ROWS_ELEMENTS", 100 * 64)
+    monkeypatch.setattr(landing, "rows_kernel", meeting)
+    sums = []
+    for threads in (2, 4):
+        seen.clear()
+        monkeypatch.setattr(host_link, "usable_cores", lambda threads=threads: threads)
+        table = before.clone()
+        sums.append(HostLink().land_rows(table, source, rows, add))
+        assert torch.equal(table, expected)
+    assert len(seen) == 2
+    assert sums[0] == sums[1]
+    change = expected.double().square().sum() - before.double().square().sum()
+    torch.testing.assert_close(torch.tensor(sums[0], dtype=torch.float64), change, rtol=1e-9, atol=1e-9)

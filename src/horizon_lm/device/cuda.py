@@ -244,6 +244,7 @@ class CudaLink:
                 for _ in range(2)
             ]
         self._turn = 0
+        self._host = HostLink()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         if source.dtype == destination.dtype:
@@ -283,14 +284,14 @@ class CudaLink:
         return _squares(norms)
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> Squares:
-        """Rows of a table have no single address to copy to, so the issuing thread lands them in host memory."""
+        """Rows of a table have no single address to copy to, so threads land them in host memory."""
         total = 0.0
         for s, r in zip(*_rows_pieces(source, rows), strict=True):
             staging, event = self._stage(s.numel(), source.dtype)
             staging.copy_(s.reshape(-1), non_blocking=True)
             event.record()
             event.synchronize()
-            total += HostLink().land_rows(table, staging.view(s.shape), r, add)
+            total += self._host.land_rows(table, staging.view(s.shape), r, add)
         return total
 
     def _transfer(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
