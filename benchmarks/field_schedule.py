@@ -9,10 +9,9 @@ landing a gradient in the parameters' own (stream ``copy_out``, the thread behin
 from dataclasses import dataclass
 from math import ceil
 
-from horizon_lm.plan.hardware import Hardware
-from horizon_lm.plan.outline import ModelOutline
+from horizon_lm.plan.catalog import Hardware
+from horizon_lm.plan.outline import ModelOutline, Work
 from horizon_lm.plan.step import Step, StepSettings, rates
-from horizon_lm.plan.work import Work
 from horizon_lm.schedule.ops import EMBED, HEAD, Buf, Buffer, Kind, Op, Pass, Stream, block
 from horizon_lm.schedule.simulate import Cost, step_seconds
 from horizon_lm.schedule.waits import derive_waits

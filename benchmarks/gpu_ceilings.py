@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from horizon_lm.device.page_locks import PageLocks
-from horizon_lm.store.arena import Arena
+from horizon_lm.store.store import Arena
 
 _ROUNDS = 5
 

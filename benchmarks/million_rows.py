@@ -60,11 +60,11 @@ def write_rows(path: Path, count: int) -> None:
 
 def prepare(model: str, path: Path, num_proc: int) -> None:
     """What a run does with its rows before the first step: in this process, whose figures it prints."""
-    from horizon_lm.config.file import as_config
-    from horizon_lm.data.audit import audit
+    from horizon_lm.config.load import as_config
+    from horizon_lm.data.checks import audit
     from horizon_lm.data.loader import Loader
-    from horizon_lm.data.prepare import prepare as prepare_rows
-    from horizon_lm.preflight.rows import RowShape
+    from horizon_lm.data.preprocess import prepare as prepare_rows
+    from horizon_lm.preflight.inputs import RowShape
     from horizon_lm.training.rows import recipe_of, training_sampler
     from horizon_lm.training.setup import load_tokenizer
 

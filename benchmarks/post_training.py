@@ -24,7 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, get_scheduler
 
 import horizon_lm
-from horizon_lm.config.file import as_config
+from horizon_lm.config.load import as_config
 from horizon_lm.data.loader import NOT_TRAINED, Batch, in_order
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer

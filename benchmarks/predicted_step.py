@@ -20,14 +20,13 @@ from peers_cpu import processor, versions
 import horizon_lm
 from horizon_lm.config import plan_config
 from horizon_lm.doctor.profile import measure_machine
-from horizon_lm.doctor.rounds import Rounds
-from horizon_lm.engine.settings import open_device
-from horizon_lm.plan.hardware import Hardware
+from horizon_lm.doctor.timing import Rounds
+from horizon_lm.engine.options import open_device
+from horizon_lm.plan.catalog import Hardware
 from horizon_lm.plan.plan import Plan
-from horizon_lm.preflight.machine import this_machine
-from horizon_lm.preflight.rows import RowShape
-from horizon_lm.preflight.run import plan_run
-from horizon_lm.preflight.source import open_source
+from horizon_lm.preflight.admission import plan_run
+from horizon_lm.preflight.inputs import RowShape, open_source
+from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.schedule.ops import UPDATES
 from horizon_lm.schedule.trace import Span, Trace, busy_seconds, overlap_seconds
 

@@ -10,20 +10,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.cli.planning import MODES
+from horizon_lm.cli.plan import MODES
 from horizon_lm.config import plan_config
-from horizon_lm.config.file import parse_overrides
-from horizon_lm.model.source import known_config
-from horizon_lm.plan.budget import Budget
-from horizon_lm.plan.device import device_use
-from horizon_lm.plan.hardware import find_profile
-from horizon_lm.plan.known import find_known
+from horizon_lm.config.load import parse_overrides
+from horizon_lm.model.hub import known_config
+from horizon_lm.plan.catalog import find_known, find_profile
+from horizon_lm.plan.device_memory import device_use
 from horizon_lm.plan.plan import Plan
-from horizon_lm.preflight.machine import other_machine
-from horizon_lm.preflight.rows import RowShape
-from horizon_lm.preflight.run import plan_run
-from horizon_lm.preflight.source import Source
-from horizon_lm.units import format_bytes
+from horizon_lm.plan.request import Budget
+from horizon_lm.preflight.admission import plan_run
+from horizon_lm.preflight.inputs import RowShape, Source
+from horizon_lm.preflight.this_machine import other_machine
+from horizon_lm.quantities import format_bytes
 
 DATE = "2026-11-21"
 LENGTH = 4096

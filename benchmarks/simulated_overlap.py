@@ -13,12 +13,12 @@ from pathlib import Path
 from simulated_models import DATE, source_of
 
 from horizon_lm.config import plan_config
-from horizon_lm.plan.hardware import find_profile
-from horizon_lm.plan.seconds import StepTime
+from horizon_lm.plan.catalog import find_profile
 from horizon_lm.plan.step import Step, rates, update_bytes
-from horizon_lm.preflight.machine import other_machine
-from horizon_lm.preflight.rows import RowShape
-from horizon_lm.preflight.run import plan_run
+from horizon_lm.plan.step_time import StepTime
+from horizon_lm.preflight.admission import plan_run
+from horizon_lm.preflight.inputs import RowShape
+from horizon_lm.preflight.this_machine import other_machine
 from horizon_lm.schedule.ops import UPDATES
 from horizon_lm.schedule.simulate import step_seconds
 

@@ -26,15 +26,15 @@ from rich.console import Console
 from rich.table import Table
 
 import horizon_lm
-from horizon_lm.cli.planning import plan_one
+from horizon_lm.cli.plan import plan_one
 from horizon_lm.config import RunConfig
-from horizon_lm.config.file import read_run_config
-from horizon_lm.model import source
-from horizon_lm.model.parts import find_parts
-from horizon_lm.plan.capacity import BufferSettings, ModelSizes, device_buffers, smallest_device_capacity
+from horizon_lm.config.load import read_run_config
+from horizon_lm.model import hub
+from horizon_lm.model.units import find_parts
+from horizon_lm.plan.memory import BufferSettings, ModelSizes, device_buffers, smallest_device_capacity
+from horizon_lm.quantities import format_bytes
 from horizon_lm.training.loop import RunResult, train
 from horizon_lm.training.setup import choose_device
-from horizon_lm.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_FILE = Path("examples/sft.yaml")
@@ -66,14 +66,14 @@ def convert_model() -> None:
     console.print(f"converting {GGUF} to {MODEL}")
     part = MODEL.with_name(MODEL.name + ".part")  # gets its name when it is complete
     shutil.rmtree(part, ignore_errors=True)
-    source.load_gguf(folder, GGUF).save_pretrained(part)
+    hub.load_gguf(folder, GGUF).save_pretrained(part)
     transformers.AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(part)
     part.rename(MODEL)
 
 
 def open_sizes() -> ModelSizes:
     """Sizes of the model's units, without its weights."""
-    return find_parts(source.open_skeleton(MODEL, source.load_config(MODEL, trust_remote_code=False))).sizes()
+    return find_parts(hub.open_skeleton(MODEL, hub.load_config(MODEL, trust_remote_code=False))).sizes()
 
 
 def show_capacity(sizes: ModelSizes, config: RunConfig) -> int:

@@ -10,10 +10,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from horizon_lm.data.chat import ChatRenderer
-from horizon_lm.data.examples import Conversation
-from horizon_lm.data.messages import RowError
-from horizon_lm.data.unsaid import forms_of
+from horizon_lm.data.chat_template import ChatRenderer
+from horizon_lm.data.conversations import Conversation, RowError
+from horizon_lm.data.template_coverage import forms_of
 from tests.e2e.tiny import build_tokenizer
 
 _CALL = {"type": "function", "function": {"name": "count", "arguments": {"of": "stars"}}}

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from horizon_lm.device.cpu import CpuDevice
-from horizon_lm.device.host_link import HostLink
-from horizon_lm.device.moves import Link
-from horizon_lm.device.streams import StreamDevice
+from horizon_lm.device.async_device import StreamDevice
+from horizon_lm.device.cpu import CpuDevice, HostLink
+from horizon_lm.device.transfers import Link
 from horizon_lm.schedule.ops import Stream
 from tests.storages import StorageMeter
 

@@ -29,9 +29,9 @@ from horizon_lm.errors import (
 
 if TYPE_CHECKING:
     from horizon_lm.config import DatasetConfig, DpoConfig, PretrainConfig, RunConfig, SftConfig
-    from horizon_lm.engine.logprobs import token_logprobs
-    from horizon_lm.engine.opening import from_config, from_pretrained, stream
-    from horizon_lm.engine.statistics import stats, synchronize
+    from horizon_lm.engine.chunked_losses import token_logprobs
+    from horizon_lm.engine.loading import from_config, from_pretrained, stream
+    from horizon_lm.engine.streamed_model import stats, synchronize
     from horizon_lm.optim.adamw import AdamW
     from horizon_lm.training.loop import train
 
@@ -44,12 +44,12 @@ _HOME = {
     "PretrainConfig": "horizon_lm.config",
     "RunConfig": "horizon_lm.config",
     "SftConfig": "horizon_lm.config",
-    "from_config": "horizon_lm.engine.opening",
-    "from_pretrained": "horizon_lm.engine.opening",
-    "stats": "horizon_lm.engine.statistics",
-    "stream": "horizon_lm.engine.opening",
-    "synchronize": "horizon_lm.engine.statistics",
-    "token_logprobs": "horizon_lm.engine.logprobs",
+    "from_config": "horizon_lm.engine.loading",
+    "from_pretrained": "horizon_lm.engine.loading",
+    "stats": "horizon_lm.engine.streamed_model",
+    "stream": "horizon_lm.engine.loading",
+    "synchronize": "horizon_lm.engine.streamed_model",
+    "token_logprobs": "horizon_lm.engine.chunked_losses",
     "train": "horizon_lm.training.loop",
 }
 __all__ = [

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import horizon_lm
 from horizon_lm.errors import CheckpointWarning, ConfigError
-from horizon_lm.store.load import Checkpoint
+from horizon_lm.store.checkpoint_loader import Checkpoint
 from tests import families
 from tests.e2e import tiny
 from tests.e2e.command import run

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from horizon_lm.store import load
+from horizon_lm.store import checkpoint_loader
 from tests.e2e import tiny
 from tests.e2e.command import run
 
@@ -266,7 +266,9 @@ def test_non_finite_loss_stops_before_the_weights(
     tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row has a token whose embedding is NaN; steps before it are kept, and the row is named."""
-    monkeypatch.setattr(load, "require_finite", lambda *args: None)  # such a checkpoint is rejected otherwise
+    monkeypatch.setattr(
+        checkpoint_loader, "require_finite", lambda *args: None
+    )  # such a checkpoint is rejected otherwise
     poisoned = tiny.save_model(tmp_path / "poisoned")
     file = poisoned / "model.safetensors"
     tensors = load_file(file)

@@ -15,13 +15,12 @@ import pytest
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.doctor import machine
-from horizon_lm.doctor.disk import disk_rates
-from horizon_lm.doctor.host import host_bandwidth, update_seconds
+from horizon_lm.doctor.host_benchmarks import disk_rates, host_bandwidth, update_seconds
 from horizon_lm.doctor.machine import OtherPrograms, describe_machine
 from horizon_lm.doctor.profile import measure_machine
-from horizon_lm.doctor.rounds import Rounds
+from horizon_lm.doctor.timing import Rounds
 from horizon_lm.errors import ConfigError
-from horizon_lm.plan.hardware import read_profile
+from horizon_lm.plan.catalog import read_profile
 from tests.emulated import emulated_gpu
 
 QUICK = Rounds(seconds=0.0, at_least=1, quick=True)

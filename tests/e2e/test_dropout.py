@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import horizon_lm
 from horizon_lm.config import DatasetConfig
 from horizon_lm.data.loader import Sampler, collate
-from horizon_lm.data.prepare import Recipe, prepare
+from horizon_lm.data.preprocess import Recipe, prepare
 from horizon_lm.objective.base import judging
 from horizon_lm.training.loop import train
 from tests import families
@@ -87,7 +87,7 @@ def test_a_reference_that_is_found_changes_nothing(
 
 
 def test_one_micro_batch_is_plain_hugging_face_with_the_seeds_of_the_steps(dropping: Path, tmp_path: Path) -> None:
-    from horizon_lm.training.seeds import step_seed
+    from horizon_lm.training.loop import step_seed
 
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
     settings = {"device_micro_batch_size": 4, "head": "whole", "max_grad_norm": 0.0, "seed": 7}

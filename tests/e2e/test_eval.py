@@ -55,7 +55,7 @@ def test_measures_what_the_plain_model_measures(folder: Path, model: Path, tmp_p
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    from horizon_lm.cli.evaluation import load_tasks
+    from horizon_lm.cli.eval import load_tasks
 
     files = [str(folder / "choices.yaml"), str(folder / "answers.yaml")]
     result = run(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.config.file import read_run_config
+from horizon_lm.config.load import read_run_config
 from horizon_lm.config.translate import translate
 from tests.e2e import tiny
 from tests.e2e.command import run

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.engine.engine import Engine
-from horizon_lm.plan.hardware import own_profile_path
-from horizon_lm.store import ram
+from horizon_lm import resources
+from horizon_lm.engine.executor import Engine
+from horizon_lm.plan.catalog import own_profile_path
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.outlines import machine
@@ -228,12 +228,12 @@ def fake_group(root: Path, version: int, limit: int, use: int, cache: int) -> tu
 def test_a_control_group_with_too_little_left_is_refused_before_anything_is_allocated(
     tmp_path: Path, run_file: Path, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = ram.memory_limits
+    real = resources.memory_limits
 
     def limits(left: int, cache: int) -> None:
         root = tmp_path / f"group-{left}-{cache}"
         folders = fake_group(root, version, limit=64 * GIB, use=64 * GIB - left, cache=cache)
-        monkeypatch.setattr(ram, "memory_limits", lambda: real(*folders))
+        monkeypatch.setattr(resources, "memory_limits", lambda: real(*folders))
 
     def untouched(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("weights were read")
@@ -257,8 +257,8 @@ def test_host_memory_counts_more_than_what_is_free_now(
     """Memory may be added on demand; but what a control group allows is all there is."""
     proc, cgroups = fake_group(tmp_path, 2, limit=64 * GIB, use=64 * GIB - (group_left or 32 * GIB), cache=0)
     (proc / "meminfo").write_text("MemAvailable: 10240 kB\n")
-    real = ram.memory_limits
-    monkeypatch.setattr(ram, "memory_limits", lambda: real(proc, cgroups))
+    real = resources.memory_limits
+    monkeypatch.setattr(resources, "memory_limits", lambda: real(proc, cgroups))
     if group_left is None:
         assert "(MemAvailable)" in refused("train", run_file)
         result = run("train", run_file, "--host_memory", "16GiB", "--max_steps", 1)
@@ -269,7 +269,7 @@ def test_host_memory_counts_more_than_what_is_free_now(
 
 
 def test_a_full_disk_is_refused(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ram, "disk_free", lambda path: 12_345)
+    monkeypatch.setattr(resources, "disk_free", lambda path: 12_345)
     message = refused("train", run_file)
     assert "disk: " in message
     assert "12.06 KiB are there" in message
@@ -310,7 +310,7 @@ def test_a_model_that_cannot_be_tried_without_weights_runs_all_the_same(
     def fails(*args: Any) -> Any:
         raise RuntimeError("nothing for the meta device")
 
-    monkeypatch.setattr("horizon_lm.model.outline.find_calls", fails)
+    monkeypatch.setattr("horizon_lm.cost.model_outline.find_calls", fails)
     content = plan(run_file)
     assert "nothing for the meta device" in content["run"]["reasons"][-1]
     assert content["step"] is None

@@ -13,17 +13,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
 
 import horizon_lm
-from horizon_lm.config.file import as_config
+from horizon_lm.config.load import as_config
 from horizon_lm.data.loader import Batch
 from horizon_lm.errors import ConfigError, NonFiniteError
-from horizon_lm.objective import tokens
+from horizon_lm.objective import sft
 from horizon_lm.objective.base import Loss
-from horizon_lm.preflight.rows import RowShape
-from horizon_lm.preflight.run import make_request
-from horizon_lm.preflight.source import open_source
+from horizon_lm.preflight.admission import make_request
+from horizon_lm.preflight.inputs import RowShape, open_source
 from horizon_lm.training import loop, metrics
-from horizon_lm.training.folder import RunFolder
 from horizon_lm.training.rows import load_data
+from horizon_lm.training.run_dir import RunFolder
 from horizon_lm.training.setup import load_tokenizer
 from tests import families
 from tests.e2e import tiny
@@ -329,7 +328,7 @@ def test_smoothed_loss_is_transformers(tmp_path: Path, model: Path) -> None:
     from transformers.trainer_pt_utils import LabelSmoother
 
     from horizon_lm.data.loader import Batch
-    from horizon_lm.objective.tokens import SmoothedNll
+    from horizon_lm.objective.sft import SmoothedNll
 
     ids = torch.arange(3, 19).view(2, 8)
     labels = ids.clone()
@@ -516,8 +515,8 @@ def test_held_out_loss_of_experts_is_their_likelihood() -> None:
     for head in ("chunked", "whole"):
         streamed = horizon_lm.stream(copy.deepcopy(plain), device="cpu", precision="float32", head=head)
         with torch.no_grad():
-            assert tokens.likelihood(streamed, batch).value.item() == pytest.approx(expected.item(), rel=1e-5)
-            assert tokens.nll(streamed, batch).value.item() > expected.item() + 0.1
+            assert sft.likelihood(streamed, batch).value.item() == pytest.approx(expected.item(), rel=1e-5)
+            assert sft.nll(streamed, batch).value.item() > expected.item() + 0.1
 
 
 def test_everything_that_goes_forward_is_planned(tmp_path: Path, model: Path, base: dict[str, Any]) -> None:

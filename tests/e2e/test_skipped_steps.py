@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from horizon_lm.errors import NonFiniteError
-from horizon_lm.objective.tokens import nll
+from horizon_lm.objective.sft import nll
 from horizon_lm.training.loop import train
 from tests.e2e import tiny
 

@@ -207,7 +207,7 @@ def test_a_copy_that_fails_half_way(monkeypatch: pytest.MonkeyPatch, undisturbed
 
 
 def test_a_fault_inside_an_update_tears_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from horizon_lm.optim import updates
+    from horizon_lm.optim import update_tasks
 
     model, optimizer = make("cpu")
     step(model, optimizer, 1)
@@ -221,8 +221,8 @@ def test_a_fault_inside_an_update_tears_the_model(monkeypatch: pytest.MonkeyPatc
 
         return failing
 
-    update_kernel = updates.update_kernel
-    monkeypatch.setattr(updates, "update_kernel", failing_kernel)
+    update_kernel = update_tasks.update_kernel
+    monkeypatch.setattr(update_tasks, "update_kernel", failing_kernel)
     step(model, optimizer, 2)
     with pytest.raises((InjectedError, TornModelError)):  # in a thread; whoever comes next is told
         model(**families.batch())

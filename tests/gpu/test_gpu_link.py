@@ -9,8 +9,8 @@ import torch
 
 import horizon_lm
 from horizon_lm.device import cuda
+from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.cuda import CudaDevice, CudaLink
-from horizon_lm.device.host_link import HostLink
 from tests import families
 from tests.emulated import GPU, emulated_gpu
 from tests.gpu.conftest import Accelerator

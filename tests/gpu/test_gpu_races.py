@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Task
-from horizon_lm.device.streams import StreamDevice
 from horizon_lm.errors import StreamingError
 from horizon_lm.schedule.ops import Stream
 from tests.gpu.conftest import Accelerator

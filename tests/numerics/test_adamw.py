@@ -358,11 +358,11 @@ def test_state_of_every_kind_of_moments_comes_back(moments: str) -> None:
 def test_step_returns_before_the_updates_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from horizon_lm.optim import updates
+    from horizon_lm.optim import update_tasks
 
     model = horizon_lm.stream(families.build("llama"))
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
-    gate, original = threading.Event(), updates._Work.run
+    gate, original = threading.Event(), update_tasks._Work.run
 
     def slow(work: Any, link: Any) -> None:
         gate.wait(30)
@@ -370,7 +370,7 @@ def test_step_returns_before_the_updates_are_done(monkeypatch: pytest.MonkeyPatc
 
     model(**families.batch()).loss.backward()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    monkeypatch.setattr(updates._Work, "run", slow)
+    monkeypatch.setattr(update_tasks._Work, "run", slow)
     optimizer.step()
     optimizer.zero_grad()
     optimizer.param_groups[0]["lr"] = 1e9  # a scheduler's; this step has its own

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.cost.block_probe import run_on_meta
 from horizon_lm.errors import ModelNotSupportedError
-from horizon_lm.model.chunking import chunk_mlps
-from horizon_lm.model.footprint import run_on_meta
-from horizon_lm.model.skeleton import meta_copy
+from horizon_lm.model.compiling import chunk_mlps
+from horizon_lm.model.hub import meta_copy
 from tests import families
 
 

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 import horizon_lm
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import compiling
-from horizon_lm.model.block import structure_key
+from horizon_lm.model.block_template import structure_key
 from tests import families
 from tests.threaded import ThreadedDevice
 

@@ -14,7 +14,7 @@ from horizon_lm.device import cuda, page_locks
 from horizon_lm.device.cuda import CudaDevice, CudaLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.errors import PageLockWarning
-from horizon_lm.store.arena import PAGE, Arena
+from horizon_lm.store.store import PAGE, Arena
 from tests import families
 from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
 
@@ -216,7 +216,7 @@ def test_threads_that_enqueue_copies_allocate_nothing(gpu: EmulatedGpu, settings
 
 @pytest.mark.usefixtures("whole_installation")
 def test_links_take_what_is_planned_for_them(gpu: EmulatedGpu) -> None:
-    from horizon_lm.preflight.machine import SCRATCH_BYTES, STAGING_BYTES
+    from horizon_lm.preflight.this_machine import SCRATCH_BYTES, STAGING_BYTES
 
     device = CudaDevice()
     assert gpu.allocations == []  # a plan looks at the device, and allocates nothing

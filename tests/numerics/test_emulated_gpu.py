@@ -148,9 +148,9 @@ def test_memory_that_cannot_be_page_locked(gpu: EmulatedGpu) -> None:
 def test_a_plan_for_a_gpu_that_is_here(gpu: EmulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fits what the driver says is free, chooses what stays there, and says so if memory cannot be page-locked."""
     from horizon_lm.config import plan_config
-    from horizon_lm.preflight.machine import this_machine
-    from horizon_lm.preflight.run import plan_run, settle
-    from horizon_lm.preflight.source import open_source
+    from horizon_lm.preflight.admission import plan_run, settle
+    from horizon_lm.preflight.inputs import open_source
+    from horizon_lm.preflight.this_machine import this_machine
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "model"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_lm.model.footprint import run_on_meta
+from horizon_lm.cost.block_probe import run_on_meta
 from tests.storages import StorageMeter
 
 MODELS = {

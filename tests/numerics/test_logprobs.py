@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import horizon_lm
+from horizon_lm.cost.head_probe import head_peak
 from horizon_lm.errors import StreamingError
-from horizon_lm.model.head_run import head_peak
-from horizon_lm.model.parts import find_parts
+from horizon_lm.model.units import find_parts
 from tests import families
 from tests.storages import StorageMeter
 

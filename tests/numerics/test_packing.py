@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.cost.model_outline import require_packable
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import attention
-from horizon_lm.model.packing import require_packable
-from horizon_lm.model.parts import find_parts
-from horizon_lm.model.skeleton import build_skeleton
+from horizon_lm.model.hub import build_skeleton
+from horizon_lm.model.units import find_parts
 from tests import families
 from tests.e2e import tiny
 

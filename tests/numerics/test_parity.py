@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.engine.replay import micro_batch_seeds
+from horizon_lm.engine.recompute import micro_batch_seeds
 from tests.families import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build
 
 WHOLE = {"precision": "float32", "head": "whole", "check_recompute": True}

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.model.outline import outline_config
-from horizon_lm.model.parts import find_parts
-from horizon_lm.model.trainable import freeze
+from horizon_lm.cost.model_outline import outline_config
+from horizon_lm.model.units import find_parts, freeze
 from horizon_lm.plan.choose import choose
-from horizon_lm.plan.device import device_use
-from horizon_lm.plan.host import host_bytes
+from horizon_lm.plan.device_memory import device_use
+from horizon_lm.plan.memory import host_bytes
 from horizon_lm.plan.request import ForwardBatch, Machine, Request
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind
 from tests import families

@@ -12,8 +12,8 @@ pytest.importorskip("datasets", reason="needs the whole installation")
 
 import horizon_lm
 from horizon_lm.config import DpoConfig
-from horizon_lm.data.prepare import prepare
-from horizon_lm.data.table import TokenTable
+from horizon_lm.data.preprocess import prepare
+from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective import reference
 from horizon_lm.objective.reference import ReferenceCache, model_key

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Task
-from horizon_lm.device.streams import StreamDevice
-from horizon_lm.engine import residency
+from horizon_lm.engine import residency_planner
 from horizon_lm.errors import StreamingError
 from horizon_lm.plan.residency import Residency
 from horizon_lm.schedule.ops import Kind, Stream
@@ -212,7 +212,7 @@ def test_a_plan_that_failed_is_made_for_the_next_batch(monkeypatch: pytest.Monke
 
     model = horizon_lm.stream(families.build("llama"), ThreadedDevice(1, spare=400_000, measures=True))
     with monkeypatch.context() as patch:
-        patch.setattr(residency, "measured_footprint", full)
+        patch.setattr(residency_planner, "measured_footprint", full)
         with pytest.raises(torch.OutOfMemoryError):
             model(**families.batch(rows=4))
     model(**families.batch(rows=2)).loss.backward()

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.device import host_link
-from horizon_lm.device.host_link import HostLink
-from horizon_lm.device.moves import LandRows
-from horizon_lm.kernels import landing
+from horizon_lm.device import cpu
+from horizon_lm.device.cpu import HostLink
+from horizon_lm.device.transfers import LandRows
+from horizon_lm.kernels import gradients
 from tests import families
 
 EVERYTHING = slice(None)
@@ -88,7 +88,7 @@ def test_rows_land_in_several_threads(dtype: torch.dtype, add: bool, monkeypatch
     rows = torch.randperm(300, generator=generator)[:200].sort().values
     expected = before.clone()
     expected[rows] = (expected[rows].float() + source.float()).to(dtype)
-    kernel = landing.rows_kernel
+    kernel = gradients.rows_kernel
     seen: set[str] = set()
     barrier = threading.Barrier(2, timeout=60)
 
@@ -103,12 +103,12 @@ def test_rows_land_in_several_threads(dtype: torch.dtype, add: bool, monkeypatch
 
         return run
 
-    monkeypatch.setattr(host_link, "_ROWS_ELEMENTS", 100 * 64)
-    monkeypatch.setattr(landing, "rows_kernel", meeting)
+    monkeypatch.setattr(cpu, "_ROWS_ELEMENTS", 100 * 64)
+    monkeypatch.setattr(gradients, "rows_kernel", meeting)
     sums = []
     for threads in (2, 4):
         seen.clear()
-        monkeypatch.setattr(host_link, "usable_cores", lambda threads=threads: threads)
+        monkeypatch.setattr(cpu, "usable_cores", lambda threads=threads: threads)
         table = before.clone()
         sums.append(HostLink().land_rows(table, source, rows, add))
         assert torch.equal(table, expected)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from horizon_lm.config import SCHEMAS
-from horizon_lm.config.elsewhere import ELSEWHERE
-from horizon_lm.config.file import describe_settings, parse_overrides, read_run_config, split_arguments
+from horizon_lm.config.load import describe_settings, parse_overrides, read_run_config, split_arguments
 from horizon_lm.config.text import page, to_yaml
+from horizon_lm.config.unsupported import ELSEWHERE
 from horizon_lm.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sft.yaml"

@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizon_lm.config import DatasetConfig
-from horizon_lm.data.audit import also_trained_on, audit, refuse
-from horizon_lm.data.chat import ChatRenderer, Rendered
-from horizon_lm.data.examples import Completion, Conversation, Preference, Text
-from horizon_lm.data.files import read_rows
-from horizon_lm.data.forms import find_form, rename
+from horizon_lm.data.answer_spans import locate_answers
+from horizon_lm.data.chat_template import ChatRenderer, Rendered
+from horizon_lm.data.checks import also_trained_on, audit, refuse
+from horizon_lm.data.conversations import Completion, Conversation, Preference, RowError, Text
+from horizon_lm.data.formats import find_form, rename
 from horizon_lm.data.loader import NOT_TRAINED, Sampler, collate, in_order
-from horizon_lm.data.messages import RowError
-from horizon_lm.data.prepare import Recipe, cut_rows, pack_rows, prepare
-from horizon_lm.data.spans import locate_answers
-from horizon_lm.data.table import Row, TokenTable
+from horizon_lm.data.preprocess import Recipe, cut_rows, pack_rows, prepare
+from horizon_lm.data.sources import read_rows
+from horizon_lm.data.token_dataset import Row, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import ConfigError, DataError
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
@@ -144,7 +143,7 @@ def test_a_list_is_read_piece_by_piece(tmp_path_factory: pytest.TempPathFactory,
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     for piece in (1, 7, 1000):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("horizon_lm.data.files._PIECE", piece)
+            patch.setattr("horizon_lm.data.sources._PIECE", piece)
             assert [row for _, row in read_rows(str(path))] == rows
 
 

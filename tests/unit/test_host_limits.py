@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
+from horizon_lm import resources
 from horizon_lm.plan.plan import make_plan
 from horizon_lm.plan.request import Machine, Request
-from horizon_lm.plan.seconds import step_time
-from horizon_lm.plan.staging import staged
-from horizon_lm.preflight.machine import _ADDRESS_BYTES, _host_limits
-from horizon_lm.store import ram
-from horizon_lm.store.ram import MemoryLimit
+from horizon_lm.plan.step_time import staged, step_time
+from horizon_lm.preflight.this_machine import _ADDRESS_BYTES, _host_limits
+from horizon_lm.resources import MemoryLimit
 from tests.outlines import dense, machine
 
 GIB = 2**30
@@ -37,7 +36,7 @@ def test_host_memory_wins_but_over_what_is_enforced(
     monkeypatch: pytest.MonkeyPatch, found: list[MemoryLimit], host_memory: int | None, room: int | None,
     names: list[str], warned: bool,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(ram, "memory_limits", lambda: found)
+    monkeypatch.setattr(resources, "memory_limits", lambda: found)
     limits, notes = _host_limits(host_memory)
     assert [limit.name for limit in limits] == names
     assert min((limit.num_bytes for limit in limits), default=None) == room

@@ -19,10 +19,10 @@ from horizon_lm.kernels.adamw import (
     update_kernel,
 )
 from horizon_lm.kernels.bits import F32, U32, kernel, mix, nearest, stochastic
-from horizon_lm.kernels.landing import landing_kernel, squares_kernel
-from horizon_lm.kernels.landing import rows_kernel as landing_rows_kernel
-from horizon_lm.optim.updates import Hyperparameters
-from horizon_lm.store.arena import as_array
+from horizon_lm.kernels.gradients import landing_kernel, squares_kernel
+from horizon_lm.kernels.gradients import rows_kernel as landing_rows_kernel
+from horizon_lm.optim.update_tasks import Hyperparameters
+from horizon_lm.store.store import as_array
 
 WEIGHTS, MOMENTS, GRADS = ("float32", "bf16", "fp32_master"), ("float32", "bfloat16", "8bit"), ("float32", "bfloat16")
 HYPER = Hyperparameters(lr=1e-3, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_lm.model.parts import find_parts
-from horizon_lm.model.skeleton import build_skeleton
-from horizon_lm.model.source import known_config
-from horizon_lm.plan import known
-from horizon_lm.plan.known import KnownModel, find_known, known_models
+from horizon_lm.model.hub import build_skeleton, known_config
+from horizon_lm.model.units import find_parts
+from horizon_lm.plan import catalog
+from horizon_lm.plan.catalog import KnownModel, find_known, known_models
 
 FILES = sorted((resources.files("horizon_lm.plan") / "models").iterdir(), key=lambda file: file.name)
 
@@ -111,7 +110,7 @@ def test_unknown(name: str) -> None:
 
 def test_not_found_without_the_organization_where_two_have_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = tuple(KnownModel(f"{org}/twin", (), 1, {}) for org in ("one", "other"))
-    monkeypatch.setattr(known, "_read", lambda: twins)
+    monkeypatch.setattr(catalog, "_read", lambda: twins)
     assert find_known("twin") is None
     assert find_known("Other/Twin") == twins[1]
 

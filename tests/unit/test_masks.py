@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from horizon_lm.data.audit import audit
-from horizon_lm.data.chat import ChatRenderer
-from horizon_lm.data.examples import Completion, Conversation
-from horizon_lm.data.messages import RowError
+from horizon_lm.data.chat_template import ChatRenderer
+from horizon_lm.data.checks import audit
+from horizon_lm.data.conversations import Completion, Conversation, RowError
 from horizon_lm.data.tokenize import ExampleTokenizer
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
 from tests.unit.test_data import ANSWER, USER, conversation, messages, prepared, trained_text, write

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from horizon_lm.device.base import Task
-from horizon_lm.device.cores import usable_cores
-from horizon_lm.device.host_link import HostLink
-from horizon_lm.device.pool import HostPool
+from horizon_lm.device.cpu import HostLink
+from horizon_lm.device.host_threads import HostPool
+from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Op, Stream
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from horizon_lm.store import ram
-from horizon_lm.store.cgroups import control_groups
-from horizon_lm.store.ram import MemoryLimit, disk_free, memlock_limit, memory_limits, resident_bytes
+from horizon_lm import resources
+from horizon_lm.resources import MemoryLimit, control_groups, disk_free, memlock_limit, memory_limits, resident_bytes
 
 MIB = 2**20
 HELD = 80 * MIB  # of the process below: resident, without mapped files
@@ -201,7 +200,7 @@ def test_mapped_files_are_not_held(tmp_path: Path) -> None:
 CHILD = """
 import resource, sys
 from pathlib import Path
-from horizon_lm.store.ram import memory_limits, resident_bytes
+from horizon_lm.resources import memory_limits, resident_bytes
 
 MIB = 2**20
 name, mapped = sys.argv[1:]
@@ -241,7 +240,7 @@ def test_disk_of_what_does_not_exist_yet(tmp_path: Path, monkeypatch: pytest.Mon
         asked.append(path)
         return os.statvfs_result((4096, 512, 100, 80, 70, 0, 0, 0, 0, 255))  # blocks: free 80, of users 70
 
-    monkeypatch.setattr(ram.os, "statvfs", statvfs)
+    monkeypatch.setattr(resources.os, "statvfs", statvfs)
     (tmp_path / "other").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "other" / "not yet")
     monkeypatch.chdir(tmp_path)

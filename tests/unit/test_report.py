@@ -19,16 +19,15 @@ from horizon_lm.report.figures import (
     loss_figure,
     preferences_figure,
     run_memory_figure,
+    step_memory_figure,
+    timeline_figure,
     tokens_figure,
     waterfall_figure,
 )
 from horizon_lm.report.html import code, data, document
-from horizon_lm.report.load import load_run
 from horizon_lm.report.loss_png import write_loss_png
-from horizon_lm.report.metrics_file import read_metrics
 from horizon_lm.report.page import build_page
-from horizon_lm.report.plan_file import read_plan
-from horizon_lm.report.step_figures import step_memory_figure, timeline_figure
+from horizon_lm.report.run_files import load_run, read_metrics, read_plan
 from horizon_lm.report.step_sections import step_views
 from horizon_lm.report.summary import count, duration, summarise
 from horizon_lm.report.trace_file import TraceFile, read_trace

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.report.load import load_run
-from horizon_lm.report.metrics_file import read_metrics
-from horizon_lm.report.plan_file import read_plan
-from horizon_lm.report.samples_file import read_samples
+from horizon_lm.report.run_files import load_run, read_metrics, read_plan, read_samples
 from horizon_lm.report.trace_file import busy_shares, read_trace
 from tests.unit import report_run
 from tests.unit.report_run import metrics_file, span, step, taken, trace_file, training

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.training.reporter import describe
+from horizon_lm.training.metrics import describe
 
 LINE: dict[str, Any] = {
     "step": 4, "epoch": 0.5, "loss": 1.25, "grad_norm": 2.0, "learning_rate": 1e-5, "trained_tokens_per_second": 10.0,

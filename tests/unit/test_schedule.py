@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from horizon_lm.schedule import build
-from horizon_lm.schedule.check import Passes, check, each_wait, sequences, superfluous_waits, without_wait
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, After, Buf, Buffer, Kind, Op, Pass, Stream, block
+from horizon_lm.schedule.verify import Passes, check, each_wait, sequences, superfluous_waits, without_wait
 from horizon_lm.schedule.waits import ACROSS
 
 

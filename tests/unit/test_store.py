@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.store.arena import PAGE, Arena
-from horizon_lm.store.layout import SlabLayout
 from horizon_lm.store.precision import join_master, split_master
+from horizon_lm.store.store import PAGE, Arena, SlabLayout
 from tests import families
 from tests.storages import StorageMeter
 

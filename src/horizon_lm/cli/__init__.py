@@ -1,26 +1,64 @@
-"""The ``horizon-lm`` command. One small file a command; torch and transformers are imported when a command runs."""
+"""The ``horizon-lm`` command. The module of a subcommand is imported when it runs: torch takes seconds."""
 
 import atexit
 import gc
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from horizon_lm.cli.doctor import doctor
-from horizon_lm.cli.eval import evaluate
-from horizon_lm.cli.generate import generate
-from horizon_lm.cli.init import init
-from horizon_lm.cli.inspect import inspect
-from horizon_lm.cli.plan import plan
-from horizon_lm.cli.report import report
-from horizon_lm.cli.train import train
-from horizon_lm.cli.version import print_version, version
+from horizon_lm.cli.common import print_version, without_garbage_collection
 from horizon_lm.errors import EXIT_CODES
 
+_COMMANDS = {
+    "plan": "Compute the host, device and disk memory and the time that a run needs, before anything is downloaded.",
+    "train": "Fine-tune a model as a YAML file says, and export it to OUTPUT_DIR/model.",
+    "inspect": "Show the tokens that a run would train on, their statistics, and likely mistakes in the data.",
+    "init": "Print a run file to start from: each setting with its description, most of them commented out.",
+    "generate": "Answer a prompt with a model streamed from host memory, which need not fit on the device.",
+    "eval": "Run tasks of lm-eval on a model streamed from host memory, which need not fit on the device.",
+    "report": "Write one HTML page about a run: loss, speed, memory against the plan, and the timeline of a step.",
+    "doctor": "Benchmark this machine (about a minute), and list what a bug report needs.",
+    "version": "Print the versions of Horizon-LM and of the packages that its numbers depend on.",
+}
+# A run's settings are not options of the command: they are in its file, and any of them can be overridden.
+_TAKES_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
+# Other commands' options may be written as settings are, with underscores.
+_EITHER_WAY = {"token_normalize_func": lambda name: name.replace("_", "-")}
 _CODES = "  ".join(f"{code} {meaning.partition(':')[0]}," for code, meaning in EXIT_CODES.items()).rstrip(",")
+
+
+class _LazyCommand(TyperCommand):
+    """A subcommand whose module is imported when its arguments are parsed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, help=_COMMANDS[name])
+
+    def make_context(self, info_name: str | None, args: list[str], *others: Any, **extra: Any) -> Any:
+        with without_garbage_collection():
+            function = getattr(import_module(f"horizon_lm.cli.{self.name}"), str(self.name))
+        settings: dict[str, Any] = _TAKES_SETTINGS if self.name in ("plan", "train", "inspect") else _EITHER_WAY
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single.command(self.name, help=self.help, context_settings=settings)(function)
+        return typer.main.get_command(single).make_context(info_name, args, *others, **extra)
+
+
+class _Commands(TyperGroup):
+    """The subcommands of the table above."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the subcommands, in the order of a run."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a subcommand that has not been imported yet; None for a name that is not one."""
+        return _LazyCommand(cmd_name) if cmd_name in _COMMANDS else None
+
 
 app = typer.Typer(
     name="horizon-lm",
+    cls=_Commands,
     help="Train large language models from host RAM.",
     epilog=f"Exit codes: {_CODES}.",
     no_args_is_help=True,
@@ -34,30 +72,18 @@ def options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the versions of what numbers depend on."
+            "--version",
+            callback=print_version,
+            is_eager=True,
+            help="Print the versions of what numbers depend on.",
         ),
     ] = False,
 ) -> None:
     """Train large language models from host RAM."""
 
 
-# Settings of a run are not options of the command: they are in its file, and any of them can be overridden.
-_TAKES_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
-app.command(context_settings=_TAKES_SETTINGS)(plan)
-app.command(context_settings=_TAKES_SETTINGS)(train)
-app.command(context_settings=_TAKES_SETTINGS)(inspect)
-app.command()(init)
-# Their options may be written as settings are, with underscores.
-_EITHER_WAY = {"token_normalize_func": lambda name: name.replace("_", "-")}
-app.command(context_settings=_EITHER_WAY)(generate)
-app.command("eval", context_settings=_EITHER_WAY)(evaluate)
-app.command(context_settings=_EITHER_WAY)(report)
-app.command(context_settings=_EITHER_WAY)(doctor)
-app.command()(version)
-
-
 def main() -> None:
-    """The entry point of the installed command."""
+    """Run the installed command."""
     # At the end the interpreter looks through all objects of all libraries for garbage: a second for nothing.
     atexit.register(gc.freeze)
     app()

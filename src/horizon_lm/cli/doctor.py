@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from horizon_lm.cli.exits import exits
+from horizon_lm.cli.common import exits
 from horizon_lm.errors import ConfigError
 
 
@@ -23,22 +23,20 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     quick: Annotated[bool, typer.Option("--quick", hidden=True, help="Sizes of toys, to try the command.")] = False,
 ) -> None:
-    """Measure what this machine does in a second, and list what a bug report needs."""
     import json
     from dataclasses import asdict
 
-    from horizon_lm.doctor.keep import check_folder, check_writable, keep
-    from horizon_lm.plan.hardware import own_profile_path
+    from horizon_lm.doctor.profile import check_folder, check_writable, keep
+    from horizon_lm.plan.catalog import own_profile_path
 
     path = None if no_save else (output or own_profile_path()).expanduser()
     check_folder(folder)
     if path is not None:
         check_writable(path)
     from horizon_lm.doctor.machine import OtherPrograms, describe_machine
-    from horizon_lm.doctor.profile import measure_machine
-    from horizon_lm.doctor.report import describe_profile, section
-    from horizon_lm.doctor.rounds import Rounds
-    from horizon_lm.engine.opening import open_device
+    from horizon_lm.doctor.profile import describe_profile, measure_machine, section
+    from horizon_lm.doctor.timing import Rounds
+    from horizon_lm.engine.loading import open_device
     from horizon_lm.training.setup import choose_device
 
     name = choose_device(device)

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from horizon_lm.cli.exits import exits
+from horizon_lm.cli.common import exits
 from horizon_lm.errors import ConfigError
 
 
@@ -24,11 +24,10 @@ def generate(
         bool, typer.Option(help="Open a model that was not found equal to plain autograd.")
     ] = False,
 ) -> None:
-    """Answer a prompt with a model that is streamed from host memory, so it need not fit on the device."""
     import sys
 
-    from horizon_lm.cli.opening import open_model
-    from horizon_lm.units import parse_bytes
+    from horizon_lm.cli.common import open_model
+    from horizon_lm.quantities import parse_bytes
 
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens: {max_new_tokens}: must be at least 1")
@@ -49,7 +48,7 @@ def _answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temper
     import torch
     from transformers import TextStreamer
 
-    from horizon_lm.training.samples import padding_id, prompt_inputs
+    from horizon_lm.training.evaluation import padding_id, prompt_inputs
 
     inputs = prompt_inputs(tokenizer, prompt)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature}

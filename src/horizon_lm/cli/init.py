@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from horizon_lm.cli.exits import exits
+from horizon_lm.cli.common import exits
 
 
 @exits
@@ -17,10 +17,8 @@ def init(
         typer.Option("--from", metavar="FILE", help="A file of TRL, LLaMA-Factory or Axolotl to translate."),
     ] = None,
 ) -> None:
-    """Print a run file to begin with: every setting under a sentence of its own, the rest of them as comments."""
     from horizon_lm.config.run import SCHEMAS
-    from horizon_lm.config.start import START_HEADING, START_VALUES
-    from horizon_lm.config.text import start_file
+    from horizon_lm.config.text import START_HEADING, START_VALUES, start_file
     from horizon_lm.config.translate import translate as translate_file
     from horizon_lm.errors import ConfigError
 

@@ -1,11 +1,165 @@
-"""``horizon-lm inspect``."""
+"""``horizon-lm inspect``: show how rows are tokenized and which tokens are trained on."""
 
 import json
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+import numpy as np
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from horizon_lm.cli.exits import exits
+from horizon_lm.cli.common import exits
+from horizon_lm.config import RunConfig
+from horizon_lm.data.checks import Finding, refuse
+from horizon_lm.data.loader import NOT_TRAINED, Batch
+from horizon_lm.training.rows import RunData, load_data
+from horizon_lm.training.setup import load_tokenizer
+
+_TRAINED, _GIVEN, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A run's rows, as training would have them.
+
+    Attributes:
+        config, tokenizer: of the run.
+        data: its rows, and what became of them.
+    """
+
+    config: RunConfig
+    tokenizer: Any
+    data: RunData
+
+    def numbers(self) -> dict[str, Any]:
+        """Of the rows that are trained on."""
+        training = self.data.training
+        rows, packed, report = training.rows, training.packed, training.report
+        tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
+        numbers: dict[str, Any] = {
+            "rows_read": report.read,
+            "cut": report.cut.count,
+            "left_out": report.left_out.count,
+            "held_out": {part.name: len(part.rows) for part in self.data.parts if part is not training},
+            "rows": len(rows),
+            "tokens": tokens,
+            "trained": targets,
+            "share_trained": round(targets / tokens, 4),
+            "length": {
+                name: int(np.quantile(rows.lengths, share))
+                for name, share in (("shortest", 0), ("median", 0.5), ("90%", 0.9), ("99%", 0.99), ("longest", 1))
+            },
+            "steps_per_epoch": self.data.loader.sampler.steps_per_epoch,
+            "rows_per_step": self.config.rows_per_step,
+        }
+        if packed is not rows:
+            numbers["packed_rows"] = len(packed)
+            numbers["packed_fill"] = round(tokens / (len(packed) * (self.config.max_length or 1)), 4)
+        return {name: value for name, value in numbers.items() if value != {}}
+
+    def findings(self) -> list[tuple[str, Finding]]:
+        """What looks wrong, with the name of the data."""
+        return [(prepared.name, finding) for prepared in self.data.parts for finding in prepared.findings]
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers and findings, for programs."""
+        findings = [
+            {
+                "data": name, "error": finding.is_error, "rows": finding.rows.count, "what": finding.what,
+                "remedy": finding.remedy, "places": finding.rows.places,
+            }
+            for name, finding in self.findings()
+        ]  # fmt: skip
+        return {"numbers": self.numbers(), "findings": findings}
+
+    def refuse(self) -> None:
+        """DataError for findings with which a run would be wrong."""
+        refuse([finding for _, finding in self.findings()])
+
+
+def inspect_run(config: RunConfig) -> Inspection:
+    """Prepare the rows of a run as training does, without its model."""
+    tokenizer = load_tokenizer(config)
+    return Inspection(config, tokenizer, load_data(config, tokenizer))
+
+
+def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
+    """Print batches, numbers and findings; in colour where there is any."""
+    console = Console(soft_wrap=True)
+    for step in range(num_batches):
+        _show_batch(console, inspection, inspection.data.loader.batch(step), step, num_rows)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in inspection.numbers().items():
+        shown = ", ".join(f"{key} {each:,}" for key, each in value.items()) if isinstance(value, dict) else f"{value:,}"
+        table.add_row(name.replace("_", " "), shown)
+    console.print(table)
+    for name, finding in inspection.findings():
+        style = "bold red" if finding.is_error else "yellow"
+        console.print(Text(f"{'error' if finding.is_error else 'look at this'}: {name}: {finding}", style=style))
+    if not inspection.findings():
+        console.print("nothing looks wrong")
+
+
+def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: int, num_rows: int) -> None:
+    num_sequences, length = batch.input_ids.shape
+    per_row = num_sequences // len(batch.places)
+    count = f"{num_sequences} rows" if per_row == 1 else f"{len(batch.places)} rows, {num_sequences} answers"
+    console.print(f"batch {step + 1}: {count} of {length} tokens; {batch.num_trained:,} tokens are trained on")
+    console.print(
+        "trained tokens are green, between [[ and ]] where there is no colour; special tokens are as they are\n"
+    )
+    for index in range(min(num_rows, len(batch.places))):
+        for answer in range(per_row):
+            name = "" if per_row == 1 else (", chosen", ", rejected")[answer]
+            console.print(Text(f"{batch.places[index]}{name}", style="underline"))
+            length = len(inspection.data.training.packed[batch.rows[index]].sequences[answer].ids)
+            place = index + answer * len(batch.places)
+            console.print(_tokens(console, inspection.tokenizer, batch, place, length), "\n")
+
+
+def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, real: int) -> Text:
+    """One sequence of a batch as the model will see it; the first ``real`` tokens are no padding."""
+    ids, labels = batch.input_ids[index].tolist(), batch.labels[index].tolist()
+    positions = None if batch.position_ids is None else batch.position_ids[index].tolist()
+    special, text, before = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text(), False
+    for run in _runs(ids[:real], labels[:real], positions, special):
+        if run.begins_row and text:
+            text.append("\n-- next row in this row --\n", style="cyan")
+        if console.color_system is None and run.trained != before:
+            text.append("[[" if run.trained else "]]")
+        before = run.trained
+        style = f"{_TRAINED if run.trained else _GIVEN} {_SPECIAL if run.special else ''}".strip()
+        text.append(tokenizer.decode(run.ids), style=style)
+    if console.color_system is None and before:
+        text.append("]]")
+    if real < len(ids):
+        text.append(f" + {len(ids) - real} of padding", style=_PADDING)
+    return text
+
+
+@dataclass
+class _Run:
+    """Tokens in a row that look alike."""
+
+    ids: list[int]
+    trained: bool
+    special: bool
+    begins_row: bool
+
+
+def _runs(ids: list[int], labels: list[int], positions: list[int] | None, special: set[int]) -> list[_Run]:
+    runs: list[_Run] = []
+    for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        trained, is_special = label != NOT_TRAINED, token in special
+        begins = positions is not None and positions[index] == 0
+        last = runs[-1] if runs else None
+        if last is not None and not begins and (last.trained, last.special) == (trained, is_special):
+            last.ids.append(token)
+        else:
+            runs.append(_Run([token], trained, is_special, begins))
+    return runs
 
 
 @exits
@@ -18,9 +172,7 @@ def inspect(
     rows: Annotated[int, typer.Option(min=1, help="So many rows of each.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs: numbers and findings.")] = False,
 ) -> None:
-    """Show what a run would train on: tokens as the model will see them, numbers, and what looks wrong."""
-    from horizon_lm.cli.inspection import inspect_run, show
-    from horizon_lm.config.file import read_run_config, split_arguments
+    from horizon_lm.config.load import read_run_config, split_arguments
 
     config = read_run_config(*split_arguments(run or []))
     inspection = inspect_run(config)

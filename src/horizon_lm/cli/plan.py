@@ -1,15 +1,245 @@
-"""``horizon-lm plan``."""
+"""``horizon-lm plan``: plan a run, or find the largest known models that fit."""
 
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from horizon_lm.cli.exits import exits
-from horizon_lm.errors import ConfigError
+from horizon_lm.cli.common import exits, without_garbage_collection
+from horizon_lm.config import RunConfig
+from horizon_lm.config.load import parse_overrides, read_run_config, split_arguments
+from horizon_lm.errors import ConfigError, HorizonError
+from horizon_lm.model.hub import folder_here
+from horizon_lm.plan.catalog import Hardware, find_profile
+from horizon_lm.plan.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
+from horizon_lm.plan.plan import Plan
+from horizon_lm.plan.remedies import Remedy
+from horizon_lm.plan.render import plan_as_json, plan_lines
+from horizon_lm.plan.request import Machine
+from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
+from horizon_lm.preflight.inputs import Source, open_source
+from horizon_lm.preflight.this_machine import other_machine, this_machine
+from horizon_lm.quantities import parse_bytes
+from horizon_lm.store.checkpoint_reader import Checkpoint
+from horizon_lm.training.loop import Calendar
+from horizon_lm.training.rows import sampler_without_tokens
+from horizon_lm.training.setup import check_weights, choose_device, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Result:
+    """A plan, the device that it is for, and what would make it fit if it does not."""
+
+    plan: Plan
+    device: str
+    remedies: Sequence[Remedy]
+
+
+def plan_one(arguments: Sequence[str], model: str | None, device: str | None, host_memory: str | None) -> Result:
+    """The plan of one run. Arguments: those of the command; DoesNotFitError is for the caller to raise."""
+    path, overrides = split_arguments(arguments)
+    named = {"model_name_or_path": model, "host_memory": host_memory}
+    for key, value in named.items():
+        overrides += [f"--{key}", value] if value is not None else []
+    if path is None and model is None and "model_name_or_path" not in parse_overrides(overrides):
+        raise ConfigError("name a run file, or a model: horizon-lm plan --model Qwen/Qwen2.5-7B --device h200")
+    hardware = _other(device)
+    if device is not None and hardware is None:
+        overrides += ["--device", device]
+    run = read_run_config(path, overrides, without_rows=True)
+    source, notes = open_source(run), _notes_on_weights(run)
+    loaded = _what_training_loads(run) if hardware is None else ()
+    run, machine = _place(run, hardware)
+    machine = replace(machine, notes=[*machine.notes, *notes])
+    del loaded  # the process of this machine was looked at with it
+    num_steps, num_checkpoints = _steps_and_saves(run)
+    plan = plan_run(run, source, machine, num_steps=num_steps, num_checkpoints=num_checkpoints)
+    return Result(plan, run.device, remedies_of(plan, run, source))
+
+
+def _notes_on_weights(run: RunConfig) -> list[str]:
+    """Return what the headers of the weights say, if there are weights: a config alone can be planned, too."""
+    folder = folder_here(run.model_name_or_path)
+    return check_weights(run) if folder is not None and Checkpoint.is_in(folder) else []
+
+
+def _steps_and_saves(run: RunConfig) -> tuple[int | None, int]:
+    """Optimizer steps of a run, None if they are not known yet, and the exports on the way that it keeps at once."""
+    by_epoch = run.save_strategy == "epoch"
+    sampler = sampler_without_tokens(run) if by_epoch or run.max_steps <= 0 else None
+    if run.max_steps > 0:
+        num_steps = run.max_steps
+    elif sampler is not None:
+        num_steps = sampler.num_steps(run.num_train_epochs)
+    else:
+        return None, 0
+    return num_steps, Calendar(run, num_steps, sampler.steps_per_epoch if sampler else num_steps).num_saves()
+
+
+def _other(device: str | None) -> Hardware | None:
+    """The profile that ``--device`` names, unless it is a device of this machine."""
+    if device is None or re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        return None
+    return find_profile(device)
+
+
+def _what_training_loads(run: RunConfig) -> Sequence[object]:
+    """What a run holds before its first step, so that the process is as large here as it will be there."""
+    import datasets
+
+    from horizon_lm.data.trl_compat import training_template
+
+    if not Path(run.model_name_or_path).expanduser().is_dir():  # nothing is fetched for a plan
+        return (datasets,)
+    try:
+        tokenizer = load_tokenizer(run.model_copy(update={"chat_template_path": None}))
+        return datasets, tokenizer, training_template(tokenizer)
+    except HorizonError:  # a plan needs no tokenizer
+        return (datasets,)
+
+
+def _place(run: RunConfig, hardware: Hardware | None) -> tuple[RunConfig, Machine]:
+    """The run with its device decided, and the machine that it is for."""
+    if hardware is None:
+        run = run.model_copy(update={"device": choose_device(run.device)})
+        return run, this_machine(run)
+    run = run.model_copy(update={"device": "cpu" if hardware.on_host else "cuda"})
+    return run, other_machine(hardware, run.host_memory)
+
+
+# Which models a machine can train
+
+MODES: dict[str, dict[str, str]] = {
+    "fp32_master": {"precision": "fp32_master", "moments": "float32", "update_in_backward": "false"},
+    "bf16": {"precision": "bf16", "moments": "float32", "update_in_backward": "false"},
+    "bf16, 8-bit moments, in backward": {
+        "precision": "bf16", "moments": "8bit", "update_in_backward": "true", "max_grad_norm": "0",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LargestTable:
+    """By amount of host memory and mode, the largest known dense model and mixture of experts that fit.
+
+    Attributes:
+        machine: for people.
+        shape: rows and tokens of a step, for people.
+        rows: for each amount its name, and for each mode the models' names with their parameters.
+    """
+
+    machine: str
+    shape: str
+    rows: Sequence[tuple[str, Sequence[Sequence[tuple[str, int]]]]]
+
+    def as_json(self) -> dict[str, object]:
+        """For programs."""
+        content = [
+            {
+                "host_memory": amount,
+                "largest": {
+                    mode: [{"name": name, "parameters": n} for name, n in cell]
+                    for mode, cell in zip(MODES, cells, strict=True)
+                },
+            }
+            for amount, cells in self.rows
+        ]
+        return {"machine": self.machine, "step": self.shape, "rows": content}
+
+    def lines(self) -> list[str]:
+        """As a table in Markdown."""
+        table = [
+            f"Largest known models by host memory, on {self.machine}, steps of {self.shape}:",
+            "",
+            f"| host memory | {' | '.join(f'`{mode}`' if ',' not in mode else mode for mode in MODES)} |",
+            "|---" * (len(MODES) + 1) + "|",
+        ]
+        for amount, cells in self.rows:
+            texts = [", ".join(f"{name.rpartition('/')[2]}" for name, _ in cell) or "none" for cell in cells]
+            table.append(f"| {amount} | {' | '.join(texts)} |")
+        return table
+
+
+def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str | None) -> LargestTable:
+    """Which known models can be trained here, or with other hardware.
+
+    Args:
+        arguments: settings of the run, other than its model.
+        device: as of the command.
+        host_memory: an amount, or several with commas between them; None for what there is.
+    """
+    path, overrides = split_arguments(arguments)
+    given = parse_overrides(overrides).keys() & {
+        "model_name_or_path",
+        *(key for mode in MODES.values() for key in mode),
+    }
+    if given:
+        raise ConfigError(f"--largest tries models and modes by itself; remove --{sorted(given)[0]}")
+    hardware = _other(device)
+    if device is not None and hardware is None:
+        overrides = [*overrides, "--device", device]
+    amounts = [part.strip() for part in host_memory.split(",")] if host_memory else [None]
+    runs = {}
+    for mode, settings in MODES.items():
+        chosen = [text for key, value in settings.items() for text in (f"--{key}", value)]
+        runs[mode] = read_run_config(path, [*overrides, "--model_name_or_path", "-", *chosen], without_rows=True)
+    search = _Search()
+    rows = []
+    for amount in amounts:
+        cells = []
+        for run in runs.values():
+            wanted = run if amount is None else run.model_copy(update={"host_memory": parse_bytes(amount)})
+            placed, machine = _place(wanted, hardware)
+            cells.append(search.largest(placed, machine))
+        rows.append((amount or f"{machine.host_limits[0].name}", cells))
+    shape = f"{run.rows_per_step} rows of {run.max_length:,} tokens"
+    return LargestTable(machine.name, shape, rows)
+
+
+class _Search:
+    """Finds the largest models; outlines of models are made once."""
+
+    def __init__(self) -> None:
+        from horizon_lm.plan.catalog import known_models
+
+        self._known = list(reversed(known_models()))
+        self._sources: dict[str, Source] = {}
+
+    def largest(self, run: RunConfig, machine: Machine) -> list[tuple[str, int]]:
+        """The largest dense model and the largest mixture of experts, where that is larger."""
+        found: list[tuple[str, int]] = []
+        for known in self._known:
+            if _at_least(run, known.parameters) > machine.host_limits[0].num_bytes:
+                continue
+            source = self._open(run, known.name)
+            sparse = _is_sparse(source)
+            if sparse and found:
+                continue
+            if plan_run(run, source, machine, priced=False).fits:
+                found.append((known.name, known.parameters))
+                if not sparse:
+                    return found
+        return found
+
+    def _open(self, run: RunConfig, name: str) -> Source:
+        if name not in self._sources:
+            self._sources[name] = open_source(run.model_copy(update={"model_name_or_path": name}))
+        return self._sources[name]
+
+
+def _at_least(run: RunConfig, parameters: int) -> int:
+    """Bytes that a run takes in any case, so that most models need no plan."""
+    weights = WEIGHT_BYTES[run.precision] + LOW_HALF_BYTES[run.precision]
+    return parameters * (weights + 2 * MOMENT_BYTES[run.moments] + (0 if run.update_in_backward else 2))
+
+
+def _is_sparse(source: Source) -> bool:
+    config = source.config.get_text_config()
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 @exits
@@ -34,20 +264,13 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Say what a run would take on host, device and disk, and how long, before anything is downloaded or allocated."""
-    with _without_collection():
-        from horizon_lm.cli.planning import plan_largest, plan_one
-        from horizon_lm.plan.as_json import plan_as_json
-        from horizon_lm.plan.text import plan_lines
-        from horizon_lm.preflight.run import does_not_fit
-
     if largest and model is not None:
         raise ConfigError("--largest tries all known models; remove --model")
     if largest:
         table = plan_largest(run or [], device, host_memory)
         print(json.dumps(table.as_json(), indent=2) if as_json else "\n".join(table.lines()))
         return
-    with _without_collection():
+    with without_garbage_collection():
         result = plan_one(run or [], model, device, host_memory)
     if as_json:
         print(json.dumps(plan_as_json(result.plan, result.device, result.remedies), indent=2))
@@ -55,13 +278,3 @@ def plan(
         print("\n".join(plan_lines(result.plan)))
     if not result.plan.fits:
         raise does_not_fit(result.plan, result.remedies)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Inside, libraries are imported: a million objects, among which looking for garbage takes a seventh of the time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from horizon_lm.cli.exits import exits
+from horizon_lm.cli.common import exits
 
 
 @exits
@@ -16,7 +16,6 @@ def report(
         typer.Option(metavar="FILE.html", help="Where the page goes; RUN_FOLDER/report.html if it is not given."),
     ] = None,
 ) -> None:
-    """Write one HTML page about a run: loss, speed, memory against the plan, and what a step was spent on."""
     from horizon_lm.report.page import write_report
 
     folder = run_folder.expanduser()

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from horizon_lm.cli.exits import exits
+from horizon_lm.cli.common import exits
 
 
 @exits
@@ -19,8 +19,7 @@ def train(
     ] = None,
     settings: Annotated[bool, typer.Option("--settings", help="List all settings with their defaults.")] = False,
 ) -> None:
-    """Fine-tune a model as a YAML file says, and export it to OUTPUT_DIR/model."""
-    from horizon_lm.config.file import describe_settings, read_run_config, split_arguments
+    from horizon_lm.config.load import describe_settings, read_run_config, split_arguments
 
     if settings:
         print(describe_settings())

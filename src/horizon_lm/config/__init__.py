@@ -3,8 +3,7 @@
 A name that TRL 1.x or transformers 5 has keeps their meaning and default here; what is ours has a name of its own.
 """
 
-from horizon_lm.config.data import WITHOUT_ROWS
-from horizon_lm.config.dataset import DatasetConfig
+from horizon_lm.config.datasets import WITHOUT_ROWS, DatasetConfig
 from horizon_lm.config.run import SCHEMAS, DpoConfig, PretrainConfig, RunConfig, SftConfig, TextConfig, plan_config
 
 __all__ = [

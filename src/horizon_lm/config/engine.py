@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
-from horizon_lm.config.data import DataSettings
+from horizon_lm.config.datasets import DataSettings
 from horizon_lm.config.types import Bytes, DeviceName, UnusedError
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from horizon_lm.config.elsewhere import ELSEWHERE
 from horizon_lm.config.run import SCHEMAS, RunConfig
-from horizon_lm.config.tables import tables
 from horizon_lm.config.text import start_file
-from horizon_lm.config.translate_rows import OF_ROWS, translate_rows
+from horizon_lm.config.translate_datasets import OF_ROWS, translate_rows
+from horizon_lm.config.unsupported import ELSEWHERE, tables
 from horizon_lm.errors import ConfigError, first_line
 
 
@@ -55,7 +54,7 @@ def translate(path: str, objective: str | None = None) -> Translation:
     Raises:
         ConfigError: the file cannot be read, or is of nobody that is known.
     """
-    from horizon_lm.config.file import read_yaml
+    from horizon_lm.config.load import read_yaml
 
     theirs, _ = read_yaml(path)
     theirs = {key: value for key, value in theirs.items() if value is not None}
@@ -188,7 +187,7 @@ def _keep_what_is_valid(result: Translation, defaults: Mapping[str, Any], path: 
     Raises:
         ConfigError: a loss that is not there: without it, it would be another run.
     """
-    from horizon_lm.config.data import WITHOUT_ROWS
+    from horizon_lm.config.datasets import WITHOUT_ROWS
 
     settings = result.settings
     for _ in range(3 * len(settings)):

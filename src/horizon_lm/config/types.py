@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from horizon_lm.units import parse_bytes
+from horizon_lm.quantities import parse_bytes
 
 
 class UnusedError(ValueError):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_lm.data.table import Row
+from horizon_lm.data.token_dataset import Row
 from horizon_lm.data.tokenize import Tokens
 
 NOT_TRAINED = -100  # the label that transformers' losses leave out

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from horizon_lm.data import trl_helpers
+from horizon_lm.data import trl_compat
 from horizon_lm.data.sources import digest
-from horizon_lm.data.table import Part
+from horizon_lm.data.token_dataset import Part
 
 _TOKENS_AT_ONCE = 2_000_000  # that are packed with each other; of rows up to 2,000 tokens a thousand, as TRL does
 _ROW = "row_of_token"  # which row a token comes from
@@ -39,7 +39,7 @@ def pack(part: Part, strategy: str, length: int) -> Part:
         with_rows, batched=True, batch_size=at_once, with_indices=True, remove_columns=table.column_names, features=features,
         new_fingerprint=fingerprint, desc="choosing rows to pack",
     )  # fmt: skip
-    packed = trl_helpers.pack(
+    packed = trl_compat.pack(
         rows, length, strategy, batch_size=at_once, new_fingerprint=digest(fingerprint, "packed"), desc="packing"
     )
     packed = packed.map(

@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from horizon_lm.data.chat import ChatRenderer
-from horizon_lm.data.examples import Completion, Conversation, Example, Preference, Text
-from horizon_lm.data.messages import RowError, says_something
-from horizon_lm.data.offsets import with_offsets
+from horizon_lm.data.chat_template import ChatRenderer, with_offsets
+from horizon_lm.data.conversations import Completion, Conversation, Example, Preference, RowError, Text, says_something
 
 
 @dataclass(frozen=True, slots=True)

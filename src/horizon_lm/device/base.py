@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
-from horizon_lm.device.moves import Link, Move
+from horizon_lm.device.transfers import Link, Move
 from horizon_lm.errors import DoesNotFitError
+from horizon_lm.quantities import format_bytes
 from horizon_lm.schedule.ops import Op
 from horizon_lm.schedule.trace import Trace
-from horizon_lm.units import format_bytes
 
 
 @dataclass(eq=False, slots=True)

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Meter
-from horizon_lm.device.host_link import HostLink
-from horizon_lm.device.moves import Link, Squares
+from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.page_locks import PageLocks
-from horizon_lm.device.streams import StreamDevice
+from horizon_lm.device.transfers import Link, Squares
 from horizon_lm.errors import ConfigError, PageLockWarning
-from horizon_lm.store.arena import Arena
-from horizon_lm.units import format_bytes
+from horizon_lm.quantities import format_bytes
+from horizon_lm.store.store import Arena
 
 _PIECE = 1 << 24  # elements that are converted or squared at once
 _STAGING_BYTES = 64 * 2**20

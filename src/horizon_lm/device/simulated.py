@@ -15,7 +15,7 @@ import torch
 
 from horizon_lm.device.base import Task
 from horizon_lm.device.cpu import CpuDevice
-from horizon_lm.device.moves import Move
+from horizon_lm.device.transfers import Move
 from horizon_lm.schedule.ops import ScheduleError, Stream
 
 

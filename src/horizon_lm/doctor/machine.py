@@ -13,9 +13,8 @@ import torch
 
 import horizon_lm
 from horizon_lm.device.base import Device
-from horizon_lm.device.cores import usable_cores
-from horizon_lm.store.ram import memlock_limit, memory_limits, resident_bytes
-from horizon_lm.units import format_bytes
+from horizon_lm.quantities import format_bytes
+from horizon_lm.resources import memlock_limit, memory_limits, resident_bytes, usable_cores
 
 Facts = dict[str, str]
 

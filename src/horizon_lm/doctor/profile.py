@@ -1,6 +1,8 @@
-"""This machine as a hardware profile, every figure measured."""
+"""Measure this machine as a hardware profile, write it, and describe it as lines for a bug report."""
 
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,110 @@ from typing import Any
 import torch
 
 from horizon_lm.device.base import Device
-from horizon_lm.device.cores import usable_cores
-from horizon_lm.doctor.disk import disk_rates
-from horizon_lm.doctor.host import host_bandwidth, update_seconds
-from horizon_lm.doctor.link import link_rates
+from horizon_lm.doctor.device_benchmarks import (
+    attention_rate,
+    elementwise_bandwidth,
+    link_rates,
+    matmul_rate,
+    operation_seconds,
+)
+from horizon_lm.doctor.host_benchmarks import disk_rates, host_bandwidth, update_seconds
 from horizon_lm.doctor.machine import available_memory, host_memory, processor
-from horizon_lm.doctor.rates import attention_rate, elementwise_bandwidth, matmul_rate, operation_seconds
-from horizon_lm.doctor.report import describe_figure
-from horizon_lm.doctor.rounds import Rounds
-from horizon_lm.plan.hardware import DTYPES, Hardware
+from horizon_lm.doctor.timing import Rounds
+from horizon_lm.errors import ConfigError
+from horizon_lm.plan.catalog import DTYPES, Hardware
+from horizon_lm.quantities import format_bytes
+from horizon_lm.resources import usable_cores
+
+
+def check_folder(folder: Path) -> None:
+    """ConfigError if the folder whose disk is to be tried is none."""
+    if not folder.is_dir():
+        raise ConfigError(f"--folder: {folder} is not a folder")
+
+
+def check_writable(path: Path) -> None:
+    """ConfigError if no profile can be written there. The folder is made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(0, "it may not be changed")
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except FileExistsError as error:
+        raise _refused(path, NotADirectoryError(0, f"{error.filename} is not a folder")) from error
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def keep(hardware: Hardware, path: Path) -> None:
+    """Write a profile; ConfigError if that fails."""
+    try:
+        hardware.save(path)
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--output: {path}: {error.strerror or error}; name a file that can be written, or use --no-save"
+    )
+
+
+Line = tuple[str, str]
+
+_NAMES = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "device_bandwidth": "elementwise operations",
+    "op_seconds": "an operation's overhead",
+    "link_in": "link, to the device",
+    "link_out": "link, from the device",
+    "link_both": "link, both together",
+    "host_bandwidth": "host memory, threads:",
+    "update_seconds": "AdamW update,",
+    "disk_write": "disk, written",
+    "disk_read": "disk, read",
+    "device_memory": "device memory",
+    "host_memory": "host memory",
+    "cores": "cores",
+}
+
+
+def describe_figure(field: str, value: Any) -> list[Line]:
+    """What a field of a profile says, one line for each of its figures."""
+    if isinstance(value, Mapping):
+        return [(f"{_NAMES[field]} {key}", _amount(field, each)) for key, each in value.items()]
+    absent = "the host's" if field == "device_memory" else "not known"
+    return [(_NAMES[field], _amount(field, value) if value else absent)]
+
+
+def describe_profile(hardware: Hardware) -> list[Line]:
+    """All figures of a profile."""
+    return [line for field in _NAMES for line in describe_figure(field, getattr(hardware, field))]
+
+
+def section(title: str, facts: Iterable[Line]) -> str:
+    """A title, facts in two columns, and an empty line."""
+    pairs = list(facts)
+    width = max((len(name) for name, _ in pairs), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in pairs), ""])
+
+
+def _amount(field: str, value: float) -> str:
+    if field in ("matmul", "attention"):
+        return f"{value / 1e12:.1f} TFLOP/s" if value >= 1e13 else f"{value / 1e9:.0f} GFLOP/s"
+    if field in ("device_memory", "host_memory"):
+        return format_bytes(value)
+    if field == "op_seconds":
+        return f"{value * 1e6:.1f} us"
+    if field == "update_seconds":
+        return f"{value * 1e9:.2f} ns per parameter"
+    if field == "cores":
+        return str(value)
+    return f"{value / 1e9:.1f} GB/s" if value >= 1e9 else f"{value / 1e6:.0f} MB/s"
+
 
 PRECISIONS = ("fp32_master", "bf16", "float32")
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horizon_lm.engine.forward_state import ForwardHandle
 from horizon_lm.engine.grad_sink import GradSink, set_traps, trapped_graph
-from horizon_lm.engine.handle import ForwardHandle
-from horizon_lm.engine.replay import Surroundings, no_autocast_cache, replaying
-from horizon_lm.engine.rows import BlockCall, RowOutputs, slice_rows
+from horizon_lm.engine.micro_batches import BlockCall, RowOutputs, slice_rows
+from horizon_lm.engine.recompute import Surroundings, no_autocast_cache, replaying
 from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import RecomputeMismatchError, StreamingError
 from horizon_lm.model import capture

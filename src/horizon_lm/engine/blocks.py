@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from horizon_lm.device.moves import Copy
+from horizon_lm.device.transfers import Copy
 from horizon_lm.engine.block_autograd import BlockFunction, BlockNode, Kept
-from horizon_lm.engine.engine import Engine
+from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.forward_state import ForwardHandle
 from horizon_lm.engine.gradient_check import GradientCheck
-from horizon_lm.engine.handle import ForwardHandle
-from horizon_lm.engine.rehearsal import Rehearsal
-from horizon_lm.engine.replay import no_autocast_cache
-from horizon_lm.engine.rows import BlockCall, Path, ProbeDoneError, RowOutputs, compare_rows, slice_rows
+from horizon_lm.engine.micro_batches import BlockCall, Path, ProbeDoneError, RowOutputs, compare_rows, slice_rows
+from horizon_lm.engine.recompute import no_autocast_cache
+from horizon_lm.engine.residency_planner import Rehearsal
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
-from horizon_lm.model.block import DeviceBuffers, StreamedBlock
-from horizon_lm.model.chunking import chunk_mlps
+from horizon_lm.model.block_template import DeviceBuffers, StreamedBlock
+from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.schedule.ops import Kind, block
 
 RowProbe = Callable[[int], list[torch.Size]]  # block index -> shapes of its tensor inputs with one more row

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from horizon_lm.device.base import Device, Task
-from horizon_lm.device.moves import Move
+from horizon_lm.device.transfers import Move
 from horizon_lm.errors import ScheduleMismatchError
 from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Pass, Stream
 

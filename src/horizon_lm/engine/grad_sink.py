@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.engine import Engine
+from horizon_lm.engine.executor import Engine
 from horizon_lm.errors import StreamingError
 from horizon_lm.schedule.ops import block
-from horizon_lm.store.layout import SlabLayout
+from horizon_lm.store.store import SlabLayout
 
 
 class GradSink:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horizon_lm.engine.engine import Engine
-from horizon_lm.engine.replay import no_autocast_cache, replaying
-from horizon_lm.engine.rows import slice_rows
+from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.micro_batches import slice_rows
+from horizon_lm.engine.recompute import no_autocast_cache, replaying
 from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import GradientMismatchError
 from horizon_lm.model import capture

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.engine import Engine
-from horizon_lm.engine.handle import ForwardHandle
-from horizon_lm.model.places import in_place
+from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.forward_state import ForwardHandle
+from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import OUTER, Kind
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from horizon_lm.device.base import Device, Task
-from horizon_lm.device.moves import Move
+from horizon_lm.device.transfers import Move
 from horizon_lm.errors import TornModelError
 from horizon_lm.schedule.ops import EMBED, Kind, Op, Stream
 

@@ -17,7 +17,7 @@ import torch
 from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
 from horizon_lm.model.compiling import mark_varying
 from horizon_lm.model.segment_attention import Offsets, causal, segment_attention, visible
-from horizon_lm.units import format_bytes
+from horizon_lm.quantities import format_bytes
 
 NAME = "varlen"
 LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T); at 32k tokens a row's takes as much as a boolean

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.model.outer_trial import Decoded, forwards, outer_leaves, try_outer
-from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.units import ModelParts
 
 IGNORED = -100  # label of a token that is not trained, as in torch.nn.functional.cross_entropy
 _ROWS, _LENGTH, _CHUNK = 2, 5, 3

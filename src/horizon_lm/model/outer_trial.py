@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from horizon_lm.errors import ModelNotSupportedError
-from horizon_lm.model.parts import ModelParts
-from horizon_lm.model.places import in_place
+from horizon_lm.model.functional import in_place
+from horizon_lm.model.units import ModelParts
 from horizon_lm.schedule.ops import OUTER
 
 _ROWS, _LENGTH = 2, 5

@@ -58,7 +58,7 @@ LOSSES: dict[str, PairLoss] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo, "
 
 def answer_logprobs(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities (2, B) of the chosen and the rejected answers of a batch of pairs, and the model's own loss."""
-    from horizon_lm.engine.logprobs import token_logprobs
+    from horizon_lm.engine.chunked_losses import token_logprobs
 
     output = token_logprobs(model, labels=batch.labels, **batch.inputs())
     return output.logprobs.sum(1).view(2, -1), output.aux_loss

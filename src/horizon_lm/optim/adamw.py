@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from horizon_lm.device.host_link import dtype_name
-from horizon_lm.device.moves import Move
-from horizon_lm.engine.engine import Engine
+from horizon_lm.device.cpu import dtype_name
+from horizon_lm.device.transfers import Move
+from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.updates import TableGrads
 from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
 from horizon_lm.kernels.adamw import Scalars
-from horizon_lm.kernels.landing import squares_kernel
+from horizon_lm.kernels.gradients import squares_kernel
 from horizon_lm.optim.moments import Moments
-from horizon_lm.optim.non_finite import REMEDY, SkippedSteps
-from horizon_lm.optim.state import LOW_HALF, STEPS, check_settings, check_state
-from horizon_lm.optim.updates import (
+from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_settings, check_state
+from horizon_lm.optim.skipped_steps import REMEDY, SkippedSteps
+from horizon_lm.optim.update_tasks import (
     Hyperparameters,
     Span,
     TableRows,
@@ -31,8 +31,7 @@ from horizon_lm.optim.updates import (
 )
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
-from horizon_lm.store.arena import as_array
-from horizon_lm.store.store import Store
+from horizon_lm.store.store import Store, as_array
 
 
 class AdamW(torch.optim.Optimizer):

@@ -8,9 +8,7 @@ import torch
 from horizon_lm.errors import ConfigError
 from horizon_lm.kernels.adamw import BLOCK
 from horizon_lm.schedule.ops import EMBED
-from horizon_lm.store.arena import Arena, page_aligned
-from horizon_lm.store.layout import SlabLayout
-from horizon_lm.store.store import Store
+from horizon_lm.store.store import Arena, SlabLayout, Store, page_aligned
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 

@@ -7,15 +7,13 @@ micro-batch.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from horizon_lm.plan.capacity import device_buffers
-from horizon_lm.plan.device import device_use, step_working, weights_of_blocks
-from horizon_lm.plan.host import host_bytes
+from horizon_lm.plan.device_memory import device_use, step_working, weights_of_blocks
+from horizon_lm.plan.memory import device_buffers, host_bytes
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.request import Machine, Request
-from horizon_lm.plan.residency import Residency
-from horizon_lm.plan.spare import head_chunk_tokens, spend
+from horizon_lm.plan.residency import Residency, head_chunk_tokens, spend
 from horizon_lm.plan.step import Step, StepSettings
-from horizon_lm.units import format_bytes
+from horizon_lm.quantities import format_bytes
 
 MARGIN = 0.05  # of a device's memory, for what an allocator cannot use
 _ENOUGH_TOKENS = 32 * 1024  # on the device at once; more gain nothing

@@ -3,19 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from horizon_lm.plan.budget import Budget, Item, Limit
-from horizon_lm.plan.capacity import slab_elements
+from horizon_lm.plan.catalog import Hardware
 from horizon_lm.plan.choose import MARGIN, choose
-from horizon_lm.plan.curve import Curve, memory_curve
-from horizon_lm.plan.device import DeviceUse, device_use
-from horizon_lm.plan.hardware import Hardware
-from horizon_lm.plan.host import host_bytes
+from horizon_lm.plan.device_memory import Curve, DeviceUse, device_use, memory_curve
+from horizon_lm.plan.memory import host_bytes, slab_elements
 from horizon_lm.plan.outline import ModelOutline
-from horizon_lm.plan.request import Machine, Request
-from horizon_lm.plan.seconds import StepTime, step_time
-from horizon_lm.plan.staging import staged
+from horizon_lm.plan.request import Budget, Item, Limit, Machine, Request
 from horizon_lm.plan.step import Step
-from horizon_lm.units import format_bytes
+from horizon_lm.plan.step_time import StepTime, staged, step_time
+from horizon_lm.quantities import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.plan import Plan, make_plan
 from horizon_lm.plan.request import Machine, Request
-from horizon_lm.units import parse_bytes
+from horizon_lm.quantities import parse_bytes
 
 OutlineFor = Callable[..., ModelOutline]
 """Another outline of the same model: with ``length`` or ``mlp_chunk_tokens``."""

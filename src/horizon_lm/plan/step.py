@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from horizon_lm.plan.capacity import BufferSettings, ModelSizes
-from horizon_lm.plan.hardware import Hardware
-from horizon_lm.plan.host import MOMENT_BYTES, WEIGHT_BYTES, HostSettings
-from horizon_lm.plan.outline import ModelOutline
+from horizon_lm.plan.catalog import Hardware
+from horizon_lm.plan.memory import MOMENT_BYTES, WEIGHT_BYTES, BufferSettings, HostSettings, ModelSizes
+from horizon_lm.plan.outline import ModelOutline, Work
 from horizon_lm.plan.request import Given
 from horizon_lm.plan.residency import Residency
-from horizon_lm.plan.work import Work
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Kind, Op, Pass, Stream, block
 from horizon_lm.schedule.simulate import Rates

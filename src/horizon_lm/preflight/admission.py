@@ -1,15 +1,170 @@
-"""Nothing begins that there is no room for."""
+"""Plan a run, apply what the plan chose, and reject the run if it cannot fit."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
-from horizon_lm.config import RunConfig
+from horizon_lm.config import DpoConfig, RunConfig
 from horizon_lm.data.loader import Loader
-from horizon_lm.data.table import TokenTable
-from horizon_lm.plan.plan import Plan
-from horizon_lm.preflight.machine import this_machine
-from horizon_lm.preflight.rows import RowShape
-from horizon_lm.preflight.run import does_not_fit, plan_run, remedies_of
-from horizon_lm.preflight.source import open_source
+from horizon_lm.data.token_dataset import TokenTable
+from horizon_lm.errors import ConfigError, DoesNotFitError
+from horizon_lm.plan.outline import ModelOutline
+from horizon_lm.plan.plan import Plan, describe_deficit, make_plan
+from horizon_lm.plan.remedies import Remedy, find_remedies
+from horizon_lm.plan.render import remedy_lines
+from horizon_lm.plan.request import ForwardBatch, Machine, Request
+from horizon_lm.preflight.inputs import RowShape, Source, open_source
+from horizon_lm.preflight.this_machine import this_machine
+
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def plan_run(
+    run: RunConfig,
+    source: Source,
+    machine: Machine,
+    *,
+    rows: RowShape | None = None,
+    num_steps: int | None = None,
+    num_checkpoints: int = 0,
+    priced: bool = True,
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+        run: its settings; ``device`` is not ``auto``.
+        rows: None for the longest that its settings allow.
+        num_steps: of the run, if known.
+        num_checkpoints: exports on the way that are there at once.
+        priced: with seconds, if the machine's rates are known.
+
+    Raises:
+        ConfigError: rows may have any length.
+    """
+    if rows is None:
+        if run.max_length is None:
+            raise ConfigError("max_length is null, so rows may take any memory; give --max_length for the plan")
+        rows = RowShape(run.max_length, run.max_length)
+    outline = source.outline(run, length=rows.length, masked=rows.masked)
+    usual = None
+    if rows.usual_length and machine.hardware is not None:
+        usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
+    request = make_request(run, source, rows, outline.sizes.num_parameters, num_steps, num_checkpoints)
+    if outline.whole_head_only:
+        request = replace(request, head="whole", head_chunk_tokens=None)
+    if outline.whole_batch_only and request.device_micro_batch_size is None:
+        request = replace(request, device_micro_batch_size=request.rows)
+    plan = make_plan(outline, request, machine, priced, usual)
+    return replace(plan, problems=_problems(source, plan, rows))
+
+
+def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
+    """What the engine would refuse in the first step."""
+    from horizon_lm.model.attention import large_mask
+
+    outline, config = plan.step.outline, source.config.get_text_config()
+    shapes = [(plan.request.rows, rows.length), *((each.rows, each.length) for each in plan.request.forwards)]
+    problems = [
+        large_mask(config, outline.attention, *shape, outline.compute_bytes, lambda: rows.masked) for shape in shapes
+    ]
+    return [problem for problem in problems if problem is not None]
+
+
+def make_request(
+    run: RunConfig, source: Source, rows: RowShape, num_parameters: int, num_steps: int | None, num_checkpoints: int
+) -> Request:
+    """A run's settings as the plan has them."""
+    grad = run.grad_dtype or ("float32" if run.precision == "float32" else "bfloat16")
+    return Request(
+        per_device_train_batch_size=run.per_device_train_batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        sequences=_sequences(run),
+        device_micro_batch_size=run.device_micro_batch_size,
+        precision=run.precision,
+        moments=run.moments,
+        grad_bytes=4 if grad == "float32" else 2,
+        has_grad_dtype=run.grad_dtype is not None,
+        update_in_backward=run.update_in_backward,
+        skips_steps=run.non_finite == "skip",
+        head=run.head,
+        head_chunk_tokens=run.head_chunk_tokens,
+        boundaries=run.boundaries,
+        held_blocks=run.held_blocks,
+        held_graphs=run.held_graphs,
+        device_memory=run.device_memory,
+        compiled=run.device != "cpu" if run.compile == "auto" else bool(run.compile),
+        forwards=tuple(_forwards(run, source, rows)),
+        distinct_tokens=rows.distinct_tokens,
+        tokens_per_step=rows.tokens,
+        num_steps=num_steps,
+        num_checkpoints=num_checkpoints,
+        export_bytes=_ITEMSIZE[run.exported_dtype] if run.exported_dtype else source.stored_bytes,
+        stored_bytes=source.stored_bytes,
+        download_bytes=0 if source.is_here else num_parameters * source.stored_bytes,
+    )
+
+
+def _sequences(run: RunConfig) -> int:
+    return 2 if run.objective == "dpo" else 1
+
+
+def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[ForwardBatch]:
+    """Batches of a run that only go forward."""
+    sequences = _sequences(run)
+    if run.has_held_out:
+        size = run.per_device_eval_batch_size * sequences
+        yield ForwardBatch(size, rows.eval_length, "per_device_eval_batch_size")
+    if isinstance(run, DpoConfig):
+        size = run.reference_batch_size * sequences
+        yield ForwardBatch(size, rows.length, "precompute_ref_batch_size")
+    if run.sample_prompts:
+        # Before there is a tokenizer: hardly a token is shorter than a character.
+        longest = rows.prompt_length or max(map(len, run.sample_prompts))
+        length = longest + run.sample_max_new_tokens
+        yield ForwardBatch(1, length, kept_bytes=length * source.cache_bytes_per_token(run))
+
+
+def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
+    """What would make a plan fit."""
+    if plan.fits:
+        return []
+    length = plan.step.outline.length
+
+    def outline(length: int = length, mlp_chunk_tokens: int | None = None) -> ModelOutline:
+        return source.outline(run, length=length, mlp_chunk_tokens=mlp_chunk_tokens)
+
+    return find_remedies(plan, outline)
+
+
+def does_not_fit(plan: Plan, remedies: Sequence[Remedy]) -> DoesNotFitError:
+    """The error of a plan that does not fit, with the numbers and the remedies."""
+    deficits = (f"  {describe_deficit(budget)}" for budget in plan.budgets if budget.deficit)
+    return DoesNotFitError("\n".join(["this run does not fit", *deficits, *remedy_lines(plan, remedies)]))
+
+
+def settle(run: RunConfig, plan: Plan) -> RunConfig:
+    """The run with the settings that the plan chose in the place of those that were left open.
+
+    Where the plan could not tell what blocks compute, what stays on the device stays open, and the engine decides when it
+    sees the first batch.
+    """
+    settings = plan.step.settings
+    rows = None if plan.step.outline.whole_batch_only and not run.device_micro_batch_size else settings.micro_batch
+    head = {"head": plan.request.head, "head_chunk_tokens": plan.request.head_chunk_tokens}
+    if plan.step.outline.unknown:
+        return run.model_copy(update={"device_micro_batch_size": rows, **head})
+    residency = settings.residency
+    chosen: dict[str, Any] = {
+        **head,
+        "device_micro_batch_size": rows,
+        "boundaries": residency.boundaries,
+        "held_blocks": residency.weights,
+        "held_graphs": residency.graphs,
+    }
+    if settings.chunked_head:
+        chosen["head_chunk_tokens"] = settings.head_chunk_tokens
+    return run.model_copy(update=chosen)
+
 
 _USUAL_LENGTH = 1024  # of rows, where nothing limits it
 

@@ -1,14 +1,86 @@
-"""Figures of a whole run: loss, speed, memory against the plan, and where the bytes go."""
+"""Figures of a run and of one step, in one style for light and dark pages."""
 
-from collections.abc import Sequence
+import html
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from plotly.graph_objects import Figure, Scatter, Waterfall
+from plotly.graph_objects import Bar, Figure, Scatter, Waterfall
 from plotly.subplots import make_subplots
 
-from horizon_lm.report.metrics_file import MetricsFile
-from horizon_lm.report.plan_file import Place, Plan
-from horizon_lm.report.style import FIRST, GRID, LIMIT, MUTED, SECOND, THIRD, apply_style, as_text, byte_scale
-from horizon_lm.units import format_bytes
+from horizon_lm.quantities import format_bytes
+from horizon_lm.report.run_files import MetricsFile, Place, Plan
+from horizon_lm.report.trace_file import Part
+from horizon_lm.schedule.ops import Kind, Stream
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+TEXT, MUTED, GRID, PAGE = "#24292f", "#656d76", "#e4e7eb", "#ffffff"
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif'
+FIRST, SECOND, THIRD, LIMIT = "#4c78a8", "#f58518", "#54a24b", "#e45756"
+DARK = {TEXT: "#d5dbe2", MUTED: "#98a2ad", GRID: "#30363d", PAGE: "#151a21", FIRST: "#6699cc"}
+
+# Copies in are blue, computation is green and orange, copies out are red and mauve, updates are yellow.
+KINDS = {
+    Kind.STREAM_IN: "#4c78a8",
+    Kind.FETCH: "#88bde6",
+    Kind.FORWARD: "#54a24b",
+    Kind.BACKWARD: "#f58518",
+    Kind.STAGE: "#9d755d",
+    Kind.OFFLOAD: "#b279a2",
+    Kind.STREAM_OUT: "#e45756",
+    Kind.UPDATE: "#d0a829",
+    Kind.UPDATE_ROWS: "#8d7518",
+}
+
+STREAMS = {stream: str(stream).replace("_", " ") for stream in Stream}
+
+
+def apply_style(figure: "Figure", height: int, top: int = 32, right: int = 24) -> "Figure":
+    """Give a finished figure its fonts, axes and margins. Plotly's buttons lie in the upper 28 pixels of ``top``."""
+    axis: dict[str, Any] = {
+        "gridcolor": GRID, "linecolor": GRID, "zeroline": False, "showline": True, "ticks": "outside", "tickcolor": GRID,
+        "automargin": True, "title_font_size": 13, "spikecolor": MUTED, "spikethickness": 1,
+    }  # fmt: skip
+    figure.update_layout(
+        template="none",
+        height=height,
+        font={"family": FONT, "size": 13, "color": TEXT},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        margin={"l": 70, "r": right, "t": top, "b": 48},
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "yref": "container", "y": 0, "yanchor": "bottom"},
+        hoverlabel={"bgcolor": PAGE, "bordercolor": GRID, "font": {"family": FONT, "color": TEXT}, "align": "left"},
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": MUTED, "activecolor": TEXT},
+    )
+    figure.update_xaxes(**axis)
+    figure.update_yaxes(title_standoff=12, **axis)
+    return figure
+
+
+def as_text(text: str, width: int | None = None) -> str:
+    """Text of a file for a figure, where angle brackets would be markup; with ``width``, in lines of that length."""
+    lines = [text] if width is None else textwrap.wrap(text, width) or [""]
+    return "<br>".join(html.escape(line, quote=False) for line in lines)
+
+
+def byte_scale(values: Iterable[float]) -> tuple[float, str]:
+    """The unit of an axis for these bytes, as bytes and by name."""
+    largest = max(values, default=0.0)
+    unit, name = 1.0, "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if largest < unit * 1024:
+            break
+        unit, name = unit * 1024, larger
+    return unit, name
+
+
+def time_scale(seconds: float) -> tuple[float, str]:
+    """The unit of an axis that is so long, as seconds and by name."""
+    return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
+
 
 _FEW = 60  # points, below which each has a mark
 
@@ -183,3 +255,89 @@ def _add_limit(figure: Figure, position: float, text: str) -> None:
         annotation={"text": text, "font": {"color": LIMIT, "size": 12}, "yanchor": "bottom", "xanchor": "right"},
         annotation_position="top left",
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """One step that is shown.
+
+    Attributes:
+        name: Predicted or Measured.
+        title: with its length, and which step it is.
+        colour: of its lines.
+        seconds: its length.
+        parts: what happened in it.
+        memory: ``device`` and ``host``: moments in seconds from its start, and the bytes taken from then on.
+    """
+
+    name: str
+    title: str
+    colour: str
+    seconds: float
+    parts: Sequence[Part]
+    memory: dict[str, list[tuple[float, float]]]
+
+
+def timeline_figure(views: Sequence[StepView]) -> Figure:
+    """Operations of each view as bars, a row a stream, all on one axis of time. One trace a kind: it stays fast."""
+    longest = max(view.seconds for view in views)
+    unit, name = time_scale(longest)
+    figure = make_subplots(
+        rows=len(views), cols=1, shared_xaxes=True, vertical_spacing=0.12,
+        subplot_titles=[view.title for view in views],
+    )  # fmt: skip
+    figure.update_annotations(x=0, xanchor="left", font={"size": 14})
+    rows = {stream: row for row, stream in enumerate(STREAMS)}
+    named = set()
+    for number, view in enumerate(views, start=1):
+        for kind, colour in KINDS.items():
+            parts = [part for part in view.parts if part.span.op.kind == kind]
+            if not parts:
+                continue
+            bars = Bar(
+                name=str(kind), legendgroup=str(kind), showlegend=kind not in named, orientation="h", width=0.8,
+                y=[rows[part.span.op.stream] for part in parts],
+                base=[round(part.span.start / unit, 5) for part in parts],
+                x=[round((part.span.end - part.span.start) / unit, 5) for part in parts],
+                customdata=[round(part.seconds * 1e3, 4) for part in parts],
+                hovertext=[as_text(str(part.span.op)) for part in parts],
+                hovertemplate=f"%{{hovertext}}: %{{customdata:,.3f}} ms<br>from %{{base:,.2f}} {name}<extra></extra>",
+                marker={"color": colour, "line": {"color": PAGE, "width": 0.4}},
+            )  # fmt: skip
+            named.add(kind)
+            figure.add_trace(bars, number, 1)
+        figure.add_vline(view.seconds / unit, row=number, col=1, line={"color": MUTED, "dash": "dot", "width": 1.5})
+    figure.update_layout(barmode="overlay", bargap=0.2)
+    figure.update_yaxes(
+        tickvals=list(rows.values()), ticktext=list(STREAMS.values()), range=[len(rows) - 0.5, -0.5], fixedrange=True,
+        showgrid=False,
+    )  # fmt: skip
+    figure.update_xaxes(range=[0, longest * 1.01 / unit])
+    figure.update_xaxes(title=f"{name} from the step's start", row=len(views), col=1)
+    return apply_style(figure, 190 * len(views) + 110)
+
+
+def step_memory_figure(views: Sequence[StepView]) -> Figure:
+    """Bytes taken on the device and on the host over each view. Axes begin where the bytes do: they change by little."""
+    places = [place for place in ("device", "host") if any(view.memory[place] for view in views)]
+    longest = max(view.seconds for view in views)
+    time_unit, time_name = time_scale(longest)
+    figure = make_subplots(rows=len(places), cols=1, shared_xaxes=True, vertical_spacing=0.1)
+    for row, place in enumerate(places, start=1):
+        unit, name = byte_scale(taken for view in views for _, taken in view.memory[place])
+        for view in views:
+            points = view.memory[place]
+            trace = Scatter(
+                name=view.name, legendgroup=view.name, showlegend=row == 1, mode="lines",
+                x=[moment / time_unit for moment, _ in points],
+                y=[taken / unit for _, taken in points],
+                hovertext=[format_bytes(taken) for _, taken in points],
+                hovertemplate="%{hovertext}",
+                line={"color": view.colour, "width": 1.5, "shape": "hv"},
+            )  # fmt: skip
+            figure.add_trace(trace, row, 1)
+        figure.update_yaxes(title=f"{place}, {name}", row=row, col=1)
+    figure.update_xaxes(range=[0, longest * 1.01 / time_unit], unifiedhovertitle_text=f"%{{x:,.2f}} {time_name}")
+    figure.update_xaxes(title=f"{time_name} from the step's start", row=len(places), col=1)
+    figure.update_layout(hovermode="x unified")
+    return apply_style(figure, 200 * len(places) + 90)

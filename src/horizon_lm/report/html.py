@@ -1,8 +1,10 @@
-"""HTML as a tree of elements, so that text is escaped where it is written out and nowhere by hand."""
+"""HTML as a tree of elements, so that text is escaped once, where it is written out."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, tostring
+
+from horizon_lm.report import run_files
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -53,3 +55,29 @@ def document(*children: Element) -> str:
     """The text of a page."""
     root = node("html", *children, lang="en")
     return "<!DOCTYPE html>\n" + tostring(root, encoding="unicode", method="html") + "\n"
+
+
+_HOW = {
+    run_files.METRICS: "horizon-lm train writes it, a line every logging_steps steps.",
+    run_files.SETTINGS: "horizon-lm train writes it before the first step.",
+    run_files.PLAN: "horizon-lm train writes it before the first step, with what the run is planned to take.",
+    run_files.PREDICTED: "horizon-lm train writes it where it knows how fast the machine is; horizon-lm doctor measures that.",
+    run_files.MEASURED: "horizon-lm train writes it with --trace_steps 3, or any number of steps.",
+}
+
+
+def missing(name: str) -> Element:
+    """A sentence about a file that is not there, and how to get it."""
+    return absent(node("code", name), f" is missing: {_HOW[name]}")
+
+
+def nothing_logged() -> Element:
+    """A sentence about a run that ended before its first line."""
+    return absent(
+        node("code", run_files.METRICS), " has no line of a training step yet: the first one comes with step 1."
+    )
+
+
+def absent(*words: Child) -> Element:
+    """A sentence about something that is not there."""
+    return node("p", *words, class_="missing")

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from horizon_lm.report.metrics_file import read_metrics
-from horizon_lm.report.style import FIRST, GRID, MUTED, SECOND, THIRD
+from horizon_lm.report.figures import FIRST, GRID, MUTED, SECOND, THIRD
+from horizon_lm.report.run_files import read_metrics
 
 
 def write_loss_png(metrics_file: Path, png: Path) -> None:

@@ -1,29 +1,143 @@
-"""One page about a run: a file that needs nothing else, and asks no other host for anything."""
+"""One page about a run: a self-contained file that loads nothing from elsewhere."""
 
 import base64
 import hashlib
 import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 from xml.etree.ElementTree import Element
 
 from plotly.offline import get_plotlyjs
 
+from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError
-from horizon_lm.report.html import code, data, document, node
-from horizon_lm.report.load import Run, load_run
-from horizon_lm.report.run_sections import (
-    bytes_section,
-    loss_section,
-    preferences_section,
-    run_memory_section,
-    samples_section,
-    tokens_section,
+from horizon_lm.quantities import format_bytes
+from horizon_lm.report import run_files
+from horizon_lm.report.figures import (
+    DARK,
+    loss_figure,
+    preferences_figure,
+    run_memory_figure,
+    tokens_figure,
+    waterfall_figure,
 )
-from horizon_lm.report.settings_section import settings_section
+from horizon_lm.report.html import Child, absent, chart, code, data, document, missing, node, nothing_logged, table
+from horizon_lm.report.run_files import Place, Run, load_run
 from horizon_lm.report.step_sections import step_memory_section, timeline_section
-from horizon_lm.report.style import DARK
 from horizon_lm.report.summary import count, summarise
+
+
+def loss_section(run: Run) -> list[Element]:
+    """Loss and learning rate."""
+    if run.metrics is None:
+        return [missing(run_files.METRICS)]
+    if not run.metrics.losses and not run.metrics.evaluations:
+        return [nothing_logged()]
+    return [chart("loss", loss_figure(run.metrics))]
+
+
+def preferences_section(run: Run) -> list[Element]:
+    """By how much, and how often, the preferred answer wins; nothing for runs that do not learn it."""
+    if run.metrics is None or not run.metrics.of_preferences:
+        return []
+    return [chart("preferences", preferences_figure(run.metrics))]
+
+
+def samples_section(run: Run) -> list[Element]:
+    """The answers to each prompt, step after step; nothing for runs without prompts."""
+    answers: dict[str, list[list[Child]]] = {}
+    for line in run.samples or ():
+        for each in line.samples:
+            answers.setdefault(each.prompt, []).append([f"{line.step:,}", each.answer or "(an empty answer)"])
+    parts = ((node("h3", prompt), table(["step", "answer"], rows, "samples")) for prompt, rows in answers.items())
+    return [element for part in parts for element in part]
+
+
+def tokens_section(run: Run) -> list[Element]:
+    """Tokens per second."""
+    if run.metrics is None:
+        return [missing(run_files.METRICS)]
+    return [chart("tokens", tokens_figure(run.metrics))] if run.metrics.training else [nothing_logged()]
+
+
+def run_memory_section(run: Run) -> list[Element]:
+    """Memory over the run. Without a plan there is nothing to hold it against."""
+    notes = [missing(run_files.PLAN)] if run.plan is None else []
+    if run.metrics is None:
+        return [missing(run_files.METRICS), *notes]
+    if not run.metrics.training:
+        return [nothing_logged(), *notes]
+    return [*notes, chart("run-memory", run_memory_figure(run.metrics, run.plan))]
+
+
+def bytes_section(run: Run) -> list[Element]:
+    """Where the planned bytes go, on the host, the device and the disk."""
+    if run.plan is None:
+        return [missing(run_files.PLAN)]
+    places = {"Host": run.plan.host, "Device": run.plan.device}
+    if run.plan.buffers is not None and run.plan.buffers.is_used:
+        places["Buffers, of the device"] = run.plan.buffers
+    places["Disk"] = run.plan.disk
+    return [part for name, place in places.items() for part in _place(name, place)]
+
+
+def _place(name: str, place: Place) -> list[Element]:
+    heading = node("h3", f"{name}: {format_bytes(place.bytes)}")
+    if not place.is_used:
+        return [heading, absent("Nothing is planned there: a CPU's device memory, for one, is part of the host's.")]
+    rows = [[item.name, format_bytes(item.bytes), item.note] for item in place.items]
+    details = node("details", node("summary", "as a table"), table(["item", "bytes", "what it is"], rows, "bytes"))
+    figure = chart(f"bytes-{name.partition(',')[0].lower()}", waterfall_figure(place))
+    return [heading, node("p", _available(place), class_="note"), figure, details]
+
+
+def _available(place: Place) -> str:
+    """What there is for it, and what it is limited by."""
+    if place.available is None:
+        return "What is available is not known."
+    limits = "; ".join(f"{limit.name} {format_bytes(limit.bytes)}" for limit in place.limits)
+    return f"Available: {format_bytes(place.available)}{f' ({limits})' if limits else ''}."
+
+
+def settings_section(run: Run) -> list[Element]:
+    """Every setting of the run, and the reasons of those that were planned."""
+    settings = run.settings or {}
+    planned, reasons = ({}, []) if run.plan is None else (run.plan.run.settings, run.plan.run.reasons)
+    parts = [missing(run_files.SETTINGS)] if run.settings is None else []
+    if reasons:
+        parts.append(node("p", "Why the plan chose what it chose:"))
+        parts.append(node("ul", *(node("li", reason) for reason in reasons)))
+    rows = [[_name(name), _values(name, settings, planned)] for name in dict.fromkeys([*settings, *planned])]
+    if rows:
+        parts.append(table(["setting", "value"], rows, "settings"))
+    return parts
+
+
+def _name(name: str) -> Element:
+    """A setting over its sentence; one of another version has none."""
+    field = RunConfig.model_fields.get(name)
+    sentence = "" if field is None else field.description or ""
+    return node("div", node("small", sentence), node("code", name))
+
+
+def _values(name: str, settings: dict[str, Any], planned: dict[str, Any]) -> Element:
+    values: list[Child] = [node("code", _text(settings[name]))] if name in settings else []
+    if name in planned and (name not in settings or planned[name] != settings[name]):
+        values.append(node("small", "planned: ", node("code", _text(planned[name]))))
+    return node("div", *values)
+
+
+def _text(value: Any) -> str:
+    """A value as the run's file has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return ", ".join(_text(each) for each in value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_text(each)}" for key, each in value.items()) + "}"
+    return str(value)
+
 
 _SECTIONS = {
     "Loss and learning rate": loss_section,

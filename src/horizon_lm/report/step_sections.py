@@ -3,13 +3,10 @@
 from collections.abc import Mapping, Sequence
 from xml.etree.ElementTree import Element
 
-from horizon_lm.report import load
-from horizon_lm.report.html import chart, node, table
-from horizon_lm.report.load import Run
-from horizon_lm.report.notes import absent, missing
-from horizon_lm.report.plan_file import PlannedStep
-from horizon_lm.report.step_figures import StepView, step_memory_figure, timeline_figure
-from horizon_lm.report.style import FIRST, KINDS, SECOND, STREAMS
+from horizon_lm.report import run_files
+from horizon_lm.report.figures import FIRST, KINDS, SECOND, STREAMS, StepView, step_memory_figure, timeline_figure
+from horizon_lm.report.html import absent, chart, missing, node, table
+from horizon_lm.report.run_files import PlannedStep, Run
 from horizon_lm.report.summary import count, duration
 from horizon_lm.report.trace_file import Step, TraceFile, busy_shares
 from horizon_lm.schedule.ops import Kind
@@ -65,7 +62,7 @@ def _title(name: str, step: Step, num_steps: int) -> str:
 
 def _missing_traces(run: Run) -> list[Element]:
     notes = []
-    for name, trace in ((load.PREDICTED, run.predicted), (load.MEASURED, run.measured)):
+    for name, trace in ((run_files.PREDICTED, run.predicted), (run_files.MEASURED, run.measured)):
         if trace is None:
             notes.append(missing(name))
         elif not trace.steps:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from statistics import median
 
-from horizon_lm.report.load import Run
-from horizon_lm.units import format_bytes, format_seconds
+from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.report.run_files import Run
 
 
 @dataclass(frozen=True, slots=True)

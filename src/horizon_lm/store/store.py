@@ -1,12 +1,118 @@
-"""All slabs of a model: weights (and low halves) always, gradients once something is trained."""
+"""The slabs of a model in host memory: weights (and low halves) always, gradients once something is trained."""
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+import mmap
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
-from horizon_lm.store.arena import Arena, page_aligned
-from horizon_lm.store.layout import SlabLayout
 from horizon_lm.store.precision import Precision, join_master, split_master
+
+PAGE = mmap.PAGESIZE
+
+
+class Arena:
+    """One mapping of exactly the bytes asked for. Pages cost memory only once they are written.
+
+    torch's own allocators round up (pinned memory to powers of two), which a byte budget cannot afford.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._map = mmap.mmap(-1, max(num_bytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # absent on macOS
+            if hasattr(mmap, advice):
+                try:
+                    self._map.madvise(getattr(mmap, advice))
+                except OSError:  # a kernel without huge pages: slower, not wrong
+                    continue
+        self._used = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next ``numel`` elements, page-aligned, as a 1-D tensor that keeps the mapping alive."""
+        num_bytes = numel * dtype.itemsize
+        if self._used + num_bytes > self.num_bytes:
+            raise AssertionError(f"arena of {self.num_bytes} bytes: {self._used} used, {num_bytes} more asked for")
+        start, self._used = self._used, page_aligned(self._used + num_bytes)
+        return self.at(start, numel, dtype)
+
+    @property
+    def position(self) -> int:
+        """Where the next slab begins, in bytes."""
+        return self._used
+
+    def at(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``numel`` elements from byte ``start`` on, as a 1-D tensor with a storage of its own."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
+
+
+def page_aligned(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to whole pages."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def as_array(tensor: torch.Tensor) -> Any:
+    """The same memory as a numpy array; numpy has no bf16, so its 16 bits are shown as uint16."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.detach().view(torch.int16).numpy().view(np.uint16)
+    return tensor.detach().numpy()
+
+
+ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line, and enough for vector loads on a device
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    offset: int  # elements
+    shape: torch.Size
+    strides: tuple[int, ...]
+    numel: int
+
+
+class SlabLayout:
+    """Offsets of named tensors in one flat slab. The same layout serves weights, gradients, moments and device slots."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self.entries: dict[str, Entry] = {}
+        offset = 0
+        for name, shape in shapes.items():
+            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            entry = Entry(offset, torch.Size(shape), strides, math.prod(shape))
+            self.entries[name] = entry
+            offset += -(-entry.numel // ALIGNMENT) * ALIGNMENT
+        self.numel = offset
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    @property
+    def num_params(self) -> int:
+        """Elements without the padding between tensors."""
+        return sum(entry.numel for entry in self.entries.values())
+
+    def restrict(self, names: Iterable[str]) -> "SlabLayout":
+        """The layout of a slab that holds only the given tensors, in this layout's order."""
+        names = set(names)
+        return SlabLayout({name: entry.shape for name, entry in self.entries.items() if name in names})
+
+    def view(self, slab: torch.Tensor, name: str) -> torch.Tensor:
+        """The named tensor inside a flat slab (or a device buffer bound to this layout)."""
+        entry = self.entries[name]
+        return slab.as_strided(entry.shape, entry.strides, slab.storage_offset() + entry.offset)
+
+    def gaps(self, slab: torch.Tensor) -> list[torch.Tensor]:
+        """The padding between tensors, which must hold zeros wherever a whole slab is reduced."""
+        ends = [entry.offset + entry.numel for entry in self.entries.values()]
+        starts = [*[entry.offset for entry in self.entries.values()][1:], self.numel]
+        return [slab[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 class UnitSlabs:

@@ -5,27 +5,98 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from horizon_lm.config import RunConfig
-from horizon_lm.config.file import as_config
-from horizon_lm.data.audit import refuse
+from horizon_lm.config.load import as_config
+from horizon_lm.data.checks import refuse
 from horizon_lm.data.loader import Batch
-from horizon_lm.plan.text import summary_lines
-from horizon_lm.preflight.admission import Admission
-from horizon_lm.preflight.run import settle
-from horizon_lm.training.calendar import Calendar
+from horizon_lm.plan.render import summary_lines
+from horizon_lm.preflight.admission import Admission, settle
 from horizon_lm.training.callbacks import Callbacks
-from horizon_lm.training.evaluation import evaluate
-from horizon_lm.training.folder import RunFolder
+from horizon_lm.training.evaluation import Prompts, evaluate
 from horizon_lm.training.interrupts import Interrupts
-from horizon_lm.training.metrics import Metrics
+from horizon_lm.training.metrics import Metrics, Reporter
 from horizon_lm.training.non_finite import finite, update
-from horizon_lm.training.objectives import Objectives, check_gradients, make_objectives, require_callable
-from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData, load_data
-from horizon_lm.training.samples import Prompts
-from horizon_lm.training.seeds import seed_step
-from horizon_lm.training.setup import build_optimizer, check_weights, choose_device, expect, load_model, load_tokenizer
+from horizon_lm.training.run_dir import RunFolder
+from horizon_lm.training.setup import (
+    Objectives,
+    build_optimizer,
+    check_gradients,
+    check_weights,
+    choose_device,
+    expect,
+    in_steps,
+    load_model,
+    load_tokenizer,
+    make_objectives,
+    require_callable,
+)
 from horizon_lm.training.tracing import Tracing
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed of a step.
+
+    The first 32-bit word of numpy's ``SeedSequence((seed, step))``. Given to `transformers.set_seed`, it makes plain Hugging
+    Face draw the same dropout in a step of one micro-batch.
+
+    Args:
+        seed: of the run.
+        step: from 1.
+    """
+    return int(np.random.SeedSequence((seed, step)).generate_state(1)[0])
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seed the generators of Python, numpy and torch, on the host and on all devices, for a step of a run."""
+    from transformers import set_seed
+
+    set_seed(step_seed(seed, step))
+
+
+@dataclass(frozen=True, slots=True)
+class Calendar:
+    """The steps after which a run logs, evaluates, saves and answers sample prompts. Steps count from 1."""
+
+    config: RunConfig
+    num_steps: int
+    steps_per_epoch: int
+
+    @property
+    def log_every(self) -> int:
+        return self._interval(self.config.logging_steps)
+
+    def logs(self, step: int) -> bool:
+        return step in (1, self.num_steps) or step % self.log_every == 0
+
+    def evaluates(self, step: int) -> bool:
+        """The end of the run is not asked: it evaluates in any case."""
+        config = self.config
+        return self._due(config.eval_strategy, config.eval_steps or config.logging_steps, step)
+
+    def saves(self, step: int) -> bool:
+        """The end of the run is not asked: it exports in any case."""
+        return self._due(self.config.save_strategy, self.config.save_steps, step)
+
+    def samples(self, step: int) -> bool:
+        return self.config.sample_prompts is not None and (
+            step == self.num_steps or step % self._interval(self.config.sample_steps) == 0
+        )
+
+    def num_saves(self) -> int:
+        """Exports on the way that are there at once, at most."""
+        count = sum(map(self.saves, range(1, self.num_steps + 1)))
+        return min(count, self.config.save_total_limit or count)
+
+    def _due(self, strategy: str, interval: float, step: int) -> bool:
+        if strategy == "no" or step == self.num_steps:
+            return False
+        return step % (self.steps_per_epoch if strategy == "epoch" else self._interval(interval)) == 0
+
+    def _interval(self, number_or_share: float) -> int:
+        return max(1, in_steps(number_or_share, self.num_steps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.errors import NonFiniteError, NonFiniteWarning
 from horizon_lm.objective.base import Loss
-from horizon_lm.training.folder import RunFolder
-from horizon_lm.training.reporter import Reporter
+from horizon_lm.training.metrics import Reporter
+from horizon_lm.training.run_dir import RunFolder
 
 
 def finite(loss: Loss, step: int, batch: Batch, config: RunConfig, folder: RunFolder) -> float:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
-from horizon_lm.data.audit import Finding, also_trained_on, audit
+from horizon_lm.data.checks import Finding, also_trained_on, audit
 from horizon_lm.data.loader import Loader, Sampler
-from horizon_lm.data.prepare import Recipe, Report, cut_rows, pack_rows, prepare, summary
+from horizon_lm.data.preprocess import Recipe, Report, cut_rows, pack_rows, prepare, summary
 from horizon_lm.data.sources import open_source
-from horizon_lm.data.table import TokenTable
+from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError
 
 

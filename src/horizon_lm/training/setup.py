@@ -1,14 +1,21 @@
-"""What a run is made of before its loop, besides its rows: device, tokenizer, model, optimizer."""
+"""Build the device, tokenizer, model, optimizer and objective of a run."""
 
 import math
 import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config import DpoConfig, RunConfig
+from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
+from horizon_lm.data.loader import Batch
+from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarning, first_line
+from horizon_lm.objective.base import Objective, OwnObjective
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.residency import ExpectedBatch
+from horizon_lm.training.metrics import Reporter
+from horizon_lm.training.rows import RunData
 
 
 def choose_device(name: str) -> str:
@@ -31,11 +38,11 @@ def load_tokenizer(config: RunConfig) -> Any:
         ConfigError: no such model, or no tokenizer with it.
         ModelNotSupportedError: not a causal language model.
     """
-    from horizon_lm.model import source
+    from horizon_lm.model import hub
 
-    folder = source.local_folder(config.model_name_or_path)
+    folder = hub.local_folder(config.model_name_or_path)
     if config.gguf_file is None:
-        source.load_config(folder, config.trust_remote_code)  # refuse before minutes go into the data
+        hub.load_config(folder, config.trust_remote_code)  # refuse before minutes go into the data
     elif not (folder / config.gguf_file).is_file():
         raise ConfigError(f"gguf_file: {folder / config.gguf_file} is missing")
     tokenizer = open_tokenizer(folder, gguf_file=config.gguf_file, trust_remote_code=config.trust_remote_code)
@@ -46,7 +53,7 @@ def load_tokenizer(config: RunConfig) -> Any:
 
 def _chat_template(path: str) -> Any:
     """A chat template from a file, or of the tokenizer of a model. ConfigError if there is none."""
-    from horizon_lm.model import source
+    from horizon_lm.model import hub
 
     file = Path(path).expanduser()
     if file.is_file():
@@ -55,7 +62,7 @@ def _chat_template(path: str) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template_path: {path} cannot be read ({first_line(error)})") from error
     try:
-        template = open_tokenizer(source.local_folder(path)).chat_template
+        template = open_tokenizer(hub.local_folder(path)).chat_template
     except ConfigError as error:
         raise ConfigError(
             f"chat_template_path: {path} is neither a file, nor the folder or hub id of a model with a tokenizer"
@@ -84,22 +91,22 @@ def check_weights(config: RunConfig) -> list[str]:
     Raises:
         ConfigError: weights that do not fit the model's config, or cannot be read.
     """
-    from horizon_lm.model import source
-    from horizon_lm.store.check import check_folder
+    from horizon_lm.model import hub
+    from horizon_lm.store.checkpoint_loader import check_folder
 
-    folder = source.folder_here(config.model_name_or_path)
+    folder = hub.folder_here(config.model_name_or_path)
     if folder is None or config.gguf_file is not None:
         return []
-    model_config = source.load_config(folder, config.trust_remote_code)
+    model_config = hub.load_config(folder, config.trust_remote_code)
     options = {"trust_remote_code": config.trust_remote_code or None}
-    return check_folder(source.skeleton_of(model_config, str(folder), **options), folder)
+    return check_folder(hub.skeleton_of(model_config, str(folder), **options), folder)
 
 
 def load_model(config: RunConfig) -> Any:
     """The run's model, streamed and in the mode that it is trained in. What `check_weights` returned is not said again."""
     import transformers
 
-    from horizon_lm.model.trainable import freeze
+    from horizon_lm.model.units import freeze
 
     transformers.set_seed(config.seed)
     with warnings.catch_warnings():
@@ -195,3 +202,86 @@ def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | Non
 def in_steps(number_or_share: float, num_steps: int) -> int:
     """transformers' rule for settings that are a number of steps, or a share of all steps below 1."""
     return int(number_or_share) if number_or_share >= 1 else math.ceil(number_or_share * num_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What is learned.
+
+    Attributes:
+        training: of the rows to train on.
+        held_out: of each held-out data set.
+    """
+
+    training: Objective
+    held_out: Mapping[str, Objective]
+
+
+def require_callable(own: Any) -> None:
+    """ConfigError for an objective of one's own that is none."""
+    if own is not None and not callable(own):
+        raise ConfigError(
+            f"objective is {own!r}, but in a call it is a function of the model and a batch; the setting of that name goes "
+            'into the file, or into a mapping: train({"objective": "dpo", ...})'
+        )
+
+
+def make_objectives(
+    config: RunConfig, model: Any, data: RunData, reporter: Reporter, own: Callable[..., Any] | None = None
+) -> Objectives:
+    """The objectives of a run. Before preferences are learned, the reference is computed with ``model`` as it is.
+
+    Args:
+        own: a user's function to train with, as `OwnObjective` has it.
+    """
+    if isinstance(config, DpoConfig):
+        return _dpo(config, model, data, reporter, own)
+    from horizon_lm.objective import sft
+
+    return Objectives(OwnObjective(own) if own else _of_tokens(config), dict.fromkeys(data.held_out, sft.likelihood))
+
+
+def _of_tokens(config: RunConfig) -> Objective:
+    """The loss to train with; that of held-out rows is always the likelihood, of which perplexity is made."""
+    from horizon_lm.objective import sft
+
+    if isinstance(config, SftConfig) and config.loss_type == "dft":
+        return sft.dft
+    if isinstance(config, TextConfig) and config.label_smoothing_factor:
+        return sft.SmoothedNll(config.label_smoothing_factor)
+    return sft.nll
+
+
+def _dpo(
+    config: DpoConfig, model: Any, data: RunData, reporter: Reporter, own: Callable[..., Any] | None
+) -> Objectives:
+    from horizon_lm.objective.dpo import Dpo
+    from horizon_lm.objective.reference import ReferenceCache, lookup
+
+    cache = ReferenceCache(model, reporter.say)
+
+    def of(name: str, rows: TokenTable, batch_size: int) -> Objective:
+        with reporter.progress(f"reference of {name}") as advance:
+            return Dpo(config, lookup(cache.logprobs(rows, batch_size, advance)))
+
+    if cache.problem:
+        reporter.say(f"reference: {cache.problem}, so it will have to be computed again in the next run")
+    learn = OwnObjective(own) if own else of("training data", data.training.packed, config.reference_batch_size)
+    size = config.per_device_eval_batch_size
+    return Objectives(learn, {name: of(name, rows, size) for name, rows in data.held_out.items()})
+
+
+def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: RunConfig, reporter: Reporter) -> None:
+    """Compare some blocks with plain autograd in a backward of a batch, and leave the model as it was.
+
+    Raises:
+        GradientMismatchError: a gradient is off by more than rounding.
+    """
+    if not config.check_gradients:
+        return
+    model._horizon.check_gradients(config.check_gradients)
+    objectives.training(model, batch).value.backward()
+    model.zero_grad()
+    reporter.say(
+        f"check_gradients: {config.check_gradients} blocks have the gradients of plain autograd on this device"
+    )

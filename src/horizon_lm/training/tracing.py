@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from horizon_lm.resources import resident_bytes
 from horizon_lm.schedule.trace import Trace
-from horizon_lm.store.ram import resident_bytes
 
 _FIRST = 3  # the steps before it touch memory and compile
 

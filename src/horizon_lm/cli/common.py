@@ -1,0 +1,92 @@
+"""What commands share: errors as messages with exit codes, and opening a model with its tokenizer."""
+
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import typer
+
+import horizon_lm
+from horizon_lm.errors import ConfigError, HorizonError, InterruptedRunError
+
+P = ParamSpec("P")
+
+
+def exits(command: Callable[P, None]) -> Callable[P, None]:
+    """Decorate a command: print errors on standard error and exit with their code. What else is raised is a bug."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except HorizonError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            print("error: interrupted; what was written before is intact", file=sys.stderr, flush=True)
+            raise typer.Exit(InterruptedRunError.exit_code) from None
+
+    return run
+
+
+def open_model(
+    name: str, device: str, device_memory: int | None, precision: str, gguf_file: str | None, trust_remote_code: bool,
+    allow_unproven_model: bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return the streamed model of a folder or hub id in evaluation mode, and its tokenizer."""
+    import horizon_lm
+    from horizon_lm.model.hub import local_folder
+    from horizon_lm.training.setup import choose_device, open_tokenizer
+
+    if (Path(name).expanduser() / "model" / "config.json").is_file():
+        raise ConfigError(f"{name} is a run; its model is in {Path(name) / 'model'}")
+    saved = sorted(Path(name).expanduser().glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    if saved and not (Path(name).expanduser() / "config.json").is_file():
+        raise ConfigError(
+            f"{name} is a run that has not left its model yet; as it was on the way, it is in {saved[-1]}"
+        )
+    try:
+        folder: Path = local_folder(name)
+    except ConfigError as error:
+        run = Path(name).expanduser().parent
+        hint = f"; the run in {run} has not left its model yet" if (run / "metrics.jsonl").is_file() else ""
+        raise ConfigError(str(error).removeprefix("model_name_or_path: ") + hint) from error
+    model = horizon_lm.from_pretrained(
+        folder,
+        device=choose_device(device),
+        precision=precision,
+        device_memory=device_memory,
+        gguf_file=gguf_file,
+        trust_remote_code=trust_remote_code,
+        allow_unproven_model=allow_unproven_model,
+    )
+    return model.eval(), open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Import libraries inside: they make a million objects, and looking for garbage among them takes a seventh of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def print_version(wanted: bool) -> None:
+    """Print the versions of Horizon-LM and of what its numbers depend on, and exit, if ``--version`` is given."""
+    if not wanted:
+        return
+    print(f"horizon-lm {horizon_lm.__version__}")
+    for name in ("torch", "transformers", "numba"):
+        try:
+            print(f"{name} {installed_version(name)}")
+        except PackageNotFoundError:
+            print(f"{name} is not installed")
+    raise typer.Exit

@@ -1,0 +1,184 @@
+"""Measure what a block's computation takes on the device, and find the weights that its forward writes."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from horizon_lm.cost.meta_recorder import recording
+from horizon_lm.model.block_template import StreamedBlock, structure_key
+from horizon_lm.model.hub import meta_copy
+from horizon_lm.model.outer_trial import OuterTrial
+from horizon_lm.model.units import ModelParts
+from horizon_lm.plan.outline import Footprint, Work
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """A block's forward and backward, as the meta device shows them.
+
+    Attributes:
+        footprint: memory that it takes.
+        forward_peak: bytes that a forward without a graph holds at once.
+        forward, backward: work; the backward's is that after a forward with a graph.
+        output: on the meta device.
+    """
+
+    footprint: Footprint
+    forward_peak: int
+    forward: Work
+    backward: Work
+    output: Any
+
+
+def run_on_meta(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, accelerated: bool = False
+) -> BlockRun:
+    """Run a block with arguments of these shapes and dtypes on the meta device.
+
+    Args:
+        block: a decoder block, with weights anywhere.
+        args, kwargs: as the model's forward passes them, with tensors on any device.
+        dtype: of the weights on the device.
+        accelerated: with the kernels of a GPU.
+    """
+    module, args, kwargs = copy_on_meta(block, args, kwargs, dtype)
+    with recording(module, args, kwargs, accelerated=accelerated) as recorder, torch.enable_grad():
+        output = module.forward(*args, **kwargs)
+        tensors = _differentiable(output)
+        graph, forward = recorder.live, recorder.work
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook(_drop)  # into its slot
+        torch.autograd.backward(tensors, [torch.empty_like(t) for t in tensors])
+    with recording(module, args, kwargs, accelerated=accelerated) as alone, torch.no_grad():
+        module.forward(*args, **kwargs)
+    work = recorder.work
+    return BlockRun(Footprint(graph, recorder.peak), alone.peak, forward, work - forward, _detached(output))
+
+
+def output_on_meta(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+    """What a block gives for arguments of these shapes and dtypes, on the meta device."""
+    module, args, kwargs = copy_on_meta(block, args, kwargs, dtype)
+    with recording(module, args, kwargs, accelerated=False), torch.no_grad():
+        return module.forward(*args, **kwargs)
+
+
+def copy_on_meta(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return a copy of a block with weights in ``dtype``, and its arguments; hidden states are to be differentiated."""
+    module = meta_copy(block)
+    module.__dict__.pop("forward", None)  # that of a streamed block
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if param is not None:
+                owner._parameters[name] = nn.Parameter(param.to(dtype)) if param.is_floating_point() else param
+        for name, buffer in owner._buffers.items():
+            owner._buffers[name] = None if buffer is None else buffer.to("meta")
+    args, kwargs = tree_map(_leaf_on_meta, (args, kwargs))
+    (args[0] if args else kwargs["hidden_states"]).requires_grad_()
+    module.train(block.training)
+    return module, args, kwargs
+
+
+def measured_footprint(
+    block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device,
+    meter: AbstractContextManager[Any],
+) -> tuple[Footprint, Any]:  # fmt: skip
+    """Return the footprint of a block as it runs on a device, compiled if it is, and its output.
+
+    Weights are drawn for it, all of them trainable.
+
+    Args:
+        block: the block.
+        args, kwargs: as in `run_on_meta`, on the device.
+        dtype: of the weights.
+        meter: gives the bytes in use inside, as ``current`` and ``peak``.
+    """
+    params = {  # plain tensors, as in training: another class would be compiled for again
+        name: (0.02 * torch.randn(param.shape, dtype=dtype, device=device)).requires_grad_()
+        for name, param in block.module.named_parameters(remove_duplicate=False)
+    }
+    for param in params.values():
+        param.register_post_accumulate_grad_hook(_drop)
+    args, kwargs = _detached((args, kwargs))
+    hidden = args[0] if args else kwargs["hidden_states"]
+    hidden.requires_grad_()
+    for _ in range(2):  # the first time, compilers and tuning take memory of their own
+        hidden.grad = None
+        with meter as used, torch.enable_grad(), block.bound(params):
+            output = block.forward(*args, plainly=block.is_hooked(), **kwargs)
+            tensors = _differentiable(output)
+            graph = used.current
+            torch.autograd.backward(tensors, [torch.zeros_like(t) for t in tensors])
+            peak = used.peak
+        output = _detached(output)
+        del tensors
+    return Footprint(graph, peak), output
+
+
+def _detached(output: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
+
+
+def _differentiable(output: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+def _leaf_on_meta(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _drop(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+_IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
+
+
+def find_written(parts: ModelParts, trial: OuterTrial | None) -> Mapping[int, frozenset[str]]:
+    """Return by block the names of the weights that its forward may write in training; blocks that write none are left out."""
+    by_kind: dict[Any, frozenset[str]] = {}
+    found = {}
+    for index, module in enumerate(parts.blocks) if trial is not None else ():
+        kind = structure_key(module)
+        if kind not in by_kind:
+            assert trial is not None
+            by_kind[kind] = _written(module, *trial.calls[index])
+        if by_kind[kind]:
+            found[index] = by_kind[kind]
+    return found
+
+
+def _written(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+    module, args, kwargs = copy_on_meta(block, args, kwargs, torch.float32)
+    module.train()
+    watch = _Watch(module)
+    try:
+        with recording(module, args, kwargs, accelerated=False), watch, torch.no_grad():
+            module.forward(*args, **kwargs)
+    except Exception:  # what cannot run on the meta device is not known to write
+        pass
+    return frozenset(watch.written)
+
+
+class _Watch(TorchFunctionMode):
+    """Notes functions that write to the storage of a parameter, also through its ``data``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.written: set[str] = set()
+        self._names = {param.untyped_storage()._cdata: name for name, param in module.named_parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if writes and args and isinstance(args[0], torch.Tensor):
+            written = self._names.get(args[0].untyped_storage()._cdata)
+            self.written |= {written} if written is not None else set()
+        return func(*args, **(kwargs or {}))

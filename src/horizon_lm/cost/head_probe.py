@@ -1,0 +1,116 @@
+"""What norm, head and loss take for some tokens, found by running the model's own code on the meta device."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from horizon_lm.cost.meta_recorder import recording
+from horizon_lm.model.functional import in_place, logprobs_of_logits
+from horizon_lm.model.hub import meta_copy
+from horizon_lm.model.outer_trial import Decoded, forwards
+from horizon_lm.model.units import ModelParts
+from horizon_lm.plan.outline import Linear, Work
+from horizon_lm.schedule.ops import OUTER
+
+_TOKENS = 4096  # of a trial; what does not grow with tokens is small beside what they take
+
+
+def head_peak(
+    parts: ModelParts, trunk: nn.Module, dtype: torch.dtype, chunked: bool, values: Sequence[str] = ()
+) -> Linear[int]:
+    """Bytes that norm, head and loss hold at once, by tokens: hidden states, weights and slots not counted.
+
+    Args:
+        trunk: what the model's forward calls for hidden states.
+        chunked: the weights' gradients go straight into their slot, and nobody holds the logits.
+        values: the loss is made of these, as `logits.logprobs_of_logits` names them; empty for Hugging Face's own loss.
+    """
+    linear = _ChunkLinear.apply if chunked else F.linear
+    at, at_twice = (_run(parts, trunk, dtype, n * _TOKENS, linear, not chunked, values)[0] for n in (1, 2))
+    of_token = (at_twice - at) // _TOKENS
+    one = at - (_TOKENS - 1) * of_token
+    return Linear(one, one + of_token)
+
+
+def head_work(parts: ModelParts, trunk: nn.Module, dtype: torch.dtype) -> tuple[Linear[Work], Linear[Work]]:
+    """Work of norm, head and loss by tokens: of the forward, and of the backward."""
+    runs = [_run(parts, trunk, dtype, tokens, F.linear, holds_logits=False) for tokens in (1, 2)]
+    forward = Linear(*(forward for _, forward, _ in runs))
+    return forward, Linear(*(both - forward for _, forward, both in runs))
+
+
+def _run(
+    parts: ModelParts,
+    trunk: nn.Module,
+    dtype: torch.dtype,
+    tokens: int,
+    linear: Callable[..., torch.Tensor],
+    holds_logits: bool,
+    values: Sequence[str] = (),
+) -> tuple[int, Work, Work]:
+    """Peak, work of the forward, and of both."""
+    model, width = parts.model, parts.head_width
+    norm = _norm(parts, dtype)
+    weight = torch.empty((parts.sizes().vocabulary, width), dtype=dtype, device="meta", requires_grad=True)
+    hidden = torch.empty((1, tokens, width), dtype=dtype, device="meta", requires_grad=True)
+    labels = torch.empty((1, tokens), dtype=torch.long, device="meta")
+    replaced: dict[nn.Module, Callable[..., Any]] = {
+        trunk: lambda *args, **kwargs: Decoded(norm(hidden)),
+        parts.head: lambda states: linear(states, weight),
+    }
+    options = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+    outer = [
+        (module, attribute, torch.empty(ref.param.shape, dtype=dtype, device="meta", requires_grad=True))
+        for ref in parts.units[OUTER]
+        for module, attribute in ref.places
+    ]
+    with (
+        forwards(replaced),
+        in_place(outer),
+        recording(norm, weight, hidden, labels, accelerated=True) as recorder,
+        torch.enable_grad(),
+    ):
+        if values:
+            output = type(model).forward(model, input_ids=labels, **options)
+            logits = output.logits.flatten(0, 1)
+            # Where logits are there as a whole, those of trained tokens are taken out of them.
+            made = logprobs_of_logits(logits.clone() if holds_logits else logits, labels[0], 1.0, values)
+            del logits
+            loss = torch.stack(made).sum()
+        else:
+            output = type(model).forward(
+                model, input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=tokens, **options
+            )
+            loss = output.loss
+        forward = recorder.work
+        if not holds_logits:
+            del output
+        torch.autograd.backward(loss, torch.empty_like(loss))
+    return recorder.peak, forward, recorder.work
+
+
+class _ChunkLinear(torch.autograd.Function):
+    """A product whose weight's gradient takes no memory of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        _, weight = ctx.saved_tensors
+        return grad.matmul(weight), None
+
+
+def _norm(parts: ModelParts, dtype: torch.dtype) -> nn.Module:
+    """The final norm, unless something brings hidden states to another width after it."""
+    norm = parts.final_norm
+    if norm is None or any(param.shape[-1] != parts.head_width for param in norm.parameters()):
+        return nn.Identity()
+    copy = meta_copy(norm).to(device="meta", dtype=dtype)
+    copy.__dict__.pop("forward", None)  # that of a streamed model
+    return copy

@@ -1,0 +1,238 @@
+"""Running code on the meta device to see what it would take: nothing is computed, and no weights are needed.
+
+Storages are followed from the operation that makes them until Python drops them, as a device's allocator would; the
+operations and bytes of each kernel are added up. What has no meta kernel has a stand-in: a fused attention kernel keeps
+its inputs, its output and a number per query and head; a product of experts is one over all tokens' choices.
+
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from horizon_lm.plan.outline import Work
+
+_STAND_IN = "horizon_lm_fused"  # in the place of kernels that transformers calls by these names
+_FUSED = ("flash_attention_2", "flash_attention_3", "varlen")
+_BACKWARD = 2.5  # times the forward of fused attention (Dao, "FlashAttention-2", arXiv 2307.08691, section 4.1)
+
+
+class Recorder(TorchDispatchMode):
+    """Memory and work of what runs inside, on meta tensors.
+
+    Args:
+        given: tensors that are there already, in nested structures.
+
+    Attributes:
+        live, peak: bytes of storages made inside: now, and the most there were.
+        work: of all operations so far.
+    """
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.work = Work()
+        self._known = {t.untyped_storage()._cdata for t in _tensors(given)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        results, inputs = _tensors(result), _tensors((args, kwargs))
+        if not _is_view(func, results, inputs):
+            self._count(func, args, kwargs, result, [*inputs, *results])
+        for tensor in results:
+            if tensor.device.type == "meta":
+                self._follow(tensor.untyped_storage())
+        return result
+
+    def attend(self, operations: float) -> None:
+        """A fused attention kernel has run."""
+        self.work += Work(attention=operations, num_ops=1)
+
+    def multiply(self, operations: float, tensors: list[torch.Tensor]) -> None:
+        """A kernel of products has run, with these inputs and results."""
+        self.work += Work(products=operations, product_bytes=_num_bytes(tensors), num_ops=1)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> None:
+        num_bytes = _num_bytes(tensors)
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            operations = float(flop_registry[packet](*args, **kwargs, out_val=result))
+            self.work += Work(products=operations, product_bytes=num_bytes, num_ops=1)
+        elif not func._schema.name.startswith(_MAKES_NOTHING):
+            self.work += Work(moved_bytes=num_bytes, num_ops=1)
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+
+    def _freed(self, address: int, num_bytes: int) -> None:
+        self._known.discard(address)
+        self.live -= num_bytes
+
+
+_MAKES_NOTHING = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
+
+
+def _is_view(func: Any, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
+    if func._schema.is_mutable:
+        return False
+    storages = {t.untyped_storage()._cdata for t in inputs}
+    return bool(results) and all(t.untyped_storage()._cdata in storages for t in results)
+
+
+def _num_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def recording(module: nn.Module, *given: Any, accelerated: bool) -> Iterator[Recorder]:
+    """Inside, a module on the meta device runs with stand-ins for what cannot run there.
+
+    Args:
+        module: a copy, whose attention implementation is changed for good.
+        given: tensors that are there already, besides its parameters and buffers.
+        accelerated: with the kernels of a GPU.
+    """
+    recorder = Recorder([*module.parameters(), *module.buffers(), given])
+    with _fused_attention(module, recorder), _experts(recorder), _ScaledDotProduct(recorder, accelerated), recorder:
+        yield recorder
+
+
+# Attention
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps what a fused attention kernel keeps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+        recorder: Recorder, pairs: float,
+    ) -> torch.Tensor:  # fmt: skip
+        rows, heads, _, width = query.shape
+        output = _output_like(query, value.shape[-1])
+        per_query = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, per_query, *([] if mask is None else [mask]))
+        ctx.recorder, ctx.operations = recorder, 2.0 * rows * heads * pairs * (width + value.shape[-1])
+        recorder.attend(ctx.operations)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        ctx.recorder.attend(_BACKWARD * ctx.operations)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None, None
+
+
+def _output_like(query: torch.Tensor, width: int) -> torch.Tensor:
+    """In the memory layout of the query (B, heads, T, D), as kernels give it."""
+    if width == query.shape[-1]:
+        return torch.empty_like(query)
+    rows, heads, length, _ = query.shape
+    return query.new_empty((rows, length, heads, width)).transpose(1, 2)
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Pairs of query and key that causal attention computes, with a sliding window or without."""
+    window = min(window or length, length)
+    return window * length - window * (window - 1) / 2
+
+
+class _ScaledDotProduct(TorchFunctionMode):
+    """Runs torch's scaled dot-product attention as a fused kernel would: on the meta device it would be spelt out."""
+
+    def __init__(self, recorder: Recorder, accelerated: bool) -> None:
+        super().__init__()
+        self._recorder, self._accelerated = recorder, accelerated
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = args[:3]
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        if not self._accelerated and (dropout or query.shape[-1] != value.shape[-1]):
+            return func(*args, **kwargs)  # on a CPU torch has no fused kernel for these
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.empty_like(mask, dtype=query.dtype)  # kernels add it to the scores
+        causal = kwargs.get("is_causal") and query.shape[2] == key.shape[2]
+        pairs = _pairs(query.shape[2], None) if causal else float(query.shape[2] * key.shape[2])
+        return _Fused.apply(query, key, value, mask, self._recorder, pairs)
+
+
+@contextmanager
+def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Inside, kernels that transformers finds by name, and which skip what a window hides, are the stand-in."""
+    from transformers import AttentionInterface
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
+        pairs = _pairs(query.shape[2], kwargs.get("sliding_window"))
+        return _Fused.apply(query, key, value, None, recorder, pairs).transpose(1, 2), None
+
+    AttentionInterface.register(_STAND_IN, attend)
+    configs = {id(c): c for part in module.modules() if (c := part.__dict__.get("config")) is not None}
+    for config in configs.values():
+        if getattr(config, "_attn_implementation", None) in _FUSED:
+            config._attn_implementation = _STAND_IN
+    yield
+
+
+# Experts
+
+
+class _Grouped(torch.autograd.Function):
+    """Keeps what a grouped product keeps: tokens (S, I), sorted by expert, times weight (E, I, O)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, recorder: Recorder
+    ) -> torch.Tensor:
+        output = tokens.new_empty(tokens.shape[0], weight.shape[2])
+        ctx.save_for_backward(tokens, weight, offsets)
+        ctx.recorder, ctx.operations = recorder, 2.0 * tokens.shape[0] * weight.shape[1] * weight.shape[2]
+        recorder.multiply(ctx.operations, [tokens, weight, offsets, output])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        tokens, weight, offsets = ctx.saved_tensors
+        grads = torch.empty_like(tokens), torch.empty_like(weight)
+        ctx.recorder.multiply(2 * ctx.operations, [tokens, weight, offsets, grad, *grads])
+        return *grads, None, None
+
+
+@contextmanager
+def _experts(recorder: Recorder) -> Iterator[None]:
+    """Inside, products of experts are the stand-in.
+
+    On the meta device torch's own knows bf16 alone, and transformers' fallback has no backward before 5.23.
+    """
+    from transformers.integrations import moe
+
+    def multiply(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return _Grouped.apply(input.to(weight.dtype), weight, offs, recorder)
+
+    original = moe._grouped_mm
+    moe._grouped_mm = multiply
+    try:
+        yield
+    finally:
+        moe._grouped_mm = original

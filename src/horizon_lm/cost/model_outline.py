@@ -1,0 +1,211 @@
+"""Derive from a Hugging Face config the `ModelOutline` that a plan is made of. No weights are read."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from horizon_lm.cost.block_calls import BlockCalls, call_of_each_block, find_calls
+from horizon_lm.cost.head_probe import head_peak, head_work
+from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
+from horizon_lm.model import attention
+from horizon_lm.model.compiling import chunk_mlps
+from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
+from horizon_lm.model.hub import skeleton_of
+from horizon_lm.model.outer_trial import require_each_block_once, try_outer
+from horizon_lm.model.proven import MICRO_BATCHES, VARLEN, find_proof, require_proven
+from horizon_lm.model.units import ModelParts, find_parts, freeze
+from horizon_lm.plan.outline import BlockKind, Linear, ModelOutline, Work
+from horizon_lm.schedule.ops import block
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def outline_config(
+    config: Any,
+    name: str,
+    *,
+    length: int,
+    dtype: torch.dtype,
+    masked: bool = True,
+    attn_implementation: str | None = None,
+    on_accelerator: bool = False,
+    mlp_chunk_tokens: int | None = None,
+    trust_remote_code: bool = False,
+    trainable: str | None = None,
+    packed: bool = False,
+    allow_unproven_model: bool = False,
+    head_values: Sequence[str] = (),
+) -> ModelOutline:
+    """The outline of the model that a config describes.
+
+    Args:
+        config: a Hugging Face config.
+        name: of the model, for people.
+        length: tokens of a row.
+        dtype: of weights and hidden states on the device.
+        masked: rows are padded, so that attention needs to know where they end.
+        attn_implementation: as in `horizon_lm.stream`.
+        on_accelerator: attention is chosen as for a GPU.
+        mlp_chunk_tokens: as in `horizon_lm.stream`.
+        packed: rows are packed, which not every model can keep apart.
+        allow_unproven_model: as in `horizon_lm.stream`.
+        trainable: patterns of the names of weights that are trained, as in `model.trainable.freeze`.
+        head_values: what the loss is made of, as in `model.head_run.head_peak`.
+
+    Raises:
+        ConfigError: a setting that is not possible.
+        ModelNotSupportedError: a model that cannot be streamed exactly.
+    """
+    attention.register()
+    model = skeleton_of(
+        config, name, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code or None
+    ).train()
+    freeze(model, trainable)
+    parts = find_parts(model)
+    proof = find_proof(parts)
+    used = attention.choose(model, attn_implementation, on_accelerator and VARLEN in proof.features)
+    unproven = proof.reason_against(*([VARLEN] if used == attention.NAME else []))
+    if not allow_unproven_model:
+        require_proven(unproven)
+    if packed:
+        require_packable(parts, used)
+    require_each_block_once(parts, try_outer(parts))
+    found = find_chunked_path(parts)
+    path = found if isinstance(found, ChunkedPath) else None
+    try:
+        computation = _computation(parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values, path)
+    except HorizonError:
+        raise
+    except Exception as error:  # foreign code, which may do on the meta device what it likes
+        computation = _unknown(parts, error)
+    return ModelOutline(
+        name=name,
+        sizes=parts.sizes(),
+        trained=parts.sizes(trained_only=True),
+        active=_active(parts),
+        length=length,
+        compute_bytes=dtype.itemsize,
+        attention=used,
+        first_differentiated=parts.first_differentiated(),
+        whole_head_only="" if path is not None else str(found),
+        whole_batch_only=MICRO_BATCHES not in proof.features and not allow_unproven_model,
+        unproven=unproven,
+        **computation,
+    )
+
+
+def _computation(
+    parts: ModelParts,
+    length: int,
+    dtype: torch.dtype,
+    masked: bool,
+    accelerated: bool,
+    mlp_chunk_tokens: int | None,
+    head_values: Sequence[str],
+    path: ChunkedPath | None,
+) -> dict[str, Any]:
+    """What blocks and head compute, as an outline has it."""
+    calls = find_calls(parts, dtype, length, masked)
+    if mlp_chunk_tokens is not None:
+        for each in calls:
+            if not chunk_mlps(each.block, mlp_chunk_tokens):
+                raise ConfigError(f"mlp_chunk_tokens: {type(each.block).__name__} has no feed-forward layer to chunk")
+    trunk = parts.trunks()[-1] if path is None else path.trunk
+    forward, backward = head_work(parts, trunk, dtype)
+    return {
+        "kinds": [_kind(each, length, dtype, accelerated) for each in calls],
+        "shared": Linear(_shared(calls, 1, length), _shared(calls, 2, length)),
+        "head_peak": {
+            name: head_peak(parts, trunk, dtype, name == "chunked" and path is not None, head_values)
+            for name in ("chunked", "whole")
+        },
+        "head_forward": forward,
+        "head_backward": backward,
+    }  # fmt: skip
+
+
+def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
+    """The outline of computations that take nothing, and why."""
+    nothing, no_work = Linear(0, 0), Linear(Work(), Work())
+    return {
+        "kinds": [BlockKind(range(parts.num_blocks), nothing, nothing, nothing, no_work, no_work)],
+        "shared": nothing,
+        "head_peak": {"chunked": nothing, "whole": nothing},
+        "head_forward": no_work,
+        "head_backward": no_work,
+        "unknown": f"{type(parts.model).__name__} cannot be tried without weights ({first_line(error)})",
+    }
+
+
+def _kind(calls: BlockCalls, length: int, dtype: torch.dtype, accelerated: bool) -> BlockKind:
+    one, two = (calls.run(rows, length, dtype, accelerated) for rows in (1, 2))
+    return BlockKind(
+        indices=calls.indices,
+        graph=Linear(one.footprint.graph, two.footprint.graph),
+        peak=Linear(one.footprint.peak, two.footprint.peak),
+        forward_peak=Linear(one.forward_peak, two.forward_peak),
+        forward=Linear(one.forward, two.forward),
+        backward=Linear(one.backward, two.backward),
+    )
+
+
+def _shared(calls: list[BlockCalls], rows: int, length: int) -> int:
+    """Blocks of different kinds may be given different masks; what looks alike is counted once."""
+    found: dict[int, int] = {}
+    for each in calls:
+        found |= each.shared_bytes(rows, length)
+    return sum(found.values())
+
+
+def _active(parts: ModelParts) -> int:
+    config = parts.model.config.get_text_config()
+    experts = next((n for name in _NUM_EXPERTS if (n := getattr(config, name, None))), 0)
+    chosen = getattr(config, "num_experts_per_tok", None) or experts
+    active = sum(parts.sizes().head)
+    for index in range(parts.num_blocks):
+        for ref in parts.units[block(index)]:
+            of_experts = ref.param.ndim == 3 and ref.param.shape[0] == experts
+            active += ref.param.numel() * chosen // experts if of_experts else ref.param.numel()
+    return active
+
+
+_FIRST, _SECOND = 5, 8  # tokens of two rows in one
+
+
+def require_packable(parts: ModelParts, used: str) -> None:
+    """ModelNotSupportedError for a model in which a token could see the rows before its own.
+
+    The model's outer code runs over two rows packed into one, and what each block is given is looked at.
+
+    Args:
+        parts: of a skeleton.
+        used: the attention implementation that the run will have.
+    """
+    name = type(parts.model).__name__
+    if "position_ids" not in inspect.signature(type(parts.model).forward).parameters:
+        raise ModelNotSupportedError(f"{name}: packing is not possible: the model takes no position_ids")
+    if used == attention.NAME:
+        attention.require_varlen(parts.model)
+        return
+    positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
+    inputs = {"input_ids": torch.zeros_like(positions), "position_ids": positions}
+    for index, (args, kwargs) in call_of_each_block(parts, torch.float32, inputs).items():
+        if not (_is_masked(args, kwargs) or (used.startswith("flash") and kwargs.get("position_ids") is not None)):
+            raise ModelNotSupportedError(
+                f"{name}: packing is not possible: block {index} ({type(parts.blocks[index]).__name__}) is given no mask that "
+                f"keeps packed rows apart with attn_implementation={used!r}; remove packing"
+            )
+
+
+def _is_masked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether some input is a mask (..., T, T) in which the second row does not see the first, and sees itself."""
+    length = _FIRST + _SECOND
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim == 4 and leaf.shape[-2:] == (length, length):
+            seen = leaf if leaf.dtype == torch.bool else leaf > torch.finfo(leaf.dtype).min / 2
+            if not seen[..., _FIRST:, :_FIRST].any() and seen[..., _FIRST:, _FIRST:].any():
+                return True
+    return False

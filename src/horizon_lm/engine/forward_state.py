@@ -1,0 +1,161 @@
+"""What a forward keeps for its backward: boundaries, leases of their buffers, and the anchor in the autograd graph."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.device.base import Device, Task
+from horizon_lm.errors import StreamingError
+
+
+class Anchor:
+    """See the module's description. One anchor serves every forward, until other parameters are trained."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        sentinel = torch.zeros((), requires_grad=True)
+        self._sentinel = torch.autograd.graph.get_gradient_edge(sentinel).node
+        self.tensor: torch.Tensor = _Anchor.apply(sentinel, *params)
+
+    def sees_whole_backward(self) -> bool:
+        """Return false in a backward that was restricted to some tensors: ``backward(inputs=...)``, ``autograd.grad``."""
+        return torch._C._will_engine_execute_node(self._sentinel)
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sentinel: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.num_inputs = 1 + len(params)
+        ctx.set_materialize_grads(False)
+        return sentinel.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
+        return (None,) * ctx.num_inputs
+
+
+class ForwardHandle:
+    """One recorded forward. Autograd's nodes hold it; when the last one is gone, what it holds is free again.
+
+    Attributes:
+        version: of the weights it was computed with.
+        keeps: blocks with a boundary.
+        trained: names of the parameters of each unit that were trained then.
+        config: the model's settings, as comparable values.
+        anchor: what its autograd nodes depend on.
+        graphs: of these blocks the whole computation is kept, so that it is not repeated.
+        boundaries: buffers in host memory, by block; a boundary is in the first bytes of its own.
+        boundary_bytes: of each boundary.
+        head_grads: the head's gradients were made in this forward and are in the head's buffer.
+    """
+
+    def __init__(
+        self, version: int, keeps: frozenset[int], trained: dict[str, list[str]], config: Any, anchor: Anchor
+    ) -> None:
+        self.version = version
+        self.keeps = keeps
+        self.trained = trained
+        self.config = config
+        self.anchor = anchor
+        self.graphs: frozenset[int] = frozenset()
+        self.boundaries: dict[int, torch.Tensor] = {}
+        self.boundary_bytes = 0
+        self.offloads: dict[int, Task] = {}
+        self.head_grads = False
+        self.consumed = False
+
+    def boundary(self, block: int) -> torch.Tensor:
+        """The host copy of a block's boundary, as bytes."""
+        return self.boundaries[block][: self.boundary_bytes]
+
+    def check_usable(self, version: int, config: Any) -> None:
+        """StreamingError if a backward through this forward would be wrong."""
+        if self.consumed:
+            raise StreamingError(
+                "backward was called a second time on the same forward. A streamed model frees what it kept, so "
+                "retain_graph has no effect: call the model again, or add the losses and call backward once."
+            )
+        if self.version != version:
+            raise StreamingError(
+                "the weights were changed between this forward and its backward, so its gradients would mix two sets of "
+                "weights. Call backward before optimizer.step(), and before weights are edited."
+            )
+        if self.config != config:
+            raise StreamingError(
+                "the model's config was changed between this forward and its backward, which computes the blocks again; "
+                "change it (set_attn_implementation, for example) before the forward"
+            )
+
+
+class Claim:
+    """Something of which there is one, taken by a forward until its backward is over or it is abandoned."""
+
+    def __init__(self) -> None:
+        self._holder: weakref.ref[ForwardHandle] | None = None
+
+    @property
+    def holder(self) -> ForwardHandle | None:
+        handle = self._holder() if self._holder is not None else None
+        return None if handle is None or handle.consumed else handle
+
+    def take(self, handle: ForwardHandle) -> None:
+        self._holder = weakref.ref(handle)
+
+    def release(self) -> None:
+        self._holder = None
+
+
+class BoundaryPool:
+    """Host memory for boundaries: buffers of one size, that of the largest batch, whatever batches use of them.
+
+    One buffer a block serves batches of every length. What an abandoned forward was still copying is waited for first.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._size = 0  # bytes of a buffer
+        self._free: list[tuple[torch.Tensor, Task | None]] = []
+        self.num_bytes = 0
+
+    def take(self, handle: ForwardHandle, block: int, num_bytes: int, largest: int = 0) -> torch.Tensor:
+        """The first ``num_bytes`` of a uint8 buffer that returns to the pool when ``handle`` is gone.
+
+        Args:
+            largest: bytes that a later batch will ask for, if that is known: a larger buffer has to be made only once.
+        """
+        self._size = max(self._size, num_bytes, largest)
+        buffer = self._find()
+        if buffer is None:
+            buffer = self._device.host_buffer(self._size)
+            self.num_bytes += self._size
+        if not handle.boundaries:
+            weakref.finalize(handle, self._give_back, handle.boundaries, handle.offloads).atexit = False
+        handle.boundaries[block], handle.boundary_bytes = buffer, num_bytes
+        return handle.boundary(block)
+
+    def _find(self) -> torch.Tensor | None:
+        """Return a free buffer that is large enough. Those that are not are freed on the way."""
+        is_idle = False
+        while self._free:
+            buffer, task = self._free.pop()
+            if buffer.numel() >= self._size:
+                if task is not None:
+                    self._device.wait([task])
+                return buffer
+            if not is_idle:  # a backward may be fetching from it
+                self._device.synchronize()
+                is_idle = True
+            self._device.free_host(buffer)
+            self.num_bytes -= buffer.numel()
+        return None
+
+    def release(self, handle: ForwardHandle) -> None:
+        """Take back now what a forward holds: it failed, though a traceback may keep it alive."""
+        self._give_back(handle.boundaries, handle.offloads)
+
+    def _give_back(self, boundaries: dict[int, torch.Tensor], offloads: dict[int, Task]) -> None:
+        while boundaries:
+            block, buffer = boundaries.popitem()
+            self._free.append((buffer, offloads.get(block)))

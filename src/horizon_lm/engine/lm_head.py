@@ -1,0 +1,155 @@
+"""The head: the output projection, called once with all hidden states (mode ``whole``, and wherever logits are wanted)."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.forward_state import ForwardHandle
+from horizon_lm.engine.recompute import no_autocast_cache
+from horizon_lm.model.functional import in_place
+from horizon_lm.schedule.ops import HEAD, Kind
+
+
+class Head:
+    """Streams the output projection of a model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.module = engine.parts.head
+        self._layout = engine.slabs(HEAD).layout
+        modules = {id(module) for module in self.module.modules()}  # several, where an adapter wraps the projection
+        places = {
+            name: [(module, attribute) for module, attribute in ref.places if id(module) in modules]
+            for name, ref in engine.refs.items()
+        }
+        self._places = {name: places[name] for name in self._layout if places[name]}
+        # A bias beside a tied weight is an outer parameter, which is on the device already.
+        self.outer = {name: found for name, found in places.items() if found and name not in self._layout}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Views of the streamed weights, by full name."""
+        buffer = self.engine.memory.head_weights[0]
+        return {name: self._layout.view(buffer, name) for name in self._places}
+
+    def streamed_places(self) -> list[tuple[nn.Module, str]]:
+        """Where the head's modules have streamed weights."""
+        return [place for places in self._places.values() for place in places]
+
+    def outer_weights(self) -> dict[str, torch.Tensor]:
+        """Outer parameters of the head's modules by full name, as they are on the device in a forward."""
+        return {name: module._parameters[a] for name, ((module, a), *_) in self.outer.items()}  # type: ignore[misc]
+
+    def grads(self) -> dict[str, torch.Tensor]:
+        """Views of the gradient buffer by full name, for what is trained."""
+        trained = set(self.engine.trained(HEAD))
+        if not trained:
+            return {}
+        layout, buffer = self.engine.slabs(HEAD).grad_layout, self.engine.memory.head_grads[0]
+        return {name: layout.view(buffer, name) for name in self._places if name in trained}
+
+    def landed(self, names: Collection[str] | None = None) -> None:
+        """These gradients of the head are in their buffer (None: all of them), whose rest becomes zeros."""
+        grads = self.grads()
+        if grads:
+            unused = [grad for name, grad in grads.items() if names is not None and name not in names]
+            for part in (*unused, *self.engine.slabs(HEAD).grad_layout.gaps(self.engine.memory.head_grads[0])):
+                part.zero_()
+            self.engine.landed(HEAD, [name for name in grads if names is None or name in names])
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of all hidden states, differentiable when the forward records."""
+        engine = self.engine
+        engine.require_forward("the head")
+        handle, outer = engine.handle, self.outer_weights()
+        needs_grad = hidden.requires_grad or any(t.requires_grad for t in outer.values())
+        if handle is not None and (needs_grad or engine.trained(HEAD)):
+            projection = _Projection(self, handle, list(outer))
+            return _ProjectFunction.apply(projection, engine.anchor, hidden, *outer.values())
+        with engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
+            logits = self.run(self.weights(), hidden)
+            engine.device.poison(engine.memory.head_weights[0])
+        return logits
+
+    def run(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """The model's own head module with these weights, by full name."""
+        places = self._places | self.outer
+        with in_place((*place, weight) for name, weight in weights.items() for place in places[name]):
+            logits: torch.Tensor = type(self.module).forward(self.module, hidden)
+        return logits
+
+
+class _Projection:
+    """One call of the head, with its graph but without the weights: they are streamed in again for the backward."""
+
+    def __init__(self, head: Head, handle: ForwardHandle, outer: list[str]) -> None:
+        self.head, self.handle, self._outer = head, handle, outer
+        self.graph: tuple[list[torch.Tensor], torch.Tensor]  # input leaves, logits
+        self._written: set[str] = set()  # weights that got a gradient
+
+    def forward(self, needs_grad: tuple[bool, ...], hidden: torch.Tensor, *outer: torch.Tensor) -> torch.Tensor:
+        head, engine = self.head, self.head.engine
+        buffer = engine.memory.head_weights[0]
+        storage = buffer.untyped_storage().data_ptr()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.untyped_storage().data_ptr() != storage:
+                return tensor
+            return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+        def unpack(saved: Any) -> torch.Tensor:
+            return torch.as_strided(buffer, *saved) if isinstance(saved, tuple) else saved
+
+        with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
+            leaves = [t.detach().requires_grad_(need) for t, need in zip((hidden, *outer), needs_grad, strict=True)]
+            trained = head.grads()
+            weights = {name: w.detach().requires_grad_(name in trained) for name, w in head.weights().items()}
+            for name in trained:
+                weights[name].register_post_accumulate_grad_hook(_landing(head, name, self._written))
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                logits = head.run(weights | dict(zip(self._outer, leaves[1:], strict=True)), leaves[0])
+            self.graph = (leaves, logits)
+            engine.device.poison(buffer)
+        return logits.detach()
+
+    def backward(self, grad: torch.Tensor) -> list[torch.Tensor | None]:
+        head, engine = self.head, self.head.engine
+        leaves, logits = self.graph
+        del self.graph
+        with engine.cursor.compute(Kind.BACKWARD, HEAD):
+            with torch.enable_grad():
+                torch.autograd.backward([logits], [grad])
+            engine.device.poison(engine.memory.head_weights[0])
+            head.landed(self._written)
+        return [leaf.grad for leaf in leaves]
+
+
+def _landing(head: Head, name: str, written: set[str]) -> Callable[[torch.Tensor], None]:
+    """A hook that moves a gradient into its buffer. It must not know the graph that knows it: nothing would free them."""
+
+    def take(leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        with torch.no_grad():
+            head.grads()[name].copy_(leaf.grad)
+        written.add(name)
+        leaf.grad = None
+
+    return take
+
+
+class _ProjectFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, projection: _Projection, anchor: torch.Tensor, hidden: torch.Tensor, *outer: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.projection = projection
+        return projection.forward(ctx.needs_input_grad[2:], hidden, *outer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        projection: _Projection = ctx.projection
+        with projection.head.engine.backward_of(projection.handle):
+            grads = projection.backward(grad)
+        return None, None, *grads

@@ -1,0 +1,280 @@
+"""Make a model streamed: one that is built already, one from a folder or hub id, or one from a config."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.device.base import Device
+from horizon_lm.engine.options import Settings, open_device
+from horizon_lm.engine.parameters import require_plain
+from horizon_lm.engine.streamed_model import StreamedModel
+from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.model import attention, hub
+from horizon_lm.model.hub import build_skeleton
+from horizon_lm.model.units import ModelParts, ParamRef
+from horizon_lm.store.checkpoint_loader import Checkpoint, load_weights
+from horizon_lm.store.store import Store
+
+_DOWNLOAD = ("revision", "cache_dir", "token", "force_download", "local_files_only")
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # and the values with which that is so
+    "low_cpu_mem_usage": (None, True, False),
+    "use_safetensors": (None, True),
+    "weights_only": (True,),
+    "ignore_mismatched_sizes": (False,),
+    "output_loading_info": (False,),
+    "device_map": (None,),
+    "load_in_4bit": (None, False),
+    "load_in_8bit": (None, False),
+    "quantization_config": (None,),
+    "tp_plan": (None,),
+    "device_mesh": (None,),
+    "max_memory": (None,),
+    "offload_folder": (None,),
+    "variant": (None,),
+    "state_dict": (None,),
+    "key_mapping": (None,),
+    "experts_implementation": (None,),
+}
+_QUANTIZED = "quantized weights are not streamed yet; leave it out, and take precision='bf16' for the least memory"
+_DEVICES = "several devices are not supported yet; leave it out"
+_REMEDIES = {
+    "device_map": "the weights stay in host memory; leave it out, and choose the device with device='cuda'",
+    "load_in_4bit": _QUANTIZED,
+    "load_in_8bit": _QUANTIZED,
+    "quantization_config": _QUANTIZED,
+    "tp_plan": _DEVICES,
+    "device_mesh": _DEVICES,
+    "max_memory": "use device_memory for the bytes that buffers on the device may take",
+    "offload_folder": "all weights are in host memory already; leave it out",
+    "use_safetensors": "only safetensors are read; convert the weights first",
+    "ignore_mismatched_sizes": "weights must fit the model; mend its config, or load it with transformers and stream() it",
+    "output_loading_info": "weights that are missing are an error; leave it out",
+    "variant": "only the usual names of files are read; load it with transformers and stream() it",
+    "state_dict": "load the folder's weights first, then use model.load_state_dict()",
+    "key_mapping": "load it with transformers and stream() it",
+    "experts_implementation": "experts are computed as transformers does by default; leave it out",
+    "weights_only": "only safetensors are read, which hold nothing but weights; leave it out",
+}
+
+
+def download_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Take what is for downloading out of the options: where a model comes from."""
+    return {name: options.pop(name) for name in _DOWNLOAD if name in options}
+
+
+def read_precision(precision: str | None, options: dict[str, Any]) -> str:
+    """Take ``dtype`` (or ``torch_dtype``) out of the options, and return the precision that goes with it.
+
+    Raises:
+        ConfigError: a dtype that no precision keeps, or another than that of the given precision.
+    """
+    dtype = options.pop("torch_dtype", None)
+    dtype = options.pop("dtype", dtype)
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype, dtype)
+    if dtype in (None, "auto"):
+        return precision or "fp32_master"
+    fits = {torch.float32: ("float32", "fp32_master"), torch.bfloat16: ("fp32_master", "bf16")}.get(dtype)
+    if fits is None:
+        raise ConfigError(f"dtype={dtype} is not supported: use bfloat16 or float32, or choose a precision")
+    if precision is not None and precision not in fits:
+        raise ConfigError(f"dtype={dtype} does not go with precision={precision!r}; leave one of them out")
+    return precision or fits[0]
+
+
+def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Take what changes the model's config out of the options, as transformers does; ConfigError for what is unknown."""
+    for name, allowed in _WITHOUT_EFFECT.items():
+        value = options.pop(name, allowed[0])
+        if not any(value is each for each in allowed):
+            raise ConfigError(
+                f"from_pretrained: {name}={value!r} is not supported by a streamed model: {_REMEDIES[name]}"
+            )
+    ours = {field.name for field in fields(Settings)}
+    changes = {name: options.pop(name) for name in list(options) if name not in ours and hasattr(config, name)}
+    for name in options.keys() - ours:
+        close = difflib.get_close_matches(name, [*ours, *_DOWNLOAD], n=1)
+        raise ConfigError(
+            f"from_pretrained does not know {name}{f'; did you mean {close[0]}?' if close else ', nor does the config'}"
+        )
+    return changes
+
+
+def stream(
+    model: Any,
+    device: str | Device = "auto",
+    precision: str = "fp32_master",
+    device_micro_batch_size: int | None = None,
+    head: str = "chunked",
+    *,
+    boundaries: str | int = "auto",
+    held_blocks: int | None = None,
+    held_graphs: int | None = None,
+    head_chunk_tokens: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    device_memory: int | None = None,
+    mlp_chunk_tokens: int | None = None,
+    compile: bool | str = "auto",
+    check_recompute: bool = False,
+    attn_implementation: str | None = None,
+    check_gradients: int = 0,
+    allow_unproven_model: bool = False,
+) -> Any:
+    """Stream a Hugging Face causal language model that is in memory already.
+
+    Its parameters move into the store one by one, and each is freed where it was. The module stays the same object,
+    and so do its parameters.
+
+    Args:
+        model: a transformers causal language model with its weights.
+        device: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` (or ``cuda:1``), ``simulated``, or a `Device`.
+        precision: how weights are kept: ``fp32_master`` (bf16 and 16 low bits, an exact fp32 master), ``bf16``
+            (stochastically rounded updates) or ``float32``.
+        device_micro_batch_size: rows on the device at once inside a block; None for the whole batch.
+        head: ``chunked`` (loss only, logits never whole) or ``whole`` (Hugging Face's own head and loss, with logits).
+        boundaries: where a block's input waits for the backward: ``device``, ``host``, a number for the device in so many of
+            the last blocks, or ``auto`` for the device as far as there is room. With ``auto``, what room is left then is
+            spent on held blocks, once the first batch is there.
+        held_blocks: so many of the last blocks keep their weights on the device from forward to backward, so that they are
+            not streamed in a second time; None for none, or with ``auto`` as many as there is room for.
+        held_graphs: so many of these keep their whole computation, so that it is not repeated in the backward.
+        head_chunk_tokens: tokens whose logits exist at once with ``chunked``; None for about 64 MiB of logits in host memory,
+            and a sixteenth of the free memory elsewhere.
+        compute_dtype: on the device; None for float32 on the CPU and the stored dtype elsewhere.
+        grad_dtype: of the gradients in host memory, 2 or 4 bytes per parameter; None for float32 in precision ``float32``
+            and bfloat16 otherwise. Several backward calls per step add up with fewer roundings in float32.
+        device_memory: bytes that buffers on the device may take; None for no limit of ours.
+        mlp_chunk_tokens: tokens whose feed-forward activations exist at once, for very long rows; they are computed once more
+            in the backward. None for all.
+        compile: compile blocks with torch.compile, each structure once; ``auto`` on CUDA.
+        check_recompute: compare each recomputed output with the forward's (for tests; keeps all outputs).
+        attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, through flash-attn or
+            torch's own kernel on CUDA. None for what the model has, and on CUDA ``varlen`` instead of ``sdpa`` where it can.
+        check_gradients: in the first training backward, compare so many blocks with plain autograd on the device, and raise
+            GradientMismatchError at the first difference.
+        allow_unproven_model: stream a model, or use a feature, that is not in the table of ``docs/models.md``.
+
+    Raises:
+        ConfigError: a setting that is not possible.
+        ModelNotSupportedError: a model that cannot be streamed exactly.
+    """
+    settings = Settings(
+        device, precision, device_micro_batch_size, head, boundaries, held_blocks, held_graphs, head_chunk_tokens,
+        compute_dtype, grad_dtype, device_memory, mlp_chunk_tokens, compile, check_recompute, attn_implementation,
+        check_gradients, allow_unproven_model,
+    )  # fmt: skip
+    return _stream(model, settings)
+
+
+def from_pretrained(
+    model_name_or_path: str | Path,
+    device: str | Device = "auto",
+    precision: str | None = None,
+    *,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    subfolder: str = "",
+    config: Any = None,
+    **options: Any,
+) -> Any:
+    """Open a folder of safetensors or a hub id, streamed. Weights go straight into the store, tensor by tensor.
+
+    Args:
+        model_name_or_path: a Hugging Face folder or hub id.
+        device: as in `stream`.
+        precision: as in `stream`; None for ``fp32_master``, or ``float32`` with ``dtype=torch.float32``.
+        gguf_file: a GGUF file in it to read instead; the whole model is in memory once while it is dequantized.
+        trust_remote_code: allow the model's own code.
+        subfolder: of the folder or hub id, where the model is.
+        config: in the place of that in the folder.
+        options: the other arguments of `stream`, which raise what they raise there, and those of transformers'
+            ``from_pretrained``: ``dtype``, ``revision``, ``cache_dir``, ``token``, ``force_download``, ``local_files_only``,
+            and settings of the model's config. Those that have no place in streaming are rejected with what does their work.
+
+    Raises:
+        ConfigError: an argument or a folder that cannot be used.
+        ModelNotSupportedError: a model that cannot be streamed exactly.
+    """
+    precision = read_precision(precision, options)
+    folder = hub.local_folder(model_name_or_path, **download_arguments(options)) / subfolder
+    config = hub.load_config(folder, trust_remote_code) if config is None and gguf_file is None else config
+    changes = config_arguments(options, config)
+    settings = Settings(device, precision, **options)
+    if gguf_file is not None:
+        return _stream(hub.load_gguf(folder, gguf_file), settings)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    attention.register()
+    model = hub.open_skeleton(
+        folder, config, trust_remote_code=trust_remote_code, attn_implementation=settings.attn_implementation
+    )
+    parts, store = _empty(model, settings)
+    load_weights(parts, store, Checkpoint(folder))
+    return settings.attach(parts, store)
+
+
+def from_config(config: Any, device: str | Device = "auto", precision: str = "fp32_master", **options: Any) -> Any:
+    """Make a model with random weights; options as in `stream`.
+
+    Transformers' own initialisation draws them on the device, unit by unit: no more than the largest unit is there.
+    """
+    settings = Settings(device, precision, **options)
+    opened = open_device(settings.device, settings.device_memory)
+    model = build_skeleton(config)
+    parts, store = _empty(model, settings)
+    for refs in parts.units.values():
+        _draw(parts.model, refs, store, opened.torch_device)
+    return replace(settings, device=opened).attach(parts, store)
+
+
+def _draw(model: Any, refs: Sequence[ParamRef], store: Store, device: torch.device) -> None:
+    """Initialise the parameters of one unit on a device, and keep them in the store."""
+    drawn = {ref.name: torch.zeros(ref.param.shape, dtype=store.weight(ref.name).dtype, device=device) for ref in refs}
+    for ref in refs:
+        for module, attribute in ref.places:
+            module._parameters[attribute] = nn.Parameter(drawn[ref.name], requires_grad=False)
+    for module in {id(m): m for ref in refs for m, _ in ref.places}.values():
+        model._init_weights(module)
+    for ref in refs:
+        store.source_dtypes[ref.name] = drawn[ref.name].dtype
+        store.write(ref.name, drawn[ref.name])
+        for module, attribute in ref.places:
+            module._parameters[attribute] = ref.param
+
+
+def _stream(model: Any, settings: Settings) -> Any:
+    if isinstance(model, StreamedModel):
+        raise StreamingError("the model is streamed already")
+    parts = settings.take_apart(model)
+    for refs in parts.units.values():
+        for ref in refs:
+            require_plain(ref.param)
+    store = Store(_shapes(parts), settings.get_precision())
+    for refs in parts.units.values():
+        for ref in refs:
+            store.source_dtypes[ref.name] = ref.param.dtype
+            store.write(ref.name, ref.param.data)
+            ref.param.data = store.weight(ref.name)  # frees what it pointed to before
+    return settings.attach(parts, store)
+
+
+def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
+    return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in parts.units.items()}
+
+
+def _empty(model: Any, settings: Settings) -> tuple[ModelParts, Store]:
+    """A skeleton whose parameters are views into a new store."""
+    parts = settings.take_apart(model)
+    store = Store(_shapes(parts), settings.get_precision())
+    for refs in parts.units.values():
+        for ref in refs:
+            ref.param = nn.Parameter(store.weight(ref.name), ref.param.requires_grad)
+            for module, attribute in ref.places:
+                module._parameters[attribute] = ref.param
+    return parts, store

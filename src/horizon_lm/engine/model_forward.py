@@ -1,0 +1,417 @@
+"""What runs in the place of the forwards of a streamed model and its modules."""
+
+import inspect
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.device.base import send
+from horizon_lm.engine.blocks import Blocks
+from horizon_lm.engine.chunked_lm_head import ChunkedHead, LossInputs
+from horizon_lm.engine.chunked_losses import LogprobRun, LossRun, TokenLogprobs
+from horizon_lm.engine.embedding import Table
+from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.gradient_check import GradientCheck
+from horizon_lm.engine.lm_head import Head
+from horizon_lm.engine.micro_batches import ProbeDoneError
+from horizon_lm.engine.outer import Outer
+from horizon_lm.engine.parameters import StandIn
+from horizon_lm.errors import MissingLogitsError, StreamingError
+from horizon_lm.model import attention
+from horizon_lm.model.block_template import Structure, has_foreign_hooks
+from horizon_lm.model.functional import in_place, logprobs_of_logits
+from horizon_lm.model.head_path import AUXILIARY, IGNORED, ChunkedPath
+from horizon_lm.model.units import ModelParts
+from horizon_lm.plan.residency import BatchSize
+
+_MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature")
+
+
+def modal_inputs(call: Mapping[str, Any]) -> list[str]:
+    """Return the names of a forward's arguments that hold images, video or audio."""
+    return [name for name, value in call.items() if isinstance(value, torch.Tensor) and _MODAL.search(name)]
+
+
+class Streaming:
+    """A streamed model's connection to its engine: what runs in the place of its modules' forwards.
+
+    It belongs to the model, and refers to it weakly: a model that nobody has any more is freed at once, its slabs with it.
+    """
+
+    def __init__(
+        self, engine: Engine, model_class: Any, path: ChunkedPath | None, is_adapter: bool, takes_images: bool
+    ) -> None:
+        self.engine, self.is_adapter, self._takes_images = engine, is_adapter, takes_images
+        parts = engine.parts
+        self._model, self._class = weakref.ref(parts.model), model_class
+        self._signature = inspect.signature(model_class.forward)
+        self.blocks, self.table, self.head, self.outer = Blocks(engine), Table(engine), Head(engine), Outer(engine)
+        self.blocks.probe_rows = _weakly(self._probe_rows)
+        self.chunked = ChunkedHead(self.head, path, _weakly(self._call_model)) if path is not None else None
+        self._call: dict[str, Any] = {}
+        self._replaced = self._replace_forwards(parts)
+        inside = {id(module) for block in parts.blocks for module in block.modules()}
+        self._structure = Structure(
+            module for module in parts.model.modules() if id(module) not in inside and module is not parts.model
+        )
+        self._root = self._root_ids()
+
+    def check_gradients(self, num_blocks: int) -> None:
+        """Compare so many blocks with plain autograd in the next training backward, whose gradients must be empty before."""
+        blocks, check = self.blocks, GradientCheck(self.engine, num_blocks)
+
+        def compare() -> None:
+            blocks.gradient_check = None
+            check.compare_landed()
+
+        blocks.gradient_check, self.engine.after_next_backward = check, compare
+
+    def _replace_forwards(self, parts: ModelParts) -> list[tuple[nn.Module, Any]]:
+        """Put ours in the place of modules' forwards. Returns which are where."""
+        forwards: dict[nn.Module, Any] = {
+            module: _weakly(self.blocks.forward, index) for index, module in enumerate(parts.blocks)
+        }
+        forwards |= {parts.embed: _weakly(self.table.forward), parts.head: _weakly(self._head_forward)}
+        if self.chunked is not None:
+            path, norm = self.chunked.path, parts.final_norm
+            forwards[path.trunk] = _weakly(self.chunked.trunk_forward, _own_forward(path.trunk))
+            if path.norm_is_last:
+                assert norm is not None
+                forwards[norm] = _weakly(self.chunked.norm_forward, _own_forward(norm))
+        for module, forward in forwards.items():
+            module.forward = forward  # type: ignore[method-assign]
+        return list(forwards.items())
+
+    def _root_ids(self) -> list[int]:
+        return [*map(id, self.model._modules.values()), *map(id, self.model._parameters.values())]
+
+    def _require_ours(self) -> None:
+        """StreamingError if somebody has replaced a module, parameter or forward of the model."""
+        self._structure.require_unchanged("outside of blocks")
+        if self._root_ids() != self._root:
+            raise StreamingError(
+                "a module of the model was added, removed or replaced after horizon_lm.stream(); change the model first, then "
+                "stream it"
+            )
+        for module, forward in self._replaced:
+            if module.__dict__.get("forward") is not forward:
+                raise StreamingError(
+                    f"the forward of a streamed {type(module).__name__} was replaced after horizon_lm.stream(), so it would "
+                    "compute without the model's streamed weights; replace it before, or replace that of a module inside"
+                )
+
+    def _head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.chunked is not None and self.chunked.is_wanted:
+            return self.chunked.head_forward(hidden)
+        return self.head.project(hidden)
+
+    def _call_model(self, **kwargs: Any) -> Any:
+        """The model's own forward."""
+        return self._class.forward(self.model, **kwargs)
+
+    @property
+    def model(self) -> Any:
+        """The streamed model."""
+        return self._model()
+
+    # Forward
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward of the model through the engine. Arguments are those of the model's own forward."""
+        if torch.is_inference_mode_enabled():  # what it leaves in buffers could not be used by a training step
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(args, kwargs)
+        call = self._bind(args, kwargs)
+        if not self._in_chunks(call) or (call.get("labels") is None and call.get("shift_labels") is None):
+            return self._run(call, self._whole_forward, head_grads=False)
+        inputs = LossInputs.of(call, self.engine.device.torch_device)
+        return self._run(call, lambda call, outer: self._loss_forward(call, outer, inputs), head_grads=True)
+
+    def token_logprobs(self, kwargs: dict[str, Any], temperature: float, names: Sequence[str]) -> TokenLogprobs:
+        """Log-probabilities of labels, instead of a loss. Arguments are those of the model's own forward."""
+        call = self._bind((), kwargs)
+        if call.get("labels") is None and call.get("shift_labels") is None:
+            raise ValueError("give labels or shift_labels")
+        inputs = LossInputs.of(call, self.engine.device.torch_device)
+        if self._in_chunks(call):
+            return self._run(
+                call, lambda call, outer: self._token_forward(call, outer, inputs, temperature, names), False
+            )
+        output = self._run(call, self._whole_forward, head_grads=False)
+        logits = output.logits
+        labels = inputs.labels.reshape(-1)[inputs.trained]
+        values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, temperature, names)
+        nothing = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
+        by_token = [nothing.index_put((inputs.trained,), value) for value in values]
+        return _by_name(names, by_token, inputs.labels.shape, self._aux_loss(output))
+
+    def _in_chunks(self, call: dict[str, Any]) -> bool:
+        """Whether a loss is computed in chunks: if that was found to be right, and nobody listens to what it leaves out."""
+        if (
+            self.chunked is None
+            or self.chunked.path.loss_function is not self.model.loss_function
+            or modal_inputs(call)
+        ):
+            return False
+        parts = self.engine.parts
+        return not any(map(has_foreign_hooks, (self.chunked.path.trunk, parts.decoder, parts.head)))
+
+    def _aux_loss(self, output: Any) -> torch.Tensor | None:
+        """What a forward without labels would have added to its loss."""
+        aux = getattr(output, "aux_loss", None)
+        return None if aux is None else aux * self.model.router_aux_loss_coef
+
+    def _run(
+        self, call: dict[str, Any], compute: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], head_grads: bool
+    ) -> Any:
+        """A pass of the engine around ``compute``. ``head_grads``: it makes the head's gradients where it can."""
+        engine = self.engine
+        device = engine.device.torch_device
+        tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
+        if tokens is None:
+            raise ValueError("give input_ids or inputs_embeds")
+        self._require_ours()
+        if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+            raise StreamingError(
+                "DistributedDataParallel never sees the gradients of a streamed model, so its processes would train apart; "
+                "several devices are not supported yet"
+            )
+        config = self.model.config.get_text_config()
+        varlen = config._attn_implementation == attention.NAME
+        self.blocks.segments = attention.segments_of_call(call, device) if varlen else None
+        rows, length = tokens.shape[:2]
+        attention.refuse_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
+        given = call.get("input_ids")
+        call = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+        self.table.expect(call.get("input_ids"), given)
+        inputs_need_grad = bool(call.get("inputs_embeds") is not None and call["inputs_embeds"].requires_grad)
+        recording = torch.is_grad_enabled() and (inputs_need_grad or any(engine.trainable().values()))
+        if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
+            call["use_cache"] = False
+        if recording and call["use_cache"]:
+            raise StreamingError("use_cache=True is for generation; in training it would keep every block's keys")
+
+        self._require_possible(call, rows)
+        # A cache has all rows, and compiled code of one block would not serve another that keeps its keys elsewhere.
+        self.blocks.caching = bool(call.get("use_cache")) or call.get("past_key_values") is not None
+        self.blocks.signature = tuple(sorted((k, _rank(v)) for k, v in call.items()))
+        embed = call.get("inputs_embeds") is None
+        at_once = min(rows, engine.options.device_micro_batch_size or rows) * length
+        size = BatchSize(rows * length, length, at_once, call.get("attention_mask") is not None)
+        if recording and engine.needs_plan(size):
+            self._plan(lambda outer: compute(dict(call), outer), size, rows, embed)
+        with engine.forward_pass(
+            recording=recording,
+            rows=rows,
+            embed=embed,
+            inputs_need_grad=inputs_need_grad,
+            head_grads=head_grads and recording and engine.head_buffer.holder is None,
+            draws=self.model.training,
+            whole_batch=self.blocks.caching,
+        ):
+            outer = self.outer.load()
+            with self.outer.in_place(outer), self._stand_ins():
+                output = compute(call, outer)
+        return output
+
+    def _require_possible(self, call: dict[str, Any], rows: int) -> None:
+        """StreamingError for what a streamed model does not compute right."""
+        modal = modal_inputs(call)
+        if modal and not self._takes_images:
+            raise StreamingError(
+                f"{modal[0]}: {self._class.__name__} is streamed on text only so far (docs/models.md); leave it out, or stream "
+                "with allow_unproven_model=True"
+            )
+        if modal and (self.engine.options.device_micro_batch_size or rows) < rows:
+            raise StreamingError(
+                f"{modal[0]} cannot be cut into micro-batches yet; leave device_micro_batch_size unset for images, video and "
+                "audio"
+            )
+
+    def _stand_ins(self) -> AbstractContextManager[None]:
+        """Inside, the weights of head and embedding look as they will on the device."""
+        options, device = self.engine.options, self.engine.device.torch_device
+        head = [(module, name, None) for module, name in self.head.streamed_places()]
+        places: list[tuple[Any, str, Any]] = [*head, (self.table.module, "weight", self.table.read)]
+        return in_place(
+            (module, name, StandIn.of(module._parameters[name], options.compute_dtype, device, read))
+            for module, name, read in places
+        )
+
+    def _plan(self, compute: Callable[[dict[str, torch.Tensor]], Any], size: BatchSize, rows: int, embed: bool) -> None:
+        """Plan what may stay on the device: rehearse a forward up to the last block, and see what blocks take."""
+        engine = self.engine
+        state = engine.device.rng_state()
+        with engine.planning(size) as plans:
+            rehearsal = self.blocks.rehearse()
+            try:
+                with (
+                    torch.no_grad(),
+                    engine.forward_pass(
+                        recording=False, rows=rows, embed=embed, inputs_need_grad=False, head_grads=False, draws=False
+                    ),
+                    self.outer.in_place(outer := self.outer.load()),
+                    self._stand_ins(),
+                ):
+                    compute(outer)
+            except ProbeDoneError:
+                plans.append(rehearsal.plan())
+            finally:
+                self.blocks.rehearsal = None
+                engine.device.set_rng_state(state)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = self._signature.bind(None, *args, **kwargs).arguments
+        bound.pop(next(iter(self._signature.parameters)))
+        extra = {p.name for p in self._signature.parameters.values() if p.kind == p.VAR_KEYWORD}
+        call = {k: v for k, v in bound.items() if k not in extra}
+        for name in extra & set(bound):
+            call |= bound[name]
+        return call
+
+    def _whole_forward(self, call: dict[str, Any], outer: Any = None) -> Any:
+        """The model's own forward, run so that a probe can repeat it."""
+        self._call = call
+        try:
+            return self._call_model(**call)
+        finally:
+            self._call = {}
+
+    def _loss_forward(self, call: dict[str, Any], outer: dict[str, torch.Tensor], inputs: LossInputs) -> Any:
+        """Blocks once over the whole batch, then norm, head and loss over chunks of its trained tokens."""
+        assert self.chunked is not None
+        if not isinstance(call.get("logits_to_keep", 0), int) or call.get("logits_to_keep", 0):
+            raise StreamingError("logits_to_keep together with labels needs head='whole'")
+        as_tuple = call.pop("return_dict", None) is False
+        # One token without a label: what is left of the loss is what the model adds to it (experts' balance).
+        nothing = inputs.labels.new_full((1, 1), IGNORED)
+        unlabelled = {"labels": nothing, "shift_labels": nothing, "num_items_in_batch": inputs.num_items}
+        with self.chunked.instead_of_logits(with_norm=self._wants_normed(call)):
+            output = self._whole_forward(call | unlabelled)
+            run = LossRun(self.chunked, inputs, self._head_options(call))
+            (loss,) = self.chunked.compute(run, [outer[name] for name in run.outer_names])
+        fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
+        result = type(output)(loss=loss + output.loss, logits=MissingLogits(), **fields)
+        return result.to_tuple() if as_tuple else result
+
+    def _token_forward(
+        self, call: dict[str, Any], outer: dict[str, torch.Tensor], inputs: LossInputs, temperature: float,
+        names: Sequence[str],
+    ) -> TokenLogprobs:  # fmt: skip
+        """The same with log-probabilities in the place of the loss."""
+        chunked = self.chunked
+        assert chunked is not None
+        with chunked.instead_of_logits(with_norm=self._wants_normed(call)):
+            output = self._whole_forward(call)
+            run = LogprobRun(chunked, inputs, self._head_options(call), temperature, names)
+            values = chunked.compute(run, [outer[name] for name in run.outer_names])
+        return _by_name(names, values, inputs.labels.shape, self._aux_loss(output))
+
+    def _wants_normed(self, call: dict[str, Any]) -> bool:
+        """Whether somebody looks at the last hidden states, which the final norm must have made then."""
+        norm = self.engine.parts.final_norm
+        if norm is not None and has_foreign_hooks(norm):
+            return True
+        wanted = call.get("output_hidden_states")
+        config = self.model.config
+        return bool(
+            config.output_hidden_states or config.get_text_config().output_hidden_states if wanted is None else wanted
+        )
+
+    def _head_options(self, call: dict[str, Any]) -> dict[str, Any]:
+        """What of a call the model's forward is given for each chunk, too."""
+        options = {k: v for k, v in call.items() if k not in self._signature.parameters and k not in _DECODER_ONLY}
+        without_aux = {name: False for name in AUXILIARY if name in self._signature.parameters}
+        return options | without_aux | {"use_cache": False}
+
+    # Finding the rows of block inputs
+
+    def _probe_rows(self, index: int) -> list[torch.Size]:
+        """Shapes of a block's inputs if the batch had one more row."""
+        rows = self.engine.num_rows
+        call = {k: _one_more_row(k, v, rows) for k, v in self._call.items()}
+        shapes: list[torch.Size] = []
+        state = self.engine.device.rng_state()
+        self.blocks.probing, self.table.probe_rows = (index, shapes), rows + 1
+        try:
+            with torch.no_grad():
+                self._call_model(**call)
+        except ProbeDoneError:
+            return shapes
+        finally:
+            self.blocks.probing, self.table.probe_rows = None, None
+            self.engine.device.set_rng_state(state)
+        raise AssertionError(f"block {index} was not reached by the probe")
+
+
+_DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
+
+
+def _by_name(
+    names: Sequence[str], values: Sequence[torch.Tensor], shape: torch.Size, aux_loss: torch.Tensor | None
+) -> TokenLogprobs:
+    """Flat values in the shape of the labels; None for those that nobody wanted."""
+    found = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
+    return TokenLogprobs(found["logprobs"], found.get("mean"), found.get("entropy"), aux_loss)
+
+
+class MissingLogits:
+    """In the place of logits that were never there as a whole: an error for whoever looks at them."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise MissingLogitsError
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MissingLogitsError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise MissingLogitsError
+
+    def __repr__(self) -> str:
+        return "no logits with head='chunked'"
+
+
+def _rank(value: Any) -> Any:
+    return value.ndim if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _one_more_row(name: str, value: Any, rows: int) -> Any:
+    """An argument of the model's forward with its first row once more."""
+    if not isinstance(value, torch.Tensor) or value.ndim < 2:
+        return value
+    # Hugging Face batches run over dimension 0, but for positions with several coordinates (M-RoPE).
+    dim = 1 if name == "position_ids" and value.ndim == 3 else 0
+    if value.shape[dim] != rows:
+        return value
+    return torch.cat([value, value.narrow(dim, 0, 1)], dim)
+
+
+def _weakly(method: Callable[..., Any], *leading: Any) -> Callable[..., Any]:
+    """Return a function that calls a method with these arguments first, and does not keep its object alive."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function = ref()
+        assert function is not None, "the streamed model is gone"
+        return function(*leading, *args, **kwargs)
+
+    return call
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return a function that runs a module's forward as it was, and does not keep the module alive."""
+    instance, ref = module.__dict__.get("forward"), weakref.ref(module)
+    if instance is not None:
+        return instance  # type: ignore[no-any-return]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own: Any = ref()
+        return type(own).forward(own, *args, **kwargs)
+
+    return forward

@@ -1,0 +1,177 @@
+"""How a model is to be streamed: the arguments of `horizon_lm.stream`, checked when they are made."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from horizon_lm.cost.block_probe import find_written
+from horizon_lm.cost.head_probe import head_peak
+from horizon_lm.device.base import Device
+from horizon_lm.device.cpu import CpuDevice
+from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.engine.device_buffers import Options
+from horizon_lm.engine.streamed_model import attach
+from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning
+from horizon_lm.model import attention, capture
+from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
+from horizon_lm.model.outer_trial import require_each_block_once, try_outer
+from horizon_lm.model.proven import IMAGES, MICRO_BATCHES, VARLEN, find_proof, require_proven
+from horizon_lm.model.units import ModelParts, find_parts
+from horizon_lm.plan.residency import Residency, head_chunk_tokens
+from horizon_lm.store.precision import Precision, get_precision
+from horizon_lm.store.store import Store
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `horizon_lm.stream`."""
+
+    device: str | Device = "auto"
+    precision: str = "fp32_master"
+    device_micro_batch_size: int | None = None
+    head: str = "chunked"
+    boundaries: str | int = "auto"
+    held_blocks: int | None = None
+    held_graphs: int | None = None
+    head_chunk_tokens: int | None = None
+    compute_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    device_memory: int | None = None
+    mlp_chunk_tokens: int | None = None
+    compile: bool | str = "auto"
+    check_recompute: bool = False
+    attn_implementation: str | None = None
+    check_gradients: int = 0
+    allow_unproven_model: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device == "auto":
+            object.__setattr__(self, "device", "cuda" if torch.cuda.is_available() else "cpu")
+        self.get_precision()
+        for name in ("device_micro_batch_size", "head_chunk_tokens", "mlp_chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1, or unset")
+        if self.head not in ("chunked", "whole"):
+            raise ConfigError(f"head is {self.head!r}; choose 'chunked' or 'whole'")
+        is_number = isinstance(self.boundaries, int) and not isinstance(self.boundaries, bool) and self.boundaries >= 0
+        if self.boundaries not in ("auto", "device", "host") and not is_number:
+            raise ConfigError(
+                f"boundaries is {self.boundaries!r}; choose 'auto', 'device', 'host', or a number of blocks"
+            )
+        if self.check_gradients < 0:
+            raise ConfigError(f"check_gradients is {self.check_gradients}; it is a number of blocks, 0 for none")
+        if self.compile not in (True, False, "auto"):
+            raise ConfigError(f"compile is {self.compile!r}; choose True, False or 'auto'")
+        if not 0 <= (self.held_graphs or 0) <= (self.held_blocks or 0):
+            raise ConfigError(
+                f"held_graphs is {self.held_graphs}, but held_blocks is {self.held_blocks}; a graph needs its block's weights"
+            )
+
+    def get_precision(self) -> Precision:
+        """How weights and gradients are kept."""
+        return get_precision(self.precision, self.grad_dtype)
+
+    def take_apart(self, model: Any) -> ModelParts:
+        """Find the units of a model, and refuse it before anything of it is touched."""
+        capture.install_hooks(model)
+        parts = find_parts(model)
+        trial = try_outer(parts)
+        require_each_block_once(parts, trial)
+        parts.written = find_written(parts, trial)
+        if self.device_micro_batch_size is not None and trial is not None and not trial.rows_first:
+            raise ModelNotSupportedError(
+                f"{type(model).__name__}: rows are not the first dimension of its hidden states, so they cannot be cut into "
+                "micro-batches; leave device_micro_batch_size unset"
+            )
+        attention.register()
+        proof = find_proof(parts)
+        used = attention.choose(model, self.attn_implementation, self._on_accelerator and VARLEN in proof.features)
+        reason = proof.reason_against(
+            *([MICRO_BATCHES] if self.device_micro_batch_size is not None else []),
+            *([VARLEN] if used == attention.NAME else []),
+        )
+        if not self.allow_unproven_model:
+            require_proven(reason)
+        elif reason:
+            warnings.warn(f"allow_unproven_model: {reason}", UnprovenModelWarning, stacklevel=5)
+        return parts
+
+    def _chunked_path(self, parts: ModelParts) -> ChunkedPath | None:
+        """How the loss is computed in chunks; None with head ``whole``, and with a warning where it cannot be."""
+        if self.head == "whole":
+            return None
+        path = find_chunked_path(parts)
+        if isinstance(path, ChunkedPath):
+            return path
+        warnings.warn(
+            f"{type(parts.model).__name__}: head='whole' is used, with all logits at once, because {path}; "
+            "set head='whole' to choose it yourself",
+            HeadWarning,
+            stacklevel=5,
+        )
+        return None
+
+    @property
+    def _on_accelerator(self) -> bool:
+        if isinstance(self.device, str):
+            return self.device.partition(":")[0] not in ("cpu", "simulated")
+        return self.device.torch_device.type != "cpu"
+
+    def attach(self, parts: ModelParts, store: Store) -> Any:
+        """Put the model on its device."""
+        device = open_device(self.device, self.device_memory)
+        device.open_streams()
+        on_host = device.torch_device.type == "cpu"
+        dtype = self.compute_dtype or (torch.float32 if on_host else store.precision.weight_dtype)
+        path = self._chunked_path(parts)
+        trunk = parts.trunks()[-1] if path is None else path.trunk
+        options = Options(
+            dtype,
+            self._residency(parts.num_blocks, device),
+            self.device_micro_batch_size,
+            "whole" if path is None else "chunked",
+            self.head_chunk_tokens or head_chunk_tokens(device.spare_bytes(), parts.sizes().vocabulary),
+            None if device.spare_bytes() is None else head_peak(parts, trunk, dtype, chunked=path is not None),
+            self.mlp_chunk_tokens,
+            self._on_accelerator if self.compile == "auto" else bool(self.compile),
+            self.check_recompute,
+        )
+        images = self.allow_unproven_model or IMAGES in find_proof(parts).features
+        model = attach(parts, store, device, options, path, images)
+        if self.check_gradients:
+            model._horizon.check_gradients(self.check_gradients)
+        return model
+
+    def _residency(self, num_blocks: int, device: Device) -> Residency | None:
+        """What stays on the device, as far as that is said."""
+        asked = self.held_blocks is not None or self.held_graphs is not None
+        if self.boundaries == "auto" and not asked and device.spare_bytes() is not None:
+            return None
+        held = min(self.held_blocks or 0, num_blocks)
+        graphs = min(self.held_graphs or 0, held)
+        said = (
+            self.boundaries if isinstance(self.boundaries, int) else graphs if self.boundaries == "host" else num_blocks
+        )
+        return Residency(max(graphs, min(said, num_blocks)), held, graphs)
+
+
+def open_device(device: str | Device, capacity: int | None = None) -> Device:
+    """Return the device of that name, open; one that is open already as it is.
+
+    Raises:
+        ConfigError: no such device, or none of that kind here.
+    """
+    if not isinstance(device, str):
+        return device
+    if device == "cpu":
+        return CpuDevice(capacity)
+    if device == "simulated":
+        return SimulatedDevice(capacity=capacity)
+    if device.partition(":")[0] == "cuda":
+        from horizon_lm.device.cuda import CudaDevice
+
+        return CudaDevice(device, capacity)
+    raise ConfigError(f"device is {device!r}; choose 'cpu', 'cuda' or 'simulated'")

@@ -1,0 +1,119 @@
+"""The surroundings of a block's forward, so that its recompute sees the same ones.
+
+A recompute in other surroundings is silently wrong: another random state changes dropout, a backward outside
+autocast recomputes in fp32 what the forward did in bf16.
+
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.backends import cuda as _sdp
+
+from horizon_lm.device.base import Device
+from horizon_lm.model import capture
+
+_SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
+T = TypeVar("T")
+
+
+class Surroundings:
+    """Context variables, autocast and attention backends at the time of construction."""
+
+    def __init__(self, device_type: str) -> None:
+        self._variables = capture.copy_context()
+        self._device_types = {device_type, "cpu"}
+        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in self._device_types}
+        self._sdp = _sdp_flags()
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call ``function`` in these surroundings, whatever they are now."""
+
+        def inside() -> T:
+            from contextlib import ExitStack
+
+            with ExitStack() as stack:
+                for device_type, (enabled, dtype) in self._autocast.items():
+                    stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
+                before = _sdp_flags()
+                stack.callback(_set_sdp_flags, before)
+                if before != self._sdp:
+                    _set_sdp_flags(self._sdp)
+                return function()
+
+        return self._variables.run(inside)
+
+
+def _sdp_flags() -> tuple[bool, ...]:
+    return tuple(getattr(_sdp, f"{name}_sdp_enabled")() for name in _SDP_BACKENDS)
+
+
+def _set_sdp_flags(flags: tuple[bool, ...]) -> None:
+    for name, flag in zip(_SDP_BACKENDS, flags, strict=True):
+        getattr(_sdp, f"enable_{name}_sdp")(flag)
+
+
+@contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Autocast caches casts by tensor identity, which re-pointed parameters do not have."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+class MicroBatchRandomness:
+    """Random states of the micro-batches of one forward.
+
+    One micro-batch uses the global generators as plain Hugging Face does. Several have a stream each, seeded by one
+    draw from the global generator (`micro_batch_seeds`), so that dropout follows the micro-batch through all blocks.
+
+    Args:
+        device: of the model.
+        num_micro_batches: of the forward.
+        draws: whether the draw advances the global generator. In evaluation, where plain Hugging Face draws nothing, it
+            does not, so that training goes on as if there had been none.
+    """
+
+    def __init__(self, device: Device, num_micro_batches: int, draws: bool = True) -> None:
+        self._device = device
+        self._own: list[Any] | None = None
+        if num_micro_batches > 1:
+            before = None if draws else torch.get_rng_state()
+            self._own = [device.seeded_rng_state(seed) for seed in micro_batch_seeds(num_micro_batches)]
+            if before is not None:
+                torch.set_rng_state(before)
+
+    @contextmanager
+    def drawing(self, index: int) -> Iterator[Any]:
+        """Run a micro-batch's forward inside; yields the state it starts from, for `replaying`."""
+        if self._own is None:
+            yield self._device.rng_state()
+            return
+        outside = self._device.rng_state()
+        self._device.set_rng_state(self._own[index])
+        try:
+            yield self._own[index]
+            self._own[index] = self._device.rng_state()
+        finally:
+            self._device.set_rng_state(outside)
+
+
+def micro_batch_seeds(num_micro_batches: int) -> list[int]:
+    """Seeds of the micro-batches of the next forward; draws once from the global host generator."""
+    return torch.randint(2**62, (num_micro_batches,), dtype=torch.int64).tolist()
+
+
+@contextmanager
+def replaying(device: Device, state: Any) -> Iterator[None]:
+    """Run inside from a random state, and leave the present one as it was."""
+    outside = device.rng_state()
+    device.set_rng_state(state)
+    try:
+        yield
+    finally:
+        device.set_rng_state(outside)

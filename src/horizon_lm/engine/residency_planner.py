@@ -1,0 +1,145 @@
+"""Plan what stays on the device, from what blocks take for a batch and the memory that is left."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from horizon_lm.cost.block_probe import measured_footprint, run_on_meta
+from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.micro_batches import BlockCall, ProbeDoneError, RowOutputs, slice_rows
+from horizon_lm.engine.recompute import no_autocast_cache
+from horizon_lm.model import capture
+from horizon_lm.model.attention import Segments, attending
+from horizon_lm.model.block_template import StreamedBlock, structure_key
+from horizon_lm.plan.device_memory import working
+from horizon_lm.plan.memory import BufferSettings, device_buffers, slab_elements
+from horizon_lm.plan.outline import Footprint
+from horizon_lm.plan.residency import DevicePlan, Residency, spend
+
+_MARGIN = 0.05  # of what is spare, for what the allocator cannot use
+
+
+def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.Tensor) -> DevicePlan:
+    """What of the last blocks may stay on the device in steps like this one, and how much memory these will take.
+
+    Args:
+        footprints: of one micro-batch in each block.
+        hidden: input of the first block, for the whole batch.
+    """
+    options, sizes = engine.options, engine.parts.sizes()
+    trained = engine.parts.sizes(trained_only=True)
+    assert options.head_peak is not None
+    boundary, tokens = hidden.numel() * hidden.element_size(), hidden.numel() // hidden.shape[-1]
+    num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
+    most_tokens = max(tokens, engine.expected.tokens)  # for which buffers are made
+    settings = BufferSettings(
+        tokens=most_tokens,
+        compute_bytes=options.compute_dtype.itemsize,
+        grad_bytes=engine.store.precision.grad_dtype.itemsize,
+        micro_batches=options.device_micro_batch_size is not None,
+        chunked_head=options.head == "chunked",
+        offloaded=num_blocks - first,
+        table_rows=engine.expected.table_rows(most_tokens, sizes.vocabulary),
+    )
+    needed = working(
+        [footprints] * len(engine.micro_batches()),
+        boundary=boundary,
+        tokens=tokens,
+        head_peak=options.head_peak,
+        head_chunk_tokens=options.head_chunk_tokens if options.head == "chunked" else None,
+        first=first,
+    )
+
+    spare = engine.device.spare_bytes()
+    assert spare is not None
+    # Scratch memory of the links is there already.
+    taken = max(0, sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total)
+    left = int(spare * (1 - _MARGIN)) - taken
+    weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
+    residency = options.residency
+    if residency is not None:
+        held = sum(weights[num_blocks - residency.weights :])
+        if (
+            needed.most(residency.boundaries, residency.graphs) + held > spare - taken
+        ):  # what was asked for cannot be had
+            residency = Residency(*map(min, astuple(residency), astuple(spend(left, weights, needed))))
+    else:
+        residency = spend(left, weights, needed)
+    kept = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), held=residency.weights)
+    peak = sum(device_buffers(sizes, kept, trained).values()) + needed.most(residency.boundaries, residency.graphs)
+    return DevicePlan(residency, peak + engine.device.scratch_bytes)
+
+
+def find_footprint(
+    engine: Engine, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Footprint, Any]:
+    """What a block takes when it is called so: tried on the device where that can tell, else found by its shapes.
+
+    Returns:
+        That, and an output of the block's structure.
+    """
+    meter, dtype, device = engine.device.meter(), engine.options.compute_dtype, engine.device.torch_device
+    if meter is None:
+        run = run_on_meta(block.module, args, kwargs, dtype)
+        return run.footprint, tree_map(lambda t: torch.zeros_like(t, device=device), run.output)
+    state = engine.device.rng_state()
+    try:
+        with no_autocast_cache():
+            return measured_footprint(block, args, kwargs, dtype, device, meter)
+    finally:
+        engine.device.set_rng_state(state)
+
+
+class Rehearsal:
+    """Stands in for the blocks in one forward. Of each structure one block is tried; what the others give is made up.
+
+    Args:
+        engine: of the model.
+        blocks: of the model.
+        dims_of: the row dimensions of a block's inputs.
+        outputs: by block, takes the structure of what it gives.
+        segments: of the batch's rows.
+    """
+
+    def __init__(
+        self, engine: Engine, blocks: Sequence[StreamedBlock], dims_of: Callable[[int, BlockCall], list[int | None]],
+        outputs: dict[int, RowOutputs], segments: Segments | None,
+    ) -> None:  # fmt: skip
+        self._engine, self._blocks, self._dims_of, self._outputs = engine, blocks, dims_of, outputs
+        self._kinds = [structure_key(each.module) for each in blocks]
+        self._segments = segments
+        self._tried: dict[Any, RowOutputs] = {}  # by kind of block
+        self._footprints: dict[Any, Footprint] = {}
+        self._hidden: torch.Tensor | None = None  # input of the first block, for the whole batch
+
+    def forward(self, index: int, call: BlockCall) -> Any:
+        """In the place of a block's forward. ProbeDoneError at the last one."""
+        kind = self._kinds[index]
+        if self._hidden is None:
+            self._hidden = call.tensors[call.hidden]
+        if kind not in self._tried:
+            self._tried[kind] = self._try(index, call)
+        if index == len(self._blocks) - 1:
+            raise ProbeDoneError
+        outputs = self._outputs[index] = self._tried[kind]
+        return outputs.rebuild(outputs.imitate(self._engine.num_rows))[0]
+
+    def _try(self, index: int, call: BlockCall) -> RowOutputs:
+        (start, stop), *_ = self._engine.micro_batches()
+        dims = self._dims_of(index, call)
+        part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, dims, strict=True)]
+        with attending(self._segments, start, stop), capture.capture(()):
+            footprint, output = find_footprint(self._engine, self._blocks[index], *call.rebuild(part))
+        self._footprints[self._kinds[index]] = footprint
+        outputs = RowOutputs(self._engine.num_rows)
+        outputs.add(start, stop, (output, {}))  # as a block that captured nothing
+        outputs.release()
+        return outputs
+
+    def plan(self) -> DevicePlan:
+        """What may stay on the device."""
+        assert self._hidden is not None
+        return plan_device(self._engine, [self._footprints[kind] for kind in self._kinds], self._hidden)

@@ -1,0 +1,292 @@
+"""A Hugging Face model, streamed: the same module, whose forward runs through the engine."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from horizon_lm.device.base import Device
+from horizon_lm.engine.device_buffers import Options
+from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.model_forward import Streaming
+from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt
+from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
+from horizon_lm.model.head_path import ChunkedPath
+from horizon_lm.model.units import ModelParts, is_adapter_model
+from horizon_lm.store.checkpoint_writer import save_pretrained
+from horizon_lm.store.store import Store
+
+
+def _engine(model: Any) -> Engine:
+    if not hasattr(model, "_horizon"):
+        raise ConfigError("this needs a streamed model; call horizon_lm.stream(model) first")
+    return model._horizon.engine
+
+
+def synchronize(model: Any) -> None:
+    """Block until every update is in ``p.data`` and every gradient in ``p.grad``.
+
+    Reading a parameter through torch waits by itself. Memory that is reached otherwise (numpy views, raw pointers) is ready
+    after this call; call it after writing there, too, and the next forward takes what was written.
+    """
+    engine = _engine(model)
+    engine.settle()
+    engine.weights_changed()
+
+
+def stats(model: Any) -> dict[str, Any]:
+    """Bytes and counts since the model was streamed.
+
+    Returns:
+        ``device_bytes`` and ``device_bytes_peak``: in buffers of the engine; ``device_bytes_by_kind``;
+        ``host_bytes`` and ``host_bytes_by_kind``: slabs, moments and boundaries;
+        ``moved_bytes``: over the link, by kind of operation and unit (``"stream_in:block0"``), in host dtypes;
+        ``block_forward_rows``: rows of the batch times blocks that a block's forward was computed for.
+    """
+    engine = _engine(model)
+    counters = engine.device.counters
+    host = dict(engine.store.num_bytes)
+    if engine.boundaries.num_bytes:
+        host["boundaries"] = engine.boundaries.num_bytes
+    return {
+        "device_bytes": counters.allocated_total,
+        "device_bytes_peak": counters.allocated_peak,
+        "device_bytes_by_kind": {k: v for k, v in counters.allocated.items() if v},
+        "host_bytes": sum(host.values()),
+        "host_bytes_by_kind": host,
+        "moved_bytes": dict(counters.moved),
+        "block_forward_rows": engine.counts["block_forward_rows"],
+    }
+
+
+class StreamedModel:
+    """Mixed into the model's own class by `attach`; overrides what streaming changes, rejects what it cannot do."""
+
+    _horizon: Streaming
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Mark all gradients empty; no memory is written."""
+        self._horizon.engine.clear_grads()
+
+    # Weights in and out
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, once all updates are done. Tensors are the model's own memory, in the dtype of its precision."""
+        self._horizon.engine.settle()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's. In precision ``fp32_master``, float32 values keep all their bits."""
+        if assign:
+            raise StreamingError(
+                "load_state_dict(assign=True) would detach parameters from the store; use assign=False"
+            )
+        engine = self._horizon.engine
+        engine.settle()
+        result = super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
+        loaded = [name for name in engine.refs if name in state_dict]
+        for name in loaded:
+            engine.store.write(name, state_dict[name])
+        engine.notice_writes(expected=True)
+        if engine.store.precision.low_half and any(state_dict[name].dtype == torch.bfloat16 for name in loaded):
+            warnings.warn(
+                "bfloat16 weights were loaded into a model in precision 'fp32_master': the 16 low bits of their fp32 masters "
+                "are zero now. To go on with a training, load the optimizer's state after the model's: it brings them back.",
+                ForeignWriteWarning,
+                stacklevel=2,
+            )
+        return result
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a Hugging Face folder, one tensor at a time.
+
+        Args:
+            save_directory: the folder; made if missing.
+            is_main_process: write nothing if false.
+            state_dict: values to write in the place of the model's own, by name.
+            push_to_hub: upload the folder afterwards; ``repo_id``, ``token`` and the like as in transformers.
+            max_shard_size: largest size of one file.
+            variant: part of the files' names.
+            dtype: of the written weights; None for the dtype they were loaded with.
+            kwargs: as in transformers; what cannot be done is rejected.
+        """
+        self._horizon.engine.settle()
+        if self._horizon.is_adapter:  # a folder of PEFT's own
+            super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+            return
+        hub = _hub_arguments(kwargs)
+        if hub and not push_to_hub:
+            raise ConfigError(f"save_pretrained: {', '.join(hub)} is for push_to_hub=True; remove it")
+        if not is_main_process:
+            return
+        engine = self._horizon.engine
+        save_pretrained(
+            engine.parts, engine.store, save_directory, dtype, max_shard_size, values=state_dict, variant=variant
+        )
+        if push_to_hub:
+            _upload(Path(save_directory), hub)
+
+    # What has no effect
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """No effect: every block is recomputed already."""
+        warnings.warn("gradient checkpointing has no effect: a streamed model recomputes every block", stacklevel=2)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """No effect: a streamed model always recomputes its blocks."""
+
+    # Moving and casting: no effect where nothing would change, else rejected
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model if the call changes nothing; StreamingError otherwise."""
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        return self._unless_changed("to", device, dtype)
+
+    def cuda(self, device: Any = None) -> Any:
+        return self._unless_changed("cuda", torch.device("cuda"), None)
+
+    def cpu(self) -> Any:
+        return self
+
+    def half(self) -> Any:
+        return self._unless_changed("half", None, torch.float16)
+
+    def bfloat16(self) -> Any:
+        return self._unless_changed("bfloat16", None, torch.bfloat16)
+
+    def float(self) -> Any:
+        return self._unless_changed("float", None, torch.float32)
+
+    def double(self) -> Any:
+        return self._unless_changed("double", None, torch.float64)
+
+    def _unless_changed(self, method: str, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+        engine = self._horizon.engine
+        is_there = device is None or device.type in ("cpu", engine.device.torch_device.type)
+        if is_there and dtype in (None, engine.store.precision.weight_dtype):
+            return self
+        _reject_move(f"{method}()")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        _reject_move("type(), to_empty() and the like")
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        raise StreamingError(
+            "resize_token_embeddings() is not possible on a streamed model, whose weights have a fixed place in host memory; "
+            "resize the model first, then call horizon_lm.stream()"
+        )
+
+    # Copies
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise StreamingError(
+            "a streamed model cannot be copied: its slabs are most of the machine's memory. Stream the copy of a plain "
+            "model, or load a second one."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StreamingError(
+            "a streamed model cannot be pickled (torch.save(model), multiprocessing). Save model.state_dict(), or write a "
+            "folder with model.save_pretrained()"
+        )
+
+
+def _reject_move(method: str) -> NoReturn:
+    raise StreamingError(
+        f"{method}: a streamed model cannot be moved or cast, its weights live in host memory; choose device and precision in "
+        "horizon_lm.stream()"
+    )
+
+
+_HUB_ARGUMENTS = ("repo_id", "token", "private", "commit_message", "create_pr", "revision", "tags")
+
+
+def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Take what is for the hub out of the arguments of transformers' save_pretrained, and check the others."""
+    ignored = {"safe_serialization": True, "save_original_format": True, "distributed_checkpoint": False}
+    for name, value in kwargs.items():
+        if name in ignored and value != ignored[name]:
+            raise ConfigError(f"save_pretrained: {name}={value!r} is not supported by a streamed model; remove it")
+        if name not in (*ignored, *_HUB_ARGUMENTS, "save_peft_format"):
+            raise ConfigError(f"save_pretrained of a streamed model does not know {name}")
+    return {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS and value is not None}
+
+
+def _upload(folder: Path, arguments: dict[str, Any]) -> None:
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=arguments.pop("token", None))
+    repo_id = api.create_repo(
+        arguments.pop("repo_id", folder.name), private=arguments.pop("private", None), exist_ok=True
+    ).repo_id
+    arguments.pop("tags", None)
+    api.upload_folder(repo_id=repo_id, folder_path=folder, **arguments)
+
+
+@cache
+def _streamed_class(cls: Any) -> Any:
+    """Return the class of a streamed model. Its name, module and signatures are the original's: others look at them."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._horizon.forward(args, kwargs)
+
+    def new(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)  # a new model is a plain one
+
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        if hasattr(cls.forward, name):
+            setattr(forward, name, getattr(cls.forward, name))
+    # Without __wrapped__, by which others would find their way around this function.
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__new__": new,
+        "forward": forward,
+    }
+    return type(cls.__name__, (StreamedModel, cls), namespace)
+
+
+def attach(
+    parts: ModelParts, store: Store, device: Device, options: Options, path: ChunkedPath | None, images: bool
+) -> Any:
+    """Make a model streamed. Its parameters must already be views into ``store``.
+
+    Args:
+        parts: of the model.
+        store: with its weights.
+        device, options: where and how it computes.
+        path: how its loss is computed in chunks; None for ``head="whole"``.
+        images: whether it may be given images, video or audio.
+    """
+    model = parts.model
+    if isinstance(model, StreamedModel):
+        raise StreamingError("the model is streamed already")
+    engine = Engine(parts, store, device, options)
+    device.register_host([slabs.weights for slabs in store.units.values() if slabs.weights.numel()])
+    for name, ref in engine.refs.items():
+        heads = any(module is parts.head for module, _ in ref.places)
+        assert ref.param.data_ptr() == store.weight(name).data_ptr() or ref.param.numel() == 0
+        adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)
+    cls = type(model)
+    parts.refer_weakly()
+    model._horizon = Streaming(engine, cls, path, is_adapter_model(model), images)
+    model.__class__ = _streamed_class(cls)  # type: ignore[arg-type]
+    return model

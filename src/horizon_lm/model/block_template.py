@@ -1,0 +1,291 @@
+"""Decoder blocks that compute with weights from a device buffer.
+
+A block's own module computes: while it runs, the device's tensors take the place of its parameters and buffers. So its
+hooks, attributes, config and mode are those that it has at that moment, and nothing has to be kept in step with a copy.
+
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _global
+from torch.utils._pytree import tree_leaves
+
+from horizon_lm.errors import ModelNotSupportedError, StreamingError
+from horizon_lm.model import capture
+from horizon_lm.model.compiling import compile_function, compiling_chunks, mark_lengths
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_INTERNAL = frozenset(nn.Module().__dict__)  # attributes of every module: parameters, hooks, mode
+
+
+class StreamedBlock:
+    """A block and what it needs to compute on the device.
+
+    Args:
+        name: full name of the block in its model.
+        module: the block.
+        buffers: copies of buffers on the device.
+        compiled: compile its forward; blocks of one structure share their graphs.
+        written: weights that the forward may write.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, buffers: "DeviceBuffers", compiled: bool = False,
+        written: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        self._written = written
+        self.name, self.module, self._device_buffers, self.compiled = name, module, buffers, compiled
+        self._instance_forward = module.__dict__.get("forward")
+        self._modules = list(module.modules())
+        self._places = {
+            name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, _ in module.named_parameters(remove_duplicate=False)
+        }
+        self._host = {name: owner._parameters[attribute] for name, (owner, attribute) in self._places.items()}
+        self._structure = Structure(self._modules)
+        self._attributes = [_Attributes(module) for module in self._modules]
+        self._copies: dict[tuple[nn.Module, str], _BufferCopy] = {}
+
+    def param_names(self) -> list[str]:
+        """Names of the parameters inside the block."""
+        return list(self._places)
+
+    def forward(self, *args: Any, plainly: bool, **kwargs: Any) -> Any:
+        """Compute with what is bound. ``plainly``: uncompiled, whatever the block's setting."""
+        if self._instance_forward is not None:
+            return self._instance_forward(*args, **kwargs)
+        function = type(self.module).forward
+        if not self.compiled or plainly:
+            return function(self.module, *args, **kwargs)
+        mark_lengths(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        with _without_hooks(self._modules), compiling_chunks():
+            return compile_function(function)(self.module, *args, **kwargs)
+
+    @contextmanager
+    def bound(self, params: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, the block computes with these tensors, by name, as its parameters. Buffers are on the device.
+
+        Raises:
+            StreamingError: the block has other parameters or modules than when it was streamed.
+            ModelNotSupportedError: the block wrote one of its buffers or weights.
+        """
+        self._structure.require_unchanged(self.name)
+        # Plain tensors go into the dict directly: fresh ones every time, because autocast and autograd know tensors by
+        # identity.
+        for name, tensor in params.items():
+            owner, attribute = self._places[name]
+            owner._parameters[attribute] = tensor  # type: ignore[assignment]
+        buffers = self._put_buffers()
+        weights = {name: params[name].detach().clone() for name in self._written & params.keys()}
+        try:
+            yield
+            for name, before in weights.items():
+                if not torch.equal(before, params[name]):
+                    raise ModelNotSupportedError(
+                        f"{self.name}: its forward writes the weight {name!r} (it limits it, usually). A streamed block computes "
+                        "with a copy of its weights, where that would be lost; switch it off in the model's config."
+                    )
+            for (module, name), copy in buffers.items():
+                if module._buffers[name] is not copy.device or copy.device._version != copy.version:
+                    raise ModelNotSupportedError(
+                        f"{self.name}: its forward writes the buffer {name!r}. A block is computed twice per step, so "
+                        "state that it writes would be wrong; such models cannot be streamed exactly."
+                    )
+        finally:
+            for (module, name), copy in buffers.items():
+                module._buffers[name] = copy.host
+            for name in params:
+                owner, attribute = self._places[name]
+                owner._parameters[attribute] = self._host[name]
+
+    def _put_buffers(self) -> dict[tuple[nn.Module, str], "_BufferCopy"]:
+        put = {}
+        for module in self._modules:
+            for name, host in module._buffers.items():
+                if host is None:
+                    continue
+                copy = self._copies.get((module, name))
+                if copy is None or copy.host is not host or copy.host_version != host._version:
+                    copy = self._copies[module, name] = self._device_buffers.copy(host)
+                put[module, name] = copy
+                module._buffers[name] = copy.device
+        return put
+
+    # What the recomputation has to find as the forward did
+
+    def is_hooked(self) -> bool:
+        """Whether somebody else's hooks listen to modules inside the block."""
+        return any(map(has_foreign_hooks, self._modules[1:]))
+
+    def mode(self) -> tuple[bool, ...]:
+        """Train or evaluation mode of every module."""
+        return tuple(module.training for module in self._modules)
+
+    @contextmanager
+    def in_mode(self, mode: tuple[bool, ...]) -> Iterator[None]:
+        """Inside, every module has that mode."""
+        before = self.mode()
+        if before == mode:
+            yield
+            return
+        try:
+            for module, training in zip(self._modules, mode, strict=True):
+                module.training = training
+            yield
+        finally:
+            for module, training in zip(self._modules, before, strict=True):
+                module.training = training
+
+    def attributes(self) -> list[dict[str, Any]]:
+        """Return attributes of all modules as comparable values; tensors, and what only has an identity, by identity."""
+        return [attributes.read() for attributes in self._attributes]
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Return whether somebody listens to a module, besides transformers itself."""
+    if _global._global_forward_hooks or _global._global_forward_pre_hooks:
+        return True
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return False
+    return any(
+        hooks and not capture.is_only_capturing(hooks)
+        for hooks in (
+            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+        )
+    )  # fmt: skip
+
+
+class _Attributes:
+    """A module's attributes as comparable values. They are made again when one of them is another object.
+
+    Reading them takes longer than most other things that are done for a block, and they hardly ever change.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._found: dict[str, Any] | None = None  # None where a container may change though it stays the same object
+
+    def read(self) -> dict[str, Any]:
+        attributes = self._module.__dict__
+        names, values = list(attributes), list(attributes.values())
+        if self._found is not None and names == self._names and all(map(is_, values, self._values)):
+            return self._found
+        own = {name: value for name, value in attributes.items() if name not in _INTERNAL and name != "forward"}
+        found = {name: comparable(value) for name, value in own.items()}
+        self._names, self._values = names, values
+        self._found = found if all(map(_is_fixed, own.values())) else None
+        return found
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether a value is compared the same as long as it is the same object."""
+    if isinstance(value, tuple):
+        return all(isinstance(item, _PLAIN) for item in value)
+    return not isinstance(value, (list, set, frozenset, Mapping))
+
+
+class Structure:
+    """Which children and parameters some modules have."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._ids = self._find_ids()
+
+    def require_unchanged(self, where: str) -> None:
+        """StreamingError if a module or parameter was added, removed or replaced."""
+        if self._find_ids() != self._ids:
+            raise StreamingError(
+                f"{where}: a module or parameter was added, removed or replaced after horizon_lm.stream(). Change the model "
+                "first (adapters, new layers), then stream it."
+            )
+
+    def _find_ids(self) -> list[int]:
+        found: list[int] = []
+        for module in self._modules:
+            found += map(id, module._parameters.values())
+            found += map(id, module._modules.values())
+        return found
+
+
+class _BufferCopy:
+    """A buffer on the host and its copy on the device, with their versions at that time."""
+
+    __slots__ = ("device", "host", "host_version", "version")
+
+    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        self.host, self.device = host, device
+        self.host_version, self.version = host._version, device._version
+
+
+class DeviceBuffers:
+    """Buffers of blocks on the device; equal ones are there once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+
+    def copy(self, buffer: torch.Tensor) -> _BufferCopy:
+        """Return the copy of a host buffer as it is now."""
+        for host, version, copy in self._known:
+            same = host.shape == buffer.shape and host.dtype == buffer.dtype and host._version == version
+            if same and torch.equal(host, buffer):
+                return _BufferCopy(buffer, copy)
+        self._known.append((buffer, buffer._version, buffer.detach().to(self._device, copy=True)))
+        return _BufferCopy(buffer, self._known[-1][2])
+
+
+@contextmanager
+def _without_hooks(modules: list[nn.Module]) -> Iterator[None]:
+    """Inside, modules have no forward hooks: nothing can trace transformers' own."""
+    hooked = [(module, module._forward_hooks) for module in modules if module._forward_hooks]
+    for module, _ in hooked:
+        module._forward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for module, hooks in hooked:
+            module._forward_hooks = hooks
+
+
+def comparable(value: Any) -> Any:
+    """Return what is equal for equal plain values and containers of them; of anything else, the identity."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(comparable, value))
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(comparable, value))
+    if isinstance(value, Mapping):
+        return tuple((comparable(key), comparable(item)) for key, item in value.items())
+    return id(value)
+
+
+def structure_key(block: nn.Module) -> tuple[Any, ...]:
+    """Return what is equal for two blocks that take the same memory and time; plans are made once for all of them."""
+    key: list[Any] = []
+    for path, module in block.named_modules():
+        plain = {
+            name: comparable(value)
+            for name, value in module.__dict__.items()
+            if name not in _INTERNAL and name != "layer_idx" and _is_plain(value)
+        }
+        params = tuple((n, tuple(p.shape), p.dtype) for n, p in module._parameters.items() if p is not None)
+        buffers = tuple((n, tuple(b.shape), b.dtype) for n, b in module._buffers.items() if b is not None)
+        key.append((path, type(module), tuple(sorted(plain.items(), key=lambda kv: kv[0])), params, buffers))
+    return tuple(key)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(_is_plain(v) for pair in value.items() for v in pair)
+    return isinstance(value, _PLAIN)

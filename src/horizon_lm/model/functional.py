@@ -1,0 +1,91 @@
+"""Run modules with given tensors as their parameters: embedding lookup, and log-probabilities from logits."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+Place = tuple[nn.Module, str, Any]  # module, name of its parameter, tensor
+
+
+@contextmanager
+def in_place(places: Iterable[Place]) -> Iterator[None]:
+    """Inside, modules find these tensors as their parameters."""
+    places = list(places)
+    before = [(module, name, module._parameters[name]) for module, name, _ in places]
+    for module, name, tensor in places:
+        module._parameters[name] = tensor
+    try:
+        yield
+    finally:
+        for module, name, param in before:
+            module._parameters[name] = param
+
+
+_TRIAL = (4, 8)  # rows and columns of a small table
+
+
+def look_up(
+    module: nn.Module, weight: torch.Tensor, positions: torch.Tensor, padding_position: int | None
+) -> torch.Tensor:
+    """Return what the module makes of tokens whose rows are ``weight[positions]``.
+
+    Args:
+        module: the embedding.
+        weight: (R, H), on the device.
+        positions: of any shape.
+        padding_position: the row of the padding token, whose gradient is zero; None if it is not among them.
+    """
+    padded = getattr(module, "padding_idx", None) is not None
+    before = module.__dict__.get("padding_idx")
+    if padded:
+        module.padding_idx = padding_position  # type: ignore[assignment]
+    try:
+        with in_place([(module, "weight", weight)]):
+            hidden: torch.Tensor = type(module).forward(module, positions)
+        return hidden
+    finally:
+        if padded:
+            module.padding_idx = before  # type: ignore[assignment]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a lookup's gradient is the same whatever the table's values are, as a trial shows."""
+    if type(module) is nn.Embedding:
+        return True
+    positions = torch.arange(_TRIAL[0])[None]
+    generator = torch.Generator().manual_seed(0)
+    tables = [torch.zeros(_TRIAL), torch.randn(_TRIAL, generator=generator)]
+    grad = torch.randn((1, *_TRIAL), generator=generator)
+    try:
+        first, second = (_gradient(module, table, positions, grad) for table in tables)
+    except Exception:  # foreign code that wants its own sizes: then the values are kept
+        return False
+    return torch.equal(first, second)
+
+
+def _gradient(module: nn.Module, table: torch.Tensor, positions: torch.Tensor, grad: torch.Tensor) -> Any:
+    table.requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(look_up(module, table, positions, None), table, grad)[0]
+
+
+def logprobs_of_logits(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, names: Sequence[str]
+) -> list[torch.Tensor]:
+    """Values (n,) of each token, by their names.
+
+    Args:
+        logits: (n, V).
+        labels: (n,), none ignored.
+        names: ``logprobs``, of the labels; ``mean``, of the log-probabilities of the vocabulary; ``entropy``, in nats.
+    """
+    logs = torch.log_softmax(logits.float() / temperature if temperature != 1 else logits.float(), dim=-1)
+    make = {
+        "logprobs": lambda: logs.gather(-1, labels[:, None]).squeeze(-1),
+        "mean": lambda: logs.mean(-1),
+        "entropy": lambda: -(logs.exp() * logs).sum(-1),
+    }
+    return [make[name]() for name in names]

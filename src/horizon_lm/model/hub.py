@@ -1,0 +1,292 @@
+"""Open a model by folder or hub id: its config, and a skeleton whose parameters are on the meta device."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from horizon_lm.errors import ConfigError, ModelNotSupportedError, first_line
+from horizon_lm.plan.catalog import KnownModel, find_known, known_models
+
+_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model")
+
+
+def local_folder(name: str | Path, **download: Any) -> Path:
+    """Return the folder of a model: itself, or a hub snapshot (downloaded if need be).
+
+    Args:
+        name: a folder or hub id.
+        download: ``revision``, ``cache_dir``, ``token`` and the like, as huggingface_hub takes them.
+
+    Raises:
+        ConfigError: neither a folder nor a hub id that can be reached.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    _require_hub_id(str(name))
+    typed, name = str(name), full_name(str(name))
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_PATTERNS), **download))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise _not_found(typed, name, error) from error
+
+
+def folder_here(name: str | Path) -> Path | None:
+    """Return the folder of a model whose weights are on this machine; None if they would have to be downloaded."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    hub_id = full_name(str(name))
+    config = try_to_load_from_cache(hub_id, "config.json") if is_cached(hub_id) else None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _require_hub_id(name: str) -> None:
+    """ConfigError for what can only be a path."""
+    if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model_name_or_path: {name} is not a folder")
+
+
+def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
+    known = f" as {hub_id}" if hub_id != typed else ""
+    close = difflib.get_close_matches(
+        typed, [name for each in known_models() for name in (each.name, *each.aliases)], n=1
+    )
+    hint = f"; did you mean {close[0]}?" if close and close[0] not in (typed, hub_id) else ""
+    return ConfigError(
+        f"model_name_or_path: {typed} is neither a folder here nor a model that could be fetched from the hub{known} "
+        f"({first_line(error)}){hint}"
+    )
+
+
+def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = None) -> Any:
+    """The Hugging Face config of a folder; ConfigError if there is none, ModelNotSupportedError if not a causal LM.
+
+    Args:
+        gguf_file: the file in it to read instead of config.json.
+    """
+    from transformers import AutoConfig
+
+    options = {"gguf_file": gguf_file} if gguf_file is not None else {}
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)})") from error
+    return _require_causal(config, str(folder))
+
+
+def fetch_config(name: str, trust_remote_code: bool) -> Any:
+    """The config of a hub id, fetched without its weights; errors as in `load_config`."""
+    from transformers import AutoConfig
+
+    _require_hub_id(name)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_found(name, name, error) from error
+    return _require_causal(config, name)
+
+
+def known_config(known: KnownModel) -> Any:
+    """The config of a published model; nothing is fetched."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**known.config)
+
+
+def full_name(name: str) -> str:
+    """The hub id that a name stands for: itself, or that of a published model whose organization was left out."""
+    known = find_known(name)
+    if known is None or "/" in name:
+        return name.partition(" ")[0]  # what is known as "... (text)" is a part of that model
+    names = (known.name, *known.aliases)
+    return next(each for each in names if each.rpartition("/")[2].casefold() == name.casefold()).partition(" ")[0]
+
+
+def is_cached(name: str) -> bool:
+    """Whether all weights of a hub id are on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    def find(file: str) -> str | None:
+        found = try_to_load_from_cache(name, file)
+        return found if isinstance(found, str) else None
+
+    if find("model.safetensors") is not None:
+        return True
+    index = find("model.safetensors.index.json")
+    if index is None:
+        return False
+    files = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    return all(find(file) is not None for file in files)
+
+
+def config_bytes(config: Any) -> int:
+    """Bytes of an element of a checkpoint, as its config says; fp32 where it does not, as in old repositories."""
+    import torch
+
+    dtype = getattr(config.get_text_config(), "dtype", None)
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 4
+
+
+def stored_bytes(folder: Path, config: Any) -> int:
+    """Bytes of an element of the checkpoint in a folder: of its first floating-point tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not a dict)
+                    kind = tensors.get_slice(name).get_dtype()
+                    if kind in ("F64", "F32", "F16", "BF16"):
+                        return int(re.sub(r"\D", "", kind)) // 8
+    except (OSError, SafetensorError):  # whoever reads the weights will say so
+        pass
+    return config_bytes(config)
+
+
+def _require_causal(config: Any, place: str) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if getattr(config, "quantization_config", None):
+        raise ModelNotSupportedError(
+            f"{place}: its weights are quantized, and quantized weights cannot be trained; take a copy of the model in bf16"
+        )
+    auto_map = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
+        raise ModelNotSupportedError(
+            f"{place}: {config.model_type!r} has no causal language model in transformers; Horizon-LM trains decoders"
+        )
+    return config
+
+
+def skeleton_of(config: Any, place: str, **options: Any) -> Any:
+    """The model that a config describes, without weights; ConfigError if it cannot be built. ``place``: of the config."""
+    try:
+        return build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        attention = options.get("attn_implementation")
+        if attention is not None and isinstance(error, ImportError):  # a kernel that is not installed
+            raise ConfigError(
+                f"attn_implementation: {attention} cannot be used here ({first_line(error)}); choose sdpa, or varlen, which "
+                "needs no package"
+            ) from error
+        raise ConfigError(
+            f"{place}: transformers cannot build this model ({first_line(error)}); mend its config.json, or the setting "
+            "that is named"
+        ) from error
+
+
+def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
+    """The model of a folder without its weights, with its generation config; ConfigError if it cannot be built."""
+    from transformers import GenerationConfig
+
+    model = skeleton_of(config, str(folder), **options)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def load_gguf(folder: Path, gguf_file: str) -> Any:
+    """A GGUF model as transformers opens it: dequantized, whole in memory. To be converted once, not trained from."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    if not (folder / gguf_file).is_file():
+        raise ConfigError(f"gguf_file: {folder / gguf_file} is missing")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=gguf_file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+    except (ImportError, ValueError, KeyError, OSError) as error:
+        raise ConfigError(
+            f"gguf_file: {folder / gguf_file} cannot be opened ({first_line(error)}). It needs pip install "
+            "gguf accelerate (or the extra gguf), and an architecture that transformers reads from GGUF"
+        ) from error
+    for name, parameter in model.named_parameters():
+        require_finite(name, parameter.data, folder / gguf_file)
+    return model
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Parameters begin as ``torch.empty``. The experts of one block may be more than the host has memory for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """While active, every parameter that a module registers becomes a meta tensor. Buffers are computed for real.
+
+    ``torch.device("meta")`` would take the buffers (rotary frequencies, scales) with it.
+    """
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(module, name, param)
+        if param is not None and param.device.type != "meta":
+            module._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        with _EmptyOnMeta():
+            yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def build_skeleton(config: Any, **options: Any) -> nn.Module:
+    """The causal language model that a Hugging Face config describes, without weights, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    # Drawing weights on the meta device gives nothing, and takes a transformers model most of its time.
+    with no_init_weights(), parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, **options)
+    lost = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
+    assert not lost, f"{type(model).__name__}: the buffer {lost[0]} was made by torch.empty"
+    model.tie_weights()
+    return model.eval()
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """Return a deep copy whose parameters are meta tensors; weights are never duplicated, not even for a moment."""
+    import copy
+
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()
+    }
+    for part in module.modules():  # hooks may hold anything: the copy has the same ones
+        memo |= {id(hooks): hooks for name, hooks in part.__dict__.items() if name.endswith("_hooks")}
+    return copy.deepcopy(module, memo)
+
+
+_CHUNK = 1 << 22  # elements looked at at once, once it is known that some are not finite
+
+
+def require_finite(name: str, tensor: torch.Tensor, place: object) -> None:
+    """Check a tensor of weights in one pass without copies; ConfigError with ``place``, where it was read."""
+    if not tensor.numel() or all(bound.isfinite() for bound in torch.aminmax(tensor)):  # NaN is passed on by both
+        return
+    number = sum(int((~part.isfinite()).sum()) for part in tensor.reshape(-1).split(_CHUNK))
+    raise ConfigError(
+        f"{name} has {number:,} NaN or infinite values of {tensor.numel():,} in {place}, and training would spread them; "
+        "download it again, or take a checkpoint from before they came"
+    )

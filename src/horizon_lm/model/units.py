@@ -1,0 +1,243 @@
+"""Find the units of a Hugging Face causal language model, and choose which of its weights are trained."""
+
+import difflib
+import re
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.plan.memory import ModelSizes
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")
+
+
+@dataclass(slots=True)
+class ParamRef:
+    """A parameter with every place in the module tree that refers to it."""
+
+    name: str
+    param: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+
+
+@dataclass(slots=True)
+class ModelParts:
+    """A causal language model taken apart.
+
+    Attributes:
+        units: parameters by unit, in the order of the model; a tied table belongs to ``embed`` only.
+        final_norm: the norm between the last block and the head, if it is where it usually is.
+        tied: the head multiplies by the embedding table.
+        written: by block, weights that its own forward may write in training.
+    """
+
+    _model: Any
+    decoder: nn.Module
+    blocks: nn.ModuleList
+    block_prefix: str
+    embed: nn.Module
+    head: nn.Module
+    final_norm: nn.Module | None
+    units: dict[str, list[ParamRef]]
+    tied: bool
+    written: Mapping[int, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Any:
+        model = self._model() if isinstance(self._model, weakref.ref) else self._model
+        assert model is not None, "the model of these parts is gone"
+        return model
+
+    def trunks(self) -> list[nn.Module]:
+        """Return the modules around the blocks, the outermost first: one of them is what the model calls for hidden states."""
+        names = self.block_prefix.split(".")[:-1]
+        return [self.model.get_submodule(".".join(names[:depth])) for depth in range(1, len(names) + 1)]
+
+    def refer_weakly(self) -> None:
+        """Keep the model alive no longer: from now on these parts belong to it."""
+        self._model = weakref.ref(self.model)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def head_width(self) -> int:
+        """Columns of the head: of hidden states, which a projection may have brought to another width."""
+        refs = self.units[EMBED] if self.tied else self.units[HEAD]
+        return int(refs[0].param.shape[1])
+
+    def first_differentiated(self) -> int:
+        """The first block that a gradient passes through; as many as there are blocks, if none does."""
+        norm = {id(p) for p in self.final_norm.parameters()} if self.final_norm else set()
+        before_blocks = (ref for unit in (EMBED, OUTER) for ref in self.units[unit] if id(ref.param) not in norm)
+        if any(ref.param.requires_grad for ref in before_blocks):
+            return 0
+        trained = (u for u in range(self.num_blocks) if any(ref.param.requires_grad for ref in self.units[block(u)]))
+        return next(trained, self.num_blocks)
+
+    def sizes(self, trained_only: bool = False) -> ModelSizes:
+        """Elements of the model's parameters, or only of those that are trained, for the plan."""
+        numel = {
+            unit: [ref.param.numel() for ref in refs if ref.param.requires_grad or not trained_only]
+            for unit, refs in self.units.items()
+        }
+        vocabulary, hidden = self.units[EMBED][0].param.shape
+        return ModelSizes(
+            blocks=[numel[block(u)] for u in range(self.num_blocks)],
+            table=numel[EMBED],
+            own_head=[] if self.tied else numel[HEAD],
+            outer=numel[OUTER],
+            vocabulary=vocabulary,
+            hidden=hidden,
+            tied=self.tied,
+        )
+
+
+def find_parts(model: Any) -> ModelParts:
+    """Take a model apart.
+
+    Raises:
+        ModelNotSupportedError: not a causal LM with a list of decoder blocks, or one that cannot be streamed exactly.
+    """
+    name = type(model).__name__
+    if not callable(getattr(model, "get_output_embeddings", None)) or model.get_output_embeddings() is None:
+        raise ModelNotSupportedError(
+            f"{name} is not a causal language model: it has no output embeddings. Load it with AutoModelForCausalLM."
+        )
+    prefix, blocks = _find_blocks(model, model.get_decoder())
+    decoder = model.get_submodule(prefix.rpartition(".")[0])
+    _refuse_cross_layer_state(name, model, prefix, blocks)
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    final_norm = next(
+        (m for n, m in decoder.named_children() if n in _FINAL_NORM_NAMES and _count_params(m) > 0), None
+    )  # fmt: skip
+
+    if getattr(embed, "sparse", False) or getattr(embed, "max_norm", None) is not None:
+        raise ModelNotSupportedError(
+            f"{name}: an input embedding with sparse gradients or max_norm is not streamed; set sparse=False and max_norm=None"
+        )
+    units = _find_units(name, model, blocks, embed, head)
+    table = next((ref for ref in units[EMBED] if (embed, "weight") in ref.places), None)
+    if table is None or len(units[EMBED]) != 1:
+        raise ModelNotSupportedError(f"{name}: the input embedding is not one table of rows, which streaming needs")
+    tied = any(module is head for module, _ in table.places)
+    return ModelParts(model, decoder, blocks, prefix, embed, head, final_norm, units, tied)
+
+
+def _find_units(
+    name: str, model: Any, blocks: nn.ModuleList, embed: nn.Module, head: nn.Module
+) -> dict[str, list[ParamRef]]:
+    """Return the model's parameters by unit, in the order of the model."""
+    owner: dict[int, str] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
+    owner |= {id(module): HEAD for module in head.modules()} | {id(module): EMBED for module in embed.modules()}
+    refs: dict[int, ParamRef] = {}
+    for module_name, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is None:
+                continue
+            if type(param) is not nn.Parameter or param.dtype not in _DTYPES:
+                raise ModelNotSupportedError(
+                    f"{name}: {module_name}.{attribute} is a {type(param).__name__} of {param.dtype}; quantized weights "
+                    "are not streamed. Load the model in bf16 or float32."
+                )
+            ref = refs.setdefault(id(param), ParamRef(f"{module_name}.{attribute}".removeprefix("."), param, []))
+            ref.places.append((module, attribute))
+    tied = head._parameters.get("weight") is embed._parameters.get("weight")
+    units: dict[str, list[ParamRef]] = {u: [] for u in (EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER)}
+    for ref in refs.values():
+        found = {owner.get(id(module), OUTER) for module, _ in ref.places}
+        is_head_weight = any(module is head and attribute == "weight" for module, attribute in ref.places)
+        if found <= {EMBED, HEAD} and EMBED in found:
+            units[EMBED].append(ref)
+        elif (found == {HEAD} and tied) or (found == {OUTER, HEAD} and not is_head_weight):
+            units[OUTER].append(ref)  # a bias beside a tied weight, or one that belongs to a module around the head
+        elif len(found) == 1 and (len(ref.places) == 1 or found == {OUTER}):
+            units[found.pop()].append(ref)
+        else:
+            raise ModelNotSupportedError(
+                f"{name}: {ref.name} is one parameter in {len(ref.places)} places; only the head may be tied to the embedding, "
+                "and parameters outside of blocks to each other"
+            )
+    return units
+
+
+def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return the list of decoder blocks with its name: by the names of its entries' classes, else by its length."""
+    name = type(model).__name__
+    if not len(getattr(decoder, "layers", [None])):
+        raise ModelNotSupportedError(f"{name} has no decoder blocks")
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    within = [(n, m) for n, m in lists if any(m is inner for inner in decoder.modules())] or lists
+    named = [(n, m) for n, m in within if {type(b).__name__ for b in m} <= classes]
+    as_deep = [(n, m) for n, m in within if len(m) == depth]
+    inner = {id(part) for _, m in within for entry in m for part in entry.modules()}
+    outermost = [(n, m) for n, m in within if id(m) not in inner]
+    for candidates in ([each for each in named if each in as_deep], named, as_deep, outermost):
+        if len(candidates) == 1:
+            return candidates[0]
+    raise ModelNotSupportedError(
+        f"{name}: no list of {depth} decoder blocks was found, so there is nothing to stream by"
+    )
+
+
+def _refuse_cross_layer_state(name: str, model: Any, prefix: str, blocks: nn.ModuleList) -> None:
+    config = model.config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ModelNotSupportedError(f"{name} has an encoder or cross-attention; only decoders are streamed")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise ModelNotSupportedError(
+            f"{name} shares keys and values between layers (num_kv_shared_layers="
+            f"{config.num_kv_shared_layers}); streaming it block by block would give wrong gradients"
+        )
+
+
+def is_adapter_model(model: Any) -> bool:
+    """Return whether a model is PEFT's, or has adapters that transformers saves in PEFT's form."""
+    return type(model).__module__.partition(".")[0] == "peft" or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _count_params(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def freeze(model: Any, trainable: str | None) -> None:
+    """Freeze every weight whose name no pattern fits.
+
+    Args:
+        model: of transformers; its parameters may be on the meta device.
+        trainable: patterns with ``|`` between them. A pattern is some parts of a name, in which ``*`` stands for anything:
+            ``layers.20.*`` fits ``model.layers.20.mlp.up_proj.weight``, and ``layers.2.*`` does not. None for all weights.
+
+    Raises:
+        ConfigError: a pattern fits nothing.
+    """
+    if trainable is None:
+        return
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied weight has several
+    chosen: set[int] = set()
+    for pattern in (part.strip() for part in trainable.split("|") if part.strip()):
+        fits = _compile(pattern)
+        found = {id(param) for name, param in model.named_parameters(remove_duplicate=False) if fits.search(name)}
+        if not found:
+            parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+            close = difflib.get_close_matches(re.split(r"[.*]", pattern)[0] or pattern, parts, n=3)
+            hint = f"; did you mean {' or '.join(close)}?" if close else f"; names are like {names[0]}"
+            raise ConfigError(f"trainable: {pattern!r} fits no weight of the model{hint}")
+        chosen |= found
+    for param in model.parameters():
+        param.requires_grad_(id(param) in chosen)
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    inner = ".*".join(re.escape(part) for part in pattern.split("*"))
+    return re.compile(rf"(?:^|\.){inner}(?:\.|$)")

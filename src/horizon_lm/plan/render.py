@@ -1,0 +1,256 @@
+"""A plan as lines for people and as JSON for programs."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.plan.device_memory import Curve
+from horizon_lm.plan.outline import ModelOutline
+from horizon_lm.plan.plan import Plan
+from horizon_lm.plan.remedies import Remedy, smallest
+from horizon_lm.plan.request import Budget
+from horizon_lm.plan.step_time import StepTime
+from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.schedule.trace import write_chrome
+
+_CAUSES = {
+    "copy_in": "copies in",
+    "copy_out": "copies out",
+    "update": "the optimizer",
+    "compute": "compute",
+    "host": "the host",
+}
+_TITLES = {
+    "host": "host memory",
+    "device": "device memory",
+    "buffers": "buffers on the device",
+    "disk": "disk",
+    "download": "disk of downloads",
+}
+_WIDTH = 34
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """Everything that a plan says."""
+    outline, request = plan.step.outline, plan.request
+    active = (
+        f" ({_billions(outline.active)} for each token)" if outline.active < 0.8 * outline.sizes.num_parameters else ""
+    )
+    yield (
+        f"{outline.name}: {_billions(outline.sizes.num_parameters)} parameters{active} in {outline.num_blocks} blocks; "
+        f"{request.precision}, steps of {request.rows} rows of {outline.length:,} tokens"
+    )
+    yield f"on {plan.machine.name}"
+    for budget in plan.budgets:
+        if budget.items and (budget.place != "buffers" or budget.limits):
+            yield ""
+            yield from _budget_lines(budget)
+    yield ""
+    yield "settings"
+    yield from (f"  {reason}" for reason in plan.reasons)
+    yield ""
+    yield from _time_lines(plan)
+
+
+def _budget_lines(budget: Budget) -> Iterator[str]:
+    yield _TITLES[budget.place]
+    for item in budget.items:
+        yield f"  {item.name:{_WIDTH}} {format_bytes(item.num_bytes):>12}  {item.note}".rstrip()
+    limit = budget.limit
+    if limit is None:
+        verdict = ""
+    elif budget.deficit:
+        verdict = f"of {format_bytes(limit.num_bytes)} ({limit.name}): {format_bytes(budget.deficit)} MISSING"
+    else:
+        left = limit.num_bytes - budget.num_bytes
+        verdict = f"of {format_bytes(limit.num_bytes)} ({limit.name}): fits, {format_bytes(left)} left"
+    yield f"  {'in all':{_WIDTH}} {format_bytes(budget.num_bytes):>12}  {verdict}".rstrip()
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
+    time, hardware = plan.time, plan.machine.hardware
+    if plan.step.outline.unknown:
+        return
+    if time is None or hardware is None:
+        yield "time: nothing is known of this machine's rates; horizon-lm doctor measures them"
+        return
+    yield f"time, simulated with the rates of {hardware.name}"
+    yield (
+        f"  {_seconds(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, {time.model_tflops:,.1f} model TFLOP/s; "
+        f"limited by {_CAUSES[time.limited_by]}"
+    )
+    exposed = ", ".join(
+        f"{_CAUSES[cause]} {_seconds(s)}" for cause, s in time.exposed_seconds.items() if s > 5e-4 * time.seconds
+    )
+    yield f"  nothing is computed while it waits for: {exposed or 'nothing'}"
+    yield "  busy: " + ", ".join(f"{stream} {share:.0%}" for stream, share in time.busy.items())
+    hidden = [f"{_CAUSES[what]} from {tokens:,}" for what, tokens in time.hidden_from_tokens.items()]
+    yield f"  hidden by computation: {', '.join(hidden)} tokens a step; this run has {plan.step.tokens:,}"
+    if plan.load_seconds is not None:
+        yield f"  reading the weights: {format_seconds(plan.load_seconds)}"
+    if plan.run_seconds is not None:
+        yield f"  the whole run of {plan.request.num_steps:,} steps: {format_seconds(plan.run_seconds)}"
+
+
+def summary_lines(plan: Plan) -> Iterator[str]:
+    """What a run says before it begins."""
+    yield from plan.reasons
+    for budget in plan.budgets:
+        if budget.items and budget.limit is not None:
+            yield (
+                f"{_TITLES[budget.place]}: {format_bytes(budget.num_bytes)} planned, "
+                f"{format_bytes(budget.limit.num_bytes)} there ({budget.limit.name})"
+            )
+    if plan.time is not None and plan.run_seconds is not None:
+        yield (
+            f"expected: {_seconds(plan.time.seconds)} a step, limited by {_CAUSES[plan.time.limited_by]}; "
+            f"{format_seconds(plan.run_seconds)} for all of them, besides held-out rows, samples and exports"
+        )
+
+
+def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
+    """What would make it fit."""
+    yield from plan.problems
+    if plan.disk.deficit or plan.download.deficit:
+        yield "Make room on the disk, or choose another output_dir."
+    if plan.memory_deficit and not remedies:
+        yield "No settings make it fit: take a smaller model (horizon-lm plan --largest lists those that do), or more memory."
+        least = smallest(plan)
+        if plan.host.deficit and least.plan.host.num_bytes < plan.host.num_bytes:
+            needed = format_bytes(least.plan.host.num_bytes)
+            yield f"With {_arguments(least)} it would take {needed} of host memory."
+    if remedies:
+        yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
+    for remedy in remedies:
+        sizes = ", ".join(
+            f"{_TITLES[b.place]} {format_bytes(b.num_bytes)}"
+            for b in remedy.plan.budgets
+            if b.items and b.place in ("host", "device")
+        )
+        yield f"  {_arguments(remedy)}\n    {sizes}; costs: {remedy.cost}"
+
+
+def _arguments(remedy: Remedy) -> str:
+    return " ".join(f"--{name} {_value(value)}" for name, value in remedy.settings.items())
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _billions(number: float) -> str:
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.0f}M"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 100:
+        return format_seconds(seconds)
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+VERSION = 1
+
+
+def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
+    """Everything that a plan says, as JSON has it. ``device``: the run's setting."""
+    return {
+        "version": VERSION,
+        "fits": plan.fits,
+        "model": _model(plan.step.outline),
+        "run": _run(plan, device),
+        **{budget.place: _budget(budget) for budget in plan.budgets},
+        "hardware": None if plan.machine.hardware is None else asdict(plan.machine.hardware),
+        "step": None if plan.time is None else {**_step(plan.time), "run_seconds": plan.run_seconds},
+        "memory": _memory(plan.curve),
+        "problems": list(plan.problems),
+        "remedies": [_remedy(remedy) for remedy in remedies],
+    }
+
+
+def _model(outline: ModelOutline) -> dict[str, Any]:
+    return {
+        "name": outline.name,
+        "parameters": outline.sizes.num_parameters,
+        "active_parameters": outline.active,
+        "num_blocks": outline.num_blocks,
+        "hidden": outline.sizes.hidden,
+        "vocabulary": outline.sizes.vocabulary,
+    }
+
+
+def _run(plan: Plan, device: str) -> dict[str, Any]:
+    outline, request, settings = plan.step.outline, plan.request, plan.step.settings
+    return {
+        "rows": request.rows,
+        "length": outline.length,
+        "tokens": plan.step.tokens,
+        "num_steps": request.num_steps,
+        "precision": request.precision,
+        "device": device,
+        "settings": {
+            "device_micro_batch_size": settings.micro_batch,
+            "slices": settings.slices,
+            "head_chunk_tokens": settings.head_chunk_tokens if settings.chunked_head else None,
+            "boundaries": settings.residency.boundaries,
+            "held_blocks": settings.residency.weights,
+            "held_graphs": settings.residency.graphs,
+            "attn_implementation": outline.attention,
+        },
+        "reasons": list(plan.reasons),
+    }
+
+
+def _step(time: StepTime) -> dict[str, Any]:
+    return {
+        "seconds": time.seconds,
+        "tokens_per_second": time.tokens_per_second,
+        "model_tflops": time.model_tflops,
+        "limited_by": time.limited_by,
+        "exposed_seconds": dict(time.exposed_seconds),
+        "exposed_update_seconds": time.exposed_update_seconds,
+        "busy": dict(time.busy),
+        "hidden_from_tokens": dict(time.hidden_from_tokens),
+    }
+
+
+def _memory(curve: Curve | None) -> dict[str, Any] | None:
+    if curve is None:
+        return None
+    return {"seconds": list(curve.seconds), "device": list(curve.device), "host": list(curve.host)}
+
+
+def _remedy(remedy: Remedy) -> dict[str, Any]:
+    return {
+        "settings": dict(remedy.settings),
+        "cost": remedy.cost,
+        "bytes": {budget.place: budget.num_bytes for budget in remedy.plan.budgets},
+    }
+
+
+def _budget(budget: Budget) -> dict[str, Any]:
+    return {
+        "items": [{"name": item.name, "bytes": item.num_bytes, "note": item.note} for item in budget.items],
+        "bytes": budget.num_bytes,
+        "available": budget.available,
+        "limits": [{"name": limit.name, "bytes": limit.num_bytes} for limit in budget.limits],
+    }
+
+
+def write_plan(plan: Plan, device: str, folder: Path) -> None:
+    """``plan.json`` and, where it has seconds, ``predicted_trace.json`` of one step, in a run's folder."""
+    (folder / "plan.json").write_text(json.dumps(plan_as_json(plan, device), indent=2) + "\n", encoding="utf-8")
+    if plan.time is None:
+        return
+    curve = plan.curve
+    assert curve is not None
+    # Where the device is the host, a trace counts the engine's buffers alone; nobody tells it of the others.
+    buffers = plan.buffers.num_bytes
+    samples = [
+        (at, {"device bytes": buffers if plan.machine.on_host else device_bytes, "host bytes": host_bytes})
+        for at, device_bytes, host_bytes in zip(curve.seconds, curve.device, curve.host, strict=True)
+    ]
+    write_chrome(folder / "predicted_trace.json", plan.time.spans, samples, [(1, 0.0, plan.time.seconds)])

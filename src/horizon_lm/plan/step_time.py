@@ -1,0 +1,155 @@
+"""The duration of a step on a machine, what it waits for, and the number of tokens above which it waits for nothing."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from horizon_lm.plan.catalog import Hardware
+from horizon_lm.plan.step import Step, StepCost, rates
+from horizon_lm.schedule.ops import UPDATES, Kind, Pass, Stream
+from horizon_lm.schedule.simulate import Rates, Timeline, simulate, step_seconds, without
+from horizon_lm.schedule.trace import Span, busy_seconds, exposed_seconds
+
+
+def staged(hardware: Hardware) -> Hardware:
+    """The rates of a machine whose transfers are staged.
+
+    The host copies at half the rate at which it reads and writes memory. On the way in, one buffer is filled while the other
+    is sent; on the way out, a buffer is emptied once it has come. Both directions share the host's memory.
+    """
+    copying = hardware.host_rate / 2
+    return replace(
+        hardware,
+        link_in=min(hardware.link_in, copying),
+        link_out=1 / (1 / hardware.link_out + 1 / copying),
+        link_both=min(hardware.link_both, copying),
+    )
+
+
+_MOST_TOKENS = 2**30
+_STEPS = 4  # simulated, until one is like the one before
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Of one step among many, simulated.
+
+    Attributes:
+        seconds: from one step's last computation to the next one's.
+        tokens_per_second: all tokens of the step but padding.
+        model_tflops: operations that the model asks for (6·N·T and attention), whatever is computed again.
+        limited_by: ``copy_in``, ``copy_out`` or ``update``, if a step were shorter by more than 5% without them, whichever
+            is most; else ``compute``.
+        exposed_seconds: time in which nothing is computed, by what it waits for.
+        exposed_update_seconds: what a step is longer than if updates took no time.
+        busy: share of the step in which each stream does something.
+        hidden_from_tokens: tokens per step from which loads, and updates, take no longer than what hides them; no loads
+            where nothing can hide them.
+        spans: of all operations of one step, from its begin at 0.
+    """
+
+    seconds: float
+    tokens_per_second: float
+    model_tflops: float
+    limited_by: str
+    exposed_seconds: Mapping[str, float]
+    exposed_update_seconds: float
+    busy: Mapping[str, float]
+    hidden_from_tokens: Mapping[str, int]
+    spans: Sequence[Span]
+
+
+def step_time(
+    step: Step, hardware: Hardware, computing_threads: int | None = None, tokens: float | None = None
+) -> StepTime:
+    """Simulate a step among many on a machine.
+
+    Args:
+        computing_threads: as in `plan.step.rates`.
+        tokens: of the step, without padding; None for as many as there are places.
+    """
+    passes, cost, speed = step.passes(), step.cost(hardware), rates(hardware, computing_threads)
+    timeline = simulate(passes * _STEPS, cost, speed)
+    spans, begin, seconds = _last_step(timeline, len(passes))
+    exposed = exposed_seconds(spans)
+    saved = {
+        name: max(0.0, seconds - step_seconds(passes, without(cost, *kinds), speed)) for name, kinds in _MOVES.items()
+    }
+    busy = _busy(timeline, begin, seconds)
+    shifted = [Span(s.op, s.start - begin, s.end - begin, s.reached - begin) for s in spans]
+    return StepTime(
+        seconds=seconds,
+        tokens_per_second=(tokens or step.tokens) / seconds,
+        model_tflops=step.outline.step_flops(step.tokens) / seconds / 1e12,
+        limited_by=_limited_by(saved, seconds),
+        exposed_seconds=exposed,
+        exposed_update_seconds=saved["update"],
+        busy=busy,
+        hidden_from_tokens=_thresholds(step, passes, cost, speed),
+        spans=shifted,
+    )
+
+
+def _last_step(timeline: Timeline, num_passes: int) -> tuple[list[Span], float, float]:
+    """Spans of the last forward and backward, and of the updates before them; when the step begins, and its length."""
+
+    def computed(passes: Sequence[Sequence[Span]]) -> float:
+        return max(span.end for spans in passes for span in spans if span.op.stream == Stream.COMPUTE)
+
+    passes = timeline.passes
+    end, begin = computed(passes[-num_passes:]), computed(passes[-2 * num_passes : -num_passes])
+    inside = [span for spans in passes for span in spans if span.end > begin and span.start < end]
+    return inside, begin, end - begin
+
+
+def _busy(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:
+    shares = {}
+    for stream in Stream:
+        spans = [
+            Span(s.op, max(s.start, begin), min(s.end, begin + seconds), s.reached)
+            for s in timeline.spans
+            if s.end > begin and s.start < begin + seconds
+            and (Stream.HOST if s.op.kind in UPDATES else s.op.stream) == stream
+        ]  # fmt: skip
+        shares[str(stream)] = busy_seconds(spans) / seconds
+    return shares
+
+
+_MOVES = {
+    "copy_in": (Kind.STREAM_IN, Kind.FETCH),
+    "copy_out": (Kind.STREAM_OUT, Kind.OFFLOAD),
+    "update": UPDATES,
+}
+
+
+def _limited_by(saved: Mapping[str, float], seconds: float) -> str:
+    cause, most = max(saved.items(), key=lambda each: each[1])
+    return cause if most > 0.05 * seconds else "compute"
+
+
+def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates) -> dict[str, int]:
+    """Tokens per step from which what is moved for one pass hides behind that pass's computation.
+
+    Seconds of loads and updates do not depend on the tokens, those of computation grow with them (architecture, 3.4 and
+    3.5), but not in proportion where products wait for weights. Where transfers run inline, nothing hides them.
+    """
+    in_backward = step.settings.update_in_backward
+    loaded = sum(cost(op) for op in passes[0].ops if op.kind == Kind.STREAM_IN and op.unit.startswith("block"))
+    updated = sum(cost(op) for each in passes for op in each.ops if op.kind in UPDATES)
+    found = {"update": _tokens_for(updated / speed.host, lambda t: cost.blocks_seconds(t, backward=in_backward))}
+    if not speed.inline:
+        seconds = loaded / min(speed.link_in, speed.host)
+        found["copy_in"] = _tokens_for(seconds, lambda t: cost.blocks_seconds(t, backward=False))
+    return found
+
+
+def _tokens_for(seconds: float, computed: Callable[[float], float]) -> int:
+    """The fewest tokens whose computation takes so long."""
+    low, high = 0.0, 1.0
+    while computed(high) < seconds:
+        low, high = high, 2 * high
+        if high > _MOST_TOKENS:
+            return _MOST_TOKENS
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if computed(middle) < seconds else (low, middle)
+    return round(high)

@@ -1,0 +1,151 @@
+"""The model and the rows of a run, as far as memory and time depend on them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from horizon_lm.config import RunConfig, SftConfig, TextConfig
+from horizon_lm.data.loader import Loader
+from horizon_lm.data.token_dataset import TokenTable
+from horizon_lm.plan.outline import ModelOutline
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model of which a config is known.
+
+    Attributes:
+        name: as it was asked for.
+        config: Hugging Face's.
+        stored_bytes: of an element of its weights.
+        is_here: its weights need not be fetched.
+    """
+
+    name: str
+    config: Any
+    stored_bytes: int
+    is_here: bool
+    _outlines: dict[Any, ModelOutline] = field(default_factory=dict)
+
+    def cache_bytes_per_token(self, run: RunConfig) -> int:
+        """Keys and values that all blocks keep of a token in generation, on the device."""
+        config = self.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", None)
+        if not heads:  # a state, which does not grow
+            return 0
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if getattr(config, "kv_lora_rank", None) is None:
+            heads = getattr(config, "num_key_value_heads", None) or heads
+        else:  # they are kept as they are expanded (arXiv 2405.04434)
+            width = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+        return int(2 * config.num_hidden_layers * heads * width * _compute_dtype(run).itemsize)
+
+    def outline(
+        self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
+    ) -> ModelOutline:
+        """Its outline for a run. Arguments: as `model.outline.outline_config` has them."""
+        from horizon_lm.cost.model_outline import outline_config
+
+        accelerated = run.device != "cpu"
+        options: dict[str, Any] = {
+            "length": length,
+            "dtype": _compute_dtype(run),
+            "masked": masked,
+            "attn_implementation": run.attn_implementation,
+            "on_accelerator": accelerated,
+            "mlp_chunk_tokens": mlp_chunk_tokens or run.mlp_chunk_tokens,
+            "trust_remote_code": run.trust_remote_code,
+            "trainable": run.trainable,
+            "packed": isinstance(run, TextConfig) and bool(run.packing or run.eval_packing),
+            "allow_unproven_model": run.allow_unproven_model,
+            "head_values": _head_values(run),
+        }
+        key = tuple(options.values())
+        if key not in self._outlines:
+            self._outlines[key] = outline_config(self.config, self.name, **options)
+        return self._outlines[key]
+
+
+def _compute_dtype(run: RunConfig) -> Any:
+    """Of weights and hidden states on the device."""
+    import torch
+
+    return torch.bfloat16 if run.device != "cpu" and run.precision != "float32" else torch.float32
+
+
+def _head_values(run: RunConfig) -> tuple[str, ...]:
+    """What of each token the run's loss is made of, where it is not Hugging Face's own."""
+    if isinstance(run, TextConfig) and run.label_smoothing_factor:
+        return "logprobs", "mean"
+    return ("logprobs",) if run.objective == "dpo" or (isinstance(run, SftConfig) and run.loss_type == "dft") else ()
+
+
+def open_source(run: RunConfig) -> Source:
+    """The config of a run's model: from a folder, of a published model that is known, or fetched from the hub.
+
+    Raises:
+        ConfigError: there is none, or transformers cannot read it.
+        ModelNotSupportedError: not a causal language model.
+    """
+    from horizon_lm.model import hub
+    from horizon_lm.plan.catalog import find_known
+
+    name = run.model_name_or_path
+    if Path(name).expanduser().is_dir():
+        folder = Path(name).expanduser()
+        config = hub.load_config(folder, run.trust_remote_code, run.gguf_file)
+        stored = 2 if run.gguf_file else hub.stored_bytes(folder, config)
+        return Source(name, config, stored, is_here=True)
+    known = find_known(name)
+    hub_id = hub.full_name(name)
+    config = hub.known_config(known) if known else hub.fetch_config(name, run.trust_remote_code)
+    return Source(name, config, hub.config_bytes(config), hub.is_cached(hub_id))
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """What of a run's rows decides how much memory they take.
+
+    Attributes:
+        length, eval_length: tokens of the longest one to train on, and of the longest held-out one.
+        usual_length: tokens of the longest one of a step, as steps go; None for ``length``.
+        tokens: of a step, without padding; None if that is not known.
+        prompt_length: tokens of the longest sample prompt; 0 without any, or if that is not known.
+        masked: attention needs a mask, because rows are padded or packed.
+        distinct_tokens: that there are in all of them; None if that is not known.
+    """
+
+    length: int
+    eval_length: int
+    masked: bool = True
+    distinct_tokens: int | None = None
+    usual_length: int | None = None
+    tokens: float | None = None
+    prompt_length: int = 0
+
+    @classmethod
+    def of(cls, loader: Loader, held_out: Iterable[TokenTable], prompt_length: int = 0) -> "RowShape":
+        """Of rows that are there, and of the steps that they are trained in."""
+        rows, held_out, present = loader.rows, list(held_out), np.zeros(1, dtype=bool)
+        assert isinstance(rows, TokenTable)
+        for ids in (ids for table in (rows, *held_out) for ids in table.token_ids() if len(ids)):
+            if (largest := int(ids.max())) >= len(present):
+                present = np.pad(present, (0, 2 * largest + 1 - len(present)))
+            present[ids] = True
+        # Where rows are padded there is the padding's token, too.
+        distinct = int(present.sum()) + 1 + prompt_length
+        steps = [rows.lengths[loader.sampler.rows(step)] for step in range(loader.sampler.steps_per_epoch)]
+        usual = sum(step.max() * len(step) for step in steps) / sum(map(len, steps))
+        in_epoch = sum(rows.num_tokens[loader.sampler.rows(step)].sum() for step in range(len(steps)))
+        return cls(
+            int(rows.lengths.max()),
+            max((int(table.lengths.max()) for table in held_out), default=0),
+            masked=any(table.needs_mask for table in (rows, *held_out)),
+            distinct_tokens=distinct,
+            usual_length=round(usual),
+            tokens=float(in_epoch) / len(steps),
+            prompt_length=prompt_length,
+        )

@@ -1,0 +1,287 @@
+"""The files of a run's folder, read and checked. A missing file is None, so that the page can say so."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, TypeAdapter
+
+from horizon_lm.errors import ConfigError
+from horizon_lm.report.checked import check_json, check_lines, read_bytes
+from horizon_lm.report.trace_file import TraceFile, read_trace
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLine:
+    """What the report shows of a training line; its fields are told in `horizon_lm.training.metrics`."""
+
+    step: int
+    loss: float | None
+    learning_rate: float
+    tokens_total: int
+    trained_tokens_per_second: float
+    tokens_per_second: float
+    device_bytes_peak: int
+    host_bytes: int
+    seconds: float
+    margin: Annotated[float | None, Field(validation_alias="rewards/margins")] = None
+    accuracy: Annotated[float | None, Field(validation_alias="rewards/accuracies")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    step: int
+    eval_loss: float
+    margin: Annotated[float | None, Field(validation_alias="eval_rewards/margins")] = None
+    accuracy: Annotated[float | None, Field(validation_alias="eval_rewards/accuracies")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsFile:
+    """Lines in the order of the file, and when the last one was written."""
+
+    training: list[TrainingLine]
+    evaluations: list[Evaluation]
+    written: datetime
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """Steps that have a loss, with it."""
+        return [(line.step, line.loss) for line in self.training if line.loss is not None]
+
+    @property
+    def of_preferences(self) -> bool:
+        """The run learns which of two answers is preferred."""
+        return any(each.margin is not None for lines in (self.training, self.evaluations) for each in lines)
+
+    @property
+    def loss_title(self) -> str:
+        """What the mean of a loss is taken over."""
+        return "loss per pair" if self.of_preferences else "loss per token"
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median seconds of a step between two lines, without what stands between steps; None without two lines."""
+        spans = [
+            (after.tokens_total - before.tokens_total) / after.tokens_per_second / (after.step - before.step)
+            for before, after in pairwise(self.training)
+            if after.step > before.step and after.tokens_per_second
+        ]
+        return median(spans) if spans else None
+
+
+_TRAINING_LINE: TypeAdapter[TrainingLine | Evaluation] = TypeAdapter(TrainingLine)
+_EVALUATION: TypeAdapter[TrainingLine | Evaluation] = TypeAdapter(Evaluation)
+
+
+def read_metrics(path: Path) -> MetricsFile:
+    """The lines of a file. ConfigError as of `check_lines`."""
+    lines = list(check_lines(path, lambda line: _EVALUATION if b'"eval_loss"' in line else _TRAINING_LINE))
+    return MetricsFile(
+        [line for line in lines if isinstance(line, TrainingLine)],
+        [line for line in lines if isinstance(line, Evaluation)],
+        datetime.fromtimestamp(path.stat().st_mtime).astimezone(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    name: str
+    bytes: int
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What is taken of the host's memory, the device's, or the disk.
+
+    Attributes:
+        available: the least of ``limits``; None where it is not known.
+    """
+
+    items: list[Item]
+    bytes: int
+    available: int | None
+    limits: list[Limit]
+
+    @property
+    def is_used(self) -> bool:
+        """Something is planned there. Of a CPU's device nothing is: its memory is the host's, and planned there."""
+        return bool(self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    name: str
+    parameters: int
+    active_parameters: int
+    num_blocks: int
+    hidden: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """What a step has, and how it is run. ``settings`` are those that planning chose, ``reasons`` say why."""
+
+    rows: int
+    length: int
+    tokens: int
+    num_steps: int | None
+    precision: str
+    device: str
+    settings: dict[str, Any]
+    reasons: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """Seconds of a step; of those in which nothing is computed, what for; the share in which each stream is busy."""
+
+    seconds: float
+    tokens_per_second: float
+    model_tflops: float
+    limited_by: str
+    exposed_seconds: dict[str, float]
+    busy: dict[str, float]
+    hidden_from_tokens: dict[str, int | None]
+    run_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory:
+    """Bytes that are taken from each moment on."""
+
+    seconds: list[float]
+    device: list[float]
+    host: list[float]
+
+    def __post_init__(self) -> None:
+        if not len(self.seconds) == len(self.device) == len(self.host):
+            raise ValueError("seconds, device and host must have as many values as each other")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole file. ``buffers`` is the engine's part of the device, where a run limits it."""
+
+    version: Literal[1]
+    model: PlannedModel
+    run: PlannedRun
+    host: Place
+    device: Place
+    disk: Place
+    hardware: dict[str, Any] | None
+    step: PlannedStep | None
+    memory: PlannedMemory | None
+    buffers: Place | None = None
+
+    @property
+    def device_peak(self) -> Place | None:
+        """What a run's ``device_bytes_peak`` is held against; None where nothing is planned for it."""
+        if self.buffers is not None and self.buffers.is_used:
+            return self.buffers
+        return self.device if self.device.is_used else None
+
+
+_PLAN = TypeAdapter(Plan)
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file; ConfigError with the field that is wrong in it."""
+    return check_json(_PLAN, read_bytes(path), str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesLine:
+    step: int
+    samples: list[Sample]
+
+
+_LINE = TypeAdapter(SamplesLine)
+
+
+def read_samples(path: Path) -> list[SamplesLine]:
+    """The lines of a file. ConfigError as of `check_lines`."""
+    return list(check_lines(path, lambda line: _LINE))
+
+
+T = TypeVar("T")
+
+METRICS, SETTINGS, PLAN = "metrics.jsonl", "config.yaml", "plan.json"
+PREDICTED, MEASURED = "predicted_trace.json", "trace.json"
+SAMPLES = "samples.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What there is of a run."""
+
+    folder: Path
+    metrics: MetricsFile | None
+    settings: dict[str, Any] | None
+    plan: Plan | None
+    predicted: TraceFile | None
+    measured: TraceFile | None
+    samples: list[SamplesLine] | None = None
+
+
+def load_run(folder: Path) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: there is nothing of a run in it, or a file that is not what its name says.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; name the output_dir of a run")
+
+    def read(name: str, reader: Callable[[Path], T]) -> T | None:
+        return reader(folder / name) if (folder / name).exists() else None
+
+    run = Run(
+        folder=folder,
+        metrics=read(METRICS, read_metrics),
+        settings=read(SETTINGS, _read_settings),
+        plan=read(PLAN, read_plan),
+        predicted=read(PREDICTED, read_trace),
+        measured=read(MEASURED, read_trace),
+        samples=read(SAMPLES, read_samples),
+    )
+    if all(part is None for part in (run.metrics, run.settings, run.plan, run.predicted, run.measured)):
+        names = ", ".join((METRICS, SETTINGS, PLAN, PREDICTED, MEASURED))
+        raise ConfigError(f"{folder}: nothing of a run is in it; name the output_dir of a run, which has {names}")
+    return run
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a file; ConfigError with the place that is not YAML."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        settings = YAML(typ="safe", pure=True).load(read_bytes(path))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: not the settings of a run, one a line, such as learning_rate: 1e-5")
+    return {str(name): value for name, value in settings.items()}

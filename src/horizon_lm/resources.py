@@ -1,0 +1,211 @@
+"""Memory, disk space and cores that this process may use: those of the machine, its control groups and its resource limits."""
+
+import math
+import os
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from horizon_lm.quantities import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A control group of version 1 or 2: its path below the mount, for people, and the folder with its files."""
+
+    version: int
+    path: str
+    folder: Path
+
+
+def control_groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Group]:
+    """This process's group and all groups above it, from the inside out, in every hierarchy with that controller.
+
+    ``cgroups`` is where the hierarchies are mounted, ``membership`` is ``/proc/self/cgroup`` (cgroups(7)). A group of
+    version 2 is named whether or not it has the controller: its files show it.
+    """
+    try:
+        lines = membership.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:  # not Linux
+        return
+    for fields in (line.split(":", 2) for line in lines):
+        if len(fields) != 3 or (fields[1] and controller not in fields[1].split(",")):
+            continue
+        mount = _mount(controller, fields[1], cgroups)
+        names = [name for name in fields[2].split("/") if name]
+        if ".." in names or not os.path.isdir(mount.joinpath(*names)):
+            names = []  # a container: the path is the host's, and the mount begins with this process's own group
+        for depth in range(len(names), -1, -1):
+            above = names[:depth]
+            yield Group(1 if fields[1] else 2, "/" + "/".join(above), mount.joinpath(*above))
+
+
+def _mount(controller: str, controllers: str, cgroups: Path) -> Path:
+    if controllers:  # several in one hierarchy have a link each, but not everywhere
+        return cgroups / (controller if os.path.isdir(cgroups / controller) else controllers)
+    hybrid = os.path.isdir(cgroups / "unified") and not os.path.exists(cgroups / "cgroup.controllers")
+    return cgroups / "unified" if hybrid else cgroups
+
+
+_PROC = Path("/proc")
+_NO_LIMIT = 2**62  # version 1 has no word for it: it shows the largest number of whole pages
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """One thing that bounds this process's memory.
+
+    name: for people, such as "cgroup v2 /user.slice/run.scope (memory.max 8.00 GiB)" or "MemAvailable".
+    room: bytes that this process may come to hold in all: what it holds already (``resident_bytes``), and what is
+    left under the limit.
+    is_estimate: nothing enforces it: what the machine has free now, which may be less than it can have.
+    """
+
+    name: str
+    room: int
+    is_estimate: bool = False
+
+
+def memory_limits(proc: Path = _PROC, cgroups: Path = Path("/sys/fs/cgroup")) -> list[MemoryLimit]:
+    """Everything known that bounds this process's memory, smallest room first. What cannot be read is left out."""
+    held = resident_bytes(proc)
+    groups = control_groups("memory", cgroups, proc / "self/cgroup")
+    limits = [
+        *(limit for group in groups for limit in _group(group, held)),
+        *_machine(proc, held),
+        *_process(proc, held),
+    ]
+    return sorted(limits, key=lambda limit: limit.room)
+
+
+def resident_bytes(proc: Path = _PROC) -> int:
+    """Bytes of memory that this process holds: VmRSS without the pages of mapped files.
+
+    Those are page cache, which counts as use under no limit: the kernel drops it where memory is needed. Without
+    ``/proc`` it is the most that the process ever held, mapped files included.
+    """
+    status = _sizes(proc / "self/status")
+    if "VmRSS" in status:
+        return max(0, status["VmRSS"] - status.get("RssFile", 0))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def memlock_limit() -> int | None:
+    """Bytes that this process may lock in memory, without privileges; None: as many as it likes."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def disk_free(path: Path) -> int:
+    """Bytes that an unprivileged user may still write at ``path``, whose last parts need not exist yet.
+
+    Quotas of users and projects are not looked at.
+
+    Raises:
+        OSError: if the file system does not answer, or may not be asked.
+    """
+    answer = os.statvfs(_nearest(path))
+    return answer.f_bavail * answer.f_frsize
+
+
+def file_system(path: Path) -> int:
+    """The number of the file system that ``path`` is on, or will be; OSError if it may not be asked."""
+    return os.stat(_nearest(path)).st_dev
+
+
+def _nearest(path: Path) -> Path:
+    """The last part of ``path`` that exists; OSError if it may not be asked for."""
+    target = Path(os.path.realpath(path))  # a link to what does not exist yet may lead to another disk
+    for place in (target, *target.parents):
+        try:
+            os.stat(place)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        return place
+    raise FileNotFoundError(f"neither {target} nor any folder above it exists")
+
+
+def _group(group: Group, held: int) -> list[MemoryLimit]:
+    """What is left under the limit of a group, in which page cache that can be dropped is no use."""
+    if group.version == 2:  # above memory.high a process crawls: as good as an end
+        limit_files, usage_file = ["memory.max", "memory.high"], "memory.current"
+    else:
+        limit_files, usage_file = ["memory.limit_in_bytes"], "memory.usage_in_bytes"
+    numbers = [(_number(group.folder / name), name) for name in limit_files]
+    limits = [(number, name) for number, name in numbers if number is not None and number < _NO_LIMIT]
+    used = _number(group.folder / usage_file)
+    if not limits or used is None:
+        return []
+    limit, name = min(limits)
+    stat = dict(re.findall(r"^(\w+) (\d{1,20})$", _text(group.folder / "memory.stat"), re.MULTILINE))
+    # version 1 has a group's own numbers beside the totals of all groups below it; tmpfs is cache in neither list
+    cache = [stat.get(f"total_{kind}", stat.get(kind, 0)) for kind in ("inactive_file", "active_file")]
+    used -= sum(map(int, [*cache, stat.get("slab_reclaimable", 0)]))
+    text = f"cgroup v{group.version} {group.path} ({name} {format_bytes(limit)})"
+    return [MemoryLimit(text, max(0, limit - max(0, used) + held))]
+
+
+def _machine(proc: Path, held: int) -> list[MemoryLimit]:
+    memory = _sizes(proc / "meminfo")
+    if "MemAvailable" in memory:
+        return [MemoryLimit("MemAvailable", memory["MemAvailable"] + held, is_estimate=True)]
+    if "MemFree" in memory:  # Linux before 3.14
+        cache = memory.get("Cached", 0) + memory.get("Buffers", 0) - memory.get("Shmem", 0)
+        return [MemoryLimit("MemFree and page cache", memory["MemFree"] + max(0, cache) + held, is_estimate=True)]
+    try:
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return []
+    return [MemoryLimit("physical memory", physical, is_estimate=True)] if physical > 0 else []
+
+
+def _process(proc: Path, held: int) -> list[MemoryLimit]:
+    """Limits on what is mapped. What is mapped and not resident, such as libraries' reservations, is lost to them."""
+    status = _sizes(proc / "self/status")
+    limits = []
+    for name, kind, mapped in (
+        ("RLIMIT_AS", resource.RLIMIT_AS, "VmSize"),
+        ("RLIMIT_DATA", resource.RLIMIT_DATA, "VmData"),
+    ):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY and mapped in status:
+            limits.append(MemoryLimit(name, max(0, limit - status[mapped] + held)))
+    return limits
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not this kernel, not this version, or not visible from here
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    """The number that a file consists of; None for anything else, such as "max"."""
+    text = _text(path).strip()
+    return int(text) if re.fullmatch(r"\d{1,20}", text) else None
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """The lines ``name: number kB`` of a file, in bytes."""
+    lines = re.findall(r"^(\w+):\s*(\d{1,20}) kB$", _text(path), re.MULTILINE)
+    return {name: 1024 * int(number) for name, number in lines}
+
+
+def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """The process's affinity, and no more than what the quotas of its control groups allow; at least one."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for group in control_groups("cpu", cgroups, membership) for quota in _quota(group)]
+    return max(1, math.floor(min([affinity, *quotas])))
+
+
+def _quota(group: Group) -> list[float]:
+    names = ["cpu.max"] if group.version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+    try:
+        quota, period = " ".join((group.folder / name).read_text() for name in names).split()
+        return [] if quota in ("max", "-1") else [int(quota) / int(period)]
+    except (OSError, ValueError):  # not visible from here
+        return []

@@ -1,0 +1,236 @@
+"""Proof that a schedule is correct for a sequence of passes, and that none of its waits is superfluous.
+
+A sequence is unrolled into one list of operations. Vector clocks over the streams give what each operation is ordered
+after; every pair of accesses to one buffer, of which at least one writes, must be ordered. Contents are followed in
+program order: a computation must find its own unit in the slot it reads.
+
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Pass, Stream, Wait, uses
+
+# Buffers with as many instances as the device holds, whatever the number of blocks.
+SLOTS = {Buf.WEIGHTS: 2, Buf.GRADS: 2, Buf.RING: 2, Buf.HOST_LANDING: 5}  # landing: HEAD, EMBED and OUTER, too
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong at operation ``op`` of pass number ``pass_index`` of a sequence."""
+
+    pass_index: int
+    op: Op
+    text: str
+
+    def __str__(self) -> str:
+        return f"pass {self.pass_index}, {self.op}: {self.text}"
+
+
+@dataclass(slots=True)
+class _Node:
+    """One operation of the unrolled sequence. ``clock``: per stream, the last operation that is finished before it."""
+
+    pass_index: int
+    op: Op
+    clock: dict[Stream, int]
+
+
+class _Unrolled:
+    """Operations of a sequence in program order, with the accesses needed to resolve waits and find conflicts."""
+
+    def __init__(self) -> None:
+        self.nodes: list[_Node] = []
+        self.problems: list[Problem] = []
+        self._last_on_stream: dict[Stream, int] = {}
+        self._writer: dict[Buffer, int] = {}
+        self._readers: dict[Buffer, dict[Stream, int]] = {}
+        self._content: dict[Buffer, str] = {}
+        self._last_use: dict[Wait, int] = {}
+
+    def add_pass(self, pass_index: int, schedule: Pass, scope: int) -> None:
+        """``scope``: the forward whose boundaries these are."""
+        first = len(self.nodes)
+        earlier = dict(self._last_use)
+        for position, op in enumerate(schedule.ops):
+            waits = []
+            for wait in op.waits:
+                if isinstance(wait, After) and wait.index >= position:
+                    self._report(pass_index, op, f"waits for {wait}, which is issued after it")
+                elif isinstance(wait, After):
+                    waits.append(first + wait.index)
+                else:
+                    waits.extend([earlier[wait]] if wait in earlier else [])
+            self._add(pass_index, _scope_boundaries(op, scope), waits)
+            for use in uses(op):
+                self._last_use[use] = first + position
+
+    def _add(self, pass_index: int, op: Op, waits: list[int]) -> None:
+        index = len(self.nodes)
+        clock: dict[Stream, int] = {}
+        for before in [*waits, *([self._last_on_stream[op.stream]] if op.stream in self._last_on_stream else [])]:
+            for stream, known in self.nodes[before].clock.items():
+                clock[stream] = max(known, clock.get(stream, -1))
+        self.nodes.append(_Node(pass_index, op, clock))
+
+        for buffer in op.reads:
+            self._require_order(index, buffer, self._writer.get(buffer))
+            self._check_content(pass_index, op, buffer)
+        for buffer in op.writes:
+            self._require_order(index, buffer, self._writer.get(buffer))
+            for reader in self._readers.get(buffer, {}).values():
+                self._require_order(index, buffer, reader)
+
+        for buffer in op.reads:
+            self._readers.setdefault(buffer, {})[op.stream] = index
+        for buffer in op.writes:
+            self._writer[buffer], self._readers[buffer] = index, {}
+            self._content[buffer] = op.unit
+        clock[op.stream] = index
+        self._last_on_stream[op.stream] = index
+
+    def _require_order(self, index: int, buffer: Buffer, other: int | None) -> None:
+        if other is None or other == index:
+            return
+        node, before = self.nodes[index], self.nodes[other]
+        if before.op.stream != node.op.stream and node.clock.get(before.op.stream, -1) < other:
+            self._report(
+                node.pass_index, node.op, f"races with {before.op} of pass {before.pass_index} for {buffer}"
+            )  # fmt: skip
+
+    def _check_content(self, pass_index: int, op: Op, buffer: Buffer) -> None:
+        if buffer.kind in SLOTS and isinstance(buffer.index, int) and self._content.get(buffer) != op.unit:
+            self._report(pass_index, op, f"finds {self._content.get(buffer, 'nothing')} in {buffer}")
+
+    def _report(self, pass_index: int, op: Op, text: str) -> None:
+        self.problems.append(Problem(pass_index, op, text))
+
+
+def check(sequence: Sequence[Pass]) -> list[Problem]:
+    """Everything wrong with the passes when they run one after the other; empty when they are correct.
+
+    Boundaries of different forwards never meet. A backward takes those of the last pending forward, which orders more
+    tightly than taking an earlier one's.
+    """
+    unrolled = _Unrolled()
+    pending: list[int] = []  # forwards whose backward is still to come
+    for index, schedule in enumerate(sequence):
+        if schedule.name == "forward" and schedule.keeps:
+            pending.append(index)
+            scope = index
+        else:
+            scope = pending.pop() if schedule.name == "backward" and pending else index
+        unrolled.add_pass(index, schedule, scope)
+        _check_bounded(unrolled, index, schedule)
+    return unrolled.problems
+
+
+def _scope_boundaries(op: Op, scope: int) -> Op:
+    def rename(buffers: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+        return tuple(
+            Buffer(b.kind, f"{b.index}@{scope}") if b.kind == Buf.HOST_BOUNDARY else b for b in buffers
+        )  # fmt: skip
+
+    return replace(op, reads=rename(op.reads), writes=rename(op.writes))
+
+
+def _check_bounded(unrolled: _Unrolled, pass_index: int, schedule: Pass) -> None:
+    for kind, most in SLOTS.items():
+        used = {b for op in schedule.ops for b in op.reads + op.writes if b.kind == kind}
+        if len(used) > most:
+            unrolled._report(pass_index, schedule.ops[-1], f"{len(used)} buffers of kind {kind}, at most {most}")
+
+
+def without_wait(schedule: Pass, op_index: int, wait: Wait) -> Pass:
+    """The pass with one wait removed, for negative controls."""
+    ops = list(schedule.ops)
+    ops[op_index] = replace(ops[op_index], waits=tuple(w for w in ops[op_index].waits if w != wait))
+    return replace(schedule, ops=tuple(ops))
+
+
+def each_wait(schedule: Pass) -> Iterator[tuple[int, Wait]]:
+    """Every wait of a pass with the position of its operation."""
+    for index, op in enumerate(schedule.ops):
+        for wait in op.waits:
+            yield index, wait
+
+
+class Passes(NamedTuple):
+    """The passes of one model that legal sequences are made of.
+
+    Attributes:
+        first: training forward right after an update, of which the table's part is still to come.
+        again: training forward with no update since the last forward.
+        second: the same, but it finds the head's gradient buffer taken by a forward that is still to be differentiated.
+        evaluating: forward that keeps nothing, right after an update.
+        evaluation: forward that keeps nothing, with no update since the last forward.
+        backward: of `first` and `again`.
+        recomputing: backward that makes the head's gradients itself: of `second`, or of a forward that lost the buffer.
+        update: the optimizer's pass; None if units are updated in the backward.
+    """
+
+    first: Pass
+    again: Pass
+    second: Pass
+    evaluating: Pass
+    evaluation: Pass
+    backward: Pass
+    recomputing: Pass
+    update: Pass | None
+
+
+def sequences(passes: Passes) -> dict[str, list[Pass]]:
+    """Legal sequences of passes that between them meet every hazard."""
+    first, again, second, evaluating, evaluation, backward, recomputing, update = passes
+    if update is None:  # a step has one backward, and a second forward would be one of other weights
+        step = [first, backward]
+        return {
+            "steps": step * 3,
+            "evaluation between": [first, evaluation, backward] * 2 + step,
+            "evaluation first": [*step, evaluating, again, backward, evaluating, evaluation, again, backward, *step],
+            "abandoned forward": [first, again, backward, *step],
+            "abandoned twice": [first, again, again, backward, first, again, backward],
+            "two forwards, last one abandoned": [first, second, backward] * 3,
+            "two forwards, first one abandoned": [first, second, recomputing] * 3,
+        }
+    step = [first, backward, update]
+    return {
+        "steps": step * 3,
+        "accumulation": [first, backward, again, backward, again, backward, update] * 2,
+        "two forwards, last one first": [first, second, recomputing, recomputing, update] * 2,
+        "two forwards, first one first": [first, second, backward, recomputing, update] * 2,
+        "evaluation between": [first, evaluation, backward, evaluation, update] * 2,
+        "evaluation before update": [first, backward, evaluation, evaluation, update] * 2,
+        "evaluation first": [
+            *step,
+            evaluating,
+            again,
+            backward,
+            evaluation,
+            update,
+            evaluating,
+            again,
+            backward,
+            update,
+        ],
+        "abandoned forward": [first, again, backward, again, update, *step],
+        "abandoned twice": [first, again, again, backward, update, *step],
+        "evaluation after update": [*step, first, evaluation, evaluation],
+    }
+
+
+def superfluous_waits(passes: Passes) -> list[tuple[str, Op, Wait]]:
+    """Waits inside a pass whose removal goes unnoticed in every legal sequence, each with the name of its pass."""
+    found: list[tuple[str, Op, Wait]] = []
+    for name, schedule in passes._asdict().items():
+        if schedule is None:
+            continue
+        for op_index, wait in each_wait(schedule):
+            if not isinstance(wait, After):
+                continue
+            broken = without_wait(schedule, op_index, wait)
+            changed = Passes(*(broken if p == schedule else p for p in passes))  # type: ignore[arg-type]
+            if not any(check(sequence) for sequence in sequences(changed).values()):
+                found.append((name, schedule.ops[op_index], wait))
+    return found

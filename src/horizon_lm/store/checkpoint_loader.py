@@ -1,0 +1,203 @@
+"""Check a checkpoint against a model by its headers alone, then fill the store from it one tensor at a time."""
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.errors import CheckpointWarning, ConfigError, first_line
+from horizon_lm.model.hub import require_finite
+from horizon_lm.model.units import ModelParts
+from horizon_lm.store.checkpoint_reader import Checkpoint, Header
+from horizon_lm.store.conversion import Conversion, Target, find_conversion
+from horizon_lm.store.store import Store
+
+_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # kept once, and computed now
+
+
+def is_left_out(model: Any, name: str) -> bool:
+    """Return whether transformers leaves out a tensor of this name without a warning."""
+    patterns = (*_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def may_be_missing(model: Any, name: str) -> bool:
+    """Return whether transformers does without a tensor of this name without a warning."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+_FLOATING = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+
+def check_folder(model: Any, folder: Path) -> list[str]:
+    """Check the weights of a folder against a model without weights, and return what is worth a warning.
+
+    Raises:
+        ConfigError: as `check_headers` does, and for files that cannot be read.
+    """
+    checkpoint = Checkpoint(folder)
+    return check_headers(model, checkpoint, find_conversion(model, checkpoint.names))
+
+
+def check_headers(model: Any, checkpoint: Checkpoint, conversion: Conversion) -> list[str]:
+    """Check names, dtypes and shapes of a checkpoint, and return what is worth a warning.
+
+    Raises:
+        ConfigError: a parameter that is missing, there twice, of another shape, or not of floating-point numbers; or tensors
+            of blocks that the model does not have.
+    """
+    headers, expected = checkpoint.headers(), model.state_dict()
+    parameters = parameter_names(model)
+    missing, unset = set(parameters.values()), expected.keys() - parameters.keys()
+    for target in conversion.targets:
+        if target.name in parameters:
+            _require_weights(target, headers, checkpoint)
+        for name, tensor in _described(model, checkpoint, target, headers).items():
+            if name in expected:
+                _require_shape(name, tensor.shape, expected[name].shape)
+            missing.discard(parameters.get(name, name))
+            unset.discard(name)
+    if missing:
+        raise ConfigError(
+            f"{checkpoint.folder} lacks {len(missing)} of {len(set(parameters.values()))} parameters, for example "
+            f"{min(missing)}; the folder does not hold a {type(model).__name__}"
+        )
+    sentences = list(_unused(model, checkpoint.folder, conversion.unused))
+    if unset := {name for name in unset if not may_be_missing(model, name)}:
+        sentences.append(
+            f"{checkpoint.folder}: {_some(list(unset))} missing and will have the values of a new model; look whether "
+            "config.json belongs to these weights"
+        )
+    return sentences
+
+
+def parameter_names(model: Any) -> dict[str, str]:
+    """Return every name of every parameter, with its first: a tied one has several."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: Checkpoint) -> None:
+    """Reject what cannot be trained, or is not clear."""
+    for name in target.sources:
+        if headers[name].dtype not in _FLOATING:
+            raise ConfigError(
+                f"{name} is {headers[name].dtype} in {checkpoint.file_of(name)}, and weights are trained as floating-point "
+                "numbers of 16, 32 or 64 bits; take a copy of the model in bf16"
+            )
+    if target.is_ambiguous:
+        raise ConfigError(
+            f"{checkpoint.folder} has both {' and '.join(list(target.sources)[:2])}, which are the same parameter; remove "
+            "one of them"
+        )
+
+
+def _described(
+    model: Any, checkpoint: Checkpoint, target: Target, headers: Mapping[str, Header]
+) -> dict[str, torch.Tensor]:
+    """Return meta tensors in the shapes that the checkpoint's have for the model."""
+    described = {
+        name: torch.empty(headers[name].shape, dtype=_FLOATING.get(headers[name].dtype), device="meta")
+        for name in target.sources
+    }
+    try:
+        return target.convert(model, described)
+    except Exception as error:  # of transformers' conversions
+        raise ConfigError(
+            f"{checkpoint.folder}: {next(iter(target.sources))} and what belongs to it cannot be converted to {target.name} "
+            f"({first_line(error)}); config.json does not belong to these weights"
+        ) from error
+
+
+def _require_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
+    if found != expected:
+        raise ConfigError(
+            f"{name} has shape {tuple(found)} in the checkpoint and {tuple(expected)} in the model; "
+            "config.json does not belong to these weights"
+        )
+
+
+def _unused(model: Any, folder: Path, unused: Mapping[str, str]) -> Iterator[str]:
+    """Yield sentences about tensors that the model has no place for; reject those of blocks that it does not have."""
+    buffers = {name for name, _ in model.named_buffers()}
+    rest = {name: target for name, target in unused.items() if target not in buffers and name not in buffers}
+    known = [name for name, target in rest.items() if is_left_out(model, name) or is_left_out(model, target)]
+    for name in known:
+        del rest[name]
+    _reject_dropped(model, folder, rest)
+    kind = type(model).__name__
+    if known:
+        yield f"{folder}: {_some(known)} known to be no part of a {kind}, and will be left out of exports, too"
+    if rest:
+        yield (
+            f"{folder}: {_some(list(rest))} no part of a {kind} and will be neither trained nor exported; look whether "
+            "config.json belongs to these weights"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} (for example {min(names)}) {'are' if len(names) > 1 else 'is'}"
+
+
+def _reject_dropped(model: Any, folder: Path, unused: Mapping[str, str]) -> None:
+    """Reject tensors of items that a list of modules is too short for."""
+    lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    for name, target in unused.items():
+        parts = target.split(".")
+        for place, part in enumerate(parts):
+            path = ".".join(parts[:place])
+            path = path if path in lists else f"{model.base_model_prefix}.{path}"
+            if part.isdigit() and int(part) >= lists.get(path, int(part) + 1):
+                raise ConfigError(
+                    f"{folder} has {path}.{part} (for example {name}), but the model of its config.json has only "
+                    f"{lists[path]} of {path}; set num_hidden_layers, or what else says how many there are, to that of the "
+                    "weights, or remove the others from them"
+                )
+
+
+__all__ = ["Checkpoint", "load_weights"]
+
+
+def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> None:
+    """Check a checkpoint, and write every parameter of a model into the store. A CheckpointWarning says what is left out.
+
+    Raises:
+        ConfigError: headers that do not fit the model (`check_headers`), weights that are NaN or infinite, or a tied head
+            with other weights than the table.
+    """
+    model = parts.model
+    conversion = find_conversion(model, checkpoint.names)
+    for sentence in check_headers(model, checkpoint, conversion):
+        warnings.warn(sentence, CheckpointWarning, stacklevel=3)
+    parameters, buffers = parameter_names(model), dict(model.named_buffers())
+    written: dict[str, str] = {}
+    for target in conversion.targets:
+        tensors = checkpoint.read(list(target.sources))
+        if target.name in parameters:
+            for name, tensor in tensors.items():
+                require_finite(name, tensor, checkpoint.file_of(name))
+        for name, tensor in target.convert(model, tensors).items():
+            if name in buffers:
+                buffers[name].copy_(tensor)
+            elif name in parameters:
+                own = parameters[name]
+                if own not in written:
+                    store.source_dtypes[own] = tensor.dtype
+                    store.write(own, tensor)
+                elif not _is_stored(store, own, tensor):  # a tied one; transformers would untie it
+                    raise ConfigError(
+                        f"{written[own]} and {name} have different values in {checkpoint.folder}, but its config.json says "
+                        "that they are one parameter; set tie_word_embeddings: false in it"
+                    )
+                written[own] = name
+
+
+def _is_stored(store: Store, name: str, tensor: torch.Tensor) -> bool:
+    """Return whether a parameter has these values, as far as its precision keeps them."""
+    rounded = tensor if store.precision.low_half else tensor.to(store.weight(name).dtype)
+    return torch.equal(store.master(name), rounded.float())

@@ -1,0 +1,204 @@
+"""Writing a Hugging Face folder from the store, one tensor at a time.
+
+The safetensors format (https://github.com/huggingface/safetensors, "Format") is a JSON header and raw bytes. The
+library's writer takes all tensors of a file at once, which for us would be a second copy of the model; here each tensor
+goes from its slab to the file.
+
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from horizon_lm.errors import ConfigError
+from horizon_lm.model.units import ModelParts
+from horizon_lm.quantities import parse_bytes
+from horizon_lm.store.store import Store
+
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def save_pretrained(
+    parts: ModelParts,
+    store: Store,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "50GB",
+    values: Mapping[str, torch.Tensor] | None = None,
+    variant: str | None = None,
+) -> None:
+    """Write config, generation config and weights as ``transformers`` reads them (see `StreamedModel`).
+
+    Files appear under their names only when they are complete. ``values`` are written in the place of the store's.
+    """
+    folder = Path(folder)
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file; save_pretrained needs a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    exporter = _Exporter(parts, store, dtype, values or {})
+    files = _split(exporter.plan(), parse_bytes(max_shard_size), variant)
+    for name, group in files.items():
+        _write_file(folder / name, group, exporter)
+    _write_index(folder, files, store, variant)
+    for stale in folder.glob("model*.safetensors") if variant is None else ():
+        if stale.name not in files:
+            stale.unlink()
+    _write_configs(parts.model, folder, exporter.main_dtype)
+
+
+class _Exporter:
+    """Tensors in the names, layouts and dtypes of a checkpoint, unit by unit."""
+
+    def __init__(
+        self, parts: ModelParts, store: Store, dtype: torch.dtype | None, values: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._model, self._store, self._dtype = parts.model, store, dtype
+        self._given = {
+            name: value
+            for name, value in values.items()
+            if name in store.unit_of and value.data_ptr() != store.weight(name).data_ptr()
+        }
+        owned = set(store.unit_of)
+        parameters = {id(ref.param) for refs in parts.units.values() for ref in refs}
+        state = parts.model.state_dict(keep_vars=True)
+        self._buffers = {n: t for n, t in state.items() if n not in owned and id(t) not in parameters}
+        self._units: list[list[str]] = [list(slabs.layout) for slabs in store.units.values()]
+        self._units.append(list(self._buffers))
+        self.main_dtype = dtype or next(iter(store.source_dtypes.values()))
+
+    def plan(self) -> list[dict[str, torch.Tensor]]:
+        """Per unit, meta tensors in the shape and dtype of what `unit` gives."""
+        return [self._convert({name: self._describe(name) for name in names}) for names in self._units]
+
+    def unit(self, index: int) -> dict[str, torch.Tensor]:
+        """The tensors of a unit as they are written."""
+        return self._convert({name: self._value(name) for name in self._units[index]})
+
+    def _convert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return revert_weight_conversion(self._model, tensors)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        given = self._given.get(name)
+        return self._dtype or (self._store.source_dtypes[name] if given is None else given.dtype)
+
+    def _describe(self, name: str) -> torch.Tensor:
+        if name in self._buffers:
+            return self._buffers[name].to("meta")
+        return torch.empty(self._store.weight(name).shape, dtype=self._dtype_of(name), device="meta")
+
+    def _value(self, name: str) -> torch.Tensor:
+        if name in self._buffers:
+            return self._buffers[name].to("cpu")
+        if name in self._given:
+            return self._given[name].to("cpu", self._dtype_of(name))
+        weight, dtype = self._store.weight(name), self._dtype_of(name)
+        return weight if weight.dtype == dtype else self._store.master(name).to(dtype)
+
+
+Shard = list[tuple[int, dict[str, torch.Tensor]]]  # unit index and the meta tensors of it that this file holds
+
+
+def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | None) -> dict[str, Shard]:
+    """Files by name. A tensor larger than the limit has a file to itself."""
+    shards: list[Shard] = [[]]
+    used = 0
+    for index, tensors in enumerate(plan):
+        for name, tensor in tensors.items():
+            size = tensor.numel() * tensor.element_size()
+            if used and used + size > max_bytes:
+                shards.append([])
+                used = 0
+            if not shards[-1] or shards[-1][-1][0] != index:
+                shards[-1].append((index, {}))
+            shards[-1][-1][1][name] = tensor
+            used += size
+    if len(shards) == 1:
+        return {_file_name("model.safetensors", variant): shards[0]}
+    return {
+        _file_name(f"model-{i:05}-of-{len(shards):05}.safetensors", variant): shard for i, shard in enumerate(shards, 1)
+    }
+
+
+def _file_name(name: str, variant: str | None) -> str:
+    """transformers' rule for files of a variant."""
+    return name if variant is None else name.replace("model", f"model.{variant}", 1)
+
+
+def _write_file(path: Path, shard: Shard, exporter: _Exporter) -> None:
+    """One safetensors file: length of the header, header, tensors in the header's order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for _, tensors in shard:
+        for name, tensor in tensors.items():
+            end = position + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end],
+            }  # fmt: skip
+            position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with _atomically(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for index, tensors in shard:
+            values = exporter.unit(index)
+            for name in tensors:
+                file.write(values[name].contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+class _atomically:  # noqa: N801  (reads as a function)
+    """A file that gets its name when it is complete and on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._part = path, path.with_name(path.name + ".part")
+
+    def __enter__(self) -> BinaryIO:
+        self._file = self._part.open("wb")
+        return self._file
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        if kind is None:
+            self._part.replace(self._path)
+        else:
+            self._part.unlink()
+
+
+def _write_index(folder: Path, files: dict[str, Shard], store: Store, variant: str | None) -> None:
+    index = folder / ("model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json")
+    if len(files) == 1:
+        index.unlink(missing_ok=True)
+        return
+    weight_map = {name: file for file, shard in files.items() for name in _names(shard)}
+    total = sum(t.numel() * t.element_size() for shard in files.values() for _, ts in shard for t in ts.values())
+    num_params = sum(slabs.layout.num_params for slabs in store.units.values())
+    content = {"metadata": {"total_parameters": num_params, "total_size": total}, "weight_map": weight_map}
+    with _atomically(index) as file:
+        file.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _names(shard: Shard) -> Iterator[str]:
+    for _, tensors in shard:
+        yield from tensors
+
+
+def _write_configs(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    config, before = model.config, model.config.dtype
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    try:
+        config.save_pretrained(folder)
+    finally:
+        config.dtype = before
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
