@@ -56,7 +56,7 @@ def _quick() -> Cases:
 
 def _main() -> Cases:
     streamed = _cases(["horizon"], "qwen2.5-7b", 64 * K)
-    nothing_held = _cases(["horizon"], "qwen2.5-7b", 64 * K, options={"held_blocks": 0})
+    nothing_held = _cases(["horizon"], "qwen2.5-7b", 64 * K, options={"resident_blocks": 0})
     return streamed + _cases([name for name in SYSTEMS if "resident" in name], "qwen2.5-7b", 64 * K) + nothing_held
 
 
@@ -68,7 +68,7 @@ def _peers() -> Cases:
 def _depth() -> Cases:
     cases = []
     for layers in (28, 60, 120, 180):  # with nothing held, or a shallow model would be held as a whole
-        options = {"precision": "bf16", "held_blocks": 0}
+        options = {"precision": "bf16", "resident_blocks": 0}
         cases += _cases(["horizon"], f"1.5b wide, {layers} blocks", 64 * K, model=wider(1, layers), options=options)
     return cases
 

@@ -24,7 +24,7 @@ _SIZES: dict[str, Any] = {
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "padded rows, by segment": {"attn_implementation": "varlen"},
-    "boundaries in host memory": {"boundaries": "host", "held_blocks": 0},
+    "boundaries in host memory": {"activation_checkpoints": "host", "resident_blocks": 0},
     "micro-batches": {"device_micro_batch_size": 2},
     "fp32_master, clipped": {"precision": "fp32_master"},
 }

@@ -48,7 +48,9 @@ def plain(blocks: int, device: str) -> tuple[Any, Any]:
 
 def streamed(blocks: int, device: str) -> tuple[Any, Any]:
     """Return the same model, streamed, with its boundaries in host memory, and our optimizer with clipping."""
-    model = horizon_lm.stream(build(blocks).train(), device, precision="float32", boundaries="host", compile=False)
+    model = horizon_lm.stream(
+        build(blocks).train(), device, precision="float32", activation_checkpoints="host", compile=False
+    )
     return model, horizon_lm.AdamW(model, lr=1e-4, max_grad_norm=1.0)
 
 

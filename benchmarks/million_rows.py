@@ -65,7 +65,7 @@ def prepare(model: str, path: Path, num_proc: int) -> None:
     from horizon_lm.data.loader import Loader
     from horizon_lm.data.preprocess import prepare as prepare_rows
     from horizon_lm.preflight.inputs import RowShape
-    from horizon_lm.training.rows import recipe_of, training_sampler
+    from horizon_lm.training.rows import preprocess_config, training_sampler
     from horizon_lm.training.setup import load_tokenizer
 
     config = as_config(
@@ -89,7 +89,7 @@ def prepare(model: str, path: Path, num_proc: int) -> None:
     before = process.memory_info()
     threading.Thread(target=watch, daemon=True).start()
     begun = time.perf_counter()
-    report = prepare_rows(config.datasets or (), tokenizer, recipe_of(config))
+    report = prepare_rows(config.datasets or (), tokenizer, preprocess_config(config))
     rows = report.rows
     prepared = time.perf_counter()
     findings = audit(report, tokenizer)

@@ -36,7 +36,7 @@ def simulated(machine: str, mode: str, tokens: int) -> tuple[Step, StepTime]:
     in_backward = MODES[mode]
     run = plan_config(
         model_name_or_path=MODEL, device="cuda", per_device_train_batch_size=tokens // LENGTH, max_length=LENGTH,
-        boundaries="device", held_blocks=0, update_in_backward=in_backward, max_grad_norm=0.0 if in_backward else 1.0,
+        activation_checkpoints="device", resident_blocks=0, update_in_backward=in_backward, max_grad_norm=0.0 if in_backward else 1.0,
     )  # fmt: skip
     plan = plan_run(
         run, source_of(MODEL), other_machine(find_profile(machine), None), rows=RowShape(LENGTH, LENGTH, masked=False)

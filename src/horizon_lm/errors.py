@@ -110,7 +110,7 @@ class GradientMismatchError(StreamingError):
     """A block's gradient differs from that of plain autograd on this device (only with check_gradients)."""
 
 
-class TornModelError(StreamingError):
+class PartialUpdateError(StreamingError):
     """An update failed inside a kernel: some weights are new, some old, and the model must be loaded again."""
 
 

@@ -51,7 +51,7 @@ CONFIGS = {
     "strategy without packing": "packing_strategy: wrapped",
     "chunks of a whole head": "head: whole\nhead_chunk_tokens: 8",
     "yes of YAML 1.1": "packing: yes",
-    "word where some words or a number may be": "boundaries: none",
+    "word where some words or a number may be": "activation_checkpoints: none",
     "unknown unit": "device_memory: 3 gigs",
     "clipping in the backward": "update_in_backward: true",
     "unknown device": "device: tpu",

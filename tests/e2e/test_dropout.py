@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import horizon_lm
 from horizon_lm.config import DatasetConfig
 from horizon_lm.data.loader import Sampler, collate
-from horizon_lm.data.preprocess import Recipe, prepare
-from horizon_lm.objective.base import judging
+from horizon_lm.data.preprocess import PreprocessConfig, prepare
+from horizon_lm.objective.base import evaluation_mode
 from horizon_lm.training.loop import train
 from tests import families
 from tests.e2e import tiny
@@ -96,7 +96,7 @@ def test_one_micro_batch_is_plain_hugging_face_with_the_seeds_of_the_steps(dropp
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
     scheduler = get_scheduler("linear", optimizer, 0, 4)
     dataset = DatasetConfig(path=str(rows), columns=None)
-    table = prepare([dataset], AutoTokenizer.from_pretrained(dropping), Recipe("sft", max_length=1024)).rows
+    table = prepare([dataset], AutoTokenizer.from_pretrained(dropping), PreprocessConfig("sft", max_length=1024)).rows
     sampler = Sampler(len(table), 4, seed=7)
     for step in range(4):
         batch = collate([table[index] for index in sampler.rows(step)])
@@ -123,7 +123,7 @@ def test_judging_leaves_all_generators_as_they_were() -> None:
     set_seed(0)
     expected = drawn()
     set_seed(0)
-    with judging(model):
+    with evaluation_mode(model):
         drawn()
         model(**families.batch())
     assert drawn() == expected

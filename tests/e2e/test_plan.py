@@ -51,7 +51,7 @@ def test_a_plan_has_every_byte_and_every_choice(run_file: Path) -> None:
     assert {"weights", "low halves", "gradients", "moments", "process"} <= set(names)
     assert content["device"]["items"] == []  # the host's
     assert content["run"]["reasons"][0] == "6 rows a step = 2 x 3; runs as 3 slices of 2"
-    assert content["run"]["settings"]["boundaries"] == content["model"]["num_blocks"]
+    assert content["run"]["settings"]["activation_checkpoints"] == content["model"]["num_blocks"]
     assert content["run"]["num_steps"] == 3 * 2  # epochs of 12 rows in steps of 6
 
 
@@ -70,7 +70,7 @@ def test_a_run_has_the_settings_that_were_planned(run_file: Path, tmp_path: Path
     saved = json.loads((tmp_path / "run/plan.json").read_text())
     config = (tmp_path / "run/config.yaml").read_text()
     assert "device_micro_batch_size: 2\n" in config
-    assert "boundaries: 2\n" in config
+    assert "activation_checkpoints: 2\n" in config
     assert saved["run"]["length"] < 128  # that of the rows there are
     assert saved["run"]["settings"]["device_micro_batch_size"] == 2
 
@@ -170,7 +170,7 @@ def test_remedies_are_named_with_what_they_cost_and_they_help(run_file: Path) ->
 @pytest.mark.parametrize(("boundaries", "rows"), [("auto", 64), ("host", 1)])
 def test_where_three_changes_are_not_enough(run_file: Path, boundaries: str, rows: int) -> None:
     wanted = ["--model", "Qwen3-0.6B", "--device", "rtx-4090", "--host-memory", "4.9GiB", "--max_length", "4096"]
-    wanted += ["--boundaries", boundaries]
+    wanted += ["--activation_checkpoints", boundaries]
     result = run("plan", *wanted, "--per_device_train_batch_size", "256", "--json")
     (remedy,) = json.loads(result.stdout)["remedies"]
     assert remedy["settings"]["per_device_train_batch_size"] == rows
@@ -315,7 +315,7 @@ def test_a_model_that_cannot_be_tried_without_weights_runs_all_the_same(
     assert "nothing for the meta device" in content["run"]["reasons"][-1]
     assert content["step"] is None
     assert run("train", run_file, "--max_steps", 1).exit_code == 0
-    assert "boundaries: auto\n" in (tmp_path / "run/config.yaml").read_text()
+    assert "activation_checkpoints: auto\n" in (tmp_path / "run/config.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -382,8 +382,8 @@ def test_quantized_weights_are_refused(run_file: Path, model: Path, tmp_path: Pa
 
 def test_held_blocks_leave_boundaries_open() -> None:
     wanted = ("--model", "Qwen2.5-7B", "--device", "h200", "--host-memory", "512GiB")
-    settings = plan(*wanted, "--held_blocks", 4)["run"]["settings"]
-    assert (settings["held_blocks"], settings["boundaries"]) == (4, 28)
+    settings = plan(*wanted, "--resident_blocks", 4)["run"]["settings"]
+    assert (settings["resident_blocks"], settings["activation_checkpoints"]) == (4, 28)
 
 
 def test_rows_at_once_are_as_many_as_host_memory_takes(run_file: Path) -> None:

@@ -22,7 +22,7 @@ from horizon_lm.preflight.admission import make_request
 from horizon_lm.preflight.inputs import RowShape, open_source
 from horizon_lm.training import loop, metrics
 from horizon_lm.training.rows import load_data
-from horizon_lm.training.run_dir import RunFolder
+from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.setup import load_tokenizer
 from tests import families
 from tests.e2e import tiny
@@ -124,11 +124,11 @@ def test_a_model_is_exported_as_it_was_or_as_it_was_trained(
 
 
 def test_an_interrupt_says_what_there_is(base: dict[str, Any]) -> None:
-    folder = RunFolder(as_config(base))
-    assert "No model was exported; run the same command again" in folder.what_is_kept()
+    folder = RunDir(as_config(base))
+    assert "No model was exported; run the same command again" in folder.kept_artifacts()
     folder._saved.append(folder.path / "checkpoint-3")
-    assert "checkpoint-3. A run cannot be resumed yet" in folder.what_is_kept()
-    assert "--overwrite_output_dir true" in folder.what_is_kept()
+    assert "checkpoint-3. A run cannot be resumed yet" in folder.kept_artifacts()
+    assert "--overwrite_output_dir true" in folder.kept_artifacts()
 
 
 def test_holds_out_rows_of_its_own(base: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ def test_callbacks_of_transformers_are_told_and_heard(base: dict[str, Any]) -> N
 
 
 class Wishful(TrainerCallback):
-    """Wishes for the next thing whenever it is told of one."""
+    """Control for the next thing whenever it is told of one."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log = state.global_step == 3
@@ -395,14 +395,14 @@ def test_a_long_prompt_that_is_cut_off_by_packing_trains_nothing(tmp_path: Path,
 def test_a_held_out_loss_that_is_not_finite_at_the_end_loses_no_model(
     base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate = loop.evaluate
+    evaluate = loop.evaluate_rows
 
     def broken(*args: Any) -> Any:
         if args[4] == 2:
             raise NonFiniteError("after step 2: the held-out loss is nan")
         return evaluate(*args)
 
-    monkeypatch.setattr(loop, "evaluate", broken)
+    monkeypatch.setattr(loop, "evaluate_rows", broken)
     with pytest.raises(NonFiniteError):
         horizon_lm.train({**base, "test_split_size": 2, "max_steps": 2}, **QUIET)
     assert (Path(base["output_dir"]) / "model" / "model.safetensors").is_file()
@@ -497,7 +497,7 @@ def test_speed_is_that_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = metrics.Metrics(10, 5, plan)
     batch = SimpleNamespace(places=("",) * 2, num_trained=6, num_tokens=8)
     clock[0] = 1.0
-    with measured.aside():
+    with measured.exclude_from_timing():
         clock[0] = 101.0
     clock[0] = 102.0
     measured.add(1.0, Loss(torch.tensor(1.0), 6.0), batch, 1e-3)

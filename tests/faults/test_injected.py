@@ -9,7 +9,7 @@ import torch
 import horizon_lm
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
-from horizon_lm.errors import StreamingError, TornModelError
+from horizon_lm.errors import PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import Kind
 from tests import families
 
@@ -63,7 +63,7 @@ def fused(base: type[CpuDevice], fuse: Fuse, **options: Any) -> CpuDevice:
 
 def make(device: Any) -> tuple[Any, Any]:
     model = horizon_lm.stream(
-        families.build("llama"), device, precision="float32", boundaries="host", device_micro_batch_size=2
+        families.build("llama"), device, precision="float32", activation_checkpoints="host", device_micro_batch_size=2
     )
     return model, horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
 
@@ -153,7 +153,7 @@ def test_a_fault_at_every_operation_of_an_update_in_backward(base: type[CpuDevic
     """Before the first unit is updated nothing is lost; after that the model is torn, and says so."""
 
     def made(device: Any) -> tuple[Any, Any]:
-        model = horizon_lm.stream(families.build("llama"), device, precision="float32", boundaries="host")
+        model = horizon_lm.stream(families.build("llama"), device, precision="float32", activation_checkpoints="host")
         return model, horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
 
     model, optimizer = made("cpu")
@@ -171,9 +171,9 @@ def test_a_fault_at_every_operation_of_an_update_in_backward(base: type[CpuDevic
         again.arm(at)
         with pytest.raises(InjectedError):
             step(model, optimizer, 2)
-        if optimizer.torn:
+        if optimizer.partial_update:
             outcomes["torn"] += 1
-            with pytest.raises(TornModelError):
+            with pytest.raises(PartialUpdateError):
                 step(model, optimizer, 2)
             continue
         outcomes["recovered"] += 1
@@ -224,11 +224,11 @@ def test_a_fault_inside_an_update_tears_the_model(monkeypatch: pytest.MonkeyPatc
     update_kernel = update_tasks.update_kernel
     monkeypatch.setattr(update_tasks, "update_kernel", failing_kernel)
     step(model, optimizer, 2)
-    with pytest.raises((InjectedError, TornModelError)):  # in a thread; whoever comes next is told
+    with pytest.raises((InjectedError, PartialUpdateError)):  # in a thread; whoever comes next is told
         model(**families.batch())
     monkeypatch.undo()
     for use in (lambda: model(**families.batch()), optimizer.step, model.state_dict):
-        with pytest.raises(TornModelError):
+        with pytest.raises(PartialUpdateError):
             use()
 
 

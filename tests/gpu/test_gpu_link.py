@@ -94,7 +94,7 @@ def test_memory_that_cannot_be_page_locked(only_cuda: Accelerator) -> None:
     losses = []
     for device in (CudaDevice(), Refusing()):
         model = horizon_lm.stream(
-            families.build("llama"), device, compile=False, attn_implementation="eager", boundaries="host"
+            families.build("llama"), device, compile=False, attn_implementation="eager", activation_checkpoints="host"
         )
         optimizer = horizon_lm.AdamW(model, lr=1e-2)
         for seed in range(3):

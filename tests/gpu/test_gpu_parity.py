@@ -24,8 +24,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole head": {"head": "whole"},
-    "micro-batches": {"device_micro_batch_size": 2, "boundaries": "host"},
-    "held blocks": {"held_blocks": 2, "held_graphs": 1},
+    "micro-batches": {"device_micro_batch_size": 2, "activation_checkpoints": "host"},
+    "held blocks": {"resident_blocks": 2, "resident_graphs": 1},
     "compiled": {"compile": True},
 }
 

@@ -61,7 +61,7 @@ def test_a_missing_wait_is_seen(
     """The negative control: one stream does not wait for another."""
     if for_ == Stream.COMPUTE and not accelerator.is_cuda:
         pytest.skip("threads compute at once, so that this wait is never one")
-    options = {"boundaries": "host", "precision": "float32"} | EXACT
+    options = {"activation_checkpoints": "host", "precision": "float32"} | EXACT
     expected = train(accelerator.open(), **options)
     order = StreamDevice._order
 

@@ -39,7 +39,7 @@ def _step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> torch.T
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"boundaries": "host"}, {"device_micro_batch_size": 2}, {"held_blocks": 2, "held_graphs": 1}, {"compile": True}],
+    [{}, {"activation_checkpoints": "host"}, {"device_micro_batch_size": 2}, {"resident_blocks": 2, "resident_graphs": 1}, {"compile": True}],
     ids=str,
 )  # fmt: skip
 def test_the_host_never_waits_inside_a_step(accelerator: Accelerator, settings: dict[str, Any]) -> None:
@@ -79,17 +79,17 @@ def _peak(accelerator: Accelerator, num_blocks: int, **settings: Any) -> tuple[i
 
 
 def test_peak_does_not_depend_on_depth(accelerator: Accelerator) -> None:
-    settings = {"boundaries": "host", "held_blocks": 0, "compile": False}
+    settings = {"activation_checkpoints": "host", "resident_blocks": 0, "compile": False}
     shallow, deep = (_peak(accelerator, depth, **settings)[0] for depth in (4, 16))
     print(f"4 blocks {shallow / MIB:.1f} MiB, 16 blocks {deep / MIB:.1f} MiB")
     assert deep < 1.02 * shallow
-    on_device, _ = _peak(accelerator, 16, **settings | {"boundaries": "device"})
+    on_device, _ = _peak(accelerator, 16, **settings | {"activation_checkpoints": "device"})
     assert on_device > 1.02 * deep  # the control
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"boundaries": "host"}, {"compile": True}, {"device_micro_batch_size": 2}, {"held_blocks": 3, "held_graphs": 3}],
+    [{}, {"activation_checkpoints": "host"}, {"compile": True}, {"device_micro_batch_size": 2}, {"resident_blocks": 3, "resident_graphs": 3}],
     ids=str,
 )  # fmt: skip
 def test_peak_is_what_was_stated(accelerator: Accelerator, settings: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def test_nothing_leaks(accelerator: Accelerator) -> None:
     """In 200 steps; toys do with fewer."""
     part = 50 if accelerator.is_cuda else 15
     model = horizon_lm.stream(
-        families.build("llama"), accelerator.open(), "bf16", boundaries="host", compile=False
+        families.build("llama"), accelerator.open(), "bf16", activation_checkpoints="host", compile=False
     ).train()  # fmt: skip
     optimizer = horizon_lm.AdamW(model, max_grad_norm=1.0)
     seen = []

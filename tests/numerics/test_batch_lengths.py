@@ -65,7 +65,7 @@ def test_host_memory_is_that_of_the_longest_batch(order: str, in_backward: bool)
     """Not of all lengths together."""
 
     def train(lengths: list[int]) -> tuple[list[int], Any]:
-        model = horizon_lm.stream(families.build("llama"), "cpu", "float32", boundaries="host")
+        model = horizon_lm.stream(families.build("llama"), "cpu", "float32", activation_checkpoints="host")
         optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
         seen = []
         for length in lengths:
@@ -86,7 +86,9 @@ def test_page_locked_memory_is_that_of_the_longest_batch(gpu: EmulatedGpu, expec
     """What was given up is not locked any more; a batch that is expected leaves nothing to give up."""
 
     def train(lengths: list[int]) -> tuple[Any, list[int]]:
-        model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", boundaries="host", compile=False)
+        model = horizon_lm.stream(
+            families.build("llama"), CudaDevice(), "float32", activation_checkpoints="host", compile=False
+        )
         if expected:
             model._horizon.engine.expect(ExpectedBatch(ROWS * LONGEST))
         optimizer = horizon_lm.AdamW(model, update_in_backward=True)
@@ -105,7 +107,7 @@ def test_page_locked_memory_is_that_of_the_longest_batch(gpu: EmulatedGpu, expec
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
 def test_more_distinct_ids_do_not_synchronize(in_backward: bool) -> None:
     """Buffers are made for as many rows as a batch of this size can read."""
-    model = horizon_lm.stream(families.build("llama"), device := Counting(), "float32", boundaries="host")
+    model = horizon_lm.stream(families.build("llama"), device := Counting(), "float32", activation_checkpoints="host")
     optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
     step(model, optimizer, LONGEST, distinct=2)
     before = device.num_synchronizations
@@ -118,7 +120,7 @@ def test_more_distinct_ids_do_not_synchronize(in_backward: bool) -> None:
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
 def test_batches_up_to_the_expected_one_do_not_synchronize(in_backward: bool) -> None:
-    model = horizon_lm.stream(families.build("llama"), device := Counting(), "float32", boundaries="host")
+    model = horizon_lm.stream(families.build("llama"), device := Counting(), "float32", activation_checkpoints="host")
     model._horizon.engine.expect(ExpectedBatch(ROWS * LONGEST))
     optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
     step(model, optimizer, LENGTHS[0], distinct=2)
@@ -135,7 +137,7 @@ def test_a_batch_with_more_distinct_ids_than_expected() -> None:
     """It is an expectation, no limit."""
     losses = []
     for expected in (None, ExpectedBatch(ROWS * 8, distinct_tokens=3)):
-        model = horizon_lm.stream(families.build("llama"), "simulated", "float32", boundaries="host")
+        model = horizon_lm.stream(families.build("llama"), "simulated", "float32", activation_checkpoints="host")
         if expected is not None:
             model._horizon.engine.expect(expected)
         optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
@@ -148,7 +150,7 @@ def test_lengths_change_nothing(in_backward: bool) -> None:
     """Late copies: a buffer that is replaced too early would lose what is on its way."""
 
     def train(device: Any) -> list[float]:
-        model = horizon_lm.stream(families.build("llama"), device, "float32", boundaries="host")
+        model = horizon_lm.stream(families.build("llama"), device, "float32", activation_checkpoints="host")
         optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=in_backward)
         return [step(model, optimizer, length, distinct=ROWS * length) for length in ORDERS["mixed"]]
 
@@ -159,7 +161,9 @@ def test_lengths_change_nothing(in_backward: bool) -> None:
 
 def test_an_abandoned_forward_of_another_length() -> None:
     """Its buffers come back too small, and go."""
-    model = horizon_lm.stream(families.build("llama"), device := ThreadedDevice(1), "float32", boundaries="host")
+    model = horizon_lm.stream(
+        families.build("llama"), device := ThreadedDevice(1), "float32", activation_checkpoints="host"
+    )
     optimizer = horizon_lm.AdamW(model)
     abandoned = model(**batch(8, 5)).loss
     step(model, optimizer, LONGEST)

@@ -16,7 +16,13 @@ from tests import families
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "gpt_neox"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"device_micro_batch_size": 1}, {"held_blocks": 3, "held_graphs": 3}, {"boundaries": "host"}]
+    "settings",
+    [
+        {},
+        {"device_micro_batch_size": 1},
+        {"resident_blocks": 3, "resident_graphs": 3},
+        {"activation_checkpoints": "host"},
+    ],
 )
 def test_the_same_numbers(family: str, settings: dict[str, Any]) -> None:
     plain = families.build(family)

@@ -112,7 +112,7 @@ def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.Monk
     "settings",
     [
         pytest.param({"device_micro_batch_size": 2}, marks=pytest.mark.slow),
-        {"held_blocks": 2, "held_graphs": 1},
+        {"resident_blocks": 2, "resident_graphs": 1},
         {"attn_implementation": "varlen", "device_micro_batch_size": 2},
     ],
 )

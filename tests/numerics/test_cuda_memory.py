@@ -37,7 +37,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(device: Any, precision: str = "float32", steps: int = 2, **settings: Any) -> tuple[list[float], Any]:
     """Losses of a few steps, and the model."""
-    model = horizon_lm.stream(families.build("llama"), device, precision, boundaries="host", compile=False, **settings)
+    model = horizon_lm.stream(
+        families.build("llama"), device, precision, activation_checkpoints="host", compile=False, **settings
+    )
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
     losses = []
     for seed in range(steps):

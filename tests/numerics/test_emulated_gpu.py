@@ -19,9 +19,9 @@ from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "planned": {},
-    "boundaries on the host": {"boundaries": "host"},
-    "micro-batches": {"boundaries": "host", "device_micro_batch_size": 2},
-    "held blocks": {"held_blocks": 2, "held_graphs": 1},
+    "boundaries on the host": {"activation_checkpoints": "host"},
+    "micro-batches": {"activation_checkpoints": "host", "device_micro_batch_size": 2},
+    "held blocks": {"resident_blocks": 2, "resident_graphs": 1},
     "whole head": {"head": "whole"},
     "16 bits": {"precision": "fp32_master", "compute_dtype": torch.bfloat16},
 }
@@ -148,7 +148,7 @@ def test_memory_that_cannot_be_page_locked(gpu: EmulatedGpu) -> None:
 def test_a_plan_for_a_gpu_that_is_here(gpu: EmulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fits what the driver says is free, chooses what stays there, and says so if memory cannot be page-locked."""
     from horizon_lm.config import plan_config
-    from horizon_lm.preflight.admission import plan_run, settle
+    from horizon_lm.preflight.admission import apply_plan, plan_run
     from horizon_lm.preflight.inputs import open_source
     from horizon_lm.preflight.this_machine import this_machine
 
@@ -168,8 +168,8 @@ def test_a_plan_for_a_gpu_that_is_here(gpu: EmulatedGpu, tmp_path: Path, monkeyp
     assert free <= plan.device.available
     assert plan.step.settings.compiled
     assert plan.step.settings.residency == Residency(3, 3, 3)  # all of a tiny model
-    settled = settle(run, plan)
-    assert (settled.boundaries, settled.held_blocks, settled.held_graphs) == (3, 3, 3)
+    settled = apply_plan(run, plan)
+    assert (settled.activation_checkpoints, settled.resident_blocks, settled.resident_graphs) == (3, 3, 3)
     assert not [reason for reason in plan.reasons if "page-locked" in reason]
     gpu.lockable = 2**20
     assert [reason for reason in plan_run(run, open_source(run), this_machine(run)).reasons if "page-locked" in reason]

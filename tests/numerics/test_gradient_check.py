@@ -15,9 +15,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},
     "micro-batches": {"device_micro_batch_size": 1},
     "bfloat16": {
-        "precision": "bf16", "compute_dtype": torch.bfloat16, "device_micro_batch_size": 2, "boundaries": "host",
+        "precision": "bf16", "compute_dtype": torch.bfloat16, "device_micro_batch_size": 2, "activation_checkpoints": "host",
     },
-    "graphs": {"held_blocks": 2, "held_graphs": 1},
+    "graphs": {"resident_blocks": 2, "resident_graphs": 1},
     "simulated": {"device": "simulated"},
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ def test_the_meter_sees_what_it_should() -> None:
 
 def _streamed(num_blocks: int, micro_batch_size: int | None, **options: Any) -> Any:
     model = families.build("llama", num_hidden_layers=num_blocks, hidden_size=64, intermediate_size=128)
-    return horizon_lm.stream(model, device_micro_batch_size=micro_batch_size, boundaries="host", **options)
+    return horizon_lm.stream(model, device_micro_batch_size=micro_batch_size, activation_checkpoints="host", **options)
 
 
 @pytest.mark.parametrize(

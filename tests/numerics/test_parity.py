@@ -53,7 +53,7 @@ def assert_close_gradients(got: Any, expected: Any, tolerance: float = 1e-4) -> 
 def test_bit_equal(family: str, padding: str, device: str) -> None:
     reference = build(family)
     model = horizon_lm.stream(
-        copy.deepcopy(reference), device, boundaries="host" if padding == "left" else "device", **WHOLE
+        copy.deepcopy(reference), device, activation_checkpoints="host" if padding == "left" else "device", **WHOLE
     )
     inputs = batch(padding=padding)
     expected, got = plain_step(reference, inputs), streamed_step(model, inputs)
@@ -178,7 +178,9 @@ def test_autocast(family: str, inside: bool) -> None:
 @pytest.mark.parametrize("head", ["whole", "chunked"])
 def test_two_forwards_then_one_backward(device: str, head: str) -> None:
     reference = build("llama")
-    model = horizon_lm.stream(copy.deepcopy(reference), device, precision="float32", head=head, boundaries="host")
+    model = horizon_lm.stream(
+        copy.deepcopy(reference), device, precision="float32", head=head, activation_checkpoints="host"
+    )
     first, second = batch(seed=1), batch(rows=2, length=7, seed=2)
     for each in (reference, model):
         (each(**first, use_cache=False).loss + 2 * each(**second, use_cache=False).loss).backward()

@@ -38,9 +38,9 @@ class Case:
         names = (
             "precision",
             "head",
-            "boundaries",
-            "held_blocks",
-            "held_graphs",
+            "activation_checkpoints",
+            "resident_blocks",
+            "resident_graphs",
             "device_micro_batch_size",
             "head_chunk_tokens",
         )
@@ -64,9 +64,9 @@ def draw_case(draw: random.Random) -> Case:
         "device": draw.choice(["cpu", "simulated"]),
         "precision": precision,
         "head": head,
-        "boundaries": draw.choice(["device", "host", 0, 1, 2]),
-        "held_blocks": held,
-        "held_graphs": draw.randint(0, held),
+        "activation_checkpoints": draw.choice(["device", "host", 0, 1, 2]),
+        "resident_blocks": held,
+        "resident_graphs": draw.randint(0, held),
         "device_micro_batch_size": draw.choice([None, 1, rows, max(1, rows - 1)]),
         "head_chunk_tokens": draw.choice([5, 64]) if head == "chunked" else None,
         "grad_dtype": draw.choice([None, torch.float32]) if precision != "float32" else None,
@@ -136,11 +136,11 @@ WIDER: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
 }
 SETTINGS: list[dict[str, Any]] = [
-    {"boundaries": "host", "device_micro_batch_size": 1, "precision": "fp32_master"},
-    {"head": "whole", "held_blocks": 2, "held_graphs": 2},
+    {"activation_checkpoints": "host", "device_micro_batch_size": 1, "precision": "fp32_master"},
+    {"head": "whole", "resident_blocks": 2, "resident_graphs": 2},
     {},
     {"device_micro_batch_size": 2},
-    {"held_blocks": 1, "held_graphs": 1, "device_micro_batch_size": 3},
+    {"resident_blocks": 1, "resident_graphs": 1, "device_micro_batch_size": 3},
 ]
 LONG = {"shape": (2, 480), "device_micro_batch_size": 1}  # rows longer than any window, and masks that weigh
 
@@ -189,7 +189,7 @@ def test_activations_are_as_planned(family: str, options: dict[str, Any]) -> Non
 
 
 DEFAULTS: dict[str, Any] = {
-    "precision": "float32", "head": "chunked", "boundaries": "auto", "held_blocks": None, "held_graphs": None,
+    "precision": "float32", "head": "chunked", "activation_checkpoints": "auto", "resident_blocks": None, "resident_graphs": None,
     "device_micro_batch_size": None, "head_chunk_tokens": None, "grad_dtype": None,
 }  # fmt: skip
 
@@ -200,7 +200,7 @@ def test_boundaries_of_frozen_blocks_do_not_travel() -> None:
     outline = outline_config(
         model.config, "tiny", length=LENGTH, dtype=torch.float32, trainable="layers.3.*|layers.4.*"
     )
-    options = {**DEFAULTS, "boundaries": 1}
+    options = {**DEFAULTS, "activation_checkpoints": 1}
     step = choose(outline, Case(2, options, "float32", False, frozenset()).request, HERE).step
     kinds = [op.kind for each in step.passes() for op in each.ops if op.kind in (Kind.OFFLOAD, Kind.FETCH)]
     assert kinds == [Kind.OFFLOAD, Kind.FETCH]

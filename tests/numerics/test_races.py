@@ -19,11 +19,11 @@ Result = tuple[list[float], list[torch.Tensor]]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "boundaries on the device": {},
-    "boundaries on the host": {"boundaries": "host"},
-    "micro-batches": {"boundaries": "host", "device_micro_batch_size": 1},
-    "whole head": {"head": "whole", "boundaries": "host"},
-    "held blocks": {"boundaries": "host", "held_blocks": 2, "held_graphs": 1},
-    "update in backward": {"boundaries": "host", "update_in_backward": True},
+    "boundaries on the host": {"activation_checkpoints": "host"},
+    "micro-batches": {"activation_checkpoints": "host", "device_micro_batch_size": 1},
+    "whole head": {"head": "whole", "activation_checkpoints": "host"},
+    "held blocks": {"activation_checkpoints": "host", "resident_blocks": 2, "resident_graphs": 1},
+    "update in backward": {"activation_checkpoints": "host", "update_in_backward": True},
     "update in backward, tied": {"tied": True, "update_in_backward": True},
 }
 

@@ -17,7 +17,7 @@ from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective import reference
 from horizon_lm.objective.reference import ReferenceCache, model_key
-from horizon_lm.training.rows import recipe_of
+from horizon_lm.training.rows import preprocess_config
 from tests.e2e import tiny
 
 
@@ -32,7 +32,7 @@ def rows(tmp_path: Path) -> TokenTable:
     pairs = [{"prompt": f"Night {n}? ", "chosen": "Stars. " * (n + 1), "rejected": "Rain."} for n in range(5)]
     file = tiny.write_jsonl(tmp_path / "pairs.jsonl", pairs)
     config = DpoConfig(model_name_or_path="-", datasets=str(file))
-    return prepare(config.datasets, tiny.build_tokenizer(), recipe_of(config)).rows
+    return prepare(config.datasets, tiny.build_tokenizer(), preprocess_config(config)).rows
 
 
 def build(precision: str = "fp32_master") -> Any:

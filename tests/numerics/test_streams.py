@@ -43,7 +43,7 @@ def test_a_missing_wait_is_seen(
     undisturbed: Callable[..., Result], waiting: Stream, for_: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: one stream does not wait for another."""
-    options = {"boundaries": "host", "precision": "float32"}
+    options = {"activation_checkpoints": "host", "precision": "float32"}
     expected = undisturbed(**options)
     order = StreamDevice._order
 
@@ -102,7 +102,9 @@ class Failing(ThreadedDevice):
 
 
 def _make(device: Any) -> tuple[Any, Any]:
-    model = horizon_lm.stream(families.build("llama"), device, precision="float32", boundaries="host", held_blocks=1)
+    model = horizon_lm.stream(
+        families.build("llama"), device, precision="float32", activation_checkpoints="host", resident_blocks=1
+    )
     return model, horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
 
 
@@ -191,8 +193,8 @@ PEAKS: dict[str, dict[str, Any]] = {
     "planned": {},
     "whole head": {"head": "whole"},
     "micro-batches": {"device_micro_batch_size": 2},
-    "one row at a time, nothing kept": {"device_micro_batch_size": 1, "boundaries": "host"},
-    "nothing kept": {"boundaries": "host"},
+    "one row at a time, nothing kept": {"device_micro_batch_size": 1, "activation_checkpoints": "host"},
+    "nothing kept": {"activation_checkpoints": "host"},
     "update in backward": {"update_in_backward": True},
     "after an evaluation": {"evaluate": True},
     "the first block frozen": {"freeze": True},

@@ -10,7 +10,7 @@ pytest.importorskip("datasets", reason="needs the whole installation")
 
 from horizon_lm.config import DatasetConfig, SftConfig
 from horizon_lm.data.loader import Sampler, collate
-from horizon_lm.data.preprocess import Recipe, prepare
+from horizon_lm.data.preprocess import PreprocessConfig, prepare
 from horizon_lm.training.loop import train
 from tests.e2e import tiny
 
@@ -20,7 +20,7 @@ from tests.e2e import tiny
     [
         {},
         {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "weight_decay": 0.1},
-        {"head": "whole", "boundaries": "host", "lr_scheduler_type": "cosine"},
+        {"head": "whole", "activation_checkpoints": "host", "lr_scheduler_type": "cosine"},
     ],
     ids=["plain", "accumulation and decay", "whole head, host boundaries"],
 )
@@ -48,7 +48,7 @@ def test_equals_a_loop_in_plain_torch(tmp_path: Path, settings: dict[str, object
         ],
         lr=1e-2,
     )
-    rows = prepare([dataset], AutoTokenizer.from_pretrained(folder), Recipe("sft", max_length=1024)).rows
+    rows = prepare([dataset], AutoTokenizer.from_pretrained(folder), PreprocessConfig("sft", max_length=1024)).rows
     sampler = Sampler(len(rows), 4, seed=42)
     assert result.num_steps == 9
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 2, 9)

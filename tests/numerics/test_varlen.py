@@ -48,7 +48,7 @@ def test_packed_documents_are_computed_as_if_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(set(families.FAMILIES) - set(REFUSED)))
-@pytest.mark.parametrize("settings", [{}, {"device_micro_batch_size": 2}, {"held_blocks": 2, "held_graphs": 1}])
+@pytest.mark.parametrize("settings", [{}, {"device_micro_batch_size": 2}, {"resident_blocks": 2, "resident_graphs": 1}])
 def test_padded_rows_equal_masked_ones(family: str, settings: dict[str, Any]) -> None:
     plain, streamed = models(family, **settings)
     ids = tokens(3, 12)
@@ -78,9 +78,9 @@ def test_no_mask_is_made() -> None:
 def test_masks_that_are_given_as_a_whole_are_left_alone() -> None:
     config = families.build("gemma3_text").config
     for mask in ({"full_attention": torch.ones(1, 1, 9, 9)}, torch.ones(1, 1, 9, 9)):
-        attention.refuse_large_mask(config, {"attention_mask": mask}, 2**20, 2**20, 4)
+        attention.reject_large_mask(config, {"attention_mask": mask}, 2**20, 2**20, 4)
     with pytest.raises(DoesNotFitError):  # the control: the same size, to be made
-        attention.refuse_large_mask(config, {}, 2**20, 2**20, 4)
+        attention.reject_large_mask(config, {}, 2**20, 2**20, 4)
 
 
 @pytest.mark.parametrize("limit", [2 * 12 * 12, 2 * 12 * 12 - 1], ids=["fits", "too large"])

@@ -84,8 +84,8 @@ class Setting:
     family: str
     head: str
     device: str
-    held_blocks: int
-    held_graphs: int
+    resident_blocks: int
+    resident_graphs: int
     micro_batch: int | None
     ours: bool
     precision: str = "float32"
@@ -98,8 +98,8 @@ class Setting:
             family=chosen.choice(("llama", "llama", "gpt2", "mistral")),
             head=chosen.choice(("whole", "chunked")),
             device=chosen.choice(("cpu", "late", "simulated")),
-            held_blocks=held,
-            held_graphs=chosen.choice((0, held)),
+            resident_blocks=held,
+            resident_graphs=chosen.choice((0, held)),
             micro_batch=chosen.choice((None, None, 1)),
             ours=chosen.random() < 0.6 or precision == "fp32_master",
             precision=precision,
@@ -121,9 +121,9 @@ class Setting:
         late = {"late": 0.0, "simulated": None}
         device = SimulatedDevice(seed=1, eagerness=late[self.device]) if self.device in late else self.device
         return horizon_lm.stream(
-            model, device=device, precision=self.precision, head=self.head, held_blocks=self.held_blocks,
-            held_graphs=self.held_graphs, device_micro_batch_size=self.micro_batch,
-            boundaries="device" if self.held_blocks else "auto",
+            model, device=device, precision=self.precision, head=self.head, resident_blocks=self.resident_blocks,
+            resident_graphs=self.resident_graphs, device_micro_batch_size=self.micro_batch,
+            activation_checkpoints="device" if self.resident_blocks else "auto",
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from tests.seams import fuzz, fuzz_calls
 from tests.seams.fuzz import Call, Play, draw, fails, play, shrink
 from tests.seams.fuzz_worlds import Setting, World
 
-SETTING = Setting("llama", "whole", "cpu", held_blocks=0, held_graphs=0, micro_batch=None, ours=True)
+SETTING = Setting("llama", "whole", "cpu", resident_blocks=0, resident_graphs=0, micro_batch=None, ours=True)
 
 
 @pytest.mark.parametrize("seed", range(20))

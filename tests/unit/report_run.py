@@ -102,7 +102,7 @@ def plan(name: str = "Meadow-8B-Instruct") -> dict[str, Any]:
         "run": {
             "rows": 8, "length": 1024, "tokens": 8192, "num_steps": NUM_STEPS, "precision": "fp32_master",
             "device": "cuda",
-            "settings": {"boundaries": "host", "held_blocks": 2, "device_micro_batch_size": 4},
+            "settings": {"activation_checkpoints": "host", "resident_blocks": 2, "device_micro_batch_size": 4},
             "reasons": [
                 "Boundaries wait on the host: on the device there would be room for 11 of 30.",
                 "Two held blocks fit into the 6.2 GiB that are left, and save 0.9 GiB of copies a step.",

@@ -12,7 +12,7 @@ from tests import families
 
 
 @pytest.mark.parametrize(
-    ("family", "precision", "head", "boundaries", "micro_batch_size", "held_blocks", "held_graphs"),
+    ("family", "precision", "head", "boundaries", "micro_batch_size", "resident_blocks", "resident_graphs"),
     [
         pytest.param(*case, id="-".join(map(str, case)))
         for case in [
@@ -27,16 +27,16 @@ from tests import families
     ],
 )  # fmt: skip
 def test_computed_equals_allocated(
-    family: str, precision: str, head: str, boundaries: str, micro_batch_size: int | None, held_blocks: int,
-    held_graphs: int,
+    family: str, precision: str, head: str, boundaries: str, micro_batch_size: int | None, resident_blocks: int,
+    resident_graphs: int,
 ) -> None:  # fmt: skip
     model = families.build(family)
     settings = {
         "precision": precision,
         "head": head,
-        "boundaries": boundaries,
-        "held_blocks": held_blocks,
-        "held_graphs": held_graphs,
+        "activation_checkpoints": boundaries,
+        "resident_blocks": resident_blocks,
+        "resident_graphs": resident_graphs,
     }
     num_blocks = model.config.num_hidden_layers
     inputs = families.batch(rows=2, length=8)
@@ -51,8 +51,8 @@ def test_computed_equals_allocated(
             grad_bytes=4 if precision == "float32" else 2,
             micro_batches=micro_batch_size is not None,
             chunked_head=head == "chunked",
-            offloaded=(num_blocks - held_graphs) if boundaries == "host" else 0,
-            held=held_blocks,
+            offloaded=(num_blocks - resident_graphs) if boundaries == "host" else 0,
+            held=resident_blocks,
         ),
     )
     assert horizon_lm.stats(streamed)["device_bytes_peak"] == needed

@@ -78,6 +78,9 @@ def test_unknown_setting_names_place_and_remedy(write) -> None:
     )
     assert "warmup_steps takes a share" in error_of(write("warmup_ratio: 0.1\n"))
     assert error_of(write("cutoff_len: 8\n")).endswith("cutoff_len is not a setting; it is called max_length here")
+    assert error_of(write("held_blocks: 2\n")).endswith(
+        "held_blocks is not a setting; it is called resident_blocks now"
+    )
     assert error_of(write(""), ["--lerning-rate", "1"]).startswith("--lerning_rate is not a setting")
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from horizon_lm.config import DatasetConfig
 from horizon_lm.data.answer_spans import locate_answers
 from horizon_lm.data.chat_template import ChatRenderer, Rendered
-from horizon_lm.data.checks import also_trained_on, audit, refuse
+from horizon_lm.data.checks import also_trained_on, audit, reject_errors
 from horizon_lm.data.conversations import Completion, Conversation, Preference, RowError, Text
 from horizon_lm.data.formats import find_form, rename
 from horizon_lm.data.loader import NOT_TRAINED, Sampler, collate, in_order
-from horizon_lm.data.preprocess import Recipe, cut_rows, pack_rows, prepare
+from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, pack_rows, prepare
 from horizon_lm.data.sources import read_rows
 from horizon_lm.data.token_dataset import Row, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
@@ -38,7 +38,7 @@ def write(tmp_path: Path, rows: Any, name: str = "rows.jsonl") -> Path:
 
 def prepared(path: Path, *, objective: str = "sft", chat_template: str | None = CHATML, **options: Any) -> Any:
     dataset = {name: options.pop(name) for name in ("columns", "format", "fraction", "weight") if name in options}
-    recipe = Recipe(objective, **options)
+    recipe = PreprocessConfig(objective, **options)
     report = prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), recipe)
     return pack_rows(report.rows, recipe), report
 
@@ -391,7 +391,7 @@ def test_audit_of_rows(tmp_path: Path) -> None:
         messages("Why <think></think>?", "Because."), messages("How?", "<think>\nHm.\n</think>\n\nWell."),
     ]  # fmt: skip
     path = write(tmp_path, rows)
-    report = prepare([DatasetConfig(path=str(path))], tokenizer, Recipe("sft"))
+    report = prepare([DatasetConfig(path=str(path))], tokenizer, PreprocessConfig("sft"))
     found = {finding.what: finding.rows for finding in audit(report, tokenizer)}
     assert {
         what: (tally.count, [place.rpartition(":")[2] for place in tally.places]) for what, tally in found.items()
@@ -453,7 +453,7 @@ def test_audit_where_a_data_set_has_no_row_in_use(tmp_path: Path) -> None:
     good = write(tmp_path, [messages("Who?", "I.")] * 2, "good.jsonl")
     long = write(tmp_path, [messages("q" * 90, "never seen")] * 3, "long.jsonl")
     datasets = [DatasetConfig(path=str(good)), DatasetConfig(path=str(long), weight=0.5)]
-    report = prepare(datasets, build_tokenizer(), Recipe("sft", max_length=30))
+    report = prepare(datasets, build_tokenizer(), PreprocessConfig("sft", max_length=30))
     assert next(finding.what for finding in audit(report, build_tokenizer())) == "have no token to train on"
     sampler = Sampler(tuple(report.rows.part_sizes()), 2, 0, tuple(report.rows.weights()))
     assert (sampler.steps_per_epoch, sorted(sampler.rows(0))) == (1, [0, 1])
@@ -465,7 +465,7 @@ def test_audit_where_a_data_set_has_no_row_in_use(tmp_path: Path) -> None:
             )
         ],
         build_tokenizer(),
-        Recipe("sft"),
+        PreprocessConfig("sft"),
     )
     assert audit(some, build_tokenizer()) == []
 
@@ -475,9 +475,11 @@ def test_rows_that_were_left_long_to_be_packed_are_cut_where_they_are_not(tmp_pa
     path = write(
         tmp_path, [messages("Who?", "I" * 80), messages("When?", "At dusk."), messages("q" * 90, "never seen")]
     )
-    report = prepare([DatasetConfig(path=str(path))], build_tokenizer(), Recipe("sft", max_length=30, packing=strategy))
+    report = prepare(
+        [DatasetConfig(path=str(path))], build_tokenizer(), PreprocessConfig("sft", max_length=30, packing=strategy)
+    )
     assert report.rows.lengths.max() > 30
-    rows = cut_rows(report.rows, Recipe("sft", max_length=30))
+    rows = cut_rows(report.rows, PreprocessConfig("sft", max_length=30))
     expected, _ = prepared(path, max_length=30)
     assert len(rows) == len(expected) == 2
     for row, other in zip(rows, expected, strict=True):
@@ -509,7 +511,9 @@ def test_preference_whose_answers_leave_the_question_to_the_prompt() -> None:
 def test_copies_are_found_across_data_sets(tmp_path: Path) -> None:
     first = write(tmp_path, [messages("Who?", "I."), messages("When?", "At dusk.")], "first.jsonl")
     second = write(tmp_path, [messages("When?", "At dusk."), messages("When?", "At dawn.")], "second.jsonl")
-    report = prepare([DatasetConfig(path=str(path)) for path in (first, second)], build_tokenizer(), Recipe("sft"))
+    report = prepare(
+        [DatasetConfig(path=str(path)) for path in (first, second)], build_tokenizer(), PreprocessConfig("sft")
+    )
     (finding,) = audit(report, build_tokenizer())
     assert (finding.what, finding.rows.count) == ("are copies of others", 1)
     assert finding.rows.places[0].endswith("second.jsonl:1")
@@ -530,12 +534,12 @@ def test_doubled_begin_is_refused(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
     path = write(tmp_path, [{"text": "<|im_start|><|im_start|>Dusk."}, {"text": "<|im_start|>Dawn."}])
-    report = prepare([DatasetConfig(path=str(path))], tokenizer, Recipe("sft"))
+    report = prepare([DatasetConfig(path=str(path))], tokenizer, PreprocessConfig("sft"))
     findings = audit(report, tokenizer)
     with pytest.raises(
         DataError, match=r"rows that begin with two begin-of-sequence tokens: 1 \(.*rows.jsonl:1\); the text and"
     ):
-        refuse(findings)
+        reject_errors(findings)
 
 
 def test_what_was_tokenized_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

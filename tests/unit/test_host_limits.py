@@ -58,7 +58,7 @@ HARDWARE = machine(host_bandwidth={"16": 40e9})
 
 def _plan(**changes: Any) -> Any:
     where = Machine("here", False, HARDWARE, **changes)
-    return make_plan(dense(), Request(per_device_train_batch_size=4, boundaries="host"), where)
+    return make_plan(dense(), Request(per_device_train_batch_size=4, activation_checkpoints="host"), where)
 
 
 def test_a_plan_without_page_locking_is_slower_and_says_why() -> None:

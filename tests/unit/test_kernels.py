@@ -19,7 +19,7 @@ from horizon_lm.kernels.adamw import (
     update_kernel,
 )
 from horizon_lm.kernels.bits import F32, U32, kernel, mix, nearest, stochastic
-from horizon_lm.kernels.gradients import landing_kernel, squares_kernel
+from horizon_lm.kernels.gradients import landing_kernel, squared_norm_kernel
 from horizon_lm.kernels.gradients import rows_kernel as landing_rows_kernel
 from horizon_lm.optim.update_tasks import Hyperparameters
 from horizon_lm.store.store import as_array
@@ -262,13 +262,13 @@ def test_landing_equals_torch(target: str, source: str, add: bool) -> None:
     assert np.isnan(squares)
     torch.testing.assert_close(here, expected, rtol=0, atol=0, equal_nan=True)
     here[3] = here[5] = 0
-    again = squares_kernel(target)(as_array(here))
+    again = squared_norm_kernel(target)(as_array(here))
     assert again == pytest.approx(float(here.double().square().sum()), rel=1e-14)
 
 
 def test_squares_do_not_overflow_nor_lose_digits() -> None:
     values = np.full(3_000_000, 1e30, np.float32)
-    assert squares_kernel("float32")(values) == pytest.approx(3e66, rel=1e-6)
+    assert squared_norm_kernel("float32")(values) == pytest.approx(3e66, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -44,14 +44,17 @@ def test_what_the_template_leaves_out_is_told(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
     path = write(tmp_path, [plain, thought, {**plain, "tools": [tool]}])
     _, report = prepared(path)
-    assert (report.unsaid.count, [place.rpartition(":")[2] for place in report.unsaid.places]) == (2, ["2", "3"])
+    assert (
+        report.dropped_by_template.count,
+        [place.rpartition(":")[2] for place in report.dropped_by_template.places],
+    ) == (2, ["2", "3"])
     said = "\n".join(map(str, audit(report, build_tokenizer())))
     assert "messages, thoughts or tools that the chat template leaves out: 2 (" in said
     knowing = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
         "+ message['content'] +", "+ message.get('reasoning_content', '') + message['content'] +"
     )
     _, report = prepared(path, chat_template=knowing)
-    assert report.unsaid.count == 0
+    assert report.dropped_by_template.count == 0
 
 
 def test_roles_that_the_template_leaves_out_are_told(tmp_path: Path) -> None:
@@ -59,7 +62,7 @@ def test_roles_that_the_template_leaves_out_are_told(tmp_path: Path) -> None:
     template = "{% for message in messages if message.role != 'developer' %}" + CHATML.partition("%}")[2]
     rows = [{"messages": [{"role": "developer", "content": text}, USER, ANSWER]} for text in ("Be short.", "keeper")]
     _, report = prepared(write(tmp_path, rows), chat_template=template)
-    assert report.unsaid.count == 2
+    assert report.dropped_by_template.count == 2
 
 
 def test_an_answer_that_the_template_leaves_out_is_refused() -> None:

@@ -245,7 +245,7 @@ def test_a_complete_page(complete: Path) -> None:
     assert len(page.figures) == 8
     settings = page.words["Settings"]
     assert "Peak learning rate of AdamW.learning_rate2e-05" in settings
-    assert "held_blocks" in settings
+    assert "resident_blocks" in settings
     assert "nullplanned: 2" in settings
     assert "on the device there would be room for 11 of 30" in settings
     shares = [_share_computed(read_trace(complete / name)) for name in ("predicted_trace.json", "trace.json")]

@@ -184,7 +184,7 @@ def test_busy_shares_and_model_flops() -> None:
 )
 def test_a_plan_names_what_shortens_updates(bandwidth: float, moments: str, named: bool) -> None:
     """Steps of 64k tokens of a model with seven billion parameters: updates hide from a certain bandwidth on."""
-    request = Request(per_device_train_batch_size=16, moments=moments, boundaries=28)
+    request = Request(per_device_train_batch_size=16, moments=moments, activation_checkpoints=28)
     plan = make_plan(dense(), request, Machine("by hand", False, machine(host_bandwidth={"16": bandwidth})))
     found = [re.search(r"moments: bfloat16 would make a step (\d+)% shorter", reason) for reason in plan.reasons]
     assert any(found) == named

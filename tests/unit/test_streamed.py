@@ -226,8 +226,8 @@ def test_other_ties_and_other_models_are_refused() -> None:
     [
         ({"precision": "fp8"}, "fp32_master"),
         ({"head": "half"}, "'chunked' or 'whole'"),
-        ({"boundaries": "disk"}, "'device', 'host', or a number"),
-        ({"boundaries": True}, "'device', 'host', or a number"),
+        ({"activation_checkpoints": "disk"}, "'device', 'host', or a number"),
+        ({"activation_checkpoints": True}, "'device', 'host', or a number"),
         ({"device_micro_batch_size": 0}, "at least 1"),
         ({"device": "tpu"}, "'cpu', 'cuda' or 'simulated'"),
     ],

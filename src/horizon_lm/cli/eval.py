@@ -72,12 +72,12 @@ def evaluate_model(
     from lm_eval.utils import make_table
 
     with _quiet():
-        judged = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         # The weights are in host memory; logits come from where they are computed.
-        judged._device = model._horizon.engine.device.torch_device
+        harness._device = model._horizon.engine.device.torch_device
         try:
             results = simple_evaluate(
-                model=judged, tasks=tasks, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size,
+                model=harness, tasks=tasks, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size,
                 apply_chat_template=apply_chat_template, log_samples=False,
             )  # fmt: skip
         except ValueError as error:  # more examples than there are rows, and the like

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from horizon_lm.cli.common import exits
 from horizon_lm.config import RunConfig
-from horizon_lm.data.checks import Finding, refuse
+from horizon_lm.data.checks import Finding, reject_errors
 from horizon_lm.data.loader import NOT_TRAINED, Batch
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
@@ -74,9 +74,9 @@ class Inspection:
         ]  # fmt: skip
         return {"numbers": self.numbers(), "findings": findings}
 
-    def refuse(self) -> None:
+    def reject_errors(self) -> None:
         """DataError for findings with which a run would be wrong."""
-        refuse([finding for _, finding in self.findings()])
+        reject_errors([finding for _, finding in self.findings()])
 
 
 def inspect_run(config: RunConfig) -> Inspection:
@@ -180,4 +180,4 @@ def inspect(
         print(json.dumps(inspection.as_json(), indent=2))
     else:
         show(inspection, batches, rows)
-    inspection.refuse()
+    inspection.reject_errors()

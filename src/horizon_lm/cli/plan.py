@@ -25,7 +25,7 @@ from horizon_lm.preflight.inputs import Source, open_source
 from horizon_lm.preflight.this_machine import other_machine, this_machine
 from horizon_lm.quantities import parse_bytes
 from horizon_lm.store.checkpoint_reader import Checkpoint
-from horizon_lm.training.loop import Calendar
+from horizon_lm.training.loop import Intervals
 from horizon_lm.training.rows import sampler_without_tokens
 from horizon_lm.training.setup import check_weights, choose_device, load_tokenizer
 
@@ -77,7 +77,7 @@ def _steps_and_saves(run: RunConfig) -> tuple[int | None, int]:
         num_steps = sampler.num_steps(run.num_train_epochs)
     else:
         return None, 0
-    return num_steps, Calendar(run, num_steps, sampler.steps_per_epoch if sampler else num_steps).num_saves()
+    return num_steps, Intervals(run, num_steps, sampler.steps_per_epoch if sampler else num_steps).num_saves()
 
 
 def _other(device: str | None) -> Hardware | None:

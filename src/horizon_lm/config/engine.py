@@ -38,15 +38,15 @@ class EngineSettings(DataSettings):
     head_chunk_tokens: PositiveInt | None = Field(
         None, description="Tokens whose logits exist at once with head chunked; null for what the plan finds."
     )
-    boundaries: Literal["auto", "device", "host"] | NonNegativeInt = Field(
+    activation_checkpoints: Literal["auto", "device", "host"] | NonNegativeInt = Field(
         "auto",
         description="Where blocks' inputs wait for the backward: device, host, auto, or in how many last blocks on the device.",
     )
-    held_blocks: NonNegativeInt | None = Field(
+    resident_blocks: NonNegativeInt | None = Field(
         None,
-        description="Last blocks whose weights stay on the device for the backward; null for what boundaries leaves.",
+        description="Last blocks whose weights stay on the device for the backward; null for what activation_checkpoints leaves.",
     )
-    held_graphs: NonNegativeInt | None = Field(
+    resident_graphs: NonNegativeInt | None = Field(
         None, description="Of these, so many keep their whole computation, which is then not repeated in the backward."
     )
 
@@ -69,9 +69,9 @@ class EngineSettings(DataSettings):
             raise UnusedError("is not used with head: whole; remove one of the two")
         return value
 
-    @field_validator("held_graphs")
+    @field_validator("resident_graphs")
     @classmethod
     def _graphs_need_weights(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if (value or 0) > (info.data.get("held_blocks") or 0):
-            raise ValueError("is more than held_blocks; a graph needs its block's weights")
+        if (value or 0) > (info.data.get("resident_blocks") or 0):
+            raise ValueError("is more than resident_blocks; a graph needs its block's weights")
         return value

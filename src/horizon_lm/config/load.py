@@ -13,7 +13,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from horizon_lm.config import SCHEMAS, WITHOUT_ROWS, DatasetConfig, RunConfig
 from horizon_lm.config.text import describe
 from horizon_lm.config.types import UnusedError
-from horizon_lm.config.unsupported import ELSEWHERE, our_name
+from horizon_lm.config.unsupported import ELSEWHERE, RENAMED, our_name
 from horizon_lm.errors import ConfigError
 
 _LENGTHS = {"num_train_epochs", "max_steps"}  # of which a run has one
@@ -236,6 +236,8 @@ def _suggest(key: str, known: list[str], of_run: bool) -> str:
     others = [objective for objective, schema in SCHEMAS.items() if of_run and key in schema.model_fields]
     if others:
         return f" of this objective, but of objective: {' or '.join(others)}; remove it, or change the objective"
+    if key in RENAMED:
+        return f"; it is called {RENAMED[key]} now"
     if key in ELSEWHERE:
         return f"; {ELSEWHERE[key]}"
     if of_run and (ours := our_name(key)) in known:

@@ -58,7 +58,7 @@ def translate(path: str, objective: str | None = None) -> Translation:
 
     theirs, _ = read_yaml(path)
     theirs = {key: value for key, value in theirs.items() if value is not None}
-    _refuse_ours(theirs, path)
+    _reject_own_file(theirs, path)
     table = _table_of(theirs, path)
     for key, what in table.get("refused", {}).items():
         if key in theirs:
@@ -215,7 +215,7 @@ def _keep_what_is_valid(result: Translation, defaults: Mapping[str, Any], path: 
             return
 
 
-def _refuse_ours(theirs: Mapping[str, Any], path: str) -> None:
+def _reject_own_file(theirs: Mapping[str, Any], path: str) -> None:
     """ConfigError for a file that needs no translation."""
     schema = SCHEMAS.get(str(theirs.get("objective", "sft")), RunConfig)
     if "datasets" in theirs and all(name in schema.model_fields for name in theirs):

@@ -39,6 +39,12 @@ _RESUME = "a run cannot be resumed yet; remove it"
 _HUB = "the finished model is uploaded once, with the account that is logged in; remove it"
 _TRACKIO = "set it in trackio's own environment variables; remove it"
 
+RENAMED = {
+    "boundaries": "activation_checkpoints",
+    "held_blocks": "resident_blocks",
+    "held_graphs": "resident_graphs",
+}  # earlier names of our settings
+
 ELSEWHERE = {
     # of TRL's and transformers' configurations
     **dict.fromkeys(

@@ -16,7 +16,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class TemplateStyle:
     """How a template writes answers.
 
     Attributes:
@@ -28,7 +28,7 @@ class Manner:
     trims: bool = False
 
 
-def locate_answers(text: str, messages: Sequence[Message], manner: Manner = Manner()) -> list[Span]:
+def locate_answers(text: str, messages: Sequence[Message], manner: TemplateStyle = TemplateStyle()) -> list[Span]:
     """Character spans of the assistant's turns in the rendering of a conversation, without what ends them.
 
     All contents are placed in order without overlap, once as early and once as late as possible; where both agree, no

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from horizon_lm.data.answer_spans import Manner, Span, locate_answers
+from horizon_lm.data.answer_spans import Span, TemplateStyle, locate_answers
 from horizon_lm.data.conversations import Conversation, Message, RowError, says_something
-from horizon_lm.data.template_coverage import Written, forms_of, written
+from horizon_lm.data.template_coverage import RenderedConversation, forms_of, written
 from horizon_lm.data.trl_compat import training_template
 from horizon_lm.errors import ConfigError, first_line
 
@@ -88,7 +88,7 @@ class ChatRenderer:
         self._tokenizer = with_offsets(tokenizer)
         self._training = training_template(tokenizer) if use_training_template else None
         self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
-        self._manners: dict[str, Manner] = {}
+        self._manners: dict[str, TemplateStyle] = {}
 
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation's tokens. RowError if the template refuses it, leaves out an answer, or it cannot be located."""
@@ -100,7 +100,7 @@ class ChatRenderer:
         except Exception as error:  # of the template, which is a program
             raise RowError(f"the chat template refuses this row: {first_line(error)}") from error
 
-    def _render(self, conversation: Conversation, found: Written) -> Rendered:
+    def _render(self, conversation: Conversation, found: RenderedConversation) -> Rendered:
         """In the first way that is possible."""
         if self._marked(found.conversation):
             return self._from_marks(found.conversation, None)
@@ -168,14 +168,14 @@ class ChatRenderer:
             return None
         return int(after[0])
 
-    def _manner(self, conversation: Conversation) -> Manner:
+    def _manner(self, conversation: Conversation) -> TemplateStyle:
         """How the template writes answers, tried on a conversation of its own."""
         key = json.dumps(conversation.template_options, sort_keys=True, default=str)
         if key not in self._manners:
             self._manners[key] = self._find_manner(conversation.template_options)
         return self._manners[key]
 
-    def _find_manner(self, template_options: Mapping[str, Any]) -> Manner:
+    def _find_manner(self, template_options: Mapping[str, Any]) -> TemplateStyle:
         import jinja2
 
         def write(*contents: str, **options: Any) -> str:
@@ -188,10 +188,10 @@ class ChatRenderer:
             without, opened = write("?"), write("?", add_generation_prompt=True)
             trims = write("?", spaced, "?", spaced) == write("?", _ANSWER, "?", _ANSWER)
         except jinja2.TemplateError:
-            return Manner()
+            return TemplateStyle()
         opening = opened.removeprefix(without) if opened.startswith(without) else ""
         # A thinking block that the template opens, or leaves empty, is the model's own in what it has said.
-        return Manner(_THINKING.sub("", opening), trims)
+        return TemplateStyle(_THINKING.sub("", opening), trims)
 
 
 def _empty_answers(assistant: np.ndarray, messages: Sequence[Message]) -> np.ndarray:

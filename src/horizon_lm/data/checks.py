@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from horizon_lm.data.preprocess import Report, Tally
+from horizon_lm.data.preprocess import ExampleCounts, Report
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import DataError
 
@@ -27,7 +27,7 @@ class Finding:
     is_error: bool
     what: str
     remedy: str
-    rows: Tally
+    rows: ExampleCounts
 
     def __str__(self) -> str:
         return f"rows that {self.what}: {self.rows.count:,} ({self.rows}); {self.remedy}"
@@ -35,7 +35,7 @@ class Finding:
 
 def audit(report: Report, tokenizer: Any) -> list[Finding]:
     """What is found in the rows of a report, before they are packed; errors first."""
-    doubled, thinking, repeated = Tally(), Tally(), Tally()
+    doubled, thinking, repeated = ExampleCounts(), ExampleCounts(), ExampleCounts()
     patterns = _empty_thinking(tokenizer)
     for part in report.rows.parts:
         for numbers, ends, ids, trained in part.batches():
@@ -56,11 +56,11 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
         ),
         Finding(
             False, "have an answer that no end-of-turn token follows", "the model may not learn to stop; see the chat template",
-            report.endless,
+            report.missing_eos,
         ),
         Finding(
             False, "have messages, thoughts or tools that the chat template leaves out",
-            "the model does not see them; name a template that writes them with chat_template_path", report.unsaid,
+            "the model does not see them; name a template that writes them with chat_template_path", report.dropped_by_template,
         ),
         Finding(
             False, "have prompt and answer as text, so the chat template is not applied",
@@ -77,14 +77,14 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
 
 def also_trained_on(held_out: TokenTable, training: TokenTable) -> list[Finding]:
     """What is found in held-out rows beside those that are trained on."""
-    known, shared = np.concatenate([part.keys for part in training.parts]), Tally()
+    known, shared = np.concatenate([part.keys for part in training.parts]), ExampleCounts()
     for part in held_out.parts:
         shared.add(part.indices[np.isin(part.keys, known)], part.place)
     remedy = "their loss says little about new rows; remove copies, or hold out others"
     return [Finding(False, "are trained on, too", remedy, shared)] if shared.count else []
 
 
-def refuse(findings: Sequence[Finding]) -> None:
+def reject_errors(findings: Sequence[Finding]) -> None:
     """DataError for findings with which a run would be wrong."""
     errors = [str(finding) for finding in findings if finding.is_error]
     if errors:

@@ -21,11 +21,17 @@ _MAX_SHOWN = 5  # problems listed in one error
 _TEXT_AT_ONCE = 4 * 2**20  # bytes
 _ROWS_LOOKED_AT = 1000  # for fields that not every row has
 _PLACES_SHOWN = 3  # rows of one kind in a report
-CUT, ENDLESS, CUT_ANSWER, UNSAID, PLAIN = 1, 2, 4, 8, 16  # bits of a row's flags, as `Report` tells them
+CUT, MISSING_EOS, CUT_ANSWER, DROPPED_BY_TEMPLATE, PLAIN = (
+    1,
+    2,
+    4,
+    8,
+    16,
+)  # bits of a row's flags, as `Report` tells them
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class PreprocessConfig:
     """What becomes of rows.
 
     Attributes:
@@ -44,7 +50,7 @@ class Recipe:
 
 
 @dataclass
-class Tally:
+class ExampleCounts:
     """Rows of some kind: how many, and where the first of them come from."""
 
     count: int = 0
@@ -67,19 +73,19 @@ class Report:
         read: how many there were, of which the following tell.
         cut, cut_answer: rows that lost their end, and those of them that lost tokens to train on.
         left_out: rows that have nothing to train on.
-        endless: rows with an answer that no end-of-turn token follows.
-        unsaid: rows with messages, thoughts or tools that the chat template leaves out.
+        missing_eos: rows with an answer that no end-of-turn token follows.
+        dropped_by_template: rows with messages, thoughts or tools that the chat template leaves out.
         plain: prompts and completions as text, to which the chat template that there is is not applied.
     """
 
     rows: TokenTable = field(default_factory=lambda: TokenTable([]))
     read: int = 0
-    cut: Tally = field(default_factory=Tally)
-    cut_answer: Tally = field(default_factory=Tally)
-    left_out: Tally = field(default_factory=Tally)
-    endless: Tally = field(default_factory=Tally)
-    unsaid: Tally = field(default_factory=Tally)
-    plain: Tally = field(default_factory=Tally)
+    cut: ExampleCounts = field(default_factory=ExampleCounts)
+    cut_answer: ExampleCounts = field(default_factory=ExampleCounts)
+    left_out: ExampleCounts = field(default_factory=ExampleCounts)
+    missing_eos: ExampleCounts = field(default_factory=ExampleCounts)
+    dropped_by_template: ExampleCounts = field(default_factory=ExampleCounts)
+    plain: ExampleCounts = field(default_factory=ExampleCounts)
 
 
 @dataclass
@@ -103,7 +109,7 @@ class _Problems:
         for index in map(int, wrong[: _MAX_SHOWN - len(self.told)]):
             self.told.append(f"{source.place(index)}: {problems[index].as_py()}")
 
-    def refuse(self) -> None:
+    def reject(self) -> None:
         """DataError with all that is told."""
         if self.count:
             heading = "" if self.count == 1 else f"{self.count:,} rows cannot be used:\n"
@@ -111,7 +117,7 @@ class _Problems:
             raise DataError(heading + "\n".join(self.told) + more)
 
 
-def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe) -> Report:
+def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: PreprocessConfig) -> Report:
     """Read, tokenize and cut the rows of some data sets.
 
     Raises:
@@ -126,7 +132,7 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe) -
             if table is not None:
                 problems.add_all(source, table)
                 parts.append(_used(source, table, recipe, report))
-    problems.refuse()
+    problems.reject()
     report.rows = TokenTable(parts)
     if not len(report.rows):
         raise DataError(
@@ -135,7 +141,7 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: Recipe) -
     return report
 
 
-def cut_rows(rows: TokenTable, recipe: Recipe) -> TokenTable:
+def cut_rows(rows: TokenTable, recipe: PreprocessConfig) -> TokenTable:
     """Rows that were left long to be packed, cut where a recipe does not pack them."""
     length = recipe.max_length
     if recipe.packing is not None or length is None or not len(rows) or int(rows.lengths.max()) <= length:
@@ -144,7 +150,7 @@ def cut_rows(rows: TokenTable, recipe: Recipe) -> TokenTable:
         return TokenTable([cut(part, length) for part in rows.parts if len(part)])
 
 
-def pack_rows(rows: TokenTable, recipe: Recipe) -> TokenTable:
+def pack_rows(rows: TokenTable, recipe: PreprocessConfig) -> TokenTable:
     """The rows of each data set packed as a recipe says; as they are if it says nothing."""
     if recipe.packing is None:
         return rows
@@ -161,7 +167,7 @@ def summary(rows: TokenTable, packed: TokenTable) -> str:
     return f"{count}, {tokens:,} tokens, {targets:,} of them trained on ({targets / max(1, tokens):.0%})"
 
 
-def _form(source: Source, recipe: Recipe, problems: _Problems) -> Form | None:
+def _form(source: Source, recipe: PreprocessConfig, problems: _Problems) -> Form | None:
     """The form of a data set, as its first row shows it."""
     try:
         first = source.row(0)
@@ -190,7 +196,7 @@ def _renamed(row: Any, source: Source) -> Any:
     return rename(row, source.config.columns) if source.config.columns and isinstance(row, dict) else row
 
 
-def _tokenized(source: Source, form: Form | None, tokenizer: Any, recipe: Recipe) -> Any:
+def _tokenized(source: Source, form: Form | None, tokenizer: Any, recipe: PreprocessConfig) -> Any:
     """The tokens of all rows, from the cache if they are there."""
     import datasets
 
@@ -229,7 +235,7 @@ def _rows_at_once(table: Any) -> int:
     return max(1, min(200, _TEXT_AT_ONCE * len(table) // max(1, table.data.nbytes)))
 
 
-def _length_of_rows(recipe: Recipe) -> int | None:
+def _length_of_rows(recipe: PreprocessConfig) -> int | None:
     """To what rows are cut before they are packed; some ways of packing keep the rest."""
     return recipe.max_length if recipe.packing in (None, "bfd") else None
 
@@ -283,15 +289,15 @@ def _targets(sequences: Sequence[Tokens]) -> int:
 def _flags(sequences: Sequence[Tokens]) -> int:
     kinds = {
         CUT: any(each.is_cut for each in sequences),
-        ENDLESS: not all(each.ends for each in sequences),
+        MISSING_EOS: not all(each.ends for each in sequences),
         CUT_ANSWER: any(each.lost_targets for each in sequences),
-        UNSAID: not all(each.whole for each in sequences),
+        DROPPED_BY_TEMPLATE: not all(each.whole for each in sequences),
         PLAIN: any(each.without_template for each in sequences),
     }
     return sum(bit for bit, is_so in kinds.items() if is_so)
 
 
-def _used(source: Source, table: Any, recipe: Recipe, report: Report) -> Part:
+def _used(source: Source, table: Any, recipe: PreprocessConfig, report: Report) -> Part:
     """The rows of a data set that are used, counted."""
     chosen = np.arange(len(table))
     if source.config.fraction is not None:
@@ -300,10 +306,10 @@ def _used(source: Source, table: Any, recipe: Recipe, report: Report) -> Part:
     report.read += len(chosen)
     flags, targets = (table.data.column(name).to_numpy() for name in ("flags", "num_targets"))
     report.cut.add(chosen[(flags[chosen] & CUT) != 0], source.place)
-    report.endless.add(chosen[(flags[chosen] & ENDLESS) != 0], source.place)
+    report.missing_eos.add(chosen[(flags[chosen] & MISSING_EOS) != 0], source.place)
     report.left_out.add(chosen[targets[chosen] == 0], source.place)
     chosen = chosen[targets[chosen] > 0]
     report.plain.add(chosen[(flags[chosen] & PLAIN) != 0], source.place)
-    report.unsaid.add(chosen[(flags[chosen] & UNSAID) != 0], source.place)
+    report.dropped_by_template.add(chosen[(flags[chosen] & DROPPED_BY_TEMPLATE) != 0], source.place)
     report.cut_answer.add(chosen[(flags[chosen] & CUT_ANSWER) != 0], source.place)
     return Part(table, source.place, chosen, source.config.weight)

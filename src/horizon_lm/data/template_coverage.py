@@ -15,7 +15,7 @@ Write = Callable[[Conversation], str]  # a conversation as a template writes it
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class RenderedConversation:
     """A conversation as a template writes it.
 
     Attributes:
@@ -31,7 +31,7 @@ class Written:
     is_whole: bool
 
 
-def written(conversation: Conversation, write: Write) -> Written:
+def written(conversation: Conversation, write: Write) -> RenderedConversation:
     """Render a conversation.
 
     Raises:
@@ -62,7 +62,7 @@ def forms_of(conversation: Conversation) -> Iterator[Conversation]:
         yield replace(conversation, messages=[_with_text(message) for message in conversation.messages])
 
 
-def _compared(form: Conversation, text: str, marked: str) -> Written:
+def _compared(form: Conversation, text: str, marked: str) -> RenderedConversation:
     missing = [place for place in _places(form) if _mark(*place) not in marked]
     for index, message in enumerate(form.messages):
         if any(place[:2] == ("call", index) for place in missing):
@@ -76,7 +76,7 @@ def _compared(form: Conversation, text: str, marked: str) -> Written:
                 "it; name a template that writes it with chat_template_path"
             )
     messages = [message for index, message in enumerate(form.messages) if ("content", index) not in missing]
-    return Written(text, form, messages, not missing)
+    return RenderedConversation(text, form, messages, not missing)
 
 
 # Marks

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horizon_lm.engine.forward_state import ForwardHandle
+from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.engine.grad_sink import GradSink, set_traps, trapped_graph
 from horizon_lm.engine.micro_batches import BlockCall, RowOutputs, slice_rows
-from horizon_lm.engine.recompute import Surroundings, no_autocast_cache, replaying
+from horizon_lm.engine.recompute import RecomputeContext, no_autocast_cache, replaying
 from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import RecomputeMismatchError, StreamingError
 from horizon_lm.model import capture
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Graph = tuple[list[torch.Tensor], list[torch.Tensor]]  # of one micro-batch: input leaves and outputs
 
 
-class Kept:
+class SavedForBackward:
     """What the computation of a block leaves for its backward: random states, and where there is room its graph.
 
     Attributes:
@@ -36,7 +36,7 @@ class Kept:
     """
 
     def __init__(
-        self, blocks: "Blocks", index: int, handle: ForwardHandle, needs_grad: Sequence[bool], hooked: bool
+        self, blocks: "Blocks", index: int, handle: ForwardState, needs_grad: Sequence[bool], hooked: bool
     ) -> None:
         self.handle, self._needs_grad, self._hooked = handle, needs_grad, hooked
         self.states: list[Any] = []
@@ -79,15 +79,15 @@ class Kept:
         return tree.rebuild([tensor.detach() for tensor in tree.tensors])
 
 
-class BlockNode:
+class BlockAutograd:
     """One block of one forward, and what its backward needs besides its boundary."""
 
     def __init__(
-        self, blocks: "Blocks", index: int, call: BlockCall, keys: tuple[str, ...], handle: ForwardHandle
+        self, blocks: "Blocks", index: int, call: BlockCall, keys: tuple[str, ...], handle: ForwardState
     ) -> None:
         self.blocks, self.index, self.call, self.keys, self.handle = blocks, index, call, keys, handle
         self.module = blocks.blocks[index]
-        self.surroundings = Surroundings(blocks.engine.device.torch_device.type)
+        self.surroundings = RecomputeContext(blocks.engine.device.torch_device.type)
         self.mode = self.module.mode()
         self.hooked = self.module.is_hooked()
         self.segments, self.caching = blocks.segments, blocks.caching
@@ -95,7 +95,7 @@ class BlockNode:
         self.num_rows = blocks.engine.num_rows
         self.outputs: RowOutputs
         self.dims: list[int | None]
-        self.kept: Kept
+        self.kept: SavedForBackward
         self.attributes: list[dict[str, Any]]
         self.hidden_shape: torch.Size
         self.hidden_dtype: torch.dtype
@@ -113,7 +113,7 @@ class BlockNode:
 
     def forward(self, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         blocks = self.blocks
-        self.kept = Kept(blocks, self.index, self.handle, needs_grad, self.hooked)
+        self.kept = SavedForBackward(blocks, self.index, self.handle, needs_grad, self.hooked)
         self.outputs = blocks.compute_forward(self.index, self.call, self.keys, self.plainly, self.kept)
         self.dims = blocks.dims(self.index, self.call)
         self.attributes = self.module.attributes()
@@ -252,7 +252,9 @@ class BlockFunction(torch.autograd.Function):
     """One opaque node per block: the only autograd graph over the model."""
 
     @staticmethod
-    def forward(ctx: Any, node: BlockNode, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, node: BlockAutograd, anchor: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.node = node
         ctx.set_materialize_grads(False)
         outputs = node.forward(ctx.needs_input_grad[2:])
@@ -267,7 +269,7 @@ class BlockFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        node: BlockNode = ctx.node
+        node: BlockAutograd = ctx.node
         with node.blocks.engine.backward_of(node.handle):
             inputs = list(ctx.saved_tensors)
             input_grads = node.backward(inputs, grads)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from horizon_lm.device.transfers import Copy
-from horizon_lm.engine.block_autograd import BlockFunction, BlockNode, Kept
+from horizon_lm.engine.block_autograd import BlockAutograd, BlockFunction, SavedForBackward
 from horizon_lm.engine.executor import Engine
-from horizon_lm.engine.forward_state import ForwardHandle
+from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.engine.gradient_check import GradientCheck
 from horizon_lm.engine.micro_batches import BlockCall, Path, ProbeDoneError, RowOutputs, compare_rows, slice_rows
 from horizon_lm.engine.recompute import no_autocast_cache
@@ -62,7 +62,7 @@ class Blocks:
         keys = capture.requested_keys()
         handle = self.engine.handle
         if handle is not None and index in handle.keeps:
-            node = BlockNode(self, index, call, keys, handle)
+            node = BlockAutograd(self, index, call, keys, handle)
             tensors = BlockFunction.apply(node, self.engine.anchor, *call.tensors)
             output = node.outputs.rebuild(tensors)
         else:
@@ -80,7 +80,7 @@ class Blocks:
         return self.rehearsal
 
     def compute_forward(
-        self, index: int, call: BlockCall, keys: tuple[str, ...], plainly: bool, kept: Kept | None = None
+        self, index: int, call: BlockCall, keys: tuple[str, ...], plainly: bool, kept: SavedForBackward | None = None
     ) -> RowOutputs:
         """Run all micro-batches through a block.
 
@@ -142,7 +142,7 @@ class Blocks:
         prefix = f"{self.blocks[index].name}."
         return {name.removeprefix(prefix): layout.view(buffer, name) for name in layout}
 
-    def _plan_offload(self, index: int, call: BlockCall, handle: ForwardHandle) -> None:
+    def _plan_offload(self, index: int, call: BlockCall, handle: ForwardState) -> None:
         """Tell the device where this and all later boundaries go: they have one size."""
         engine, hidden = self.engine, call.tensors[call.hidden]
         num_bytes, largest = self._boundary_bytes(hidden)

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.device.base import send
 from horizon_lm.engine.lm_head import Head
-from horizon_lm.engine.recompute import Surroundings, no_autocast_cache
+from horizon_lm.engine.recompute import RecomputeContext, no_autocast_cache
 from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.functional import in_place
 from horizon_lm.model.head_path import IGNORED, ChunkedPath
@@ -241,7 +241,7 @@ class ChunkedRun(ABC):
         self.owner, self.engine, self.inputs, self.handle = owner, owner.engine, inputs, owner.engine.handle
         self.outer_names = owner.outer_names()
         self._options = options
-        self.surroundings = Surroundings(self.engine.device.torch_device.type)
+        self.surroundings = RecomputeContext(self.engine.device.torch_device.type)
 
     @abstractmethod
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

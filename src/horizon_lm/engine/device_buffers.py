@@ -33,7 +33,7 @@ class Slots:
         self._buffers = []
 
 
-class Growing:
+class GrowingBuffers:
     """Equal buffers that are replaced by larger ones when a batch needs more, once nothing uses them any more.
 
     Replacing them waits for everything that runs, the optimizer's pass included, so whoever asks says how much room a batch
@@ -88,7 +88,7 @@ class Options:
     check_recompute: bool = False
 
 
-class DeviceMemory:
+class DeviceBuffers:
     """Slots of the largest block; buffers of the head and of the outer parameters; and what grows with the batch.
 
     ``accumulates``: gradients of several micro-batches are summed in fp32 and staged in the dtype of the store. A store
@@ -111,9 +111,9 @@ class DeviceMemory:
         self.head_grads = Slots(device, "head_grads", 1, head, head_grad_dtype)
         self.outer_weights = Slots(device, "outer_weights", 1, outer, dtype)
         self.outer_grads = Slots(device, "outer_grads", 1, outer, grad_dtype)
-        self.table_rows = Growing(device, "table_rows")
-        self.table_row_grads = Growing(device, "table_row_grads")
-        self.ring = Growing(device, "boundary_ring", count=2)
+        self.table_rows = GrowingBuffers(device, "table_rows")
+        self.table_row_grads = GrowingBuffers(device, "table_row_grads")
+        self.ring = GrowingBuffers(device, "boundary_ring", count=2)
 
     def weights_of(self, unit: str) -> torch.Tensor:
         """The buffer that a unit's weights are streamed into."""

@@ -7,7 +7,7 @@ import torch
 from horizon_lm.device.base import send
 from horizon_lm.device.transfers import GatherRows, Land, LandRows, Move
 from horizon_lm.engine.executor import Engine
-from horizon_lm.engine.forward_state import ForwardHandle
+from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.functional import is_linear, look_up
 from horizon_lm.schedule.ops import EMBED, HEAD, Kind
@@ -59,7 +59,7 @@ class Table:
         return expected.table_rows(max(tokens, expected.tokens if self.engine.handle is not None else 0), vocabulary)
 
     def _require_rows(self, rows: torch.Tensor) -> None:
-        """TokenError for ids that the table has no row for: a kernel that writes there would leave a torn model."""
+        """TokenError for ids that the table has no row for: a kernel that writes there would leave a partially updated model."""
         count = self._table(self.engine.store.units[EMBED].weights).shape[0]
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
             wrong = int(rows[0]) if rows[0] < 0 else int(rows[-1])
@@ -141,7 +141,7 @@ class _Use:
     """One lookup: which rows, where each token's row is among them, and for how many rows buffers are made."""
 
     def __init__(
-        self, table: Table, rows: torch.Tensor, positions: torch.Tensor, handle: ForwardHandle | None, room: int
+        self, table: Table, rows: torch.Tensor, positions: torch.Tensor, handle: ForwardState | None, room: int
     ) -> None:
         self.table, self.rows, self.positions, self.handle, self.room = table, rows, positions, handle, room
         padding: int | None = getattr(table.module, "padding_idx", None)

@@ -14,9 +14,9 @@ from torch.autograd import Variable
 from horizon_lm.device.base import Device
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.engine.cursor import Cursor
-from horizon_lm.engine.device_buffers import DeviceMemory, Options, block_index
+from horizon_lm.engine.device_buffers import DeviceBuffers, Options, block_index
 from horizon_lm.engine.foreign_writes import WeightWatch, watch_optimizers
-from horizon_lm.engine.forward_state import Anchor, BoundaryPool, Claim, ForwardHandle
+from horizon_lm.engine.forward_state import Anchor, BoundaryPool, BufferLease, ForwardState
 from horizon_lm.engine.host_grads import HostGrads, LandingSlots
 from horizon_lm.engine.parameters import call_after_grad, landing_grad
 from horizon_lm.engine.recompute import MicroBatchRandomness
@@ -48,11 +48,14 @@ class Engine:
         self.boundaries = BoundaryPool(device)
         self.counts: Counter[str] = Counter()  # rows through blocks, by kind of computation
 
-        self.handle: ForwardHandle | None = None  # of the running forward, if it records
+        self.handle: ForwardState | None = None  # of the running forward, if it records
         self.randomness: MicroBatchRandomness | None = None
         self.num_rows, self._whole_batch = 0, False
-        self.head_buffer, self._graphs = Claim(), Claim()  # the head's gradients made in a forward; kept graphs
-        self._backward_of: ForwardHandle | None = None
+        self.head_buffer, self._graphs = (
+            BufferLease(),
+            BufferLease(),
+        )  # the head's gradients made in a forward; kept graphs
+        self._backward_of: ForwardState | None = None
         self._landed: dict[str, list[str]] = {}  # by unit, parameters that got a gradient in the running backward
         self._after_grad: dict[str, None] = {}  # parameters with hooks to call when the whole backward is over
         self._trained: dict[str, list[str]] = {}  # by unit, parameters that the running pass trains
@@ -64,11 +67,11 @@ class Engine:
         self._updates_in_backward: weakref.ref[UpdatesInBackward] | None = None  # which knows the engine
         self._shape: tuple[Any, ...] = ()
 
-        self.memory = DeviceMemory(parts, store, device, options)
+        self.memory = DeviceBuffers(parts, store, device, options)
         self.plan: DevicePlan | None = None  # None until a first batch is known
         self._planned = BatchSize()
         self.expected = ExpectedBatch()
-        self._handles: weakref.WeakSet[ForwardHandle] = weakref.WeakSet()
+        self._handles: weakref.WeakSet[ForwardState] = weakref.WeakSet()
         self._set_residency(options.residency or Residency(0))
 
     # Units and parameters
@@ -177,7 +180,7 @@ class Engine:
         self._trained = self.trainable()
         if recording:
             self.allocate_grads()
-            self.handle = ForwardHandle(self.store.version, keeps, self._trained, self._config(), self._find_anchor())
+            self.handle = ForwardState(self.store.version, keeps, self._trained, self._config(), self._find_anchor())
             self._handles.add(self.handle)
             self.handle.head_grads = head_grads
             self._hold_graphs(self.handle)
@@ -255,14 +258,14 @@ class Engine:
             self.drain()
             self._shape = shape
 
-    def _hold_graphs(self, handle: ForwardHandle) -> None:
+    def _hold_graphs(self, handle: ForwardState) -> None:
         """There is room for the graphs of one forward; another one before its backward does without."""
         if self._graphs.holder is None:
             first = self.parts.num_blocks - self.residency.graphs
             handle.graphs = frozenset(index for index in handle.keeps if index >= first)
             self._graphs.take(handle)
 
-    def _evict_head_grads(self, handle: ForwardHandle) -> None:
+    def _evict_head_grads(self, handle: ForwardState) -> None:
         """A backward needs the head's buffer. Gradients of another forward in it are lost, and made again in its own."""
         holder = self.head_buffer.holder
         if holder is not None and holder is not handle:
@@ -272,7 +275,7 @@ class Engine:
     # Backward
 
     @contextmanager
-    def backward_of(self, handle: ForwardHandle) -> Iterator[None]:
+    def backward_of(self, handle: ForwardState) -> Iterator[None]:
         """A node of a backward runs inside; the first one of a forward begins its pass."""
         self.check_alive()
         if self._backward_of is None:
@@ -287,7 +290,7 @@ class Engine:
             self.fault(error)
             raise
 
-    def _require_possible(self, handle: ForwardHandle) -> None:
+    def _require_possible(self, handle: ForwardState) -> None:
         """StreamingError for a backward that would be wrong."""
         if torch.is_grad_enabled():
             raise StreamingError("create_graph=True is not supported: a streamed model has no second derivatives")
@@ -300,10 +303,10 @@ class Engine:
         self.notice_writes()
         handle.check_usable(self.store.version, self._config())
 
-    def _start_backward(self, handle: ForwardHandle) -> None:
+    def _start_backward(self, handle: ForwardState) -> None:
         if self.cursor.active:
             raise StreamingError("backward was called inside a forward of the same model")
-        self.grads.forgive_if_empty()
+        self.grads.clear_error_if_no_grads()
         if self._in_backward is not None:
             self._in_backward.begin()
         self._trained = handle.trained
@@ -446,15 +449,15 @@ class Engine:
         return updates
 
     def check_alive(self) -> None:
-        """Go on with an update pass that was broken off. TornModelError if an update failed half-way."""
-        self.updates.torn.require_whole()
+        """Go on with an update pass that was broken off. PartialUpdateError if an update failed half-way."""
+        self.updates.partial_update.require_complete()
         if self.cursor.schedule is not None and self.cursor.schedule.name == "update":
             self.cursor.finish()
 
     def fault(self, error: BaseException) -> None:
         """Give up the running pass: free all slots and boundaries; a backward's gradients are invalid."""
         if self._backward_of is not None and self.cursor.update_begun():
-            self.updates.torn.tear(error)  # some units of this step are new, some old
+            self.updates.partial_update.record(error)  # some units of this step are new, some old
         if self._backward_of is not None:  # a forward touches no gradient in host memory
             self.grads.break_off()
         self.cursor.abandon()
@@ -511,7 +514,7 @@ class Engine:
             self.grads.wait()
         except Exception as error:
             if self._in_backward is not None:
-                self.updates.torn.tear(error)
+                self.updates.partial_update.record(error)
             raise
 
     def settle(self) -> None:

@@ -36,7 +36,7 @@ class _Anchor(torch.autograd.Function):
         return (None,) * ctx.num_inputs
 
 
-class ForwardHandle:
+class ForwardState:
     """One recorded forward. Autograd's nodes hold it; when the last one is gone, what it holds is free again.
 
     Attributes:
@@ -89,18 +89,18 @@ class ForwardHandle:
             )
 
 
-class Claim:
+class BufferLease:
     """Something of which there is one, taken by a forward until its backward is over or it is abandoned."""
 
     def __init__(self) -> None:
-        self._holder: weakref.ref[ForwardHandle] | None = None
+        self._holder: weakref.ref[ForwardState] | None = None
 
     @property
-    def holder(self) -> ForwardHandle | None:
+    def holder(self) -> ForwardState | None:
         handle = self._holder() if self._holder is not None else None
         return None if handle is None or handle.consumed else handle
 
-    def take(self, handle: ForwardHandle) -> None:
+    def take(self, handle: ForwardState) -> None:
         self._holder = weakref.ref(handle)
 
     def release(self) -> None:
@@ -119,7 +119,7 @@ class BoundaryPool:
         self._free: list[tuple[torch.Tensor, Task | None]] = []
         self.num_bytes = 0
 
-    def take(self, handle: ForwardHandle, block: int, num_bytes: int, largest: int = 0) -> torch.Tensor:
+    def take(self, handle: ForwardState, block: int, num_bytes: int, largest: int = 0) -> torch.Tensor:
         """The first ``num_bytes`` of a uint8 buffer that returns to the pool when ``handle`` is gone.
 
         Args:
@@ -151,7 +151,7 @@ class BoundaryPool:
             self.num_bytes -= buffer.numel()
         return None
 
-    def release(self, handle: ForwardHandle) -> None:
+    def release(self, handle: ForwardState) -> None:
         """Take back now what a forward holds: it failed, though a traceback may keep it alive."""
         self._give_back(handle.boundaries, handle.offloads)
 

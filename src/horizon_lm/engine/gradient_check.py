@@ -19,7 +19,7 @@ from horizon_lm.model.attention import attending, plain_kernels
 from horizon_lm.schedule.ops import block
 
 if TYPE_CHECKING:
-    from horizon_lm.engine.block_autograd import BlockNode
+    from horizon_lm.engine.block_autograd import BlockAutograd
 
 _TIMES = 4.0  # what plain computation in the dtype of training may be off by
 _FLOOR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of a tensor's norm; of less nothing is said
@@ -48,7 +48,7 @@ class GradientCheck:
         self._expected: dict[str, tuple[torch.Tensor, float]] = {}  # by parameter: gradient, and how far it may be off
 
     def compare_block(
-        self, node: "BlockNode", inputs: list[torch.Tensor], grads: tuple[Any, ...], input_grads: list[Any]
+        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], input_grads: list[Any]
     ) -> None:
         """Compare what a block's node computed; its parameters' gradients are compared when they have landed.
 
@@ -79,7 +79,7 @@ class GradientCheck:
         self._expected = {}
 
     def _plainly(
-        self, node: "BlockNode", inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype
+        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype
     ) -> Values:
         """Return all gradients of a block in plain autograd, in that dtype; by name of the parameter, or of the input.
 
@@ -93,7 +93,7 @@ class GradientCheck:
             return self._of_rows(node, inputs, grads, dtype, node.micro_batches)
 
     def _of_rows(
-        self, node: "BlockNode", inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype,
+        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype,
         ranges: list[tuple[int, int]],
     ) -> Values:  # fmt: skip
         engine = self._engine

@@ -15,7 +15,7 @@ from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
 from horizon_lm.store.store import Store
 
 
-class GradSquares:
+class SquaredNorms:
     """By unit, the sum of squares of its gradient slab as it is stored; unknown where somebody else may have written."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class HostGrads:
 
     def __init__(self, refs: Mapping[str, ParamRef], store: Store, device: Device) -> None:
         self._refs, self._store, self._device = refs, store, device
-        self.squares = GradSquares()
+        self.squares = SquaredNorms()
         self.slots: LandingSlots | None = None
         self.invalid = False
         self._landing: list[Task] = []
@@ -207,7 +207,7 @@ class HostGrads:
         self.squares.clear()
         self.invalid = False
 
-    def forgive_if_empty(self) -> None:
+    def clear_error_if_no_grads(self) -> None:
         """A fault does not matter any more once somebody has emptied all gradients by hand."""
         if self.invalid and all(landing_grad(ref.param) is None for ref in self._refs.values()):
             self.invalid = False

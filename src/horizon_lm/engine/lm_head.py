@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from horizon_lm.engine.executor import Engine
-from horizon_lm.engine.forward_state import ForwardHandle
+from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.engine.recompute import no_autocast_cache
 from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import HEAD, Kind
@@ -84,7 +84,7 @@ class Head:
 class _Projection:
     """One call of the head, with its graph but without the weights: they are streamed in again for the backward."""
 
-    def __init__(self, head: Head, handle: ForwardHandle, outer: list[str]) -> None:
+    def __init__(self, head: Head, handle: ForwardState, outer: list[str]) -> None:
         self.head, self.handle, self._outer = head, handle, outer
         self.graph: tuple[list[torch.Tensor], torch.Tensor]  # input leaves, logits
         self._written: set[str] = set()  # weights that got a gradient

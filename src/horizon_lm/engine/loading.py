@@ -112,9 +112,9 @@ def stream(
     device_micro_batch_size: int | None = None,
     head: str = "chunked",
     *,
-    boundaries: str | int = "auto",
-    held_blocks: int | None = None,
-    held_graphs: int | None = None,
+    activation_checkpoints: str | int = "auto",
+    resident_blocks: int | None = None,
+    resident_graphs: int | None = None,
     head_chunk_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
@@ -138,12 +138,12 @@ def stream(
             (stochastically rounded updates) or ``float32``.
         device_micro_batch_size: rows on the device at once inside a block; None for the whole batch.
         head: ``chunked`` (loss only, logits never whole) or ``whole`` (Hugging Face's own head and loss, with logits).
-        boundaries: where a block's input waits for the backward: ``device``, ``host``, a number for the device in so many of
+        activation_checkpoints: where a block's input waits for the backward: ``device``, ``host``, a number for the device in so many of
             the last blocks, or ``auto`` for the device as far as there is room. With ``auto``, what room is left then is
             spent on held blocks, once the first batch is there.
-        held_blocks: so many of the last blocks keep their weights on the device from forward to backward, so that they are
+        resident_blocks: so many of the last blocks keep their weights on the device from forward to backward, so that they are
             not streamed in a second time; None for none, or with ``auto`` as many as there is room for.
-        held_graphs: so many of these keep their whole computation, so that it is not repeated in the backward.
+        resident_graphs: so many of these keep their whole computation, so that it is not repeated in the backward.
         head_chunk_tokens: tokens whose logits exist at once with ``chunked``; None for about 64 MiB of logits in host memory,
             and a sixteenth of the free memory elsewhere.
         compute_dtype: on the device; None for float32 on the CPU and the stored dtype elsewhere.
@@ -165,7 +165,7 @@ def stream(
         ModelNotSupportedError: a model that cannot be streamed exactly.
     """
     settings = Settings(
-        device, precision, device_micro_batch_size, head, boundaries, held_blocks, held_graphs, head_chunk_tokens,
+        device, precision, device_micro_batch_size, head, activation_checkpoints, resident_blocks, resident_graphs, head_chunk_tokens,
         compute_dtype, grad_dtype, device_memory, mlp_chunk_tokens, compile, check_recompute, attn_implementation,
         check_gradients, allow_unproven_model,
     )  # fmt: skip

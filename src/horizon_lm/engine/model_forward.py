@@ -185,7 +185,7 @@ class Streaming:
         varlen = config._attn_implementation == attention.NAME
         self.blocks.segments = attention.segments_of_call(call, device) if varlen else None
         rows, length = tokens.shape[:2]
-        attention.refuse_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
+        attention.reject_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
         given = call.get("input_ids")
         call = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
         self.table.expect(call.get("input_ids"), given)

@@ -32,9 +32,9 @@ class Settings:
     precision: str = "fp32_master"
     device_micro_batch_size: int | None = None
     head: str = "chunked"
-    boundaries: str | int = "auto"
-    held_blocks: int | None = None
-    held_graphs: int | None = None
+    activation_checkpoints: str | int = "auto"
+    resident_blocks: int | None = None
+    resident_graphs: int | None = None
     head_chunk_tokens: int | None = None
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
@@ -56,18 +56,22 @@ class Settings:
                 raise ConfigError(f"{name} is {value}; it must be at least 1, or unset")
         if self.head not in ("chunked", "whole"):
             raise ConfigError(f"head is {self.head!r}; choose 'chunked' or 'whole'")
-        is_number = isinstance(self.boundaries, int) and not isinstance(self.boundaries, bool) and self.boundaries >= 0
-        if self.boundaries not in ("auto", "device", "host") and not is_number:
+        is_number = (
+            isinstance(self.activation_checkpoints, int)
+            and not isinstance(self.activation_checkpoints, bool)
+            and self.activation_checkpoints >= 0
+        )
+        if self.activation_checkpoints not in ("auto", "device", "host") and not is_number:
             raise ConfigError(
-                f"boundaries is {self.boundaries!r}; choose 'auto', 'device', 'host', or a number of blocks"
+                f"activation_checkpoints is {self.activation_checkpoints!r}; choose 'auto', 'device', 'host', or a number of blocks"
             )
         if self.check_gradients < 0:
             raise ConfigError(f"check_gradients is {self.check_gradients}; it is a number of blocks, 0 for none")
         if self.compile not in (True, False, "auto"):
             raise ConfigError(f"compile is {self.compile!r}; choose True, False or 'auto'")
-        if not 0 <= (self.held_graphs or 0) <= (self.held_blocks or 0):
+        if not 0 <= (self.resident_graphs or 0) <= (self.resident_blocks or 0):
             raise ConfigError(
-                f"held_graphs is {self.held_graphs}, but held_blocks is {self.held_blocks}; a graph needs its block's weights"
+                f"resident_graphs is {self.resident_graphs}, but resident_blocks is {self.resident_blocks}; a graph needs its block's weights"
             )
 
     def get_precision(self) -> Precision:
@@ -147,13 +151,17 @@ class Settings:
 
     def _residency(self, num_blocks: int, device: Device) -> Residency | None:
         """What stays on the device, as far as that is said."""
-        asked = self.held_blocks is not None or self.held_graphs is not None
-        if self.boundaries == "auto" and not asked and device.spare_bytes() is not None:
+        asked = self.resident_blocks is not None or self.resident_graphs is not None
+        if self.activation_checkpoints == "auto" and not asked and device.spare_bytes() is not None:
             return None
-        held = min(self.held_blocks or 0, num_blocks)
-        graphs = min(self.held_graphs or 0, held)
+        held = min(self.resident_blocks or 0, num_blocks)
+        graphs = min(self.resident_graphs or 0, held)
         said = (
-            self.boundaries if isinstance(self.boundaries, int) else graphs if self.boundaries == "host" else num_blocks
+            self.activation_checkpoints
+            if isinstance(self.activation_checkpoints, int)
+            else graphs
+            if self.activation_checkpoints == "host"
+            else num_blocks
         )
         return Residency(max(graphs, min(said, num_blocks)), held, graphs)
 

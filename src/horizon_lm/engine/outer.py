@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from horizon_lm.engine.executor import Engine
-from horizon_lm.engine.forward_state import ForwardHandle
+from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import OUTER, Kind
 
@@ -68,7 +68,7 @@ class Outer:
 class _OuterFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, outer: Outer, handle: ForwardHandle, trained: list[str], anchor: torch.Tensor
+        ctx: Any, outer: Outer, handle: ForwardState, trained: list[str], anchor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.outer, ctx.handle, ctx.trained = outer, handle, trained
         ctx.set_materialize_grads(False)

@@ -19,7 +19,7 @@ _SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
 T = TypeVar("T")
 
 
-class Surroundings:
+class RecomputeContext:
     """Context variables, autocast and attention backends at the time of construction."""
 
     def __init__(self, device_type: str) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
-from horizon_lm.errors import TornModelError
+from horizon_lm.errors import PartialUpdateError
 from horizon_lm.schedule.ops import EMBED, Kind, Op, Stream
 
 
@@ -51,20 +51,20 @@ class UpdatesInBackward(Protocol):
         ...
 
 
-class Torn:
+class PartialUpdate:
     """Whether some weights are new and some old, because an update failed inside a kernel."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
 
-    def tear(self, error: BaseException) -> None:
+    def record(self, error: BaseException) -> None:
         """An update failed inside a kernel."""
         self.reason = f"{type(error).__name__}: {error}"
 
-    def require_whole(self) -> None:
-        """TornModelError if an update failed half-way."""
+    def require_complete(self) -> None:
+        """PartialUpdateError if an update failed half-way."""
         if self.reason is not None:
-            raise TornModelError(
+            raise PartialUpdateError(
                 f"an optimizer update was not completed ({self.reason}), so some weights are new and some old. "
                 "Load the model or a checkpoint again."
             )
@@ -82,7 +82,7 @@ class PendingUpdates:
         self._device = device
         self._running: list[Task] = []
         self.table: TableUpdate | None = None
-        self.torn = Torn()
+        self.partial_update = PartialUpdate()
 
     def add(self, tasks: Sequence[Task]) -> None:
         """These have been given to the device."""

@@ -52,7 +52,7 @@ def landing_kernel(target: str, source: str, add: bool) -> Any:
 
 
 @cache
-def squares_kernel(values: str) -> Any:
+def squared_norm_kernel(values: str) -> Any:
     """``sum_of_squares(values) -> sum of squares`` of an array; bf16 as uint16."""
     read = _WIDEN[values]
 

@@ -84,7 +84,7 @@ def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments 
     return segments
 
 
-def refuse_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: int, itemsize: int) -> None:
+def reject_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: int, itemsize: int) -> None:
     """DoesNotFitError when a forward would make a mask larger than `LARGEST_MASK`, before it is made.
 
     Args:
@@ -112,7 +112,7 @@ def large_mask(
     """Why a batch would need a mask larger than `LARGEST_MASK`; None if it does not.
 
     Args:
-        config, rows, length, itemsize: as in `refuse_large_mask`.
+        config, rows, length, itemsize: as in `reject_large_mask`.
         segmented: whether rows have padding, or several documents.
     """
     window = getattr(config, "sliding_window", None)

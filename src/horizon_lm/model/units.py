@@ -114,7 +114,7 @@ def find_parts(model: Any) -> ModelParts:
         )
     prefix, blocks = _find_blocks(model, model.get_decoder())
     decoder = model.get_submodule(prefix.rpartition(".")[0])
-    _refuse_cross_layer_state(name, model, prefix, blocks)
+    _reject_cross_layer_state(name, model, prefix, blocks)
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     final_norm = next(
         (m for n, m in decoder.named_children() if n in _FINAL_NORM_NAMES and _count_params(m) > 0), None
@@ -190,7 +190,7 @@ def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
     )
 
 
-def _refuse_cross_layer_state(name: str, model: Any, prefix: str, blocks: nn.ModuleList) -> None:
+def _reject_cross_layer_state(name: str, model: Any, prefix: str, blocks: nn.ModuleList) -> None:
     config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ModelNotSupportedError(f"{name} has an encoder or cross-attention; only decoders are streamed")

@@ -35,7 +35,7 @@ def with_balance(loss: torch.Tensor, aux_loss: torch.Tensor | None) -> torch.Ten
 
 
 @contextmanager
-def judging(model: Any) -> Iterator[None]:
+def evaluation_mode(model: Any) -> Iterator[None]:
     """Put a model into evaluation mode, make no graphs, and leave all generators as they were before."""
     was_training = model.training
     model.eval()

@@ -14,7 +14,7 @@ import torch
 from horizon_lm.data.loader import Batch, in_order
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import NonFiniteError
-from horizon_lm.objective.base import judging
+from horizon_lm.objective.base import evaluation_mode
 from horizon_lm.objective.dpo import answer_logprobs
 from horizon_lm.resources import usable_cores
 from horizon_lm.store.store import as_array
@@ -144,7 +144,7 @@ class ReferenceCache:
         """Those that are not there yet; kept as they come, where other runs may keep the same."""
         if kept.known.all():
             return
-        with judging(self._model):
+        with evaluation_mode(self._model):
             for batch in in_order(rows, batch_size):
                 first, stop = batch.rows[0], batch.rows[-1] + 1
                 if not kept.known[first:stop].all():

@@ -16,7 +16,7 @@ from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.updates import TableGrads
 from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
 from horizon_lm.kernels.adamw import Scalars
-from horizon_lm.kernels.gradients import squares_kernel
+from horizon_lm.kernels.gradients import squared_norm_kernel
 from horizon_lm.optim.moments import Moments
 from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_settings, check_state
 from horizon_lm.optim.skipped_steps import REMEDY, SkippedSteps
@@ -48,7 +48,7 @@ class AdamW(torch.optim.Optimizer):
         max_consecutive_skips: with ``skip``, so many steps in a row may be left out, and the next one raises NonFiniteError;
             None for no limit.
         update_in_backward: update each unit as soon as its gradient has landed, and keep no gradients. One backward a
-            step, no clipping, no skipping; `step` only ends the step. A fault in the backward leaves a torn model.
+            step, no clipping, no skipping; `step` only ends the step. A fault in the backward leaves the model partially updated.
 
     Attributes:
         grad_norm: global norm of the gradients of the last step, before clipping.
@@ -156,9 +156,9 @@ class AdamW(torch.optim.Optimizer):
         return self._skipped.num
 
     @property
-    def torn(self) -> bool:
+    def partial_update(self) -> bool:
         """Whether an update was not completed, so that the model has to be loaded again."""
-        return self._engine.updates.torn.reason is not None
+        return self._engine.updates.partial_update.reason is not None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
@@ -173,7 +173,7 @@ class AdamW(torch.optim.Optimizer):
             names = present[unit]
             known = self._engine.grads.squares.of(unit) if names else None
             if known is None and names and slabs.grads.numel():
-                kernel = squares_kernel(dtype_name(slabs.grads))
+                kernel = squared_norm_kernel(dtype_name(slabs.grads))
                 known = sum(kernel(as_array(slabs.grad_layout.view(slabs.grads, n).view(-1))) for n in names)
             squares[unit] = known or 0.0
         return squares
@@ -185,10 +185,10 @@ class AdamW(torch.optim.Optimizer):
             self._skipped.skip(what)
             return
         error = NonFiniteError(
-            f"{what}. It was not applied, but other units were updated as their gradients came, so the model is torn: load it or "
+            f"{what}. It was not applied, but other units were updated as their gradients came, so the model is partially updated: load it or "
             f"a checkpoint again. {REMEDY}"
         )
-        self._engine.updates.torn.tear(error)
+        self._engine.updates.partial_update.record(error)
         raise error
 
     # The update after a backward
@@ -252,7 +252,7 @@ class AdamW(torch.optim.Optimizer):
         """Return the update of some of a unit's parameters with the gradient slab of the unit."""
         spans = self._spans(unit, names, clip)
         return span_pieces(
-            self._arrays[unit], spans, as_array(grads), self._engine.updates.torn.tear, self._guard(unit)
+            self._arrays[unit], spans, as_array(grads), self._engine.updates.partial_update.record, self._guard(unit)
         )
 
     def _spans(self, unit: str, names: list[str], clip: float) -> list[Span]:
@@ -280,7 +280,7 @@ class AdamW(torch.optim.Optimizer):
         if not spans:
             return None
         return TableRows(
-            self._arrays[EMBED], grads, spans[0].scalars, self._engine.updates.torn.tear, self._guard(EMBED)
+            self._arrays[EMBED], grads, spans[0].scalars, self._engine.updates.partial_update.record, self._guard(EMBED)
         )
 
     def _guard(self, unit: str) -> Callable[[], bool]:

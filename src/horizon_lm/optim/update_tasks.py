@@ -105,12 +105,12 @@ class Pieces(Sequence[Move]):
     Args:
         count: number of pieces.
         function: does the one of a number.
-        tear: called with an error inside a piece.
+        record: called with an error inside a piece.
         guard: false if a piece must not run after all, because its gradient is not finite.
     """
 
-    def __init__(self, count: int, function: Callable[[int], None], tear: Tear, guard: Guard) -> None:
-        self._function, self._tear, self._guard = function, tear, guard
+    def __init__(self, count: int, function: Callable[[int], None], record: Tear, guard: Guard) -> None:
+        self._function, self._tear, self._guard = function, record, guard
         self._done = bytearray(count)
 
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ class Span:
     scalars: Scalars
 
 
-def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, tear: Tear, guard: Guard) -> Pieces:
+def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: Tear, guard: Guard) -> Pieces:
     """Return the update of some spans of a unit, with its gradient slab as an array.
 
     The padding between parameters is updated, too: zeros stay zeros.
@@ -165,7 +165,7 @@ def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, tear: Te
             np.uint32(w & 0xFFFFFFFF), span.scalars,
         )  # fmt: skip
 
-    return Pieces(firsts[-1], update, tear, guard)
+    return Pieces(firsts[-1], update, record, guard)
 
 
 def _place(arrays: UnitArrays, span: Span) -> tuple[int, int, int]:
@@ -177,9 +177,9 @@ def _place(arrays: UnitArrays, span: Span) -> tuple[int, int, int]:
 class TableRows:
     """One step's update of the embedding table; see `engine.updates.TableUpdate`."""
 
-    def __init__(self, arrays: UnitArrays, grads: TableGrads, scalars: Scalars, tear: Tear, guard: Guard) -> None:
+    def __init__(self, arrays: UnitArrays, grads: TableGrads, scalars: Scalars, record: Tear, guard: Guard) -> None:
         (place,) = arrays.layout.entries.values()
-        self._arrays, self._scalars, self._tear, self._guard = arrays, scalars, tear, guard
+        self._arrays, self._scalars, self._tear, self._guard = arrays, scalars, record, guard
         self._num_rows, self._width = place.shape
         self._blocks = -(-self._width // BLOCK) if arrays.scale_starts else 0
         self._kernel = rows_kernel(*arrays.modes)

@@ -119,11 +119,13 @@ def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> b
 def _smallest_residency(outline: ModelOutline, request: Request, room: int | None) -> Residency:
     """What is asked for; nothing more than that where device memory is scarce."""
     num_blocks = outline.num_blocks
-    held = min(request.held_blocks or 0, num_blocks)
-    graphs = min(request.held_graphs or 0, held)
-    if isinstance(request.boundaries, int):
-        return Residency(max(graphs, min(request.boundaries, num_blocks)), held, graphs)
-    on_device = request.boundaries == "device" or (request.boundaries == "auto" and room is None)
+    held = min(request.resident_blocks or 0, num_blocks)
+    graphs = min(request.resident_graphs or 0, held)
+    if isinstance(request.activation_checkpoints, int):
+        return Residency(max(graphs, min(request.activation_checkpoints, num_blocks)), held, graphs)
+    on_device = request.activation_checkpoints == "device" or (
+        request.activation_checkpoints == "auto" and room is None
+    )
     return Residency(num_blocks if on_device else graphs, held, graphs)
 
 
@@ -131,7 +133,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     num_blocks, settled = step.outline.num_blocks, step.settings.residency
     if step.outline.unknown:
         return settled, "what stays on the device is decided when the first batch is there"
-    if request.boundaries != "auto":
+    if request.activation_checkpoints != "auto":
         return settled, _describe(settled, num_blocks, "as the settings say")
     if room is None:
         return settled, _describe(settled, num_blocks, "device memory is host memory")
@@ -140,7 +142,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
     why = f"{format_bytes(left)} of device memory are left for it"
     needed, weights = step_working(step), weights_of_blocks(step)
-    if request.held_blocks is not None or request.held_graphs is not None:
+    if request.resident_blocks is not None or request.resident_graphs is not None:
         fitting = (n for n in range(num_blocks, 0, -1) if needed.most(n, settled.graphs) <= left)
         boundaries = max(settled.graphs, next(fitting, 0))
         return replace(settled, boundaries=boundaries), _describe(

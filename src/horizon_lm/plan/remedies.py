@@ -166,8 +166,12 @@ def _less_at_once(plan: Plan) -> Iterator[Change]:
             others[index] = replace(batch, rows=size * request.sequences)
             cost = "fewer rows at once where there is no gradient"
             yield Change({batch.setting: size}, cost, {"forwards": tuple(others)}, {})
-    if request.held_blocks or request.held_graphs or (request.boundaries == "device" and not plan.machine.on_host):
-        settings = {"boundaries": "host", "held_blocks": 0, "held_graphs": 0}
+    if (
+        request.resident_blocks
+        or request.resident_graphs
+        or (request.activation_checkpoints == "device" and not plan.machine.on_host)
+    ):
+        settings = {"activation_checkpoints": "host", "resident_blocks": 0, "resident_graphs": 0}
         yield Change(settings, "more transfers and recomputation", settings, {})
     if plan.buffers.deficit:
         needed = f"{-(-plan.buffers.num_bytes // 2**20)}MiB"

@@ -74,7 +74,7 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class FixedSettings:
     """What of a run's settings and rows is not the plan's to choose, and shapes a step.
 
     Attributes:
@@ -96,11 +96,11 @@ class Given:
     @property
     def given(self) -> dict[str, Any]:
         """These alone, by name."""
-        return {each.name: getattr(self, each.name) for each in fields(Given)}
+        return {each.name: getattr(self, each.name) for each in fields(FixedSettings)}
 
 
 @dataclass(frozen=True, slots=True)
-class Request(Given):
+class Request(FixedSettings):
     """Settings of a run, with the names that they have there; None where the plan is to choose.
 
     Attributes:
@@ -120,9 +120,9 @@ class Request(Given):
     device_micro_batch_size: int | None = None
     head: str = "chunked"
     head_chunk_tokens: int | None = None
-    boundaries: str | int = "auto"
-    held_blocks: int | None = None
-    held_graphs: int | None = None
+    activation_checkpoints: str | int = "auto"
+    resident_blocks: int | None = None
+    resident_graphs: int | None = None
     device_memory: int | None = None
     tokens_per_step: float | None = None
     num_steps: int | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from horizon_lm.plan.catalog import Hardware
 from horizon_lm.plan.memory import MOMENT_BYTES, WEIGHT_BYTES, BufferSettings, HostSettings, ModelSizes
 from horizon_lm.plan.outline import ModelOutline, Work
-from horizon_lm.plan.request import Given
+from horizon_lm.plan.request import FixedSettings
 from horizon_lm.plan.residency import Residency
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Kind, Op, Pass, Stream, block
@@ -18,7 +18,7 @@ _WEIGHT_TRAFFIC = {"fp32_master": 8, "bf16": 4, "float32": 8}  # of an update, p
 
 
 @dataclass(frozen=True, slots=True)
-class StepSettings(Given):
+class StepSettings(FixedSettings):
     """What of a run's settings, and of what was chosen for it, shapes a step.
 
     Attributes:

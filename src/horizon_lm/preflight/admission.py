@@ -88,9 +88,9 @@ def make_request(
         skips_steps=run.non_finite == "skip",
         head=run.head,
         head_chunk_tokens=run.head_chunk_tokens,
-        boundaries=run.boundaries,
-        held_blocks=run.held_blocks,
-        held_graphs=run.held_graphs,
+        activation_checkpoints=run.activation_checkpoints,
+        resident_blocks=run.resident_blocks,
+        resident_graphs=run.resident_graphs,
         device_memory=run.device_memory,
         compiled=run.device != "cpu" if run.compile == "auto" else bool(run.compile),
         forwards=tuple(_forwards(run, source, rows)),
@@ -142,7 +142,7 @@ def does_not_fit(plan: Plan, remedies: Sequence[Remedy]) -> DoesNotFitError:
     return DoesNotFitError("\n".join(["this run does not fit", *deficits, *remedy_lines(plan, remedies)]))
 
 
-def settle(run: RunConfig, plan: Plan) -> RunConfig:
+def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
     """The run with the settings that the plan chose in the place of those that were left open.
 
     Where the plan could not tell what blocks compute, what stays on the device stays open, and the engine decides when it
@@ -157,9 +157,9 @@ def settle(run: RunConfig, plan: Plan) -> RunConfig:
     chosen: dict[str, Any] = {
         **head,
         "device_micro_batch_size": rows,
-        "boundaries": residency.boundaries,
-        "held_blocks": residency.weights,
-        "held_graphs": residency.graphs,
+        "activation_checkpoints": residency.boundaries,
+        "resident_blocks": residency.weights,
+        "resident_graphs": residency.graphs,
     }
     if settings.chunked_head:
         chosen["head_chunk_tokens"] = settings.head_chunk_tokens
@@ -175,14 +175,14 @@ class Admission:
     def __init__(self, run: RunConfig) -> None:
         self._run, self._source = run, open_source(run)
 
-    def refuse_hopeless(self) -> None:
+    def reject_if_impossible(self) -> None:
         """Before rows are read: DoesNotFitError for a run that would not fit with the shortest rows either."""
         run, machine = self._run, this_machine(self._run)
         length = run.max_length or _USUAL_LENGTH
         plan = plan_run(run, self._source, machine, rows=RowShape(length, length), priced=False)
         shortest = RowShape(1, 1, masked=False, distinct_tokens=1)
         if not plan.fits and not plan_run(run, self._source, machine, rows=shortest, priced=False).fits:
-            self._refuse(plan)
+            self._reject(plan)
 
     def admit(
         self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, num_checkpoints: int, prompt_length: int
@@ -194,8 +194,8 @@ class Admission:
             num_checkpoints=num_checkpoints,
         )  # fmt: skip
         if not plan.fits:
-            self._refuse(plan)
+            self._reject(plan)
         return plan
 
-    def _refuse(self, plan: Plan) -> None:
+    def _reject(self, plan: Plan) -> None:
         raise does_not_fit(plan, remedies_of(plan, self._run, self._source))

@@ -10,7 +10,7 @@ from horizon_lm.errors import ConfigError, first_line
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class Control:
     """What callbacks ask for after a step."""
 
     log: bool = False
@@ -86,12 +86,12 @@ class Callbacks:
         self._tell("on_optimizer_step")
 
     @property
-    def wishes(self) -> Wishes:
+    def control(self) -> Control:
         """What callbacks wish for now: any event may change it."""
         if self._handler is None:
-            return Wishes()
+            return Control()
         control = self._control
-        return Wishes(control.should_log, control.should_evaluate, control.should_save, control.should_training_stop)
+        return Control(control.should_log, control.should_evaluate, control.should_save, control.should_training_stop)
 
     def after_step(self, step: int) -> None:
         """Step ``step`` is done."""

@@ -8,7 +8,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import in_order
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, NonFiniteError, first_line
-from horizon_lm.objective.base import Objective, judging
+from horizon_lm.objective.base import Objective, evaluation_mode
 
 
 class Prompts:
@@ -40,7 +40,7 @@ class Prompts:
     def answer(self, model: Any, step: int) -> dict[str, Any]:
         """What the model says to each after a step, greedily, as a line of ``samples.jsonl``."""
         samples = []
-        with judging(model):
+        with evaluation_mode(model):
             for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
                 length = inputs["input_ids"].shape[1]
                 output = model.generate(
@@ -65,7 +65,7 @@ def padding_id(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
-def evaluate(
+def evaluate_rows(
     model: Any,
     objectives: Mapping[str, Objective],
     held_out: Mapping[str, TokenTable],
@@ -86,7 +86,7 @@ def evaluate(
         return None
     totals, done, number = {name: _Total() for name in held_out}, 0, sum(map(len, held_out.values()))
     for name, rows in held_out.items():
-        for num_rows in _judge(totals[name], model, objectives[name], rows, batch_size):
+        for num_rows in _evaluate_part(totals[name], model, objectives[name], rows, batch_size):
             done += num_rows
             advance(done, number)
     line: dict[str, Any] = {"step": step, **_means(totals.values(), "eval_")}
@@ -114,9 +114,9 @@ class _Total:
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
-def _judge(total: _Total, model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> Iterator[int]:
+def _evaluate_part(total: _Total, model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> Iterator[int]:
     """Adds up, batch by batch; the rows of each."""
-    with judging(model):
+    with evaluation_mode(model):
         for batch in in_order(rows, batch_size):
             loss = objective(model, batch)
             total.add(float(loss.value), loss.weight, loss.metrics, batch.num_trained)

@@ -9,17 +9,17 @@ import numpy as np
 
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import as_config
-from horizon_lm.data.checks import refuse
+from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.loader import Batch
 from horizon_lm.plan.render import summary_lines
-from horizon_lm.preflight.admission import Admission, settle
+from horizon_lm.preflight.admission import Admission, apply_plan
 from horizon_lm.training.callbacks import Callbacks
-from horizon_lm.training.evaluation import Prompts, evaluate
+from horizon_lm.training.evaluation import Prompts, evaluate_rows
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.metrics import Metrics, Reporter
 from horizon_lm.training.non_finite import finite, update
 from horizon_lm.training.rows import RunData, load_data
-from horizon_lm.training.run_dir import RunFolder
+from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.setup import (
     Objectives,
     build_optimizer,
@@ -57,7 +57,7 @@ def seed_step(seed: int, step: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Calendar:
+class Intervals:
     """The steps after which a run logs, evaluates, saves and answers sample prompts. Steps count from 1."""
 
     config: RunConfig
@@ -143,23 +143,23 @@ def train(
     config = as_config(run, settings)
     require_callable(objective)
     config = config.model_copy(update={"device": choose_device(config.device)})
-    folder = RunFolder(config)
+    folder = RunDir(config)
     with Interrupts() as interrupts, Reporter(say) as reporter:
         admission = Admission(config)
-        admission.refuse_hopeless()
+        admission.reject_if_impossible()
         tokenizer = load_tokenizer(config)
         reporter.say(*check_weights(config))
         data = load_data(config, tokenizer)
         for prepared in data.parts:
             reporter.say(*prepared.lines())
-            refuse(prepared.findings)
+            reject_errors(prepared.findings)
         sampler = data.loader.sampler
         num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
-        calendar = Calendar(config, num_steps, sampler.steps_per_epoch)
+        intervals = Intervals(config, num_steps, sampler.steps_per_epoch)
         prompts = Prompts(config, tokenizer)
-        plan = admission.admit(data.loader, data.held_out.values(), num_steps, calendar.num_saves(), prompts.longest)
+        plan = admission.admit(data.loader, data.held_out.values(), num_steps, intervals.num_saves(), prompts.longest)
         reporter.say(*summary_lines(plan))
-        config = settle(config, plan)
+        config = apply_plan(config, plan)
         listeners = Callbacks(config, callbacks, num_steps, sampler.steps_per_epoch)
         folder.begin(config, plan)
         reporter.say(f"run folder: {folder.path}")
@@ -169,12 +169,12 @@ def train(
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         optimizer, scheduler = build_optimizer(model, config, num_steps)
         result = _Loop(
-            config, folder, reporter, listeners, tokenizer, data, prompts, calendar, model, objectives, optimizer, scheduler,
+            config, folder, reporter, listeners, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
             Metrics(num_steps, sampler.steps_per_epoch, plan),
         ).run(interrupts)  # fmt: skip
         if config.push_to_hub:
             reporter.say(folder.push(config))
-        reporter.say(folder.last_words(result.num_steps, num_steps, result.num_skipped))
+        reporter.say(folder.final_message(result.num_steps, num_steps, result.num_skipped))
     return result
 
 
@@ -183,48 +183,48 @@ class _Loop:
     """A run whose parts are all there."""
 
     config: RunConfig
-    folder: RunFolder
+    folder: RunDir
     reporter: Reporter
     listeners: Callbacks
     tokenizer: Any
     data: RunData
     prompts: Prompts
-    calendar: Calendar
+    intervals: Intervals
     model: Any
     objectives: Objectives
     optimizer: Any
     scheduler: Any
     metrics: Metrics
-    judged: tuple[int, float | None] = (-1, None)  # the last evaluation: after which step, and its loss
+    last_eval: tuple[int, float | None] = (-1, None)  # the last evaluation: after which step, and its loss
 
     def run(self, interrupts: Interrupts) -> RunResult:
         """All steps, and the export."""
-        folder, listeners, num_steps = self.folder, self.listeners, self.calendar.num_steps
+        folder, listeners, num_steps = self.folder, self.listeners, self.intervals.num_steps
         tracing = Tracing(self.model, self.config.trace_steps, num_steps, folder.trace_file)
         self.reporter.begin(folder.metrics_file, num_steps)
         listeners.begin(self.model, self.tokenizer, self.optimizer, self.scheduler)
         interrupts.wait_for_boundary()
-        loss_before, step = self.hold_out(0), 0
-        while step < num_steps and not listeners.wishes.stop:
+        loss_before, step = self.evaluate(0), 0
+        while step < num_steps and not listeners.control.stop:
             if interrupts.requested:
                 self.log(step)
-            interrupts.check(step, num_steps, folder.what_is_kept())
+            interrupts.check(step, num_steps, folder.kept_artifacts())
             step += 1
             tracing.before_step(step)
             listeners.before_step(step)
-            self.learn_from(self.data.loader.batch(step - 1), step)
+            self.train_step(self.data.loader.batch(step - 1), step)
             listeners.after_step(step)
             self.finish_step(step)
         tracing.finish(step)
         self.log(step)
         folder.export(self.model, self.tokenizer)
-        loss_after = self.hold_out(step)
+        loss_after = self.evaluate(step)
         listeners.end()
         folder.draw_loss()
         self.reporter.stop_bar()
         return RunResult(folder.path, folder.model_dir, step, loss_before, loss_after, self.optimizer.num_skipped)
 
-    def learn_from(self, batch: Batch, step: int) -> None:
+    def train_step(self, batch: Batch, step: int) -> None:
         """Forward, backward and update."""
         seed_step(self.config.seed, step)
         loss = self.objectives.training(self.model, batch)
@@ -242,32 +242,32 @@ class _Loop:
         self.reporter.advance(value)
 
     def finish_step(self, step: int) -> None:
-        """What is due after a step, by the calendar or because a callback wishes for it."""
-        calendar, listeners = self.calendar, self.listeners
-        if calendar.logs(step) or listeners.wishes.log:
+        """What is due after a step, at its interval or because a callback asked for it."""
+        intervals, listeners = self.intervals, self.listeners
+        if intervals.logs(step) or listeners.control.log:
             self.log(step)
-        if calendar.evaluates(step) or listeners.wishes.evaluate:
-            self.hold_out(step)
-        if calendar.samples(step) or (listeners.wishes.stop and self.config.sample_prompts):
-            with self.metrics.aside():
+        if intervals.evaluates(step) or listeners.control.evaluate:
+            self.evaluate(step)
+        if intervals.samples(step) or (listeners.control.stop and self.config.sample_prompts):
+            with self.metrics.exclude_from_timing():
                 answers = self.prompts.answer(self.model, step)
             self.folder.keep_samples(answers)
             self.reporter.tell(answers)
-        if calendar.saves(step) or listeners.wishes.save:
-            with self.metrics.aside():
+        if intervals.saves(step) or listeners.control.save:
+            with self.metrics.exclude_from_timing():
                 self.folder.save(self.model, self.tokenizer, step)
             listeners.saved()
 
-    def hold_out(self, step: int) -> float | None:
+    def evaluate(self, step: int) -> float | None:
         """The loss of held-out rows, None without any; once a step."""
-        if self.judged[0] != step:
+        if self.last_eval[0] != step:
             rows, batch_size = self.data.held_out, self.config.per_device_eval_batch_size
-            with self.metrics.aside(), self.reporter.progress("held-out rows") as advance:
-                line = evaluate(self.model, self.objectives.held_out, rows, batch_size, step, advance)
-            self.judged = step, None if line is None else line["eval_loss"]
+            with self.metrics.exclude_from_timing(), self.reporter.progress("held-out rows") as advance:
+                line = evaluate_rows(self.model, self.objectives.held_out, rows, batch_size, step, advance)
+            self.last_eval = step, None if line is None else line["eval_loss"]
             if line is not None:
                 self.record(line)
-        return self.judged[1]
+        return self.last_eval[1]
 
     def log(self, step: int) -> None:
         """What was measured since the last time, if there was a step."""

@@ -43,7 +43,7 @@ class Metrics:
         return self._window_steps > 0
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def exclude_from_timing(self) -> Iterator[None]:
         """What happens inside takes time, but no step's."""
         begun = time.perf_counter()
         yield

@@ -9,10 +9,10 @@ from horizon_lm.data.loader import Batch
 from horizon_lm.errors import NonFiniteError, NonFiniteWarning
 from horizon_lm.objective.base import Loss
 from horizon_lm.training.metrics import Reporter
-from horizon_lm.training.run_dir import RunFolder
+from horizon_lm.training.run_dir import RunDir
 
 
-def finite(loss: Loss, step: int, batch: Batch, config: RunConfig, folder: RunFolder) -> float:
+def finite(loss: Loss, step: int, batch: Batch, config: RunConfig, folder: RunDir) -> float:
     """The loss as a number; NonFiniteError if it is NaN or infinite, unless such steps are left out."""
     value = float(loss.value.item())
     if not math.isfinite(value) and config.non_finite == "raise":
@@ -20,7 +20,7 @@ def finite(loss: Loss, step: int, batch: Batch, config: RunConfig, folder: RunFo
     return value
 
 
-def update(optimizer: Any, step: int, batch: Batch, config: RunConfig, folder: RunFolder, reporter: Reporter) -> None:
+def update(optimizer: Any, step: int, batch: Batch, config: RunConfig, folder: RunDir, reporter: Reporter) -> None:
     """An optimizer step; it refuses gradients that are not finite, and this tells where they come from."""
     try:
         skipped = optimizer.num_skipped
@@ -28,7 +28,7 @@ def update(optimizer: Any, step: int, batch: Batch, config: RunConfig, folder: R
             warnings.simplefilter("ignore", NonFiniteWarning)  # said below, with the rows
             optimizer.step()
     except NonFiniteError as error:
-        if optimizer.torn:
+        if optimizer.partial_update:
             raise NonFiniteError(f"{error} Rows of this step: {_places(batch)}") from error
         what = "the gradient is not finite"
         if config.non_finite == "skip":
@@ -42,7 +42,7 @@ def _places(batch: Batch) -> str:
     return ", ".join(batch.places[:8]) + (", ..." if len(batch.places) > 8 else "")
 
 
-def _non_finite(what: str, step: int, batch: Batch, folder: RunFolder) -> str:
+def _non_finite(what: str, step: int, batch: Batch, folder: RunDir) -> str:
     before = f"as step {step - 1} left them" if step > 1 else "as they were loaded"
     remedy = "lower learning_rate" if step > 1 else "check the weights of the model"
     return (

@@ -11,7 +11,7 @@ import numpy as np
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.data.checks import Finding, also_trained_on, audit
 from horizon_lm.data.loader import Loader, Sampler
-from horizon_lm.data.preprocess import Recipe, Report, cut_rows, pack_rows, prepare, summary
+from horizon_lm.data.preprocess import PreprocessConfig, Report, cut_rows, pack_rows, prepare, summary
 from horizon_lm.data.sources import open_source
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError
@@ -56,9 +56,9 @@ class RunData:
     held_out: Mapping[str, TokenTable]
 
 
-def recipe_of(config: RunConfig) -> Recipe:
+def preprocess_config(config: RunConfig) -> PreprocessConfig:
     """What becomes of the rows of a run."""
-    return Recipe(
+    return PreprocessConfig(
         objective=config.objective,
         train_on=config.train_on if isinstance(config, SftConfig) else None,
         max_length=config.max_length,
@@ -68,9 +68,9 @@ def recipe_of(config: RunConfig) -> Recipe:
     )
 
 
-def _held_out_recipe(config: RunConfig) -> Recipe:
+def _eval_preprocess_config(config: RunConfig) -> PreprocessConfig:
     """The same of held-out rows, which may be packed otherwise."""
-    recipe = recipe_of(config)
+    recipe = preprocess_config(config)
     if not isinstance(config, TextConfig) or config.eval_packing is None:
         return recipe
     return replace(recipe, packing=config.packing_strategy if config.eval_packing else None)
@@ -86,7 +86,7 @@ def load_data(config: RunConfig, tokenizer: Any) -> RunData:
     Raises:
         ConfigError, DataError: as `prepare` does; and for more rows held out than there are.
     """
-    recipe, held_out_recipe = recipe_of(config), _held_out_recipe(config)
+    recipe, held_out_recipe = preprocess_config(config), _eval_preprocess_config(config)
     report = prepare(config.datasets or (), tokenizer, recipe)
     rows, parts = report.rows, []
     if config.test_split_size is not None:

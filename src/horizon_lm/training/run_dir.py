@@ -19,7 +19,7 @@ _LEFT_BY_A_RUN = (
 )  # fmt: skip
 
 
-class RunFolder:
+class RunDir:
     """``output_dir`` with ``config.yaml``, ``plan.json``, ``metrics.jsonl`` and, when the run is finished, ``model/``.
 
     Raises:
@@ -122,7 +122,7 @@ class RunFolder:
         while self._keep and len(self._saved) > self._keep:
             shutil.rmtree(self._saved.pop(0), ignore_errors=True)
 
-    def what_is_kept(self) -> str:
+    def kept_artifacts(self) -> str:
         """Of a run that does not come to its end, and how to begin it again."""
         if not self._saved:
             return f"Kept: {self.metrics_file}. No model was exported; run the same command again to start over"
@@ -153,7 +153,7 @@ class RunFolder:
         with suppress(OSError):
             write_loss_png(self.metrics_file, self.path / "loss.png")
 
-    def last_words(self, steps_done: int, num_steps: int, num_skipped: int) -> str:
+    def final_message(self, steps_done: int, num_steps: int, num_skipped: int) -> str:
         """Why a run ended before its time, what it left out, where its model is, and how to use it."""
         early = f"stopped by a callback after step {steps_done} of {num_steps}\n" if steps_done < num_steps else ""
         skipped = ""

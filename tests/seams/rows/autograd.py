@@ -39,7 +39,7 @@ def parameter_hook(model: Any, name: str) -> Any:
     SECTION,
     "`p.register_post_accumulate_grad_hook`: called once in a backward for each parameter with a gradient, when `p.grad` is complete",
     cases={
-        "whole": Case(options={"head": "whole"}), "chunked": Case(), "held": Case(options={"held_blocks": 3, "held_graphs": 3}),
+        "whole": Case(options={"head": "whole"}), "chunked": Case(), "held": Case(options={"resident_blocks": 3, "resident_graphs": 3}),
         "micro-batches": Case(options={"device_micro_batch_size": 1}), "tied": Case(partial(families.build, "gpt2")),
         "bf16": Case(options={"precision": "bf16", "grad_dtype": torch.float32}, arguments={"weights": False}),
     },
@@ -66,7 +66,7 @@ def post_accumulate(model: Any, weights: bool = True) -> Any:
     SECTION,
     "Layerwise optimizers: each weight is updated and its gradient dropped in a post-accumulate hook",
     cases={"sgd": Case(arguments={"kind": "sgd"}), "adamw": Case(arguments={"kind": "adamw"}),
-           "held": Case(options={"held_blocks": 3, "held_graphs": 3}, arguments={"kind": "adamw"})},
+           "held": Case(options={"resident_blocks": 3, "resident_graphs": 3}, arguments={"kind": "adamw"})},
 )  # fmt: skip
 def layerwise(model: Any, kind: str) -> Any:
     make = {"sgd": partial(torch.optim.SGD, lr=0.1), "adamw": partial(torch.optim.AdamW, lr=1e-2)}[kind]
@@ -135,7 +135,7 @@ def twice(model: Any) -> Any:
 
 @row("autograd.two-forwards", SECTION, "Two forwards and then their backwards, in either order",
      cases={f"{name}-{first}": Case(options=options, arguments={"first": first}) for first in (0, 1)
-            for name, options in (("whole", {"head": "whole"}), ("chunked", {}), ("held", {"held_blocks": 3, "held_graphs": 3}))})  # fmt: skip
+            for name, options in (("whole", {"head": "whole"}), ("chunked", {}), ("held", {"resident_blocks": 3, "resident_graphs": 3}))})  # fmt: skip
 def two_forwards(model: Any, first: int) -> Any:
     values = [loss(model), model(**families.batch(seed=2)).loss]
     values[first].backward()

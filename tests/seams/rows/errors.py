@@ -76,7 +76,7 @@ def _fail(*args: Any) -> None:
     cases={
         f"{how}-{name}": Case(options=options, arguments={"how": how})
         for how in ("forward", "backward")
-        for name, options in (("plain", {}), ("held", {"held_blocks": 3, "held_graphs": 3}))
+        for name, options in (("plain", {}), ("held", {"resident_blocks": 3, "resident_graphs": 3}))
     },
 )
 def error_in_a_hook(model: Any, how: str) -> Any:

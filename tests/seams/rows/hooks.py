@@ -228,7 +228,7 @@ CAPTURED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "Make a loss of an activation that a hook inside a block captured",
     REJECTED,
     cases={f"{how}-{size}": Case(options=options, arguments={"how": how}) for how in CAPTURED
-           for size, options in (("whole", {"head": "whole"}), ("held", {"held_blocks": 3, "held_graphs": 3}))},
+           for size, options in (("whole", {"head": "whole"}), ("held", {"resident_blocks": 3, "resident_graphs": 3}))},
 )  # fmt: skip
 def captured_loss(model: Any, how: str) -> Any:
     captured: list[torch.Tensor] = []

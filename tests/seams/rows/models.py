@@ -262,7 +262,7 @@ def _biased(family: str) -> Any:
     cases={
         f"{family}-{name}": Case(partial(_biased, family), options)
         for family in ("llama", "gpt2")
-        for name, options in (("chunked", {}), ("whole", {"head": "whole"}), ("held", {"held_blocks": 3}))
+        for name, options in (("chunked", {}), ("whole", {"head": "whole"}), ("held", {"resident_blocks": 3}))
     },
 )
 def tied_bias(model: Any) -> Any:

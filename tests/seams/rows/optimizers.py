@@ -33,8 +33,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 _HELD: dict[str, dict[str, Any]] = {
     "nothing-held": {},
-    "all-held": {"held_blocks": 3, "boundaries": "device"},
-    "graphs-held": {"held_blocks": 3, "held_graphs": 3, "boundaries": "device"},
+    "all-held": {"resident_blocks": 3, "activation_checkpoints": "device"},
+    "graphs-held": {"resident_blocks": 3, "resident_graphs": 3, "activation_checkpoints": "device"},
 }
 
 
@@ -128,7 +128,7 @@ _UNUSED = {
         ("outside-blocks", partial(_with_spare, "outside"), _ids, {}),
         ("embedding", partial(families.build, "llama"), _embedded, {}),
         ("embedding-now-and-then", partial(families.build, "llama"), _now_and_then, {}),
-        ("held", partial(_with_spare, "block"), _ids, {"held_blocks": 3, "held_graphs": 3}),
+        ("held", partial(_with_spare, "block"), _ids, {"resident_blocks": 3, "resident_graphs": 3}),
         ("micro-batches", partial(_with_spare, "block"), _ids, {"device_micro_batch_size": 2}),
         ("vision-tower", partial(tiny, "muse_glimmer"), _ids, {}),
     )

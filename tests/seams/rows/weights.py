@@ -53,7 +53,7 @@ EDITS: dict[str, Callable[[Any], None]] = {
 }  # fmt: skip
 PLACES = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight",
           "model.norm.weight", "lm_head.weight")  # fmt: skip
-_HELD = {"plain": {}, "held": {"held_blocks": 3, "boundaries": "device"}}
+_HELD = {"plain": {}, "held": {"resident_blocks": 3, "activation_checkpoints": "device"}}
 
 
 def _edit(model: Any, how: str, place: str | None = None) -> None:
@@ -65,7 +65,7 @@ def _edit(model: Any, how: str, place: str | None = None) -> None:
 _EVERYWHERE = {
     f"{how}-{held}": Case(options=options, arguments={"how": how}) for how in EDITS for held, options in _HELD.items()
 }
-_PLACES = {place: Case(options={"held_blocks": 3}, arguments={"place": place}) for place in PLACES}
+_PLACES = {place: Case(options={"resident_blocks": 3}, arguments={"place": place}) for place in PLACES}
 
 
 @row(
