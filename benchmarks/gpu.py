@@ -159,7 +159,8 @@ def work(case: Case, trace_file: str | None) -> dict[str, Any]:
 
 def _of_horizon(system: System, ids: torch.Tensor, trace_file: str | None) -> dict[str, Any]:
     """What only our own engine can say: what it stated and chose, and what the device waited for."""
-    engine = system.model._horizon.engine
+    streaming = system.model._horizon
+    engine, plan = streaming.engine, streaming.planner.plan
     system.finish()
     engine.device.trace = Trace()
     for _ in range(TRACED):
@@ -178,7 +179,7 @@ def _of_horizon(system: System, ids: torch.Tensor, trace_file: str | None) -> di
         "unregistered": engine.device.registration_error if isinstance(engine.device, CudaDevice) else None,
         "waited": waited,
         "chosen": chosen,
-        "stated": engine.plan.peak if engine.plan is not None else None,
+        "stated": plan.peak if plan is not None else None,
     }
 
 

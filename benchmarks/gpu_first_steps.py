@@ -55,7 +55,8 @@ def run(name: str, device: torch.device) -> str:
     if losses != sorted(losses, reverse=True):
         raise ArithmeticError(f"{name}: the loss of one batch should fall, and is {losses}")
     engine = model._horizon.engine
-    stated = engine.plan.peak if engine.plan is not None else 0
+    plan = model._horizon.planner.plan
+    stated = plan.peak if plan is not None else 0
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
     unlocked = engine.device.registration_error if isinstance(engine.device, CudaDevice) else None
     return (

@@ -142,7 +142,7 @@ def test_planning_compiles_nothing_of_its_own(padding: str) -> None:
     counters.clear()
     for seed in (0, 1):
         gradients(model, families.batch(seed=seed, padding=padding))
-    assert model._horizon.engine.plan is not None
+    assert model._horizon.planner.plan is not None
     assert counters["stats"]["unique_graphs"] == 1
 
 

@@ -236,7 +236,7 @@ def test_workspaces_of_cublas_are_there_and_stated(gpu: EmulatedGpu) -> None:
         model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False)
         assert torch.cuda.memory_allocated() == workspace
         model(**families.batch(padding="none")).loss.backward()
-        peaks.append(model._horizon.engine.plan.peak)
+        peaks.append(model._horizon.planner.plan.peak)
     assert peaks[1] - peaks[0] == 2**25
 
 

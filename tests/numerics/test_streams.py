@@ -219,8 +219,8 @@ def test_a_plan_that_failed_is_made_for_the_next_batch(monkeypatch: pytest.Monke
             model(**families.batch(rows=4))
     model(**families.batch(rows=2)).loss.backward()
     engine = model._horizon.engine
-    assert engine.plan is not None
-    assert engine.residency == engine.plan.residency
+    assert model._horizon.planner.plan is not None
+    assert engine.residency == model._horizon.planner.plan.residency
     assert engine.residency.boundaries == 3
 
 
@@ -270,7 +270,7 @@ def test_the_peak_that_was_planned_is_not_exceeded(spare: int, name: str) -> Non
                 if optimizer is not None:
                     optimizer.step()
                 horizon_lm.synchronize(model)
-            plan = model._horizon.engine.plan
+            plan = model._horizon.planner.plan
             print(f"{plan.residency}, stated {plan.peak / 1e6:.1f} MB, counted {meter.peak / 1e6:.1f}")
             assert meter.peak < 1.06 * plan.peak
     assert meter.peak > (0.6 if name in MAY_BE_LESS else 0.85) * plan.peak
@@ -294,7 +294,7 @@ def test_a_larger_batch_is_planned_for_again(family: str, update_in_backward: bo
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-            plans.append(model._horizon.engine.plan)
+            plans.append(model._horizon.planner.plan)
         horizon_lm.synchronize(model)
         return model, losses, plans
 

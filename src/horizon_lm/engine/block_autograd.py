@@ -36,11 +36,11 @@ class SavedForBackward:
     """
 
     def __init__(
-        self, blocks: "Blocks", index: int, handle: ForwardState, needs_grad: Sequence[bool], hooked: bool
+        self, blocks: "Blocks", index: int, forward_state: ForwardState, needs_grad: Sequence[bool], hooked: bool
     ) -> None:
-        self.handle, self._needs_grad, self._hooked = handle, needs_grad, hooked
+        self.forward_state, self._needs_grad, self._hooked = forward_state, needs_grad, hooked
         self.states: list[Any] = []
-        self._holds = index in handle.graphs and not hooked
+        self._holds = index in forward_state.graphs and not hooked
         with_graph = self._holds or hooked or blocks.engine.options.compile
         self.sink = GradSink(blocks.engine, index) if with_graph else None
         self.graphs: list[Graph] = []
@@ -83,16 +83,16 @@ class BlockAutograd:
     """One block of one forward, and what its backward needs besides its boundary."""
 
     def __init__(
-        self, blocks: "Blocks", index: int, call: BlockCall, keys: tuple[str, ...], handle: ForwardState
+        self, blocks: "Blocks", index: int, call: BlockCall, keys: tuple[str, ...], forward_state: ForwardState
     ) -> None:
-        self.blocks, self.index, self.call, self.keys, self.handle = blocks, index, call, keys, handle
+        self.blocks, self.index, self.call, self.keys, self.forward_state = blocks, index, call, keys, forward_state
         self.module = blocks.blocks[index]
         self.surroundings = RecomputeContext(blocks.engine.device.torch_device.type)
         self.mode = self.module.mode()
         self.hooked = self.module.is_hooked()
         self.segments, self.caching = blocks.segments, blocks.caching
-        self.micro_batches = blocks.engine.micro_batches()
-        self.num_rows = blocks.engine.num_rows
+        self.micro_batches = blocks.engine.running.micro_batches
+        self.num_rows = blocks.engine.running.num_rows
         self.outputs: RowOutputs
         self.dims: list[int | None]
         self.kept: SavedForBackward
@@ -104,7 +104,7 @@ class BlockAutograd:
 
     @property
     def offloaded(self) -> bool:
-        return self.index in self.handle.boundaries
+        return self.index in self.forward_state.boundaries
 
     @property
     def plainly(self) -> bool:
@@ -113,7 +113,7 @@ class BlockAutograd:
 
     def forward(self, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         blocks = self.blocks
-        self.kept = SavedForBackward(blocks, self.index, self.handle, needs_grad, self.hooked)
+        self.kept = SavedForBackward(blocks, self.index, self.forward_state, needs_grad, self.hooked)
         self.outputs = blocks.compute_forward(self.index, self.call, self.keys, self.plainly, self.kept)
         self.dims = blocks.dims(self.index, self.call)
         self.attributes = self.module.attributes()
@@ -183,7 +183,7 @@ class BlockAutograd:
             )
 
     def _fetched(self) -> torch.Tensor:
-        ring = self.blocks.engine.memory.ring.get(self.handle.boundary_bytes, torch.uint8, self.index % 2)
+        ring = self.blocks.engine.memory.ring.get(self.forward_state.boundary_bytes, torch.uint8, self.index % 2)
         return ring.view(self.hidden_dtype).view(self.hidden_shape)
 
     def _recompute(self, number: int, inputs: Any) -> Graph:
@@ -270,7 +270,7 @@ class BlockFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         node: BlockAutograd = ctx.node
-        with node.blocks.engine.backward_of(node.handle):
+        with node.blocks.engine.backward_of(node.forward_state):
             inputs = list(ctx.saved_tensors)
             input_grads = node.backward(inputs, grads)
         return None, None, *input_grads

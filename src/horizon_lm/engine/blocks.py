@@ -60,9 +60,9 @@ class Blocks:
         if self.rehearsal is not None:
             return self.rehearsal.forward(index, call)
         keys = capture.requested_keys()
-        handle = self.engine.handle
-        if handle is not None and index in handle.keeps:
-            node = BlockAutograd(self, index, call, keys, handle)
+        forward_state = self.engine.recording
+        if forward_state is not None and index in forward_state.keeps:
+            node = BlockAutograd(self, index, call, keys, forward_state)
             tensors = BlockFunction.apply(node, self.engine.anchor, *call.tensors)
             output = node.outputs.rebuild(tensors)
         else:
@@ -93,10 +93,10 @@ class Blocks:
         """
         engine, module = self.engine, self.blocks[index]
         dims = self.dims(index, call)
-        outputs = RowOutputs(engine.num_rows)
+        outputs = RowOutputs(engine.running.num_rows)
         offload = kept is not None and engine.layout.is_offloaded(index)
         if kept is not None and offload:
-            self._plan_offload(index, call, kept.handle)
+            self._plan_offload(index, call, kept.forward_state)
         with (
             engine.cursor.compute(Kind.FORWARD, block(index)),
             torch.set_grad_enabled(kept is not None and kept.sink is not None),
@@ -106,14 +106,13 @@ class Blocks:
                 hidden = call.tensors[call.hidden]
                 self._ring(index, hidden).copy_(hidden.contiguous().view(-1).view(torch.uint8))
             weights = self.weights(index)
-            assert engine.randomness is not None
             with module.bound(weights if kept is None else kept.params(weights)):
-                for number, (start, stop) in enumerate(engine.micro_batches()):
+                for number, (start, stop) in enumerate(engine.running.micro_batches):
                     part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, dims, strict=True)]
                     if kept is not None:
                         part = kept.inputs(part)
                     with (
-                        engine.randomness.drawing(number) as state,
+                        engine.running.randomness.drawing(number) as state,
                         capture.capture(keys) as captured,
                         attending(self.segments, start, stop),
                         nullcontext() if kept is None else kept.computing(),
@@ -131,7 +130,7 @@ class Blocks:
                     outputs.add(start, stop, output)
             if not engine.memory.holds(index):
                 engine.device.poison(engine.memory.weights_of(block(index)))
-        engine.counts["block_forward_rows"] += engine.num_rows
+        engine.counts["block_forward_rows"] += engine.running.num_rows
         self._output_of[index] = outputs
         return outputs
 
@@ -142,15 +141,17 @@ class Blocks:
         prefix = f"{self.blocks[index].name}."
         return {name.removeprefix(prefix): layout.view(buffer, name) for name in layout}
 
-    def _plan_offload(self, index: int, call: BlockCall, handle: ForwardState) -> None:
+    def _plan_offload(self, index: int, call: BlockCall, forward_state: ForwardState) -> None:
         """Tell the device where this and all later boundaries go: they have one size."""
         engine, hidden = self.engine, call.tensors[call.hidden]
         num_bytes, largest = self._boundary_bytes(hidden)
-        for later in sorted(handle.keeps):
-            if later >= index and later not in handle.boundaries and engine.layout.is_offloaded(later):
-                host = engine.boundaries.take(handle, later, num_bytes, largest)
+        for later in sorted(forward_state.keeps):
+            if later >= index and later not in forward_state.boundaries and engine.layout.is_offloaded(later):
+                host = engine.boundaries.take(forward_state, later, num_bytes, largest)
                 ring = engine.memory.ring.get(num_bytes, torch.uint8, later % 2, room=largest)
-                handle.offloads[later] = engine.cursor.bind(Kind.OFFLOAD, block(later), [Copy(host, ring, num_bytes)])
+                forward_state.offloads[later] = engine.cursor.bind(
+                    Kind.OFFLOAD, block(later), [Copy(host, ring, num_bytes)]
+                )
 
     def _ring(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         num_bytes, largest = self._boundary_bytes(hidden)
@@ -165,13 +166,13 @@ class Blocks:
 
     def dims(self, index: int, call: BlockCall) -> list[int | None]:
         """Return the row dimension of each tensor input; found by a probe when there are several micro-batches."""
-        if len(self.engine.micro_batches()) == 1:
+        if len(self.engine.running.micro_batches) == 1:
             return [None] * len(call.tensors)
         keys = [(self.signature, path) for path in call.paths]
         if any(key not in self._row_dims for key in keys):
             assert self.probe_rows is not None
             shapes = [t.shape for t in call.tensors]
-            dims = compare_rows(call.paths, shapes, self.probe_rows(index), self.engine.num_rows)
+            dims = compare_rows(call.paths, shapes, self.probe_rows(index), self.engine.running.num_rows)
             self._row_dims.update({(self.signature, path): dim for path, dim in dims.items()})
         return [self._row_dims[key] for key in keys]
 
@@ -183,7 +184,7 @@ class Blocks:
             raise ProbeDoneError
         # The block's real output of this forward, with one more row of anything.
         outputs = self._output_of[index]
-        return outputs.rebuild(outputs.imitate(self.engine.num_rows + 1))[0]
+        return outputs.rebuild(outputs.imitate(self.engine.running.num_rows + 1))[0]
 
 
 def _chunk(module: nn.Module, tokens: int) -> None:

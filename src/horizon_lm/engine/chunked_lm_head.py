@@ -103,7 +103,7 @@ class ChunkedHead:
             raise TokenError(
                 f"labels have the shape {tuple(run.inputs.labels.shape)}, but the model computed {tuple(hidden.shape[:2])} tokens"
             )
-        anchor = self.engine.anchor if self.engine.handle is not None else hidden.new_empty(0)
+        anchor = self.engine.anchor if self.engine.recording is not None else hidden.new_empty(0)
         return _HeadFunction.apply(run, anchor, hidden, *outer)
 
     # What stands in for modules while the model's forward runs
@@ -238,7 +238,7 @@ class ChunkedRun(ABC):
     """Chunks of one forward's trained tokens. ``options``: further arguments of the model's own forward."""
 
     def __init__(self, owner: ChunkedHead, inputs: LossInputs, options: dict[str, Any]) -> None:
-        self.owner, self.engine, self.inputs, self.handle = owner, owner.engine, inputs, owner.engine.handle
+        self.owner, self.engine, self.inputs, self.forward_state = owner, owner.engine, inputs, owner.engine.recording
         self.outer_names = owner.outer_names()
         self._options = options
         self.surroundings = RecomputeContext(self.engine.device.torch_device.type)
@@ -294,8 +294,8 @@ class _HeadFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         run: ChunkedRun = ctx.run
-        assert run.handle is not None
-        with run.engine.backward_of(run.handle):
+        assert run.forward_state is not None
+        with run.engine.backward_of(run.forward_state):
             hidden, *outer = ctx.saved_tensors
             hidden_grad, outer_grads = run.backward(grads, hidden, outer)
         return None, None, hidden_grad, *outer_grads

@@ -18,11 +18,11 @@ class LossRun(ChunkedRun):
     made: Grads | None = None
 
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        handle = self.handle
+        forward_state = self.forward_state
         with self.engine.cursor.compute(Kind.FORWARD, HEAD):
-            if handle is not None and handle.head_grads:
+            if forward_state is not None and forward_state.head_grads:
                 loss, self.made = self._loss_and_grads(hidden, outer)
-                self.engine.head_buffer.take(handle)
+                self.engine.head_buffer.take(forward_state)
             else:
                 loss = self._loss(hidden, outer)
             self.engine.device.poison(self.engine.memory.head_weights[0])
@@ -31,10 +31,10 @@ class LossRun(ChunkedRun):
     def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor]) -> Grads:
         (grad,) = grads
         assert grad is not None
-        assert self.handle is not None
+        assert self.forward_state is not None
         head, engine = self.owner.head, self.engine
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            if self.made is None or not self.handle.head_grads:  # never made, or evicted by another backward
+            if self.made is None or not self.forward_state.head_grads:  # never made, or evicted by another backward
                 _, self.made = self.surroundings.run(lambda: self._loss_and_grads(hidden, outer))
                 engine.device.poison(engine.memory.head_weights[0])
             (hidden_grad, outer_grads), self.made = self.made, None

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
 from horizon_lm.errors import ScheduleMismatchError
-from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Pass, Stream
+from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Pass, Stream, is_block
 
 MovesOf = Callable[[Op], Sequence[Move] | None]
 
@@ -111,7 +111,7 @@ class Cursor:
 
     def _skip(self, skipped: list[Op], index: int, wanted: str) -> None:
         """A backward may start below the head, and leave out units whose gradient nobody asked for at its end."""
-        blocks_left_out = self._reached_any and any(op.unit.startswith("block") for op in skipped)
+        blocks_left_out = self._reached_any and any(is_block(op.unit) for op in skipped)
         if skipped[0].kind == Kind.FORWARD or blocks_left_out:
             raise ScheduleMismatchError(str(skipped[0]), wanted)
         units = {op.unit for op in skipped}

@@ -9,7 +9,7 @@ from horizon_lm.device.base import Device
 from horizon_lm.model.units import ModelParts
 from horizon_lm.plan.outline import Linear
 from horizon_lm.plan.residency import Residency
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Op, block
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Op, block, block_index
 from horizon_lm.store.store import Store
 
 
@@ -144,8 +144,3 @@ class DeviceBuffers:
     def outgoing_grads(self, index: int) -> torch.Tensor:
         """The slot from which a block's gradients leave."""
         return self.grad_slots[0 if self.accumulates else index % 2]
-
-
-def block_index(unit: str) -> int:
-    """The index in the name of a block's unit."""
-    return int(unit.removeprefix("block"))

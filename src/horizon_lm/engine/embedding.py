@@ -45,8 +45,8 @@ class Table:
         if engine.updates.table is not None:
             engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(rows))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
-        use = _Use(self, rows, send(positions, engine.device.torch_device), engine.handle, room)
-        if engine.handle is not None and engine.trained(EMBED):
+        use = _Use(self, rows, send(positions, engine.device.torch_device), engine.recording, room)
+        if engine.recording is not None and engine.trained(EMBED):
             return _TableFunction.apply(use, received, engine.anchor)
         return use.forward(received)
 
@@ -56,7 +56,7 @@ class Table:
         A buffer for fewer would have to be replaced at the first batch with more distinct ids.
         """
         expected = self.engine.expected
-        return expected.table_rows(max(tokens, expected.tokens if self.engine.handle is not None else 0), vocabulary)
+        return expected.table_rows(max(tokens, expected.tokens if self.engine.recording is not None else 0), vocabulary)
 
     def _require_rows(self, rows: torch.Tensor) -> None:
         """TokenError for ids that the table has no row for: a kernel that writes there would leave a partially updated model."""
@@ -91,7 +91,7 @@ class Table:
         rows = self._table(engine.store.units[EMBED].weights)[index].to(
             engine.device.torch_device, engine.options.compute_dtype, copy=True
         )
-        if engine.handle is not None and engine.trained(EMBED):
+        if engine.recording is not None and engine.trained(EMBED):
             rows.requires_grad_().register_hook(_reject_gradient)
         return rows
 
@@ -141,9 +141,15 @@ class _Use:
     """One lookup: which rows, where each token's row is among them, and for how many rows buffers are made."""
 
     def __init__(
-        self, table: Table, rows: torch.Tensor, positions: torch.Tensor, handle: ForwardState | None, room: int
+        self, table: Table, rows: torch.Tensor, positions: torch.Tensor, forward_state: ForwardState | None, room: int
     ) -> None:
-        self.table, self.rows, self.positions, self.handle, self.room = table, rows, positions, handle, room
+        self.table, self.rows, self.positions, self.forward_state, self.room = (
+            table,
+            rows,
+            positions,
+            forward_state,
+            room,
+        )
         padding: int | None = getattr(table.module, "padding_idx", None)
         found = (rows == padding).nonzero() if padding is not None else rows.new_empty(0)
         self._padding_position = int(found[0]) if len(found) else None
@@ -157,7 +163,7 @@ class _Use:
         engine = self.table.engine
         with engine.cursor.compute(Kind.FORWARD, EMBED), torch.no_grad():
             hidden = self.look_up(received)
-            if self.handle is not None and not self.table.is_linear:
+            if self.forward_state is not None and not self.table.is_linear:
                 self._weight = received.clone()
             engine.device.poison(received)
         return hidden
@@ -191,7 +197,7 @@ class _TableFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         use: _Use = ctx.use
-        assert use.handle is not None
-        with use.table.engine.backward_of(use.handle):
+        assert use.forward_state is not None
+        with use.table.engine.backward_of(use.forward_state):
             use.backward(grad)
         return None, None, None

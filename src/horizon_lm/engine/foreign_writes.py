@@ -1,10 +1,10 @@
-"""Noticing what other code does to the weights of a streamed model.
+"""Detect what other code does to the weights of a streamed model.
 
-Writes through torch count a tensor's version up, but for those of fused optimizers, which torch announces with a hook.
-Memory that is written behind torch's back (numpy, raw pointers) goes unnoticed, as it does in plain autograd.
-
+Writes through torch increase a tensor's version counter, except those of fused optimizers, which torch announces with a
+hook. Memory that is written behind torch's back (numpy, raw pointers) goes unnoticed, as it does in plain autograd.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -13,21 +13,52 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from horizon_lm.engine.parameters import StreamedParameter
-from horizon_lm.errors import StreamingError
+from horizon_lm.errors import ForeignWriteWarning, StreamingError
 from horizon_lm.model.units import ParamRef
+from horizon_lm.store.store import Store
 
 
-class WeightWatch:
-    """Finds parameters that were written since the last look."""
+class ForeignWrites:
+    """Follows writes by other code to the parameters of a model."""
 
-    def __init__(self, refs: Mapping[str, ParamRef]) -> None:
+    def __init__(self, refs: Mapping[str, ParamRef], store: Store) -> None:
+        self._store = store
         self._names = list(refs)
         self._params = [ref.param for ref in refs.values()]
         self._addresses = self._read_addresses()
         self._versions = self._read_versions()
+        self._warned = False
+        watch_optimizers()
 
-    def written(self) -> list[str]:
-        """Names of parameters that were written. StreamingError for one that points to other memory."""
+    def follow(self, with_low_halves: bool = False) -> None:
+        """Take over the weights that others have written since the last call.
+
+        Args:
+            with_low_halves: the low halves of their fp32 masters, if there are any, were written as well.
+        """
+        written = self._find_written()
+        if not written:
+            return
+        self._store.weights_changed()
+        if self._store.precision.low_half and not with_low_halves:
+            for name in written:
+                self._store.reset_low(name)
+            self._warn(written)
+
+    def _warn(self, written: list[str]) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{written[0]}{f' and {len(written) - 1} others' if written[1:] else ''} of a streamed model in precision "
+            "'fp32_master' were written by other code. They are exactly the bfloat16 values that were written: the 16 low "
+            "bits of their fp32 master are zero now. A loaded optimizer state of horizon_lm.AdamW restores them.",
+            ForeignWriteWarning,
+            stacklevel=4,
+        )
+
+    def _find_written(self) -> list[str]:
+        """Return the names of the parameters that were written. StreamingError for one that points to other memory."""
         addresses = self._read_addresses()
         if addresses != self._addresses:
             moved = next(n for n, a, b in zip(self._names, addresses, self._addresses, strict=True) if a != b)
@@ -53,7 +84,7 @@ class WeightWatch:
 
 @cache
 def watch_optimizers() -> None:
-    """Have every optimizer's step announced to the engines whose parameters it updates. Done once a process."""
+    """Register hooks, once a process, that announce every optimizer's step to the engines of its parameters."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -65,11 +96,11 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for engine in _engines(optimizer):
-        engine.weights_changed()
+        engine.store.weights_changed()
 
 
 def _engines(optimizer: Any) -> Iterator[Any]:
-    """Engines of the parameters of somebody else's optimizer."""
+    """Return the engines of the parameters that another optimizer than ours updates."""
     if getattr(type(optimizer), "updates_slabs", False):
         return
     yield from _owners(param for group in optimizer.param_groups for param in group["params"])

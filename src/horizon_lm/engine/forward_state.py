@@ -1,12 +1,14 @@
 """What a forward keeps for its backward: boundaries, leases of their buffers, and the anchor in the autograd graph."""
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from horizon_lm.device.base import Device, Task
+from horizon_lm.engine.recompute import MicroBatchRandomness
 from horizon_lm.errors import StreamingError
 
 
@@ -89,6 +91,43 @@ class ForwardState:
             )
 
 
+@dataclass(eq=False, slots=True)
+class RunningForward:
+    """A forward pass of the model, from its start to its end or its fault.
+
+    Attributes:
+        state: what its backward will need; None if no backward can follow.
+        trained: full names of the parameters that require a gradient, by unit.
+        num_rows: rows of the batch (B).
+        micro_batches: row ranges (start, stop) that a block computes at once.
+        randomness: random states of the micro-batches.
+    """
+
+    state: ForwardState | None
+    trained: dict[str, list[str]]
+    num_rows: int
+    micro_batches: list[tuple[int, int]]
+    randomness: MicroBatchRandomness
+
+
+@dataclass(eq=False, slots=True)
+class RunningBackward:
+    """A backward pass of the model, from its first node to the end of autograd's graph or its fault.
+
+    Attributes:
+        state: what its forward kept.
+        landed: full names of the parameters whose gradients are complete on the device, by unit.
+    """
+
+    state: ForwardState
+    landed: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> dict[str, list[str]]:
+        """Full names of the parameters that required a gradient in the forward, by unit."""
+        return self.state.trained
+
+
 class BufferLease:
     """Something of which there is one, taken by a forward until its backward is over or it is abandoned."""
 
@@ -97,11 +136,11 @@ class BufferLease:
 
     @property
     def holder(self) -> ForwardState | None:
-        handle = self._holder() if self._holder is not None else None
-        return None if handle is None or handle.consumed else handle
+        forward_state = self._holder() if self._holder is not None else None
+        return None if forward_state is None or forward_state.consumed else forward_state
 
-    def take(self, handle: ForwardState) -> None:
-        self._holder = weakref.ref(handle)
+    def take(self, forward_state: ForwardState) -> None:
+        self._holder = weakref.ref(forward_state)
 
     def release(self) -> None:
         self._holder = None
@@ -119,8 +158,8 @@ class BoundaryPool:
         self._free: list[tuple[torch.Tensor, Task | None]] = []
         self.num_bytes = 0
 
-    def take(self, handle: ForwardState, block: int, num_bytes: int, largest: int = 0) -> torch.Tensor:
-        """The first ``num_bytes`` of a uint8 buffer that returns to the pool when ``handle`` is gone.
+    def take(self, forward_state: ForwardState, block: int, num_bytes: int, largest: int = 0) -> torch.Tensor:
+        """The first ``num_bytes`` of a uint8 buffer that returns to the pool when ``forward_state`` is gone.
 
         Args:
             largest: bytes that a later batch will ask for, if that is known: a larger buffer has to be made only once.
@@ -130,10 +169,12 @@ class BoundaryPool:
         if buffer is None:
             buffer = self._device.host_buffer(self._size)
             self.num_bytes += self._size
-        if not handle.boundaries:
-            weakref.finalize(handle, self._give_back, handle.boundaries, handle.offloads).atexit = False
-        handle.boundaries[block], handle.boundary_bytes = buffer, num_bytes
-        return handle.boundary(block)
+        if not forward_state.boundaries:
+            weakref.finalize(
+                forward_state, self._give_back, forward_state.boundaries, forward_state.offloads
+            ).atexit = False
+        forward_state.boundaries[block], forward_state.boundary_bytes = buffer, num_bytes
+        return forward_state.boundary(block)
 
     def _find(self) -> torch.Tensor | None:
         """Return a free buffer that is large enough. Those that are not are freed on the way."""
@@ -151,9 +192,9 @@ class BoundaryPool:
             self.num_bytes -= buffer.numel()
         return None
 
-    def release(self, handle: ForwardState) -> None:
+    def release(self, forward_state: ForwardState) -> None:
         """Take back now what a forward holds: it failed, though a traceback may keep it alive."""
-        self._give_back(handle.boundaries, handle.offloads)
+        self._give_back(forward_state.boundaries, forward_state.offloads)
 
     def _give_back(self, boundaries: dict[int, torch.Tensor], offloads: dict[int, Task]) -> None:
         while boundaries:

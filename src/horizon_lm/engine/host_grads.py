@@ -6,12 +6,11 @@ import torch
 
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Land, Move, Squares
-from horizon_lm.engine.device_buffers import block_index
 from horizon_lm.engine.parameters import landing_grad, set_landing_grad
 from horizon_lm.engine.updates import TableGrads
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import ModelParts, ParamRef
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block, block_index
 from horizon_lm.store.store import Store
 
 

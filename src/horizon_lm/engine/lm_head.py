@@ -63,10 +63,10 @@ class Head:
         """Logits of all hidden states, differentiable when the forward records."""
         engine = self.engine
         engine.require_forward("the head")
-        handle, outer = engine.handle, self.outer_weights()
+        forward_state, outer = engine.recording, self.outer_weights()
         needs_grad = hidden.requires_grad or any(t.requires_grad for t in outer.values())
-        if handle is not None and (needs_grad or engine.trained(HEAD)):
-            projection = _Projection(self, handle, list(outer))
+        if forward_state is not None and (needs_grad or engine.trained(HEAD)):
+            projection = _Projection(self, forward_state, list(outer))
             return _ProjectFunction.apply(projection, engine.anchor, hidden, *outer.values())
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
             logits = self.run(self.weights(), hidden)
@@ -84,8 +84,8 @@ class Head:
 class _Projection:
     """One call of the head, with its graph but without the weights: they are streamed in again for the backward."""
 
-    def __init__(self, head: Head, handle: ForwardState, outer: list[str]) -> None:
-        self.head, self.handle, self._outer = head, handle, outer
+    def __init__(self, head: Head, forward_state: ForwardState, outer: list[str]) -> None:
+        self.head, self.forward_state, self._outer = head, forward_state, outer
         self.graph: tuple[list[torch.Tensor], torch.Tensor]  # input leaves, logits
         self._written: set[str] = set()  # weights that got a gradient
 
@@ -150,6 +150,6 @@ class _ProjectFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         projection: _Projection = ctx.projection
-        with projection.head.engine.backward_of(projection.handle):
+        with projection.head.engine.backward_of(projection.forward_state):
             grads = projection.backward(grad)
         return None, None, *grads

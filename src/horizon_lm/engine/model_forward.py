@@ -21,6 +21,7 @@ from horizon_lm.engine.lm_head import Head
 from horizon_lm.engine.micro_batches import ProbeDoneError
 from horizon_lm.engine.outer import Outer
 from horizon_lm.engine.parameters import StandIn
+from horizon_lm.engine.residency_planner import ResidencyPlanner
 from horizon_lm.errors import MissingLogitsError, StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.block_template import Structure, has_foreign_hooks
@@ -53,6 +54,7 @@ class Streaming:
         self.blocks, self.table, self.head, self.outer = Blocks(engine), Table(engine), Head(engine), Outer(engine)
         self.blocks.probe_rows = _weakly(self._probe_rows)
         self.chunked = ChunkedHead(self.head, path, _weakly(self._call_model)) if path is not None else None
+        self.planner = ResidencyPlanner(engine)
         self._call: dict[str, Any] = {}
         self._replaced = self._replace_forwards(parts)
         inside = {id(module) for block in parts.blocks for module in block.modules()}
@@ -203,7 +205,7 @@ class Streaming:
         embed = call.get("inputs_embeds") is None
         at_once = min(rows, engine.options.device_micro_batch_size or rows) * length
         size = BatchSize(rows * length, length, at_once, call.get("attention_mask") is not None)
-        if recording and engine.needs_plan(size):
+        if recording and self.planner.is_needed(size):
             self._plan(lambda outer: compute(dict(call), outer), size, rows, embed)
         with engine.forward_pass(
             recording=recording,
@@ -247,7 +249,7 @@ class Streaming:
         """Plan what may stay on the device: rehearse a forward up to the last block, and see what blocks take."""
         engine = self.engine
         state = engine.device.rng_state()
-        with engine.planning(size) as plans:
+        with self.planner.planning(size) as plans:
             rehearsal = self.blocks.rehearse()
             try:
                 with (
@@ -333,7 +335,7 @@ class Streaming:
 
     def _probe_rows(self, index: int) -> list[torch.Size]:
         """Shapes of a block's inputs if the batch had one more row."""
-        rows = self.engine.num_rows
+        rows = self.engine.running.num_rows
         call = {k: _one_more_row(k, v, rows) for k, v in self._call.items()}
         shapes: list[torch.Size] = []
         state = self.engine.device.rng_state()

@@ -28,11 +28,11 @@ class Outer:
     def load(self) -> dict[str, torch.Tensor]:
         """Outer parameters on the device, by full name; differentiable where they are trained."""
         engine = self.engine
-        if engine.handle is None or not engine.trained(OUTER):
+        if engine.recording is None or not engine.trained(OUTER):
             with engine.cursor.compute(Kind.FORWARD, OUTER):
                 return self._views()
         trained = engine.trained(OUTER)
-        tensors = _OuterFunction.apply(self, engine.handle, trained, engine.anchor)
+        tensors = _OuterFunction.apply(self, engine.recording, trained, engine.anchor)
         return self._views() | dict(zip(trained, tensors, strict=True))
 
     def in_place(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
@@ -68,14 +68,14 @@ class Outer:
 class _OuterFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, outer: Outer, handle: ForwardState, trained: list[str], anchor: torch.Tensor
+        ctx: Any, outer: Outer, forward_state: ForwardState, trained: list[str], anchor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.outer, ctx.handle, ctx.trained = outer, handle, trained
+        ctx.outer, ctx.forward_state, ctx.trained = outer, forward_state, trained
         ctx.set_materialize_grads(False)
         return outer.forward(trained)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        with ctx.outer.engine.backward_of(ctx.handle):
+        with ctx.outer.engine.backward_of(ctx.forward_state):
             ctx.outer.backward(ctx.trained, grads)
         return None, None, None, None

@@ -1,6 +1,7 @@
 """Plan what stays on the device, from what blocks take for a batch and the memory that is left."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -17,17 +18,21 @@ from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.plan.device_memory import working
 from horizon_lm.plan.memory import BufferSettings, device_buffers, slab_elements
 from horizon_lm.plan.outline import Footprint
-from horizon_lm.plan.residency import DevicePlan, Residency, spend
+from horizon_lm.plan.residency import BatchSize, DevicePlan, Residency, spend
 
 _MARGIN = 0.05  # of what is spare, for what the allocator cannot use
 
 
-def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.Tensor) -> DevicePlan:
-    """What of the last blocks may stay on the device in steps like this one, and how much memory these will take.
+def plan_device(
+    engine: Engine, footprints: Sequence[Footprint], hidden: torch.Tensor, num_micro_batches: int
+) -> DevicePlan:
+    """Plan what stays on the device in steps like this one, and how much memory they will take.
 
     Args:
-        footprints: of one micro-batch in each block.
-        hidden: input of the first block, for the whole batch.
+        engine: the model's engine.
+        footprints: what each block takes for one micro-batch.
+        hidden: input of the first block for the whole batch, shape (B, T, H).
+        num_micro_batches: micro-batches inside a block.
     """
     options, sizes = engine.options, engine.parts.sizes()
     trained = engine.parts.sizes(trained_only=True)
@@ -45,7 +50,7 @@ def plan_device(engine: Engine, footprints: Sequence[Footprint], hidden: torch.T
         table_rows=engine.expected.table_rows(most_tokens, sizes.vocabulary),
     )
     needed = working(
-        [footprints] * len(engine.micro_batches()),
+        [footprints] * num_micro_batches,
         boundary=boundary,
         tokens=tokens,
         head_peak=options.head_peak,
@@ -93,6 +98,44 @@ def find_footprint(
         engine.device.set_rng_state(state)
 
 
+class ResidencyPlanner:
+    """Plans what stays on the device before the first training step, and before a step that is larger than any before.
+
+    Attributes:
+        plan: for all batches planned so far; None before the first.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._planned = BatchSize()
+        self.plan: DevicePlan | None = None
+
+    def is_needed(self, size: BatchSize) -> bool:
+        """Return whether training on such a batch has to be planned: device memory is limited, and no plan covers it."""
+        engine = self._engine
+        return not (self._planned.covers(size) or engine.awaits_backward()) and engine.device.spare_bytes() is not None
+
+    @contextmanager
+    def planning(self, size: BatchSize) -> Iterator[list[DevicePlan]]:
+        """Context manager: keep nothing resident while planning. A plan that is appended to the list takes effect.
+
+        It holds for batches of this size and of all sizes planned before.
+        """
+        engine = self._engine
+        engine.check_alive()
+        plans: list[DevicePlan] = []
+        engine.reside(engine.options.residency or Residency(0))
+        try:
+            yield plans
+            if plans:
+                self.plan = plans[0] if self.plan is None else self.plan.together_with(plans[0])
+                self._planned = self._planned.together_with(size)
+        finally:
+            engine.device.trim()  # a rehearsal leaves pieces of its own sizes behind
+            if self.plan is not None:
+                engine.reside(self.plan.residency)
+
+
 class Rehearsal:
     """Stands in for the blocks in one forward. Of each structure one block is tried; what the others give is made up.
 
@@ -113,28 +156,29 @@ class Rehearsal:
         self._segments = segments
         self._tried: dict[Any, RowOutputs] = {}  # by kind of block
         self._footprints: dict[Any, Footprint] = {}
-        self._hidden: torch.Tensor | None = None  # input of the first block, for the whole batch
+        self._hidden: torch.Tensor | None = None  # input of the first block, for the whole batch (B, T, H)
+        self._num_micro_batches = 0
 
     def forward(self, index: int, call: BlockCall) -> Any:
         """In the place of a block's forward. ProbeDoneError at the last one."""
         kind = self._kinds[index]
         if self._hidden is None:
-            self._hidden = call.tensors[call.hidden]
+            self._hidden, self._num_micro_batches = call.tensors[call.hidden], len(self._engine.running.micro_batches)
         if kind not in self._tried:
             self._tried[kind] = self._try(index, call)
         if index == len(self._blocks) - 1:
             raise ProbeDoneError
         outputs = self._outputs[index] = self._tried[kind]
-        return outputs.rebuild(outputs.imitate(self._engine.num_rows))[0]
+        return outputs.rebuild(outputs.imitate(self._engine.running.num_rows))[0]
 
     def _try(self, index: int, call: BlockCall) -> RowOutputs:
-        (start, stop), *_ = self._engine.micro_batches()
+        (start, stop), *_ = self._engine.running.micro_batches
         dims = self._dims_of(index, call)
         part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, dims, strict=True)]
         with attending(self._segments, start, stop), capture.capture(()):
             footprint, output = find_footprint(self._engine, self._blocks[index], *call.rebuild(part))
         self._footprints[self._kinds[index]] = footprint
-        outputs = RowOutputs(self._engine.num_rows)
+        outputs = RowOutputs(self._engine.running.num_rows)
         outputs.add(start, stop, (output, {}))  # as a block that captured nothing
         outputs.release()
         return outputs
@@ -142,4 +186,5 @@ class Rehearsal:
     def plan(self) -> DevicePlan:
         """What may stay on the device."""
         assert self._hidden is not None
-        return plan_device(self._engine, [self._footprints[kind] for kind in self._kinds], self._hidden)
+        footprints = [self._footprints[kind] for kind in self._kinds]
+        return plan_device(self._engine, footprints, self._hidden, self._num_micro_batches)

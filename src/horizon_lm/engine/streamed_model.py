@@ -35,8 +35,8 @@ def synchronize(model: Any) -> None:
     after this call; call it after writing there, too, and the next forward takes what was written.
     """
     engine = _engine(model)
-    engine.settle()
-    engine.weights_changed()
+    engine.synchronize()
+    engine.store.weights_changed()
 
 
 def stats(model: Any) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class StreamedModel:
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, once all updates are done. Tensors are the model's own memory, in the dtype of its precision."""
-        self._horizon.engine.settle()
+        self._horizon.engine.synchronize()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -87,12 +87,12 @@ class StreamedModel:
                 "load_state_dict(assign=True) would detach parameters from the store; use assign=False"
             )
         engine = self._horizon.engine
-        engine.settle()
+        engine.synchronize()
         result = super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
         loaded = [name for name in engine.refs if name in state_dict]
         for name in loaded:
             engine.store.write(name, state_dict[name])
-        engine.notice_writes(expected=True)
+        engine.foreign_writes.follow(with_low_halves=True)
         if engine.store.precision.low_half and any(state_dict[name].dtype == torch.bfloat16 for name in loaded):
             warnings.warn(
                 "bfloat16 weights were loaded into a model in precision 'fp32_master': the 16 low bits of their fp32 masters "
@@ -126,7 +126,7 @@ class StreamedModel:
             dtype: of the written weights; None for the dtype they were loaded with.
             kwargs: as in transformers; what cannot be done is rejected.
         """
-        self._horizon.engine.settle()
+        self._horizon.engine.synchronize()
         if self._horizon.is_adapter:  # a folder of PEFT's own
             super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
             return

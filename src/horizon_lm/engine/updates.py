@@ -1,5 +1,6 @@
-"""Updates of weights: what the engine asks of an optimizer for them, and those that are not done yet."""
+"""Weight updates: the interface between engine and optimizer, and the updates that are still running."""
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -7,24 +8,24 @@ import torch
 
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
-from horizon_lm.errors import PartialUpdateError
+from horizon_lm.errors import PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import EMBED, Kind, Op, Stream
 
 
 class TableUpdate(Protocol):
-    """One step's update of the embedding table, of which a batch's rows can come first. Every row is updated once."""
+    """One step's update of the embedding, which can begin with the rows of the next batch. Every row is updated once."""
 
     def rows(self, rows: torch.Tensor) -> Sequence[Move]:
-        """The update of these rows."""
+        """Return the update of these rows."""
         ...
 
     def rest(self) -> Sequence[Move]:
-        """The update of all rows that are left when it runs."""
+        """Return the update of all rows that are not updated yet when it runs."""
         ...
 
 
 class TableGrads(NamedTuple):
-    """Gradients of a table (V, H): all of them, or of ``rows`` only, followed by one row of zeros."""
+    """Gradients of an embedding (V, H): of every row, or of ``rows`` (R, H) followed by one row of zeros."""
 
     grads: torch.Tensor
     rows: torch.Tensor | None
@@ -34,35 +35,35 @@ class UpdatesInBackward(Protocol):
     """An optimizer that updates each unit as soon as its gradient has landed."""
 
     def begin(self) -> None:
-        """A backward begins: the hyperparameters of now are those of its step."""
+        """Begin the step of a backward, with the present hyperparameters."""
         ...
 
     @property
     def pending(self) -> bool:
-        """Whether gradients have been applied, or are about to be, for a step that is not over."""
+        """True while gradients of an unfinished step have been applied, or are about to be."""
         ...
 
     def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
-        """The update of these parameters of a unit, whose gradient slab will be in ``grads``."""
+        """Return the update of these parameters of a unit, whose gradient slab will be in ``grads``."""
         ...
 
     def table(self, grads: TableGrads) -> TableUpdate | None:
-        """The update of the table; None if the optimizer does not have it."""
+        """Return the update of the embedding; None if the optimizer does not train it."""
         ...
 
 
 class PartialUpdate:
-    """Whether some weights are new and some old, because an update failed inside a kernel."""
+    """Records that some weights are new and some old, because an update failed inside a kernel."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
 
     def record(self, error: BaseException) -> None:
-        """An update failed inside a kernel."""
+        """Record the error with which an update failed."""
         self.reason = f"{type(error).__name__}: {error}"
 
     def require_complete(self) -> None:
-        """PartialUpdateError if an update failed half-way."""
+        """Raise PartialUpdateError if an update failed half-way."""
         if self.reason is not None:
             raise PartialUpdateError(
                 f"an optimizer update was not completed ({self.reason}), so some weights are new and some old. "
@@ -71,25 +72,42 @@ class PartialUpdate:
 
 
 class PendingUpdates:
-    """Updates that may still be running, and the table's, which the next forward begins with its own rows.
+    """Updates that may still be running, and the embedding's, whose rows for the next batch are updated first.
 
     Attributes:
-        table: what is left to do of the table; None if nothing is.
-        torn: whether an update failed half-way. Pieces of updates have it, and nothing else of this.
+        table: the part of the embedding's update that is still to be issued; None if nothing is.
+        partial_update: whether an update failed half-way. Pieces of updates hold a reference to it, and to nothing else here.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._running: list[Task] = []
+        self._in_backward: weakref.ref[UpdatesInBackward] | None = None  # weak, because it refers to the engine
         self.table: TableUpdate | None = None
         self.partial_update = PartialUpdate()
 
+    @property
+    def in_backward(self) -> UpdatesInBackward | None:
+        """The optimizer that updates each unit when its gradient has landed; None if gradients are kept for a step."""
+        if self._in_backward is None:
+            return None
+        optimizer = self._in_backward()
+        if optimizer is None:
+            raise StreamingError(
+                "the optimizer with update_in_backward is gone, and gradients are not kept; load the model again"
+            )
+        return optimizer
+
+    @in_backward.setter
+    def in_backward(self, optimizer: UpdatesInBackward) -> None:
+        self._in_backward = weakref.ref(optimizer)
+
     def add(self, tasks: Sequence[Task]) -> None:
-        """These have been given to the device."""
+        """Add updates that have been given to the device."""
         self._running += tasks
 
     def finish(self) -> None:
-        """Block until every update is done, the table's included."""
+        """Block until every update is done, the embedding's included."""
         running, self._running = self._running, []
         self._device.wait(running)
         if self.table is not None:
@@ -100,5 +118,5 @@ class PendingUpdates:
             self.table = None
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        """Block until the updates given so far are done, and those of these tasks that have been issued."""
+        """Block until the added updates are done, and those of ``tasks`` that have been issued."""
         self._device.wait([*self._running, *(task for task in tasks if task.issued)])

@@ -132,7 +132,7 @@ class AdamW(torch.optim.Optimizer):
                 "optimizer.zero_grad() and repeat the step"
             )
         engine.wait_for_grads()
-        engine.notice_writes()
+        engine.foreign_writes.follow()
         present = {unit: self._present(unit) for unit in self._store.units}
         if not (self._hyper if self._in_backward else any(present.values())):  # no backward: as torch, do nothing
             return loss

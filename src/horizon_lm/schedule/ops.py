@@ -146,4 +146,14 @@ def block(index: int) -> str:
     return f"block{index}"
 
 
+def block_index(unit: str) -> int:
+    """Return the index of the decoder block in a unit's name."""
+    return int(unit.removeprefix("block"))
+
+
+def is_block(unit: str) -> bool:
+    """Return whether a unit is a decoder block."""
+    return unit.startswith("block")
+
+
 EMBED, HEAD, OUTER = "embed", "head", "outer"

@@ -202,6 +202,10 @@ class Store:
         if slabs.low is not None:
             slabs.layout.view(slabs.low, name).zero_()
 
+    def weights_changed(self) -> None:
+        """Note that the weights are new, or will be when the pending updates are done."""
+        self.version += 1
+
     def reset_low(self, name: str) -> None:
         """Make a parameter's fp32 master exactly its bfloat16 half."""
         slabs = self.units[self.unit_of[name]]
