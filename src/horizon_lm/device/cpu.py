@@ -9,7 +9,7 @@ import torch
 
 from horizon_lm.device.base import Counters, Task, counted_empty
 from horizon_lm.device.host_threads import HostPool
-from horizon_lm.device.transfers import Squares
+from horizon_lm.device.transfers import SquaredNorm
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
@@ -35,13 +35,13 @@ class HostLink:
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         destination.copy_(table.index_select(0, rows))
 
-    def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> Squares:
+    def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
         from horizon_lm.kernels.gradients import landing_kernel
 
         kernel = landing_kernel(dtype_name(destination), dtype_name(source), add)
         return kernel(as_array(destination), as_array(source))
 
-    def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> Squares:
+    def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
         from horizon_lm.kernels.gradients import rows_kernel
 
         kernel = rows_kernel(dtype_name(table), add)

@@ -17,7 +17,7 @@ from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Meter
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.page_locks import PageLocks
-from horizon_lm.device.transfers import Link, Squares
+from horizon_lm.device.transfers import Link, SquaredNorm
 from horizon_lm.errors import ConfigError, PageLockWarning
 from horizon_lm.quantities import format_bytes
 from horizon_lm.store.store import Arena
@@ -264,11 +264,11 @@ class CudaLink:
             self.copy(d.view(-1), staging)
             event.record()
 
-    def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> Squares:
+    def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
         """Rounded, added and squared on the device, with scratch space of one piece."""
         if not add and source.dtype == destination.dtype:
             self._transfer(destination, source)
-            return _squares([_norm(piece) for piece in source.split(_PIECE)])
+            return _squared_norm([_norm(piece) for piece in source.split(_PIECE)])
         norms = []
         for d, s in _pieces(destination, source, _PIECE // 2):
             kept = self._on_device(d.dtype, d.numel())
@@ -281,9 +281,9 @@ class CudaLink:
                 kept.copy_(s)
             self._transfer(d, kept)
             norms.append(_norm(kept))
-        return _squares(norms)
+        return _squared_norm(norms)
 
-    def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> Squares:
+    def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
         """Rows of a table have no single address to copy to, so threads land them in host memory."""
         total = 0.0
         for s, r in zip(*_rows_pieces(source, rows), strict=True):
@@ -343,7 +343,7 @@ def _norm(piece: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(piece, dtype=torch.float32)
 
 
-def _squares(norms: list[torch.Tensor]) -> torch.Tensor:
+def _squared_norm(norms: list[torch.Tensor]) -> torch.Tensor:
     """The sum of squares on its way to a number in host memory, which is there when the landing is done."""
     host = torch.empty((), dtype=torch.float64, pin_memory=True)
     return host.copy_(torch.stack(norms).double().square().sum(), non_blocking=True)

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-Squares = Any  # a sum of squares: a number, or a tensor of one on a device that is still computing it
-Report = Callable[[Squares], None]
+SquaredNorm = Any  # a sum of squares: a number, or a tensor of one on a device that is still computing it
+Report = Callable[[SquaredNorm], None]
 
 
 class Link(Protocol):
@@ -19,7 +19,7 @@ class Link(Protocol):
         """``destination[i] = table[rows[i]]``, from a table in host memory."""
         ...
 
-    def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> Squares:
+    def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
         """Gradients to host memory, in place of what is there or added to it in fp32 and rounded once.
 
         Returns:
@@ -27,7 +27,7 @@ class Link(Protocol):
         """
         ...
 
-    def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> Squares:
+    def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
         """Gradients of distinct rows of a host table, which without ``add`` is known to hold zeros there.
 
         Returns:

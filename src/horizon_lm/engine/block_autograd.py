@@ -87,7 +87,7 @@ class BlockAutograd:
     ) -> None:
         self.blocks, self.index, self.call, self.keys, self.forward_state = blocks, index, call, keys, forward_state
         self.module = blocks.blocks[index]
-        self.surroundings = RecomputeContext(blocks.engine.device.torch_device.type)
+        self.context = RecomputeContext(blocks.engine.device.torch_device.type)
         self.mode = self.module.mode()
         self.hooked = self.module.is_hooked()
         self.segments, self.caching = blocks.segments, blocks.caching
@@ -191,7 +191,7 @@ class BlockAutograd:
         start, stop = self.micro_batches[number]
         leaves = self.kept.leaves([slice_rows(t, d, start, stop) for t, d in zip(inputs, self.dims, strict=True)])
         with replaying(self.blocks.engine.device, self.kept.states[number]), attending(self.segments, start, stop):
-            tensors = self.surroundings.run(lambda: self._forward_with_graph(leaves))
+            tensors = self.context.run(lambda: self._forward_with_graph(leaves))
         self._check(tensors, start, stop)
         return leaves, tensors
 

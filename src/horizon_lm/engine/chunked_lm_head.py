@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.device.base import send
-from horizon_lm.engine.lm_head import Head
+from horizon_lm.engine.lm_head import LmHead
 from horizon_lm.engine.recompute import RecomputeContext, no_autocast_cache
 from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.functional import in_place
@@ -56,10 +56,10 @@ class LossInputs:
         return cls(send(shifted, device), send(trained, device), num_items)
 
 
-class ChunkedHead:
+class ChunkedLmHead:
     """Norm, head and loss of a model over chunks of its trained tokens. ``call_model`` is the model's own forward."""
 
-    def __init__(self, head: Head, path: ChunkedPath, call_model: Callable[..., Any]) -> None:
+    def __init__(self, head: LmHead, path: ChunkedPath, call_model: Callable[..., Any]) -> None:
         self.head, self.engine, self.path, self.call_model = head, head.engine, path, call_model
         self.chunk_tokens = self.engine.options.head_chunk_tokens
         self._leaves_norm = False  # the running forward leaves the norm to the chunks
@@ -167,7 +167,7 @@ class _Chunk:
     """Some trained tokens (1, n, H) on their way through norm and head; ``grads`` takes the head's gradients."""
 
     def __init__(
-        self, owner: ChunkedHead, hidden: torch.Tensor, norm: dict[str, torch.Tensor], bias: dict[str, torch.Tensor],
+        self, owner: ChunkedLmHead, hidden: torch.Tensor, norm: dict[str, torch.Tensor], bias: dict[str, torch.Tensor],
         grads: dict[str, torch.Tensor], first: bool,
     ) -> None:  # fmt: skip
         self.owner, self.hidden, self.norm_weights, self.bias = owner, hidden, norm, bias
@@ -237,11 +237,11 @@ Grads = tuple[torch.Tensor, list[torch.Tensor]]  # of hidden states, and of oute
 class ChunkedRun(ABC):
     """Chunks of one forward's trained tokens. ``options``: further arguments of the model's own forward."""
 
-    def __init__(self, owner: ChunkedHead, inputs: LossInputs, options: dict[str, Any]) -> None:
+    def __init__(self, owner: ChunkedLmHead, inputs: LossInputs, options: dict[str, Any]) -> None:
         self.owner, self.engine, self.inputs, self.forward_state = owner, owner.engine, inputs, owner.engine.recording
         self.outer_names = owner.outer_names()
         self._options = options
-        self.surroundings = RecomputeContext(self.engine.device.torch_device.type)
+        self.context = RecomputeContext(self.engine.device.torch_device.type)
 
     @abstractmethod
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

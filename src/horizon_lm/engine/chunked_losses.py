@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horizon_lm.engine.chunked_lm_head import ChunkedHead, ChunkedRun, Grads, LossInputs
+from horizon_lm.engine.chunked_lm_head import ChunkedLmHead, ChunkedRun, Grads, LossInputs
 from horizon_lm.engine.recompute import no_autocast_cache
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.functional import logprobs_of_logits
@@ -35,7 +35,7 @@ class LossRun(ChunkedRun):
         head, engine = self.owner.head, self.engine
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
             if self.made is None or not self.forward_state.head_grads:  # never made, or evicted by another backward
-                _, self.made = self.surroundings.run(lambda: self._loss_and_grads(hidden, outer))
+                _, self.made = self.context.run(lambda: self._loss_and_grads(hidden, outer))
                 engine.device.poison(engine.memory.head_weights[0])
             (hidden_grad, outer_grads), self.made = self.made, None
             if grad.device.type != "cpu" or grad != 1:  # reading it from an accelerator would cost a wait
@@ -124,7 +124,12 @@ class LogprobRun(ChunkedRun):
     """Log-probabilities of one forward's trained tokens; logits are made again for the backward."""
 
     def __init__(
-        self, owner: ChunkedHead, inputs: LossInputs, options: dict[str, Any], temperature: float, names: Sequence[str]
+        self,
+        owner: ChunkedLmHead,
+        inputs: LossInputs,
+        options: dict[str, Any],
+        temperature: float,
+        names: Sequence[str],
     ) -> None:
         super().__init__(owner, inputs, options)
         self._temperature, self._names = temperature, names
@@ -150,7 +155,7 @@ class LogprobRun(ChunkedRun):
             )
 
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            result = self.surroundings.run(lambda: self.differentiate(hidden, outer, of_chunk))
+            result = self.context.run(lambda: self.differentiate(hidden, outer, of_chunk))
             engine.device.poison(engine.memory.head_weights[0])
             head.landed()
         return result

@@ -62,7 +62,7 @@ class GrowingBuffers:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EngineOptions:
     """How a model is streamed. None of these changes the result beyond the order of summation.
 
     Attributes:
@@ -95,7 +95,7 @@ class DeviceBuffers:
     in fp32 needs no accumulator: its slots are one.
     """
 
-    def __init__(self, parts: ModelParts, store: Store, device: Device, options: Options) -> None:
+    def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions) -> None:
         dtype, grad_dtype = options.compute_dtype, store.precision.grad_dtype
         largest = max(store.units[block(u)].layout.numel for u in range(parts.num_blocks))
         head = store.units[EMBED if parts.tied else HEAD].layout.numel

@@ -13,7 +13,7 @@ from horizon_lm.model.functional import is_linear, look_up
 from horizon_lm.schedule.ops import EMBED, HEAD, Kind
 
 
-class Table:
+class StreamedEmbedding:
     """Streams the input embedding of a model."""
 
     def __init__(self, engine: Engine) -> None:
@@ -115,12 +115,12 @@ class Table:
         """Gradients of distinct rows (R, H) on their way to host memory; ``room``: for so many at most."""
         engine = self.engine
         if engine.grads.slots is not None and not engine.grads.slots.keeps(EMBED):
-            report = engine.grads.squares.landing(EMBED, whole=True)
+            report = engine.grads.squared_norms.landing(EMBED, whole=True)
             engine.updates.finish()  # the last one of the table reads the slot
             return Land(engine.grads.slots.rows(rows, room).view(-1), outgoing.view(-1), False, report)
         # A tied head's gradient has landed on the same table earlier in this pass.
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))
-        report = engine.grads.squares.landing(EMBED, whole=empty)
+        report = engine.grads.squared_norms.landing(EMBED, whole=empty)
         clear = engine.grads.rows_to_clear(rows, empty)
         return LandRows(engine.store.grad(self._name), outgoing, rows, clear=clear, add=not empty, report=report)
 
@@ -141,7 +141,12 @@ class _Use:
     """One lookup: which rows, where each token's row is among them, and for how many rows buffers are made."""
 
     def __init__(
-        self, table: Table, rows: torch.Tensor, positions: torch.Tensor, forward_state: ForwardState | None, room: int
+        self,
+        table: StreamedEmbedding,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        forward_state: ForwardState | None,
+        room: int,
     ) -> None:
         self.table, self.rows, self.positions, self.forward_state, self.room = (
             table,

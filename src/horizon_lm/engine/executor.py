@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from horizon_lm.device.base import Device
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.engine.cursor import Cursor
-from horizon_lm.engine.device_buffers import DeviceBuffers, Options
+from horizon_lm.engine.device_buffers import DeviceBuffers, EngineOptions
 from horizon_lm.engine.foreign_writes import ForeignWrites
 from horizon_lm.engine.forward_state import (
     Anchor,
@@ -44,7 +44,7 @@ class Engine:
     schedule of each pass and says what each copy of it moves.
     """
 
-    def __init__(self, parts: ModelParts, store: Store, device: Device, options: Options) -> None:
+    def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions) -> None:
         self.parts, self.store, self.device, self.options = parts, store, device, options
         self.refs: dict[str, ParamRef] = {ref.name: ref for refs in parts.units.values() for ref in refs}
         self._name_of = {id(ref.param): name for name, ref in self.refs.items()}

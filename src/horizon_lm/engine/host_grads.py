@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from horizon_lm.device.base import Device, Task
-from horizon_lm.device.transfers import Land, Move, Squares
+from horizon_lm.device.transfers import Land, Move, SquaredNorm
 from horizon_lm.engine.parameters import landing_grad, set_landing_grad
 from horizon_lm.engine.updates import TableGrads
 from horizon_lm.errors import StreamingError
@@ -18,9 +18,9 @@ class SquaredNorms:
     """By unit, the sum of squares of its gradient slab as it is stored; unknown where somebody else may have written."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[Squares]] = {}
+        self._sums: dict[str, list[SquaredNorm]] = {}
 
-    def landing(self, unit: str, whole: bool) -> Callable[[Squares], None]:
+    def landing(self, unit: str, whole: bool) -> Callable[[SquaredNorm], None]:
         """What reports of a landing go to: of the whole slab, or of a change to it."""
         if whole:
             self._sums[unit] = []
@@ -108,14 +108,14 @@ class HostGrads:
     """A gradient is empty while its parameter's ``grad`` is None; what lands then overwrites, and adds otherwise.
 
     Attributes:
-        squares: of what has landed, by unit.
+        squared_norms: of what has landed, by unit.
         slots: where gradients land that are not kept; None if all are kept.
         invalid: a fault left some gradients incomplete, so that no step may use any of them.
     """
 
     def __init__(self, refs: Mapping[str, ParamRef], store: Store, device: Device) -> None:
         self._refs, self._store, self._device = refs, store, device
-        self.squares = SquaredNorms()
+        self.squared_norms = SquaredNorms()
         self.slots: LandingSlots | None = None
         self.invalid = False
         self._landing: list[Task] = []
@@ -141,7 +141,7 @@ class HostGrads:
         if unit == EMBED:  # a tied head's
             self._table_rows = None
         slabs = self._store.units[unit]
-        report = self.squares.landing(unit, whole=True)
+        report = self.squared_norms.landing(unit, whole=True)
         if self.slots is not None and not self.slots.keeps(unit):
             target = self.slots.of(unit)
             return [Land(target, source[: target.numel()], False, report)]
@@ -169,7 +169,7 @@ class HostGrads:
 
     def hand_out(self, unit: str) -> None:
         """Somebody may read and write the gradients of a unit, now or later."""
-        self.squares.forget(unit)
+        self.squared_norms.forget(unit)
         if unit == EMBED:
             self._table_is_ours, self._table_rows = False, None
 
@@ -203,7 +203,7 @@ class HostGrads:
         """All gradients are empty again, and a fault is forgiven. No memory is written."""
         for ref in self._refs.values():
             set_landing_grad(ref.param, None)
-        self.squares.clear()
+        self.squared_norms.clear()
         self.invalid = False
 
     def clear_error_if_no_grads(self) -> None:

@@ -13,7 +13,7 @@ from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import HEAD, Kind
 
 
-class Head:
+class LmHead:
     """Streams the output projection of a model."""
 
     def __init__(self, engine: Engine) -> None:
@@ -84,7 +84,7 @@ class Head:
 class _Projection:
     """One call of the head, with its graph but without the weights: they are streamed in again for the backward."""
 
-    def __init__(self, head: Head, forward_state: ForwardState, outer: list[str]) -> None:
+    def __init__(self, head: LmHead, forward_state: ForwardState, outer: list[str]) -> None:
         self.head, self.forward_state, self._outer = head, forward_state, outer
         self.graph: tuple[list[torch.Tensor], torch.Tensor]  # input leaves, logits
         self._written: set[str] = set()  # weights that got a gradient
@@ -126,7 +126,7 @@ class _Projection:
         return [leaf.grad for leaf in leaves]
 
 
-def _landing(head: Head, name: str, written: set[str]) -> Callable[[torch.Tensor], None]:
+def _landing(head: LmHead, name: str, written: set[str]) -> Callable[[torch.Tensor], None]:
     """A hook that moves a gradient into its buffer. It must not know the graph that knows it: nothing would free them."""
 
     def take(leaf: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from horizon_lm.device.base import Device
-from horizon_lm.engine.options import Settings, open_device
+from horizon_lm.engine.options import StreamingOptions, open_device
 from horizon_lm.engine.parameters import require_plain
 from horizon_lm.engine.streamed_model import StreamedModel
 from horizon_lm.errors import ConfigError, StreamingError
@@ -95,7 +95,7 @@ def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
             raise ConfigError(
                 f"from_pretrained: {name}={value!r} is not supported by a streamed model: {_REMEDIES[name]}"
             )
-    ours = {field.name for field in fields(Settings)}
+    ours = {field.name for field in fields(StreamingOptions)}
     changes = {name: options.pop(name) for name in list(options) if name not in ours and hasattr(config, name)}
     for name in options.keys() - ours:
         close = difflib.get_close_matches(name, [*ours, *_DOWNLOAD], n=1)
@@ -164,7 +164,7 @@ def stream(
         ConfigError: a setting that is not possible.
         ModelNotSupportedError: a model that cannot be streamed exactly.
     """
-    settings = Settings(
+    settings = StreamingOptions(
         device, precision, device_micro_batch_size, head, activation_checkpoints, resident_blocks, resident_graphs, head_chunk_tokens,
         compute_dtype, grad_dtype, device_memory, mlp_chunk_tokens, compile, check_recompute, attn_implementation,
         check_gradients, allow_unproven_model,
@@ -205,7 +205,7 @@ def from_pretrained(
     folder = hub.local_folder(model_name_or_path, **download_arguments(options)) / subfolder
     config = hub.load_config(folder, trust_remote_code) if config is None and gguf_file is None else config
     changes = config_arguments(options, config)
-    settings = Settings(device, precision, **options)
+    settings = StreamingOptions(device, precision, **options)
     if gguf_file is not None:
         return _stream(hub.load_gguf(folder, gguf_file), settings)
     for name, value in changes.items():
@@ -224,7 +224,7 @@ def from_config(config: Any, device: str | Device = "auto", precision: str = "fp
 
     Transformers' own initialisation draws them on the device, unit by unit: no more than the largest unit is there.
     """
-    settings = Settings(device, precision, **options)
+    settings = StreamingOptions(device, precision, **options)
     opened = open_device(settings.device, settings.device_memory)
     model = build_skeleton(config)
     parts, store = _empty(model, settings)
@@ -248,7 +248,7 @@ def _draw(model: Any, refs: Sequence[ParamRef], store: Store, device: torch.devi
             module._parameters[attribute] = ref.param
 
 
-def _stream(model: Any, settings: Settings) -> Any:
+def _stream(model: Any, settings: StreamingOptions) -> Any:
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
     parts = settings.take_apart(model)
@@ -268,7 +268,7 @@ def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
     return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in parts.units.items()}
 
 
-def _empty(model: Any, settings: Settings) -> tuple[ModelParts, Store]:
+def _empty(model: Any, settings: StreamingOptions) -> tuple[ModelParts, Store]:
     """A skeleton whose parameters are views into a new store."""
     parts = settings.take_apart(model)
     store = Store(_shapes(parts), settings.get_precision())

@@ -12,14 +12,14 @@ from torch import nn
 
 from horizon_lm.device.base import send
 from horizon_lm.engine.blocks import Blocks
-from horizon_lm.engine.chunked_lm_head import ChunkedHead, LossInputs
+from horizon_lm.engine.chunked_lm_head import ChunkedLmHead, LossInputs
 from horizon_lm.engine.chunked_losses import LogprobRun, LossRun, TokenLogprobs
-from horizon_lm.engine.embedding import Table
+from horizon_lm.engine.embedding import StreamedEmbedding
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.gradient_check import GradientCheck
-from horizon_lm.engine.lm_head import Head
+from horizon_lm.engine.lm_head import LmHead
 from horizon_lm.engine.micro_batches import ProbeDoneError
-from horizon_lm.engine.outer import Outer
+from horizon_lm.engine.outer import OuterParameters
 from horizon_lm.engine.parameters import StandIn
 from horizon_lm.engine.residency_planner import ResidencyPlanner
 from horizon_lm.errors import MissingLogitsError, StreamingError
@@ -38,7 +38,7 @@ def modal_inputs(call: Mapping[str, Any]) -> list[str]:
     return [name for name, value in call.items() if isinstance(value, torch.Tensor) and _MODAL.search(name)]
 
 
-class Streaming:
+class ModelForward:
     """A streamed model's connection to its engine: what runs in the place of its modules' forwards.
 
     It belongs to the model, and refers to it weakly: a model that nobody has any more is freed at once, its slabs with it.
@@ -51,9 +51,14 @@ class Streaming:
         parts = engine.parts
         self._model, self._class = weakref.ref(parts.model), model_class
         self._signature = inspect.signature(model_class.forward)
-        self.blocks, self.table, self.head, self.outer = Blocks(engine), Table(engine), Head(engine), Outer(engine)
+        self.blocks, self.table, self.head, self.outer = (
+            Blocks(engine),
+            StreamedEmbedding(engine),
+            LmHead(engine),
+            OuterParameters(engine),
+        )
         self.blocks.probe_rows = _weakly(self._probe_rows)
-        self.chunked = ChunkedHead(self.head, path, _weakly(self._call_model)) if path is not None else None
+        self.chunked = ChunkedLmHead(self.head, path, _weakly(self._call_model)) if path is not None else None
         self.planner = ResidencyPlanner(engine)
         self._call: dict[str, Any] = {}
         self._replaced = self._replace_forwards(parts)

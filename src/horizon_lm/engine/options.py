@@ -11,7 +11,7 @@ from horizon_lm.cost.head_probe import head_peak
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
-from horizon_lm.engine.device_buffers import Options
+from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.streamed_model import attach
 from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning
 from horizon_lm.model import attention, capture
@@ -25,7 +25,7 @@ from horizon_lm.store.store import Store
 
 
 @dataclass(frozen=True)
-class Settings:
+class StreamingOptions:
     """The arguments of `horizon_lm.stream`."""
 
     device: str | Device = "auto"
@@ -132,7 +132,7 @@ class Settings:
         dtype = self.compute_dtype or (torch.float32 if on_host else store.precision.weight_dtype)
         path = self._chunked_path(parts)
         trunk = parts.trunks()[-1] if path is None else path.trunk
-        options = Options(
+        options = EngineOptions(
             dtype,
             self._residency(parts.num_blocks, device),
             self.device_micro_batch_size,

@@ -12,7 +12,7 @@ from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import OUTER, Kind
 
 
-class Outer:
+class OuterParameters:
     """Puts device tensors in the place of outer parameters while the model's own forward runs."""
 
     def __init__(self, engine: Engine) -> None:
@@ -68,7 +68,7 @@ class Outer:
 class _OuterFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, outer: Outer, forward_state: ForwardState, trained: list[str], anchor: torch.Tensor
+        ctx: Any, outer: OuterParameters, forward_state: ForwardState, trained: list[str], anchor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.outer, ctx.forward_state, ctx.trained = outer, forward_state, trained
         ctx.set_materialize_grads(False)

@@ -1,6 +1,6 @@
-"""The surroundings of a block's forward, so that its recompute sees the same ones.
+"""The context of a block's forward, so that its recompute sees the same ones.
 
-A recompute in other surroundings is silently wrong: another random state changes dropout, a backward outside
+A recompute in another context is silently wrong: another random state changes dropout, a backward outside
 autocast recomputes in fp32 what the forward did in bf16.
 
 """
@@ -29,7 +29,7 @@ class RecomputeContext:
         self._sdp = _sdp_flags()
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call ``function`` in these surroundings, whatever they are now."""
+        """Call ``function`` in this context, whatever they are now."""
 
         def inside() -> T:
             from contextlib import ExitStack

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import torch
 
 from horizon_lm.device.base import Device
-from horizon_lm.engine.device_buffers import Options
+from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.executor import Engine
-from horizon_lm.engine.model_forward import Streaming
+from horizon_lm.engine.model_forward import ModelForward
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt
 from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
 from horizon_lm.model.head_path import ChunkedPath
@@ -67,7 +67,7 @@ def stats(model: Any) -> dict[str, Any]:
 class StreamedModel:
     """Mixed into the model's own class by `attach`; overrides what streaming changes, rejects what it cannot do."""
 
-    _horizon: Streaming
+    _horizon: ModelForward
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
@@ -265,7 +265,7 @@ def _streamed_class(cls: Any) -> Any:
 
 
 def attach(
-    parts: ModelParts, store: Store, device: Device, options: Options, path: ChunkedPath | None, images: bool
+    parts: ModelParts, store: Store, device: Device, options: EngineOptions, path: ChunkedPath | None, images: bool
 ) -> Any:
     """Make a model streamed. Its parameters must already be views into ``store``.
 
@@ -287,6 +287,6 @@ def attach(
         adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)
     cls = type(model)
     parts.refer_weakly()
-    model._horizon = Streaming(engine, cls, path, is_adapter_model(model), images)
+    model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), images)
     model.__class__ = _streamed_class(cls)  # type: ignore[arg-type]
     return model

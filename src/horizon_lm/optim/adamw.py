@@ -136,17 +136,17 @@ class AdamW(torch.optim.Optimizer):
         present = {unit: self._present(unit) for unit in self._store.units}
         if not (self._hyper if self._in_backward else any(present.values())):  # no backward: as torch, do nothing
             return loss
-        squares = self._squares(present)
-        bad = next((unit for unit in self._backward_order() if not math.isfinite(squares[unit])), None)
+        squared_norms = self._squared_norm(present)
+        bad = next((unit for unit in self._backward_order() if not math.isfinite(squared_norms[unit])), None)
         if bad is not None:
             self._reject(bad)
             return loss
-        self.grad_norm = sum(squares.values()) ** 0.5
-        self.unit_grad_norms = {unit: square**0.5 for unit, square in squares.items()}
+        self.grad_norm = sum(squared_norms.values()) ** 0.5
+        self.unit_grad_norms = {unit: square**0.5 for unit, square in squared_norms.items()}
         if not self._in_backward:
             self._update(present)
         elif self._hyper:
-            engine.grads.squares.clear()
+            engine.grads.squared_norms.clear()
             self._advance()
         return loss
 
@@ -166,17 +166,17 @@ class AdamW(torch.optim.Optimizer):
             self._hyper = {}
         self._engine.clear_grads()
 
-    def _squares(self, present: Mapping[str, list[str]]) -> dict[str, float]:
+    def _squared_norm(self, present: Mapping[str, list[str]]) -> dict[str, float]:
         """By unit, the sum of squares of the gradients as they are stored; what is not known is read again."""
-        squares = {}
+        squared_norms = {}
         for unit, slabs in self._store.units.items():
             names = present[unit]
-            known = self._engine.grads.squares.of(unit) if names else None
+            known = self._engine.grads.squared_norms.of(unit) if names else None
             if known is None and names and slabs.grads.numel():
                 kernel = squared_norm_kernel(dtype_name(slabs.grads))
                 known = sum(kernel(as_array(slabs.grad_layout.view(slabs.grads, n).view(-1))) for n in names)
-            squares[unit] = known or 0.0
-        return squares
+            squared_norms[unit] = known or 0.0
+        return squared_norms
 
     def _reject(self, unit: str) -> None:
         """Skip a step whose gradient is not finite, or raise NonFiniteError."""
@@ -287,8 +287,8 @@ class AdamW(torch.optim.Optimizer):
         """Whether a unit may be updated when its turn comes. After a backward that is known; in one it is not."""
         if not self._in_backward:
             return lambda: True
-        squares = self._engine.grads.squares
-        return lambda: math.isfinite(squares.of(unit) or 0.0)
+        squared_norms = self._engine.grads.squared_norms
+        return lambda: math.isfinite(squared_norms.of(unit) or 0.0)
 
     def _hyperparameters(self) -> dict[int, Hyperparameters]:
         self._stepped: list[torch.nn.Parameter] = []
