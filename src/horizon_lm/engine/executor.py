@@ -1,4 +1,31 @@
-"""The executor: runs the passes of a training step, and knows what each of their operations moves."""
+"""The executor: runs the passes of a training step, and knows what each of their operations moves.
+
+A training step, and the module of each line (docs/architecture.md has the picture and the glossary):
+
+    model(**batch)                                           engine/model_forward.py
+        plan what stays resident, once per batch size        engine/residency_planner.py
+        schedule = build.forward(layout)                     schedule/build.py (operations and their waits; cached)
+        prefetch the batch's distinct embedding rows         engine/embedding.py
+        for each block, when the model's forward calls it:   engine/blocks.py
+            prefetch the next block into the other slot      engine/cursor.py -> device/async_device.py
+            wait for this block's weights                    an event between two streams; no thread waits
+            compute its micro-batches, without a graph       model/block_template.py
+            keep its input: the activation checkpoint        engine/forward_state.py (on the device, or offloaded)
+        norm, LM head and loss over chunks of tokens         engine/chunked_lm_head.py, engine/chunked_losses.py
+    loss.backward()                                          autograd calls one node per unit, last to first
+        schedule = build.backward(layout)                    schedule/build.py
+        offload the LM head's gradient                       engine/lm_head.py
+        for each block, last to first:                       engine/block_autograd.py
+            prefetch the previous block and its input        engine/cursor.py -> device/async_device.py
+            recompute each micro-batch and differentiate it  engine/recompute.py, engine/grad_sink.py
+            offload its gradient: copy, or add to the host's engine/host_grads.py, kernels/gradients.py
+        sum and offload the rows of the embedding            engine/embedding.py
+    optimizer.step()                                         optim/adamw.py
+        clip by the norm, which was summed while landing     engine/host_grads.py
+        for each unit, in the order of the next forward:     optim/update_tasks.py
+            run AdamW in pieces on host threads              device/host_threads.py, kernels/adamw.py
+        return; the next forward waits unit by unit          engine/executor.py (Engine.run_update)
+"""
 
 import weakref
 from collections import Counter

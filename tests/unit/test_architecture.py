@@ -1,0 +1,33 @@
+"""The pages about the code agree with the code."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import horizon_lm
+from horizon_lm.engine import executor
+
+ROOT = Path(horizon_lm.__file__).parent
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+MODULE = re.compile(r"\b[a-z]+/[a-z_]+\.py\b")
+
+
+def test_the_training_step_is_the_same_on_the_page_and_in_the_executor() -> None:
+    (step,) = re.findall(r"```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert inspect.cleandoc(step) in inspect.cleandoc(re.sub("^    ", "", str(executor.__doc__), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULE.findall(PAGE.read_text(encoding="utf-8")))))
+def test_every_module_on_the_page_exists(module: str) -> None:
+    assert (
+        (ROOT / module).is_file()
+        or (ROOT.parents[1] / "tests" / module).is_file()
+        or (PAGE.parents[1] / module).is_file()
+    )
+
+
+def test_every_package_is_on_the_page() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages == set(re.findall(r"^\| `([a-z]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
