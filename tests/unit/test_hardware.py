@@ -20,21 +20,27 @@ from horizon_lm.plan.catalog import (
     read_profile,
 )
 
-NAMES = ("a100-pcie-80gb", "gh200", "h100", "h100-pcie", "h200", "rtx-3090", "rtx-4090")
+NAMES = (
+    "a100-pcie-80gb", "b200", "gb10", "gh200", "h100", "h100-pcie", "h200", "l40s", "rtx-3090", "rtx-4090", "rtx-5090",
+)  # fmt: skip
 NOT_A_FIGURE = ("name", "device", "gpu", "sources")
 # As the CUDA driver says them.
 DRIVER_NAMES = {
     "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
+    "NVIDIA B200": "b200",
+    "NVIDIA GB10": "gb10",
     "NVIDIA GH200 480GB": "gh200",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H100 PCIe": "h100-pcie",
     "NVIDIA H200": "h200",
     "NVIDIA GeForce RTX 3090": "rtx-3090",
     "NVIDIA GeForce RTX 4090": "rtx-4090",
+    "NVIDIA GeForce RTX 5090": "rtx-5090",
+    "NVIDIA L40S": "l40s",
 }
 OTHER_GPUS = (
     "", "Tesla T4", "NVIDIA A100-SXM4-80GB", "NVIDIA H200 NVL", "NVIDIA GH200 120GB", "NVIDIA GeForce RTX 3090 Ti",
-    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 D", "NVIDIA L40", "NVIDIA GB200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
 )  # fmt: skip
 
 
@@ -92,7 +98,7 @@ def test_match_by_the_driver_s_name() -> None:
 
 def test_find_by_name() -> None:
     assert find_profile("H200") is published()["h200"]
-    with pytest.raises(ConfigError, match="'b300' is not known; choose one of a100-pcie-80gb, gh200"):
+    with pytest.raises(ConfigError, match="'b300' is not known; choose one of a100-pcie-80gb, b200, gb10"):
         find_profile("b300")
     with pytest.raises(ConfigError, match=r"nowhere\.json: No such file"):
         find_profile("nowhere.json")
