@@ -13,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "docs/images/*", "docs/site.css", "benchmarks/results/*.md")
+PAGES = ("*.md", "docs/**/*.md", "docs/images/*", "docs/site.css", "benchmarks/results/*.md")
 REMOTE = re.compile(r"""<(?:script|img|iframe)[^>]+src="?https?:|<link[^>]+rel="?stylesheet[^>]+href="?https?:""")
 log = logging.getLogger("mkdocs.hooks.docs_pages")
 
