@@ -11,7 +11,7 @@ help:
 	@echo "make test   lint, types, imports and the test suite"
 	@echo "make test-oldest  numerics with the engine's dependencies alone, in the oldest versions (TESTS=..., TORCH=torch==2.11.0)"
 	@echo "make lint   lint, types and imports alone"
-	@echo "make docs   this documentation as a site, in build/site; a broken link is an error"
+	@echo "make docs   build the documentation as a site, in build/site; a broken link is an error"
 	@echo "make gpu-check  the first two commands of docs/first-contact.md, into runs/gpu-check (DEVICE=cpu: all of it on toys)"
 	@echo "make wheel  build wheel and sdist, and try the wheel outside the checkout"
 
