@@ -4,13 +4,14 @@
 SHELL := /bin/bash
 export TORCH
 
-.PHONY: help demo test test-oldest lint wheel gpu-check
+.PHONY: help demo test test-oldest lint docs wheel gpu-check
 
 help:
 	@echo "make demo   fine-tune a real model under an enforced device capacity (FAST=1: a few steps)"
 	@echo "make test   lint, types, imports and the test suite"
 	@echo "make test-oldest  numerics with the engine's dependencies alone, in the oldest versions (TESTS=..., TORCH=torch==2.11.0)"
 	@echo "make lint   lint, types and imports alone"
+	@echo "make docs   build the documentation as a site, in build/site; a broken link is an error"
 	@echo "make gpu-check  the first two commands of docs/first-contact.md, into runs/gpu-check (DEVICE=cpu: all of it on toys)"
 	@echo "make wheel  build wheel and sdist, and try the wheel outside the checkout"
 
@@ -26,6 +27,10 @@ test-oldest:
 lint:
 	@python=$$(scripts/bootstrap.sh dev) && set -x && $$python -m ruff check . && $$python -m ruff format --check . \
 	  && $$python -m mypy && $$python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+docs:  # PATH: signatures are formatted by ruff
+	@python=$$(scripts/bootstrap.sh dev) && PATH="$$(dirname "$$python"):$$PATH" NO_MKDOCS_2_WARNING=1 \
+	  $$python -m mkdocs build --strict && echo "build/site/index.html; with search: $$python -m http.server -d build/site"
 
 gpu-check:
 	@$(or $(PYTHON),python3) scripts/gpu_check.py --device $(or $(DEVICE),cuda) $(if $(OUT),--output $(OUT))

@@ -149,7 +149,7 @@ def our_table(pairs: list[tuple[Simulated, Ours]]) -> list[str]:
         ])  # fmt: skip
     header = (
         "figure | rows | theirs simulated, s | our schedule alone, s | ours as planned, s | tokens/s | TFLOP/s "
-        "| faster by schedule alone | as planned | than published | precision | slices, held blocks, kept graphs"
+        "| faster by schedule alone | as planned | than published | precision | micro-batches, resident blocks, resident graphs"
     )
     return table(header, rows)
 

@@ -48,7 +48,7 @@ CONVERSATIONS = {
     ),
 }  # fmt: skip
 
-EQUAL, OTHERWISE, REFUSED, IMPOSSIBLE, DIFFERENT = "equal", "otherwise", "refused", "-", "different"
+EQUAL, OTHERWISE, REFUSED, IMPOSSIBLE, DIFFERENT = "equal", "otherwise", "rejected", "-", "different"
 
 
 def pairs() -> list[str]:
@@ -125,19 +125,19 @@ def _trained(tokenizer: Any, ids: np.ndarray, mask: np.ndarray) -> str:
 
 HEAD = """# Masks: ours beside those of TRL's training templates
 
-TRL ships templates with `{% generation %}` marks for many models that have none. This page compares, for each pair, which
-tokens of a conversation we train on. It is made by `python -m tests.template_pairs`, and a test keeps it true
-(`tests/unit/test_template_pairs.py`).
+TRL has templates with `{% generation %}` marks for many models that have none of their own. For each pair, this page compares
+the tokens of a conversation that we train on with those of TRL's template. It is written by `python -m tests.template_pairs`, and a
+test keeps it up to date (`tests/unit/test_template_pairs.py`).
 
-- **equal**: the same tokens, one by one. Where TRL is installed (the extra `post-training`) and its template
-  renders the conversation as the model's own does, its marks are used.
-- **otherwise**: its template renders this conversation in another way, so its marks cannot be used. The model's own rendering
-  is trained on, with the answers located in it; what that comes to is listed below.
-- **refused**: the row is refused with the reason below.
-- **-**: the model's own template does not take such a conversation.
+- **equal**: the same tokens, one by one. If TRL is installed (the extra `post-training`) and its template renders the
+  conversation as the model's own does, its marks are used.
+- **otherwise**: TRL's template renders this conversation differently, so its marks cannot be used. We train on the model's own
+  rendering, with the answers located in it; the resulting text is listed below.
+- **rejected**: the row is rejected with the reason below.
+- **-**: the model's own template does not support such a conversation.
 
-In brackets: the answers located in the rendering alone, as for a template that nobody knows, or without TRL. There **different**
-means the same answers and ends, but not each mark around them; the differences are listed below.
+In brackets: the result with the answers located in the rendering alone, as for an unknown template, or without TRL. There,
+**different** means the same answers and ends, but not every mark around them; the differences are listed below.
 
 """
 
@@ -155,14 +155,14 @@ def page() -> str:
             cells.append(found if found in (OTHERWISE, IMPOSSIBLE, alone) else f"{found} ({alone})")
             for what, text in ((found, detail), (alone, of_spans)):
                 if what == REFUSED:
-                    notes.setdefault(f"refused: {text}", []).append(f"{name}, {kind}")
+                    notes.setdefault(f"rejected: {text}", []).append(f"{name}, {kind}")
                 elif what in (OTHERWISE, DIFFERENT) and (what != DIFFERENT or kind == "one turn"):
                     theirs = trained_by_template(name, conversation)
                     notes.setdefault(f"{what}: we train on {text!r}, TRL's template on {theirs!r}", []).append(
                         f"{name}, {kind}"
                     )
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "## What differs, and why rows are refused", ""]
+    lines += ["", "## Differences, and reasons for rejection", ""]
     for note, where in sorted(notes.items()):
         lines.append(f"- {note}: {'; '.join(dict.fromkeys(where))}.")
     return HEAD + "\n".join(lines) + "\n"
