@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.model.outer_trial import Decoded, forwards, outer_leaves, try_outer
 from horizon_lm.model.units import ModelParts
 
-IGNORED = -100  # label of a token that is not trained, as in torch.nn.functional.cross_entropy
 _ROWS, _LENGTH, _CHUNK = 2, 5, 3
 _TOLERANCE = 1e-5
 AUXILIARY = ("output_router_logits",)  # arguments that make a forward add to its loss what is not the head's
@@ -66,9 +66,9 @@ def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) 
     weight = torch.randn((vocabulary, columns), generator=generator)
     ids = torch.randint(min(vocabulary, 1000), (_ROWS, _LENGTH), generator=generator)
     labels = ids.clone()
-    labels[0, 2] = labels[1, :2] = IGNORED
-    shifted = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    trained = (shifted.reshape(-1) != IGNORED).nonzero().squeeze(1)
+    labels[0, 2] = labels[1, :2] = IGNORE_INDEX
+    shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+    trained = (shifted.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
     options = {"use_cache": False} | {name: False for name in AUXILIARY if name in accepted}
 
     def run(states: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor], **arguments: Any) -> Any:
@@ -80,7 +80,7 @@ def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) 
         return F.linear(states[..., :columns], weight)
 
     # As the engine calls it first: with no label, and one row of logits.
-    nothing = labels.new_full((1, 1), IGNORED)
+    nothing = labels.new_full((1, 1), IGNORE_INDEX)
     count = len(trained)
     empty = run(
         hidden, lambda states: states.new_zeros((1, 1, vocabulary)), input_ids=ids,

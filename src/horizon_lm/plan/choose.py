@@ -7,6 +7,7 @@ micro-batch.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.plan.device_memory import device_use, step_working, weights_of_blocks
 from horizon_lm.plan.memory import device_buffers, host_bytes
 from horizon_lm.plan.outline import ModelOutline
@@ -15,7 +16,6 @@ from horizon_lm.plan.residency import Residency, head_chunk_tokens, spend
 from horizon_lm.plan.step import Step, StepSettings
 from horizon_lm.quantities import format_bytes
 
-MARGIN = 0.05  # of a device's memory, for what an allocator cannot use
 _ENOUGH_TOKENS = 32 * 1024  # on the device at once; more gain nothing
 
 
@@ -31,7 +31,7 @@ def device_room(request: Request, machine: Machine) -> int | None:
     """Bytes that a step may take on the device; None where its memory is the host's, and not limited for itself."""
     if machine.on_host or not machine.device_limits:
         return None
-    room = int(min(limit.num_bytes for limit in machine.device_limits) * (1 - MARGIN))
+    room = int(min(limit.num_bytes for limit in machine.device_limits) * (1 - DEVICE_MARGIN))
     return room - machine.device_context_bytes - machine.scratch_bytes
 
 

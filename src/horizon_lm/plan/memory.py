@@ -4,7 +4,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 32  # elements to which each tensor in a slab is padded
+from horizon_lm.constants import MOMENT_BLOCK, SLAB_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class BufferSettings:
 
 def slab_elements(tensors: Sequence[int]) -> int:
     """Elements of a slab that holds tensors of these sizes."""
-    return sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in tensors)
+    return sum(-(-numel // SLAB_ALIGNMENT) * SLAB_ALIGNMENT for numel in tensors)
 
 
 def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSizes | None = None) -> Mapping[str, int]:
@@ -117,7 +117,6 @@ def smallest_device_capacity(sizes: ModelSizes, settings: BufferSettings) -> int
 WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # of the form that is streamed
 LOW_HALF_BYTES = {"fp32_master": 2, "bf16": 0, "float32": 0}
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # each of two
-_SCALED = 256  # elements of a moment in 8 bits that share a scale in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +173,8 @@ def _pages(num_bytes: int) -> int:
 
 def _scales(trained: ModelSizes) -> int:
     """Of one moment. Rows of the table, which are updated one by one, begin new blocks."""
-    of_table = trained.vocabulary * -(-trained.hidden // _SCALED) if trained.table else 0
-    others = [sum(-(-numel // _SCALED) for numel in unit) for unit in trained.units[1:]]
+    of_table = trained.vocabulary * -(-trained.hidden // MOMENT_BLOCK) if trained.table else 0
+    others = [sum(-(-numel // MOMENT_BLOCK) for numel in unit) for unit in trained.units[1:]]
     return sum(_pages(4 * count) for count in (of_table, *others))
 
 

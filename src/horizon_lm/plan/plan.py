@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.plan.catalog import Hardware
-from horizon_lm.plan.choose import MARGIN, choose
+from horizon_lm.plan.choose import choose
 from horizon_lm.plan.device_memory import Curve, DeviceUse, device_use, memory_curve
 from horizon_lm.plan.memory import host_bytes, slab_elements
 from horizon_lm.plan.outline import ModelOutline
@@ -196,11 +197,11 @@ def _named(kind: str, num_bytes: int) -> tuple[str, int, str]:
 def _beside(machine: Machine) -> list[Item]:
     """What is on the device besides the step."""
     limits = [limit.num_bytes for limit in machine.device_limits]
-    margin = int(min(limits) * MARGIN) if limits else 0
+    margin = int(min(limits) * DEVICE_MARGIN) if limits else 0
     return [
         Item("transfers", machine.scratch_bytes, "conversions of two links"),
         Item("context", machine.device_context_bytes, "driver, libraries and their kernels: an allowance"),
-        Item("margin", margin, f"{MARGIN:.0%} of the device, for what its allocator cannot use"),
+        Item("margin", margin, f"{DEVICE_MARGIN:.0%} of the device, for what its allocator cannot use"),
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from horizon_lm.constants import SLAB_ALIGNMENT
 from horizon_lm.store.precision import Precision, join_master, split_master
 
 PAGE = mmap.PAGESIZE
@@ -63,9 +64,6 @@ def as_array(tensor: torch.Tensor) -> Any:
     return tensor.detach().numpy()
 
 
-ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line, and enough for vector loads on a device
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     offset: int  # elements
@@ -84,7 +82,7 @@ class SlabLayout:
             strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
             entry = Entry(offset, torch.Size(shape), strides, math.prod(shape))
             self.entries[name] = entry
-            offset += -(-entry.numel // ALIGNMENT) * ALIGNMENT
+            offset += -(-entry.numel // SLAB_ALIGNMENT) * SLAB_ALIGNMENT
         self.numel = offset
 
     def __contains__(self, name: str) -> bool:
