@@ -123,8 +123,8 @@ def test_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return describe_machine(CudaDevice(), tmp_path)["gpu"]["page-locking"]
 
         assert page_locking(None) == "works (64.00 MiB tried, no limit)"
-        assert page_locking(8 * 2**20) == "works, whatever RLIMIT_MEMLOCK says (64.00 MiB tried)"
-        assert page_locking(99 * 2**20) == "works, whatever RLIMIT_MEMLOCK says (100.00 MiB tried)"
+        assert page_locking(8 * 2**20) == "works, beyond RLIMIT_MEMLOCK (64.00 MiB tried)"
+        assert page_locking(99 * 2**20) == "works, beyond RLIMIT_MEMLOCK (100.00 MiB tried)"
         assert page_locking(2**40).startswith("works (1.00 GiB tried); beyond")
         gpu.lockable = 2**20
         assert page_locking(8 * 2**20).startswith("fails (out of memory; 64.00 MiB tried), so every copy")
