@@ -118,9 +118,9 @@ def _problem(name: str, hint: Any, value: Any) -> str:
         return "a step cannot be simulated without it" if name in _NEEDED and not value else ""
     if hint == Mapping[str, str]:
         fits = isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-        return "" if fits else "its values must be strings"
+        return "" if fits else "it must be an object of strings"
     if not isinstance(value, dict) or not all(_is_amount(each) and each > 0 for each in value.values()):
-        return "its values must be positive numbers"
+        return "it must be an object of positive numbers"
     if name == "host_bandwidth":
         fits = bool(value) and all(key.isdecimal() and int(key) for key in value)
         return "" if fits else 'its keys must be numbers of threads, for example {"1": 15e9, "8": 60e9}'
