@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 import horizon_lm
 from horizon_lm.config.load import as_config
-from horizon_lm.data.loader import NOT_TRAINED, Batch, in_order
+from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.data.loader import Batch, in_order
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
 
@@ -122,7 +123,7 @@ def answer_logprobs(model: Any, batch: Batch) -> torch.Tensor:
     logits = model(**batch.inputs()).logits[:, :-1].float()
     labels = batch.labels[:, 1:]
     logprobs = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-    return (logprobs * (labels != NOT_TRAINED)).sum(1).view(2, -1)
+    return (logprobs * (labels != IGNORE_INDEX)).sum(1).view(2, -1)
 
 
 def open_plain(folder: str | Path, dtype: torch.dtype = torch.float32) -> Any:

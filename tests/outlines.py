@@ -1,4 +1,4 @@
-"""Outlines and machines made by hand, in which every figure is known."""
+"""Handmade outlines and machines with known figures."""
 
 from math import inf
 from typing import Any
@@ -12,7 +12,7 @@ BLOCK, TABLE, HIDDEN, VOCABULARY, ATTENTION = 233_057_792, 152_064 * 3584, 3584,
 
 
 def dense(num_blocks: int = 28, length: int = 4096, tied: bool = False, compute_bytes: int = 2) -> ModelOutline:
-    """A decoder of which only products and attention take time."""
+    """Return a decoder in which only matrix products and attention take time."""
     sizes = ModelSizes(
         blocks=[[BLOCK]] * num_blocks,
         table=[TABLE],
@@ -54,7 +54,7 @@ def dense(num_blocks: int = 28, length: int = 4096, tied: bool = False, compute_
 
 
 def machine(**changes: Any) -> Hardware:
-    """A server whose memory on the device is infinitely fast."""
+    """Return a server whose device memory is infinitely fast."""
     settings: dict[str, Any] = {
         "name": "by hand", "device": "cuda", "gpu": "", "device_memory": 140 * 10**9, "host_memory": 10**12, "cores": 16,
         "matmul": {"bfloat16": 600e12, "float32": 60e12}, "attention": {"bfloat16": 600e12, "float32": 60e12},

@@ -1,4 +1,4 @@
-"""One family of errors. Each carries the process exit code that the command line returns for it."""
+"""The errors and warnings of Horizon-LM. Each error carries the exit code of the command line."""
 
 EXIT_CODES = {
     0: "finished",
@@ -11,67 +11,67 @@ EXIT_CODES = {
 
 
 class HorizonError(Exception):
-    """Base of every error that Horizon-LM raises on purpose."""
+    """Base class of all errors that Horizon-LM raises deliberately."""
 
     exit_code = 1
 
 
 class ConfigError(HorizonError, ValueError):
-    """A setting that is unknown, out of range, or contradicts another one."""
+    """A setting is unknown, out of range, or contradicts another one."""
 
     exit_code = 2
 
 
 class ModelNotSupportedError(HorizonError, ValueError):
-    """A model that cannot be streamed exactly; the message names the module and the reason."""
+    """A model cannot be streamed exactly; the message names the module and the reason."""
 
     exit_code = 2
 
 
 class DoesNotFitError(HorizonError, MemoryError):
-    """More bytes are needed than there are; the message has both numbers and a remedy."""
+    """More bytes are needed than available; the message has both numbers and a remedy."""
 
     exit_code = 3
 
 
 class DataError(HorizonError, ValueError):
-    """A file or a row that cannot be trained on; the message has the place."""
+    """A file or an example cannot be used for training; the message names the place."""
 
     exit_code = 4
 
 
 class TokenError(DataError, IndexError):
-    """Token ids or labels that do not fit the model or each other."""
+    """Token ids or labels do not fit the model or each other."""
 
 
 class NonFiniteError(HorizonError, ArithmeticError):
-    """A loss or gradient that is NaN or infinite. No weight was changed by the step that raised it."""
+    """A loss or gradient is NaN or infinite. The step changed no weight."""
 
     exit_code = 5
 
 
 class CheckpointWarning(UserWarning):
-    """Tensors of a checkpoint are no part of the model, and are left out."""
+    """Tensors of a checkpoint do not belong to the model, and are ignored."""
 
 
 class NonFiniteWarning(RuntimeWarning):
-    """A step was left out because a gradient was NaN or infinite."""
+    """A step was skipped because a gradient was NaN or infinite."""
 
 
 class HeadWarning(UserWarning):
-    """A model's loss cannot be computed in chunks, so that all its logits are made at once."""
+    """A model's loss cannot be computed in chunks, so all logits are computed at once."""
 
 
 class PageLockWarning(RuntimeWarning):
-    """Host memory could not be page-locked, so that copies of it are slower."""
+    """Host memory could not be page-locked, so transfers are slower."""
 
 
 class UnprovenModelWarning(UserWarning):
-    """A model is streamed that was not found equal to plain autograd."""
+    """A streamed model was not proven equal to plain autograd."""
 
 
 class ForeignWriteWarning(UserWarning):
-    """Weights were written by other code, and what the store keeps beside them was reset."""
+    """Other code wrote weights, so the low halves of their fp32 masters were reset."""
 
 
 class InterruptedRunError(HorizonError):
@@ -81,21 +81,21 @@ class InterruptedRunError(HorizonError):
 
 
 class StreamingError(HorizonError, RuntimeError):
-    """The streamed model was used in a way that would give wrong numbers (for example a second backward)."""
+    """The streamed model was used in a way that would give wrong numbers, for example a second backward."""
 
 
 class MissingLogitsError(StreamingError, AttributeError):
-    """Logits of a loss that was computed in chunks were looked at. Also an AttributeError: others ask with hasattr."""
+    """Logits were requested of a loss computed in chunks. Also an AttributeError, because other code asks with hasattr."""
 
     def __init__(self) -> None:
         super().__init__(
-            "a loss with head='chunked' is computed without logits as a whole. Call the model without labels for logits, "
+            "head='chunked' computes the loss without keeping the logits. Call the model without labels for logits, "
             "horizon_lm.token_logprobs for log-probabilities, or stream with head='whole'."
         )
 
 
 class ScheduleMismatchError(StreamingError):
-    """Autograd or the model's forward reached an operation other than the one the schedule expects next."""
+    """Autograd or the model's forward reached another operation than the schedule expects next."""
 
     def __init__(self, expected: str, got: str) -> None:
         super().__init__(f"the schedule expects {expected} next, but {got} was reached")
@@ -111,9 +111,9 @@ class GradientMismatchError(StreamingError):
 
 
 class PartialUpdateError(StreamingError):
-    """An update failed inside a kernel: some weights are new, some old, and the model must be loaded again."""
+    """An update failed inside a kernel, so some weights are updated and some are not; the model must be reloaded."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, without the rest of its page."""
+    """Return the first line of a library's error message."""
     return next(iter(str(error).splitlines()), type(error).__name__)

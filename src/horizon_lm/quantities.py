@@ -1,4 +1,4 @@
-"""Parsing and printing of sizes and durations."""
+"""Parse and format sizes and durations."""
 
 import re
 
@@ -12,10 +12,10 @@ _FACTORS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes in a size such as ``"64MiB"``, ``"1.5 TB"`` or ``1024``.
+    """Return the bytes of a size such as ``"64MiB"``, ``"1.5 TB"`` or ``1024``.
 
     Raises:
-        ConfigError: if the text is not a number with a known unit.
+        ConfigError: the text is not a number with a known unit.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
@@ -26,7 +26,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size in the largest binary unit that keeps it above one, for example ``"1.25 GiB"``."""
+    """Format a size in the largest binary unit in which it is at least one, for example ``"1.25 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
@@ -35,7 +35,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration such as ``"12 s"``, ``"3 min 20 s"`` or ``"2 h 05 min"``."""
+    """Format a duration, for example ``"12 s"``, ``"3 min 20 s"`` or ``"2 h 05 min"``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""Memory, disk space and cores that this process may use: those of the machine, its control groups and its resource limits."""
+"""Memory, disk space and cores available to this process, by the machine, its control groups and its resource limits."""
 
 import math
 import os
@@ -14,7 +14,7 @@ from horizon_lm.quantities import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A control group of version 1 or 2: its path below the mount, for people, and the folder with its files."""
+    """A control group of version 1 or 2, with its path below the mount point and the folder of its files."""
 
     version: int
     path: str
@@ -22,10 +22,10 @@ class Group:
 
 
 def control_groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Group]:
-    """This process's group and all groups above it, from the inside out, in every hierarchy with that controller.
+    """Yield this process's group and its ancestors, innermost first, in every hierarchy with this controller.
 
-    ``cgroups`` is where the hierarchies are mounted, ``membership`` is ``/proc/self/cgroup`` (cgroups(7)). A group of
-    version 2 is named whether or not it has the controller: its files show it.
+    ``cgroups`` is the mount point of the hierarchies, ``membership`` is ``/proc/self/cgroup`` (cgroups(7)). Groups of
+    version 2 are yielded even without the controller, because their files show whether they have it.
     """
     try:
         lines = membership.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -37,31 +37,31 @@ def control_groups(controller: str, cgroups: Path, membership: Path) -> Iterator
         mount = _mount(controller, fields[1], cgroups)
         names = [name for name in fields[2].split("/") if name]
         if ".." in names or not os.path.isdir(mount.joinpath(*names)):
-            names = []  # a container: the path is the host's, and the mount begins with this process's own group
+            names = []  # in a container: the path is the host's, and the mount point is this process's own group
         for depth in range(len(names), -1, -1):
             above = names[:depth]
             yield Group(1 if fields[1] else 2, "/" + "/".join(above), mount.joinpath(*above))
 
 
 def _mount(controller: str, controllers: str, cgroups: Path) -> Path:
-    if controllers:  # several in one hierarchy have a link each, but not everywhere
+    if controllers:  # a hierarchy with several controllers usually has a link for each, but not everywhere
         return cgroups / (controller if os.path.isdir(cgroups / controller) else controllers)
     hybrid = os.path.isdir(cgroups / "unified") and not os.path.exists(cgroups / "cgroup.controllers")
     return cgroups / "unified" if hybrid else cgroups
 
 
 _PROC = Path("/proc")
-_NO_LIMIT = 2**62  # version 1 has no word for it: it shows the largest number of whole pages
+_NO_LIMIT = 2**62  # version 1 has no value for "unlimited": it shows the largest number of whole pages
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """One thing that bounds this process's memory.
+    """An upper bound on this process's memory.
 
-    name: for people, such as "cgroup v2 /user.slice/run.scope (memory.max 8.00 GiB)" or "MemAvailable".
-    room: bytes that this process may come to hold in all: what it holds already (``resident_bytes``), and what is
-    left under the limit.
-    is_estimate: nothing enforces it: what the machine has free now, which may be less than it can have.
+    Attributes:
+        name: display name, such as "cgroup v2 /user.slice/run.scope (memory.max 8.00 GiB)" or "MemAvailable".
+        room: bytes that this process may hold in total: those it holds (``resident_bytes``) and those left under the limit.
+        is_estimate: not enforced: the memory that is free now, although more may become free.
     """
 
     name: str
@@ -70,7 +70,7 @@ class MemoryLimit:
 
 
 def memory_limits(proc: Path = _PROC, cgroups: Path = Path("/sys/fs/cgroup")) -> list[MemoryLimit]:
-    """Everything known that bounds this process's memory, smallest room first. What cannot be read is left out."""
+    """Return every known bound on this process's memory, the smallest first, leaving out what cannot be read."""
     held = resident_bytes(proc)
     groups = control_groups("memory", cgroups, proc / "self/cgroup")
     limits = [
@@ -82,10 +82,10 @@ def memory_limits(proc: Path = _PROC, cgroups: Path = Path("/sys/fs/cgroup")) ->
 
 
 def resident_bytes(proc: Path = _PROC) -> int:
-    """Bytes of memory that this process holds: VmRSS without the pages of mapped files.
+    """Return the bytes of memory that this process holds: VmRSS without the pages of mapped files.
 
-    Those are page cache, which counts as use under no limit: the kernel drops it where memory is needed. Without
-    ``/proc`` it is the most that the process ever held, mapped files included.
+    Mapped files are page cache, which counts towards no limit: the kernel drops it when memory is needed. Without
+    ``/proc``, return the peak of the process, mapped files included.
     """
     status = _sizes(proc / "self/status")
     if "VmRSS" in status:
@@ -94,31 +94,31 @@ def resident_bytes(proc: Path = _PROC) -> int:
 
 
 def memlock_limit() -> int | None:
-    """Bytes that this process may lock in memory, without privileges; None: as many as it likes."""
+    """Return the bytes that this process may lock without privileges; None if there is no limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def disk_free(path: Path) -> int:
-    """Bytes that an unprivileged user may still write at ``path``, whose last parts need not exist yet.
+    """Return the bytes that an unprivileged user may still write at ``path``, which need not exist yet.
 
-    Quotas of users and projects are not looked at.
+    Quotas of users and projects are not considered.
 
     Raises:
-        OSError: if the file system does not answer, or may not be asked.
+        OSError: the file system does not answer, or access is denied.
     """
     answer = os.statvfs(_nearest(path))
     return answer.f_bavail * answer.f_frsize
 
 
 def file_system(path: Path) -> int:
-    """The number of the file system that ``path`` is on, or will be; OSError if it may not be asked."""
+    """Return the number of the file system that ``path`` is or will be on; raise OSError if access is denied."""
     return os.stat(_nearest(path)).st_dev
 
 
 def _nearest(path: Path) -> Path:
-    """The last part of ``path`` that exists; OSError if it may not be asked for."""
-    target = Path(os.path.realpath(path))  # a link to what does not exist yet may lead to another disk
+    """Return the closest existing ancestor of ``path``, or itself; raise OSError if access is denied."""
+    target = Path(os.path.realpath(path))  # a link to a missing target may lead to another disk
     for place in (target, *target.parents):
         try:
             os.stat(place)
@@ -129,8 +129,8 @@ def _nearest(path: Path) -> Path:
 
 
 def _group(group: Group, held: int) -> list[MemoryLimit]:
-    """What is left under the limit of a group, in which page cache that can be dropped is no use."""
-    if group.version == 2:  # above memory.high a process crawls: as good as an end
+    """Return the memory left under a group's limit, counting page cache that the kernel can drop as free."""
+    if group.version == 2:  # above memory.high a process is throttled until it hardly runs, so treat it as a limit
         limit_files, usage_file = ["memory.max", "memory.high"], "memory.current"
     else:
         limit_files, usage_file = ["memory.limit_in_bytes"], "memory.usage_in_bytes"
@@ -141,7 +141,7 @@ def _group(group: Group, held: int) -> list[MemoryLimit]:
         return []
     limit, name = min(limits)
     stat = dict(re.findall(r"^(\w+) (\d{1,20})$", _text(group.folder / "memory.stat"), re.MULTILINE))
-    # version 1 has a group's own numbers beside the totals of all groups below it; tmpfs is cache in neither list
+    # Version 1 lists a group's own numbers and the totals of its subtree. tmpfs counts as cache in neither list.
     cache = [stat.get(f"total_{kind}", stat.get(kind, 0)) for kind in ("inactive_file", "active_file")]
     used -= sum(map(int, [*cache, stat.get("slab_reclaimable", 0)]))
     text = f"cgroup v{group.version} {group.path} ({name} {format_bytes(limit)})"
@@ -163,7 +163,7 @@ def _machine(proc: Path, held: int) -> list[MemoryLimit]:
 
 
 def _process(proc: Path, held: int) -> list[MemoryLimit]:
-    """Limits on what is mapped. What is mapped and not resident, such as libraries' reservations, is lost to them."""
+    """Return the limits on mapped memory, less what is mapped but not resident, such as reservations of libraries."""
     status = _sizes(proc / "self/status")
     limits = []
     for name, kind, mapped in (
@@ -179,24 +179,24 @@ def _process(proc: Path, held: int) -> list[MemoryLimit]:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not this kernel, not this version, or not visible from here
+    except OSError:  # another kernel or version, or not visible from this process
         return ""
 
 
 def _number(path: Path) -> int | None:
-    """The number that a file consists of; None for anything else, such as "max"."""
+    """Return the number in a file; None for other content, such as "max"."""
     text = _text(path).strip()
     return int(text) if re.fullmatch(r"\d{1,20}", text) else None
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """The lines ``name: number kB`` of a file, in bytes."""
+    """Return the ``name: number kB`` lines of a file, in bytes."""
     lines = re.findall(r"^(\w+):\s*(\d{1,20}) kB$", _text(path), re.MULTILINE)
     return {name: 1024 * int(number) for name, number in lines}
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """The process's affinity, and no more than what the quotas of its control groups allow; at least one."""
+    """Return the number of cores in the process's affinity, within the quotas of its control groups; at least one."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for group in control_groups("cpu", cgroups, membership) for quota in _quota(group)]
     return max(1, math.floor(min([affinity, *quotas])))
@@ -207,5 +207,5 @@ def _quota(group: Group) -> list[float]:
     try:
         quota, period = " ".join((group.folder / name).read_text() for name in names).split()
         return [] if quota in ("max", "-1") else [int(quota) / int(period)]
-    except (OSError, ValueError):  # not visible from here
+    except (OSError, ValueError):  # not visible from this process
         return []

@@ -107,7 +107,7 @@ WARNED: dict[str, tuple[Edit, str]] = {
     ),
     "old buffers": (
         tensors(lambda found: found.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})),
-        r"1 tensor \(for example model\.layers\.0\.self_attn\.rotary_emb\.inv_freq\) .* known to be no part .* left out of exports",
+        r"1 tensor \(for example model\.layers\.0\.self_attn\.rotary_emb\.inv_freq\) .* known not to belong .* left out of exports",
     ),
 }
 
@@ -133,7 +133,7 @@ def commanded(command: str) -> Callable[[Path], None]:
         if result.exit_code:
             assert result.exit_code == 2
             raise SystemExit(result.stderr)
-        if "known to be no part" in result.stdout or "neither trained" in result.stdout:
+        if "known not to belong" in result.stdout or "neither trained" in result.stdout:
             warnings.warn(result.stdout, CheckpointWarning, stacklevel=2)
 
     return use

@@ -216,7 +216,7 @@ def no_cuda(files: Path) -> list[str]:
         (
             known_name_without_its_folder,
             2,
-            "smollm2-135m-instruct is neither a folder here nor a model that could be fetched",
+            "smollm2-135m-instruct is neither a folder nor a model that could be fetched",
         ),
         pytest.param(
             kernel_that_is_not_installed,

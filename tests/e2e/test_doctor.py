@@ -1,4 +1,4 @@
-"""``horizon-lm doctor`` as a user has it. Its figures are of no interest here, only that there are some."""
+"""``horizon-lm doctor`` as a user runs it. The figures do not matter here, only that they exist."""
 
 import gc
 import json
@@ -28,7 +28,7 @@ RATES = ("device_bandwidth", "op_seconds", "link_in", "link_out", "link_both", "
 
 
 def doctor(*arguments: Any, home: Path, code: int = 0) -> "subprocess.CompletedProcess[str]":
-    """The command in a process of its own, with that home and that folder to work in."""
+    """Run the command in a process of its own, with this folder as home and working directory."""
     environment = os.environ | {"HOME": str(home), "OMP_NUM_THREADS": "1"}
     environment.pop("XDG_CONFIG_HOME", None)
     command = [sys.executable, "-m", "horizon_lm.cli", "doctor", *map(str, arguments)]
@@ -41,10 +41,10 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_profile_of_this_machine(tmp_path: Path) -> None:
+def test_profile_of_this_machine(tmp_path: Path) -> None:
     done = doctor("--quick", "--device", "cpu", "--json", home=tmp_path)
     own = tmp_path / ".config" / "horizon-lm" / "profile.json"
-    assert files(tmp_path) == [".config/horizon-lm/profile.json"]  # and not the one that the disk was tried with
+    assert files(tmp_path) == [".config/horizon-lm/profile.json"]  # and no file left by the disk benchmark
 
     profile = read_profile(own)
     assert (profile.device, profile.gpu, profile.device_memory) == ("cpu", "", 0)
@@ -65,10 +65,10 @@ def test_a_profile_of_this_machine(tmp_path: Path) -> None:
     assert "host memory, threads: 1:" in done.stderr  # progress
 
 
-# What cannot be done is said before anything is measured
+# Errors are raised before anything is measured
 
 
-def refused(message: str, *arguments: Any, home: Path) -> None:
+def rejected(message: str, *arguments: Any, home: Path) -> None:
     done = doctor("--quick", "--device", "cpu", *arguments, home=home, code=2)
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
@@ -76,24 +76,24 @@ def refused(message: str, *arguments: Any, home: Path) -> None:
     assert done.stdout == ""
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_output(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    refused(f"{tmp_path}/file is not a folder", "--output", tmp_path / "file/profile.json", home=tmp_path)
-    refused("Not a directory", "--output", tmp_path / "file/sub/profile.json", home=tmp_path)
-    refused(f"{tmp_path}: it is a folder", "--output", tmp_path, home=tmp_path)
-    refused("nowhere is not a folder", "--folder", "nowhere", "--no-save", home=tmp_path)
+    rejected(f"{tmp_path}/file is not a folder", "--output", tmp_path / "file/profile.json", home=tmp_path)
+    rejected("Not a directory", "--output", tmp_path / "file/sub/profile.json", home=tmp_path)
+    rejected(f"{tmp_path}: it is a folder", "--output", tmp_path, home=tmp_path)
+    rejected("nowhere is not a folder", "--folder", "nowhere", "--no-save", home=tmp_path)
     assert files(tmp_path) == ["file"]
 
 
-# Parts that the quick run leaves out, and what they do in want
+# Parts that --quick skips, and their behavior when resources are short
 
 
-def test_updates() -> None:
+def test_update_seconds() -> None:
     seconds = update_seconds("fp32_master", CpuDevice(), cores=1, available=2**30, rounds=QUICK)
     assert 1e-11 < seconds < 1e-6
 
 
-def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(rate > 0 for rate in disk_rates(tmp_path, QUICK))
     with pytest.raises(ConfigError, match="nowhere: No such file or directory; name a folder"):
         disk_rates(tmp_path / "nowhere", QUICK)
@@ -103,14 +103,14 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files(tmp_path) == []
 
 
-def test_threads() -> None:
+def test_host_bandwidth_by_threads() -> None:
     assert list(host_bandwidth(6, 2**30, QUICK)) == ["1", "2", "4", "6"]
 
 
-# On a GPU: its own code, on one that is emulated
+# The GPU code, on an emulated GPU
 
 
-def test_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with emulated_gpu(free_bytes=24 * 10**9) as gpu:
         profile = measure_machine(CudaDevice, tmp_path, QUICK, lambda line: None)
         profile.save(tmp_path / "profile.json")
@@ -123,13 +123,13 @@ def test_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return describe_machine(CudaDevice(), tmp_path)["gpu"]["page-locking"]
 
         assert page_locking(None) == "works (64.00 MiB tried, no limit)"
-        assert page_locking(8 * 2**20) == "works, whatever RLIMIT_MEMLOCK says (64.00 MiB tried)"
-        assert page_locking(99 * 2**20) == "works, whatever RLIMIT_MEMLOCK says (100.00 MiB tried)"
+        assert page_locking(8 * 2**20) == "works, beyond RLIMIT_MEMLOCK (64.00 MiB tried)"
+        assert page_locking(99 * 2**20) == "works, beyond RLIMIT_MEMLOCK (100.00 MiB tried)"
         assert page_locking(2**40).startswith("works (1.00 GiB tried); beyond")
         gpu.lockable = 2**20
         assert page_locking(8 * 2**20).startswith("fails (out of memory; 64.00 MiB tried), so every copy")
         del gpu
-        gc.collect()  # what devices do when they are gone belongs in here
+        gc.collect()  # run the finalizers of devices inside the emulation
 
 
 def test_other_programs() -> None:
@@ -142,7 +142,7 @@ def test_other_programs() -> None:
 def test_slow_work_is_timed_once() -> None:
     times: list[int] = []
     Rounds(seconds=0.0, at_least=3).median(lambda: times.append(1))
-    assert len(times) == 2  # with the one that is not timed
+    assert len(times) == 2  # including the untimed one
     Rounds(seconds=0.01, at_least=3).median(lambda: times.append(1), prepare=lambda: times.append(0))
     assert times[2:6] == [0, 1, 0, 1]
     assert len(times) >= 2 + 4 * 2

@@ -1,4 +1,4 @@
-"""Knowing before starting: what ``plan`` says, and what ``train`` refuses."""
+"""Planning before a run: the output of ``plan``, and runs that ``train`` rejects."""
 
 import json
 import re
@@ -37,10 +37,10 @@ def plan(*arguments: Any) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-# What a plan says
+# Output of a plan
 
 
-def test_a_plan_has_every_byte_and_every_choice(run_file: Path) -> None:
+def test_plan_lists_all_bytes_and_choices(run_file: Path) -> None:
     content = plan(run_file)
     assert content["fits"]
     for place in ("host", "disk"):
@@ -49,36 +49,34 @@ def test_a_plan_has_every_byte_and_every_choice(run_file: Path) -> None:
         assert content[place]["available"] == min(limit["bytes"] for limit in content[place]["limits"])
     names = [item["name"] for item in content["host"]["items"]]
     assert {"weights", "low halves", "gradients", "moments", "process"} <= set(names)
-    assert content["device"]["items"] == []  # the host's
-    assert content["run"]["reasons"][0] == "6 rows a step = 2 x 3; runs as 3 slices of 2"
+    assert content["device"]["items"] == []  # device memory is host memory
+    assert content["run"]["reasons"][0] == "batch: 6 examples/step (2 × accumulation 3), 3 micro-batches of 2"
     assert content["run"]["settings"]["activation_checkpoints"] == content["model"]["num_blocks"]
     assert content["run"]["num_steps"] == 3 * 2  # epochs of 12 rows in steps of 6
 
 
-def test_a_plan_counts_the_exports_on_the_way(run_file: Path) -> None:
-    """6 steps with an export after each second one: two, for the last is the model itself."""
+def test_plan_counts_intermediate_exports(run_file: Path) -> None:
+    """6 steps with an export after every second one make two, because the last is the model itself."""
     saving = ["--save_strategy", "steps", "--save_steps", "2"]
     for settings, count in ((saving, 2), ([*saving, "--save_total_limit", "1"], 1), (["--save_strategy", "epoch"], 2)):
         items = {item["name"]: item["bytes"] for item in plan(run_file, *settings)["disk"]["items"]}
         assert items["checkpoints"] == count * items["exported model"]
 
 
-def test_a_run_has_the_settings_that_were_planned(run_file: Path, tmp_path: Path) -> None:
+def test_run_uses_planned_settings(run_file: Path, tmp_path: Path) -> None:
     result = run("train", run_file, "--max_steps", 1)
     assert result.exit_code == 0, result.stderr
-    assert "6 rows a step = 2 x 3; runs as 3 slices of 2" in result.stdout
+    assert "batch: 6 examples/step (2 × accumulation 3), 3 micro-batches of 2" in result.stdout
     saved = json.loads((tmp_path / "run/plan.json").read_text())
     config = (tmp_path / "run/config.yaml").read_text()
     assert "device_micro_batch_size: 2\n" in config
     assert "activation_checkpoints: 2\n" in config
-    assert saved["run"]["length"] < 128  # that of the rows there are
+    assert saved["run"]["length"] < 128  # the longest actual example
     assert saved["run"]["settings"]["device_micro_batch_size"] == 2
 
 
-def test_the_engine_expects_the_largest_batch_of_the_run(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that buffers are made once, and as large as planned."""
+def test_engine_expects_largest_batch(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are allocated once, with the planned size."""
     expected: list[Any] = []
     monkeypatch.setattr(Engine, "expect", lambda engine, batch: expected.append(batch))
     assert run("train", run_file, "--max_steps", 1).exit_code == 0
@@ -88,7 +86,7 @@ def test_the_engine_expects_the_largest_batch_of_the_run(
     assert batch.distinct_tokens > 1
 
 
-def test_text_for_people(run_file: Path) -> None:
+def test_plan_text(run_file: Path) -> None:
     result = run("plan", run_file, "--device", "h200", "--host-memory", "512GiB")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
@@ -96,16 +94,16 @@ def test_text_for_people(run_file: Path) -> None:
         assert heading in lines
     assert any(line.startswith("time, simulated with the rates of H200") for line in lines)
     assert "of 512.00 GiB (host_memory): fits" in result.stdout
-    assert any("limited by" in line for line in lines)
+    assert any("bottleneck: " in line for line in lines)
 
 
-def test_seconds_need_rates(run_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_times_need_a_profile(run_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert plan(run_file)["step"] is None
-    assert "horizon-lm doctor measures them" in run("plan", run_file).stdout
+    assert "horizon-lm doctor measures it" in run("plan", run_file).stdout
 
 
-def test_a_model_that_is_not_here_is_planned_from_what_is_known_of_it() -> None:
+def test_known_model_is_planned_without_download() -> None:
     content = plan("--model", "Qwen/Qwen2.5-7B-Instruct", "--device", "h200", "--host-memory", "256GiB")
     assert content["model"]["parameters"] == 7_615_616_512
     assert [item["name"] for item in content["disk"]["items"]] == ["exported model", "download"]
@@ -116,7 +114,7 @@ def test_a_model_that_is_not_here_is_planned_from_what_is_known_of_it() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_a_large_mixture_is_planned_in_less_than_a_gigabyte() -> None:
+def test_large_moe_is_planned_in_less_than_a_gigabyte() -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom horizon_lm.cli import app\n"
         "try:\n    app(['plan', '--model', 'deepseek-ai/DeepSeek-V3', '--device', 'h200', '--host-memory', '10TB', '--json'])\n"
@@ -130,28 +128,28 @@ def test_a_large_mixture_is_planned_in_less_than_a_gigabyte() -> None:
     assert json.loads(result.stdout)["model"]["parameters"] == 671_026_404_352
 
 
-# What does not fit
+# Runs that do not fit
 
 
-def refused(*arguments: Any) -> str:
-    """The message of a command that says that something does not fit."""
+def rejected(*arguments: Any) -> str:
+    """Run a command that must exit with 'does not fit', and return its message."""
     result = run(*arguments)
     assert result.exit_code == 3, result.output
     assert result.stderr.startswith("error: this run does not fit")
     return result.stderr
 
 
-def test_a_70b_model_does_not_fit_here_and_fits_elsewhere(run_file: Path) -> None:
-    message = refused("plan", "--model", "meta-llama/Llama-3.1-70B", "--host-memory", "2GiB", "--device", "cpu")
-    assert "2.00 GiB are there (host_memory)" in message
+def test_70b_model_is_rejected_here_and_fits_h200(run_file: Path) -> None:
+    message = rejected("plan", "--model", "meta-llama/Llama-3.1-70B", "--host-memory", "2GiB", "--device", "cpu")
+    assert "2.00 GiB available (host_memory)" in message
     assert "No settings make it fit" in message
     assert re.search(r"--max_grad_norm 0 it would take [\d.]+ \w+ of host memory", message)
-    message = refused("train", run_file, "--model_name_or_path", "meta-llama/Llama-3.1-70B", "--host_memory", "2GiB")
+    message = rejected("train", run_file, "--model_name_or_path", "meta-llama/Llama-3.1-70B", "--host_memory", "2GiB")
     assert "bytes)" in message
     assert plan("--model", "meta-llama/Llama-3.1-70B", "--device", "h200", "--host-memory", "1.5TB")["fits"]
 
 
-def test_remedies_are_named_with_what_they_cost_and_they_help(run_file: Path) -> None:
+def test_remedies_state_cost_and_make_the_run_fit(run_file: Path) -> None:
     wanted = ["--model", "meta-llama/Llama-3.1-70B", "--device", "h200"]
     result = run("plan", *wanted, "--host-memory", "850GiB", "--json")
     assert result.exit_code == 3
@@ -168,7 +166,7 @@ def test_remedies_are_named_with_what_they_cost_and_they_help(run_file: Path) ->
 
 
 @pytest.mark.parametrize(("boundaries", "rows"), [("auto", 64), ("host", 1)])
-def test_where_three_changes_are_not_enough(run_file: Path, boundaries: str, rows: int) -> None:
+def test_remedy_with_more_than_three_changes(run_file: Path, boundaries: str, rows: int) -> None:
     wanted = ["--model", "Qwen3-0.6B", "--device", "rtx-4090", "--host-memory", "4.9GiB", "--max_length", "4096"]
     wanted += ["--activation_checkpoints", boundaries]
     result = run("plan", *wanted, "--per_device_train_batch_size", "256", "--json")
@@ -179,8 +177,8 @@ def test_where_three_changes_are_not_enough(run_file: Path, boundaries: str, row
     assert plan(*wanted, *settings)["fits"]
 
 
-def test_too_small_a_device_is_refused_with_what_would_help(run_file: Path) -> None:
-    message = refused(
+def test_small_device_is_rejected_with_remedy(run_file: Path) -> None:
+    message = rejected(
         "plan", "--model", "Qwen2.5-72B", "--device", "rtx-3090", "--host-memory", "2TB", "--max_length", 4096,
         "--device_micro_batch_size", 8,
     )  # fmt: skip
@@ -189,7 +187,7 @@ def test_too_small_a_device_is_refused_with_what_would_help(run_file: Path) -> N
 
 
 def test_device_memory_bounds_the_buffers(run_file: Path) -> None:
-    message = refused("train", run_file, "--device_memory", "64KiB")
+    message = rejected("train", run_file, "--device_memory", "64KiB")
     assert "(device_memory)" in message
     needed = message.partition("--device_memory ")[2].split()[0]
     assert run("train", run_file, "--device_memory", needed, "--max_steps", 1).exit_code == 0
@@ -202,7 +200,7 @@ def group(folder: Path, **files: object) -> None:
 
 
 def fake_group(root: Path, version: int, limit: int, use: int, cache: int) -> tuple[Path, Path]:
-    """Folders as /proc and /sys/fs/cgroup of a process in a group with a limit; the rest of /proc is the real one."""
+    """Create /proc and /sys/fs/cgroup of a process in a group with a limit; the rest of /proc is real."""
     proc, cgroups = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     for name in ("meminfo", "self/status"):
@@ -225,7 +223,7 @@ def fake_group(root: Path, version: int, limit: int, use: int, cache: int) -> tu
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_control_group_with_too_little_left_is_refused_before_anything_is_allocated(
+def test_small_control_group_is_rejected_before_allocation(
     tmp_path: Path, run_file: Path, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = resources.memory_limits
@@ -241,60 +239,60 @@ def test_a_control_group_with_too_little_left_is_refused_before_anything_is_allo
     limits(left=10 * 2**20, cache=0)
     with monkeypatch.context() as patch:
         patch.setattr("horizon_lm.from_pretrained", untouched)
-        message = refused("train", run_file)
+        message = rejected("train", run_file)
     assert f"cgroup v{version} /job" in message
-    assert "are missing" in message
+    assert "short (" in message
     assert not (tmp_path / "run/plan.json").exists()
-    # Page cache is given back where memory is needed.
+    # Page cache is dropped when memory is needed.
     limits(left=10 * 2**20, cache=8 * GIB)
     assert run("train", run_file, "--max_steps", 1).exit_code == 0
 
 
 @pytest.mark.parametrize("group_left", [None, 10 * 2**20], ids=["", "in a control group"])
-def test_host_memory_counts_more_than_what_is_free_now(
+def test_host_memory_overrides_free_memory(
     tmp_path: Path, run_file: Path, group_left: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory may be added on demand; but what a control group allows is all there is."""
+    """Memory may be added on demand, but the limit of a control group is enforced."""
     proc, cgroups = fake_group(tmp_path, 2, limit=64 * GIB, use=64 * GIB - (group_left or 32 * GIB), cache=0)
     (proc / "meminfo").write_text("MemAvailable: 10240 kB\n")
     real = resources.memory_limits
     monkeypatch.setattr(resources, "memory_limits", lambda: real(proc, cgroups))
     if group_left is None:
-        assert "(MemAvailable)" in refused("train", run_file)
+        assert "(MemAvailable)" in rejected("train", run_file)
         result = run("train", run_file, "--host_memory", "16GiB", "--max_steps", 1)
         assert result.exit_code == 0, result.stderr
-        assert "host_memory: 16.00 GiB are more than" in result.stdout
+        assert "host_memory: 16.00 GiB exceeds the" in result.stdout
     else:
-        assert "cgroup v2 /job" in refused("train", run_file, "--host_memory", "16GiB")
+        assert "cgroup v2 /job" in rejected("train", run_file, "--host_memory", "16GiB")
 
 
-def test_a_full_disk_is_refused(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_rejected(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "disk_free", lambda path: 12_345)
-    message = refused("train", run_file)
+    message = rejected("train", run_file)
     assert "disk: " in message
-    assert "12.06 KiB are there" in message
+    assert "12.06 KiB available" in message
     assert "Make room on the disk" in message
     assert not (tmp_path / "run/model").exists()
 
 
-def test_long_rows_decide_and_short_ones_may_run(run_file: Path, tmp_path: Path) -> None:
-    """A limit on the length of rows is no reason to refuse rows that are short."""
+def test_actual_lengths_decide(run_file: Path, tmp_path: Path) -> None:
+    """A run with short examples is not rejected because of a large max_length."""
     at_most = plan(run_file, "--max_length", 8_000)["host"]["bytes"]
     as_it_is = plan(run_file)["host"]["bytes"]
     between = f"{(at_most + 3 * as_it_is) // 4 // 2**20}MiB"
-    refused("plan", run_file, "--max_length", 8_000, "--host-memory", between)
+    rejected("plan", run_file, "--max_length", 8_000, "--host-memory", between)
     result = run("train", run_file, "--max_length", 8_000, "--host_memory", between, "--max_steps", 1)
     assert result.exit_code == 0, result.stderr
 
 
-def test_a_mask_that_would_be_refused_is_refused_before(run_file: Path) -> None:
-    message = refused("plan", run_file, "--max_length", 20_000)
+def test_large_mask_is_rejected_before_the_run(run_file: Path) -> None:
+    message = rejected("plan", run_file, "--max_length", 20_000)
     assert "makes a mask of 2.24 GiB" in message
     assert plan(run_file, "--max_length", 20_000, "--attn_implementation", "varlen")["fits"]
 
 
-def test_rows_are_counted_by_the_tokens_that_they_have(run_file: Path, tmp_path: Path) -> None:
-    """A token that comes often is one row of the table."""
+def test_table_rows_are_counted_by_distinct_tokens(run_file: Path, tmp_path: Path) -> None:
+    """A repeated token is a single row of the table."""
     (tmp_path / "train.jsonl").write_text(2 * (json.dumps(tiny.alpaca_rows(1)[0]) + "\n"))
     assert run("train", run_file, "--max_steps", 1).exit_code == 0
     saved = json.loads((tmp_path / "run/plan.json").read_text())
@@ -304,7 +302,7 @@ def test_rows_are_counted_by_the_tokens_that_they_have(run_file: Path, tmp_path:
     assert rows < more / 4
 
 
-def test_a_model_that_cannot_be_tried_without_weights_runs_all_the_same(
+def test_model_without_meta_support_runs_anyway(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any) -> Any:
@@ -340,28 +338,28 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_mixture_of_experts_that_does_not_fit_has_numbers_too() -> None:
-    """It has no feed-forward layer in chunks, which is one of the changes that are tried."""
-    message = refused("plan", "--model", "openai/gpt-oss-20b", "--device", "cpu", "--host-memory", "2GiB")
+def test_moe_that_does_not_fit_is_reported() -> None:
+    """It has no feed-forward layer to chunk, which is one of the changes tried."""
+    message = rejected("plan", "--model", "openai/gpt-oss-20b", "--device", "cpu", "--host-memory", "2GiB")
     assert "host: " in message
 
 
-def test_held_out_rows_are_planned_for(run_file: Path, tmp_path: Path) -> None:
+def test_eval_set_is_planned_for(run_file: Path, tmp_path: Path) -> None:
     rows = tiny.write_jsonl(tmp_path / "held_out.jsonl", tiny.alpaca_rows(3))
     few, many = (
         plan(run_file, "--eval_datasets", rows, "--per_device_eval_batch_size", n, "--max_length", 512)["host"]["bytes"]
         for n in (1, 64)
     )
-    hidden = 64 * 512 * 32 * 4  # of all rows at once, between blocks
+    hidden = 64 * 512 * 32 * 4  # of the whole batch, between blocks
     assert few + 2 * hidden < many
-    message = refused(
+    message = rejected(
         "plan", run_file, "--eval_datasets", rows, "--per_device_eval_batch_size", 64, "--max_length", 512,
         "--host-memory", f"{(few + many) // 2 // 2**20}MiB",
     )  # fmt: skip
     assert "--per_device_eval_batch_size" in message
 
 
-def test_what_is_exported_is_counted_in_the_checkpoint_s_own_bytes(run_file: Path, model: Path) -> None:
+def test_export_is_counted_in_checkpoint_dtype(run_file: Path, model: Path) -> None:
     """The tiny model was saved in float32."""
     content = plan(run_file)
     (exported,) = (item["bytes"] for item in content["disk"]["items"] if item["name"] == "exported model")
@@ -370,7 +368,7 @@ def test_what_is_exported_is_counted_in_the_checkpoint_s_own_bytes(run_file: Pat
     assert exported <= size < exported + 10_000
 
 
-def test_quantized_weights_are_refused(run_file: Path, model: Path, tmp_path: Path) -> None:
+def test_quantized_weights_are_rejected(run_file: Path, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "quantized"
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -380,14 +378,14 @@ def test_quantized_weights_are_refused(run_file: Path, model: Path, tmp_path: Pa
     assert "quantized" in result.stderr
 
 
-def test_held_blocks_leave_boundaries_open() -> None:
+def test_resident_blocks_leave_checkpoints_to_the_planner() -> None:
     wanted = ("--model", "Qwen2.5-7B", "--device", "h200", "--host-memory", "512GiB")
     settings = plan(*wanted, "--resident_blocks", 4)["run"]["settings"]
     assert (settings["resident_blocks"], settings["activation_checkpoints"]) == (4, 28)
 
 
-def test_rows_at_once_are_as_many_as_host_memory_takes(run_file: Path) -> None:
-    """Where the device is the host, fewer rows at once leave more of it."""
+def test_micro_batch_depends_on_host_memory(run_file: Path) -> None:
+    """If the device is the host, a smaller micro-batch leaves more host memory."""
     wanted = (run_file, "--max_length", 1024, "--per_device_train_batch_size", 32, "--gradient_accumulation_steps", 1)
     whole = plan(*wanted)
     assert whole["run"]["settings"]["slices"] == [32]
@@ -395,10 +393,10 @@ def test_rows_at_once_are_as_many_as_host_memory_takes(run_file: Path) -> None:
     between = (3 * one["host"]["bytes"] + whole["host"]["bytes"]) // 4
     less = plan(*wanted, "--host-memory", f"{between // 2**20}MiB")
     assert 1 <= less["run"]["settings"]["slices"][0] < 32
-    assert less["run"]["reasons"][0].endswith("the most that fits")
+    assert less["run"]["reasons"][0].endswith("the largest that fit")
 
 
-def test_seconds_are_those_of_the_usual_step(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_of_a_typical_step(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     machine(device="cpu", device_bandwidth=1e9, cores=2).save(own_profile_path())
     seconds = {}
@@ -411,29 +409,27 @@ def test_seconds_are_those_of_the_usual_step(run_file: Path, tmp_path: Path, mon
         saved = json.loads((tmp_path / "run/plan.json").read_text())
         seconds[name] = saved["step"]["seconds"]
     assert saved["run"]["length"] > 500  # memory is planned for the longest row
-    assert seconds["long"] < 5 * seconds["short"]  # one step in sixteen has it
+    assert seconds["long"] < 5 * seconds["short"]  # which only one step in sixteen contains
 
 
-def test_a_profile_of_another_version_is_no_obstacle(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_of_another_version_is_ignored(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     own_profile_path().parent.mkdir(parents=True)
     own_profile_path().write_text('{"name": "old"}')
     assert plan(run_file)["step"] is None
 
 
-# Which models
+# Largest models
 
 
 @pytest.mark.slow
-def test_the_readme_has_the_table_of_what_fits() -> None:
+def test_readme_has_the_memory_table() -> None:
     result = run("plan", "--largest", "--device", "h200", "--host-memory", "64GB,128GB,256GB,512GB,1.5TB")
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert "\n".join(result.stdout.splitlines()[2:]) in readme
 
 
-def test_the_largest_that_fit_here_are_planned_to_fit() -> None:
+def test_largest_models_are_planned_to_fit() -> None:
     result = run("plan", "--largest", "--device", "h200", "--host-memory", "16GB", "--json")
     assert result.exit_code == 0, result.stderr
     (row,) = json.loads(result.stdout)["rows"]

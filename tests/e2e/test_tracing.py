@@ -85,7 +85,7 @@ def test_memory_is_counted_along_the_trace(traced: Path) -> None:
     planned = json.loads((traced / "plan.json").read_text())
     buffers = sum(
         item["bytes"] for item in planned["host"]["items"]
-        if item["name"].startswith("device: ") and not item["name"].endswith(("boundaries", "workspace", "positions"))
+        if item["name"].startswith("device: ") and not item["name"].endswith(("activation checkpoints", "workspace", "positions"))
     )  # fmt: skip
     assert max(sample["args"]["bytes"] for sample in samples if sample["name"] == "device bytes") <= buffers
 

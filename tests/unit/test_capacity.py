@@ -26,7 +26,7 @@ from tests import families
         ]
     ],
 )  # fmt: skip
-def test_computed_equals_allocated(
+def test_planned_capacity_equals_allocated_bytes(
     family: str, precision: str, head: str, boundaries: str, micro_batch_size: int | None, resident_blocks: int,
     resident_graphs: int,
 ) -> None:  # fmt: skip

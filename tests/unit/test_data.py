@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizon_lm.config import DatasetConfig
+from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.answer_spans import locate_answers
 from horizon_lm.data.chat_template import ChatRenderer, Rendered
 from horizon_lm.data.checks import also_trained_on, audit, reject_errors
 from horizon_lm.data.conversations import Completion, Conversation, Preference, RowError, Text
 from horizon_lm.data.formats import find_form, rename
-from horizon_lm.data.loader import NOT_TRAINED, Sampler, collate, in_order
+from horizon_lm.data.loader import Sampler, collate, in_order
 from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, pack_rows, prepare
 from horizon_lm.data.sources import read_rows
 from horizon_lm.data.token_dataset import Row, TokenTable
@@ -600,7 +601,7 @@ def test_packed_rows_in_a_batch(tmp_path: Path) -> None:
     batch = collate([Row([tokens], [5, 3], "a"), Row([Tokens(ids[:6], tokens.trained[:6])], [6], "b")])
     assert batch.attention_mask is None
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1]]
-    no = NOT_TRAINED  # the first token of each row: nothing that it sees comes before it
+    no = IGNORE_INDEX  # the first token of each row: nothing that it sees comes before it
     assert batch.labels.tolist() == [[no, 2, 3, 4, 5, no, 7, 8], [no, 2, 3, 4, 5, 6, no, no]]
     assert (batch.num_trained, batch.num_tokens) == (11, 14)
 
@@ -637,7 +638,7 @@ def test_collate_pads_on_the_right_and_counts_targets() -> None:
     batch = collate(rows_of(4, 6))
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 5, 6]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
-    no = NOT_TRAINED
+    no = IGNORE_INDEX
     assert batch.labels.tolist() == [[no, no, 3, 4, no, no], [no, no, no, 4, 5, 6]]
     assert (batch.num_trained, batch.num_tokens) == (5, 10)
     assert batch.labels.dtype == torch.int64

@@ -1,4 +1,4 @@
-"""Hardware profiles: those that are published, and what is said about files that are none."""
+"""Published hardware profiles, and errors about invalid profile files."""
 
 import json
 import math
@@ -24,7 +24,7 @@ NAMES = (
     "a100-pcie-80gb", "b200", "gb10", "gh200", "h100", "h100-pcie", "h200", "l40s", "rtx-3090", "rtx-4090", "rtx-5090",
 )  # fmt: skip
 NOT_A_FIGURE = ("name", "device", "gpu", "sources")
-# As the CUDA driver says them.
+# As reported by the CUDA driver.
 DRIVER_NAMES = {
     "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
     "NVIDIA B200": "b200",
@@ -53,7 +53,7 @@ def content() -> dict[str, Any]:
     return asdict(published()["h100"])
 
 
-def test_these_are_published() -> None:
+def test_published_names() -> None:
     assert tuple(sorted(published())) == NAMES
 
 
@@ -69,7 +69,7 @@ def test_every_figure_has_a_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_agree_with_each_other(name: str) -> None:
-    """Nothing that physics or the profile itself forbids."""
+    """Figures are physically possible and consistent."""
     profile = published()[name]
     assert profile.device == "cuda"
     assert profile.matmul["bfloat16"] > profile.attention["bfloat16"] > profile.matmul["float32"]
@@ -82,14 +82,14 @@ def test_figures_agree_with_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_and_read_again(tmp_path: Path, name: str) -> None:
+def test_profile_round_trip(tmp_path: Path, name: str) -> None:
     path = tmp_path / "new" / "folder" / "profile.json"
     profile = replace(published()[name], update_seconds={"bf16": 5e-10})
     profile.save(path)
     assert read_profile(path) == profile == find_profile(str(path))
 
 
-def test_match_by_the_driver_s_name() -> None:
+def test_match_by_driver_name() -> None:
     for gpu, name in DRIVER_NAMES.items():
         assert match_profile(gpu) is published()[name]
         assert match_profile(f" {gpu.upper()} ") is published()[name]
@@ -104,7 +104,7 @@ def test_find_by_name() -> None:
         find_profile("nowhere.json")
 
 
-def test_where_the_own_profile_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_own_profile_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
     assert own_profile_path() == tmp_path / "elsewhere/horizon-lm/profile.json"
     monkeypatch.delenv("XDG_CONFIG_HOME")
@@ -112,7 +112,7 @@ def test_where_the_own_profile_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert own_profile_path() == tmp_path / ".config/horizon-lm/profile.json"
 
 
-# Files that are no profiles: each is an error of configuration that names the file and the field
+# Invalid profiles: each is a ConfigError that names the file and the field
 
 
 def without(name: str) -> Callable[[dict[str, Any]], Any]:
@@ -128,25 +128,25 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another field": (with_(matmuls={}), "matmuls is not a field"),
     "a field is missing": (without("link_in"), "link_in is missing"),
     "no rates": (without("matmul"), "matmul is missing"),
-    "text for a number": (with_(link_out="fast"), "link_out is 'fast'; it must be a number"),
-    "null for a number": (with_(cores=None), "cores is None; it must be a number"),
+    "text for a number": (with_(link_out="fast"), "link_out is 'fast'; it must be a non-negative number"),
+    "null for a number": (with_(cores=None), "cores is None; it must be a non-negative number"),
     "true for a number": (with_(op_seconds=True), "op_seconds is True"),
     "a negative number": (with_(device_bandwidth=-1), "device_bandwidth is -1"),
     "infinity": (with_(link_both=math.inf), "link_both is inf"),
     "not a number": (with_(disk_read=math.nan), "disk_read is nan"),
     "half a core": (with_(cores=1.5), "cores is 1.5"),
-    "a needed rate is 0": (with_(link_in=0), "link_in is 0; no step can be priced without it"),
-    "a number for text": (with_(name=3), "name is 3; it must be text"),
-    "null for text": (with_(gpu=None), "gpu is None; it must be text"),
+    "a needed rate is 0": (with_(link_in=0), "link_in is 0; a step cannot be simulated without it"),
+    "a number for text": (with_(name=3), "name is 3; it must be a string"),
+    "null for text": (with_(gpu=None), "gpu is None; it must be a string"),
     "another device": (with_(device="tpu"), "device is 'tpu'; it must be cuda or cpu"),
-    "a number for rates": (with_(matmul=1e12), "matmul is 1000000000000.0; it must have positive numbers"),
-    "null for rates": (with_(update_seconds=None), "update_seconds is None; it must have positive numbers"),
+    "a number for rates": (with_(matmul=1e12), "matmul is 1000000000000.0; it must be an object of positive numbers"),
+    "null for rates": (with_(update_seconds=None), "update_seconds is None; it must be an object of positive numbers"),
     "a rate of 0": (with_(attention={"bfloat16": 1e12, "float32": 0}), "attention is"),
     "a dtype is missing": (with_(matmul={"bfloat16": 1e12}), "it has no rate for float32"),
-    "no bandwidth": (with_(host_bandwidth={}), "host_bandwidth is {}; it must have numbers of threads"),
-    "threads that are none": (with_(host_bandwidth={"many": 1e9}), "it must have numbers of threads"),
-    "no threads": (with_(host_bandwidth={"0": 1e9}), "it must have numbers of threads"),
-    "sources that are none": (with_(sources={"matmul": 3}), "sources is {'matmul': 3}; it must have texts"),
+    "no bandwidth": (with_(host_bandwidth={}), "host_bandwidth is {}; its keys must be numbers of threads"),
+    "threads that are none": (with_(host_bandwidth={"many": 1e9}), "its keys must be numbers of threads"),
+    "no threads": (with_(host_bandwidth={"0": 1e9}), "its keys must be numbers of threads"),
+    "sources that are none": (with_(sources={"matmul": 3}), "sources is {'matmul': 3}; it must be an object of strings"),
 }  # fmt: skip
 
 
@@ -169,12 +169,12 @@ def test_not_json(tmp_path: Path, text: bytes) -> None:
         read_profile(path)
 
 
-def test_a_folder_is_no_profile(tmp_path: Path) -> None:
+def test_folder_is_not_a_profile(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{tmp_path}: Is a directory"):
         read_profile(tmp_path)
 
 
-def test_what_may_be_missing(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_optional_fields(tmp_path: Path, content: dict[str, Any]) -> None:
     optional = {name: content.pop(name) for name in ("update_seconds", "disk_write", "disk_read", "sources")}
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""What bounds a run's host memory, and what transfers cost where it cannot be page-locked."""
+"""Limits on a run's host memory, and the cost of transfers if it cannot be page-locked."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ ADDRESSES = MemoryLimit("RLIMIT_AS", 30 * GIB)
         ([], None, None, [], False),
     ],
 )
-def test_host_memory_wins_but_over_what_is_enforced(
+def test_host_memory_overrides_estimates_only(
     monkeypatch: pytest.MonkeyPatch, found: list[MemoryLimit], host_memory: int | None, room: int | None,
     names: list[str], warned: bool,
 ) -> None:  # fmt: skip
@@ -44,7 +44,7 @@ def test_host_memory_wins_but_over_what_is_enforced(
 
 
 def test_staged_transfers() -> None:
-    """Copied by the host at half the rate at which it reads and writes: beside what is sent, and after what has come."""
+    """The host copies at half its bandwidth: during transfers to the device, and after those from it."""
     fast = machine(link_in=50e9, link_out=50e9, link_both=90e9, host_bandwidth={"1": 10e9, "16": 80e9})
     slow = staged(fast)
     assert (slow.link_in, slow.link_both) == (40e9, 40e9)
@@ -61,11 +61,11 @@ def _plan(**changes: Any) -> Any:
     return make_plan(dense(), Request(per_device_train_batch_size=4, activation_checkpoints="host"), where)
 
 
-def test_a_plan_without_page_locking_is_slower_and_says_why() -> None:
-    locked, refused = _plan(), _plan(lock_refusal="out of memory; RLIMIT_MEMLOCK is 8.00 MiB")
+def test_plan_without_page_locking_is_slower_and_says_why() -> None:
+    locked, unlocked = _plan(), _plan(lock_refusal="out of memory; RLIMIT_MEMLOCK is 8.00 MiB")
     assert not [reason for reason in locked.reasons if "page-locked" in reason]
-    (said,) = (reason for reason in refused.reasons if "page-locked" in reason)
+    (said,) = (reason for reason in unlocked.reasons if "page-locked" in reason)
     assert "out of memory; RLIMIT_MEMLOCK is 8.00 MiB" in said
-    assert refused.time.seconds == step_time(refused.step, staged(HARDWARE)).seconds
-    assert refused.time.seconds > locked.time.seconds
-    assert refused.host.num_bytes == locked.host.num_bytes
+    assert unlocked.time.seconds == step_time(unlocked.step, staged(HARDWARE)).seconds
+    assert unlocked.time.seconds > locked.time.seconds
+    assert unlocked.host.num_bytes == locked.host.num_bytes

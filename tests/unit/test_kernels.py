@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.kernels.adamw import (
-    BLOCK,
     Scalars,
     _first,
     _keep_first,

@@ -1,4 +1,4 @@
-"""Every known model has, when transformers builds it, as many parameters as were published."""
+"""Known models have the published number of parameters when transformers builds them."""
 
 import json
 import re
@@ -24,11 +24,11 @@ def build(config: dict[str, Any]) -> Any:
 
 
 def num_parameters(config: dict[str, Any]) -> int:
-    return sum(parameter.numel() for parameter in build(config).parameters())  # a tied one comes once
+    return sum(parameter.numel() for parameter in build(config).parameters())  # a tied one counts once
 
 
 def unit_sizes(model: Any) -> dict[str, int]:
-    """Elements by unit, told by names alone."""
+    """Return the number of elements of each unit, found by names alone."""
     sizes: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         found = re.search(r"(?:layers|h)\.(\d+)\.", name)
@@ -38,7 +38,7 @@ def unit_sizes(model: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("model", known_models(), ids=lambda model: model.name)
-def test_parameters_and_units_are_as_published_and_as_transformers_builds_them(model: KnownModel) -> None:
+def test_published_parameters_and_units_match_transformers(model: KnownModel) -> None:
     expected = unit_sizes(build(dict(model.config)))
     assert sum(expected.values()) == model.parameters
     sizes = find_parts(build_skeleton(known_config(model))).sizes()
@@ -60,13 +60,13 @@ def test_parameters_and_units_are_as_published_and_as_transformers_builds_them(m
         ("deepseek-ai/DeepSeek-V3", {"n_shared_experts": 2}),
     ],
 )
-def test_a_wrong_shape_gives_another_number(name: str, wrong: dict[str, Any]) -> None:
+def test_wrong_shape_changes_parameter_count(name: str, wrong: dict[str, Any]) -> None:
     model = find_known(name)
     assert model is not None
     assert num_parameters({**model.config, **wrong}) != model.parameters
 
 
-def test_there_are_many_and_the_smallest_comes_first() -> None:
+def test_models_are_sorted_by_size() -> None:
     sizes = [model.parameters for model in known_models()]
     assert len(sizes) == len(FILES) >= 40
     assert sizes == sorted(sizes)
@@ -74,13 +74,13 @@ def test_there_are_many_and_the_smallest_comes_first() -> None:
     assert sizes[-1] > 6e11
 
 
-def test_no_two_share_a_name_or_an_alias() -> None:
+def test_names_and_aliases_are_unique() -> None:
     names = Counter(name.casefold() for model in known_models() for name in (model.name, *model.aliases))
     assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_a_file_is_named_after_its_model_and_says_where_the_number_is_from(file: Any) -> None:
+def test_file_name_and_source(file: Any) -> None:
     entry = json.loads(file.read_text(encoding="utf-8"))
     assert file.name == entry["name"].replace("/", "--").replace(" (text)", "-text") + ".json"
     assert entry["parameters_source"]
@@ -96,7 +96,7 @@ def test_a_file_is_named_after_its_model_and_says_where_the_number_is_from(file:
         "Qwen2.5-7B-Instruct",
     ],
 )
-def test_found_by_name_alias_or_without_the_organization(name: str) -> None:
+def test_find_by_name_alias_or_without_organization(name: str) -> None:
     model = find_known(name)
     assert model is not None
     assert model.name == "Qwen/Qwen2.5-7B"
@@ -104,18 +104,18 @@ def test_found_by_name_alias_or_without_the_organization(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-8B", "meta-llama/Qwen2.5-7B", "Qwen", ""])
-def test_unknown(name: str) -> None:
+def test_unknown_model(name: str) -> None:
     assert find_known(name) is None
 
 
-def test_not_found_without_the_organization_where_two_have_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ambiguous_name_needs_organization(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = tuple(KnownModel(f"{org}/twin", (), 1, {}) for org in ("one", "other"))
     monkeypatch.setattr(catalog, "_read", lambda: twins)
     assert find_known("twin") is None
     assert find_known("Other/Twin") == twins[1]
 
 
-def test_what_a_caller_writes_stays_with_it() -> None:
+def test_callers_get_copies() -> None:
     for read in (lambda: find_known("Llama-3.1-8B"), lambda: known_models()[-1]):
         model = read()
         assert model is not None

@@ -54,5 +54,5 @@ def test_a_feature_that_is_not_in_the_table(
     monkeypatch: pytest.MonkeyPatch, feature: str, options: dict[str, Any]
 ) -> None:
     table(monkeypatch, lambda types: types["llama"]["features"].remove(feature))
-    with pytest.raises(ModelNotSupportedError, match="LlamaForCausalLM was not found right with"):
+    with pytest.raises(ModelNotSupportedError, match="LlamaForCausalLM was not proven with"):
         horizon_lm.stream(families.build("llama"), **options)

@@ -1,4 +1,4 @@
-"""What bounds a process's memory: control groups, the machine, the process's own limits; and disk."""
+"""Limits on a process's memory (control groups, the machine, its own limits), and free disk space."""
 
 import os
 import resource
@@ -43,7 +43,7 @@ def limits_of(root: Path, membership: str = "", files: dict[str, object] | None 
 
 
 def v2(folder: str, limit: object, used: int, stat: str | bytes = "", **more: object) -> dict[str, object]:
-    """A group's files; sizes in MiB."""
+    """Return a control group's files; sizes in MiB."""
     limit = limit * MIB if isinstance(limit, int) else limit
     files = {"max": limit, "high": "max", "current": used * MIB, "stat": stat} | more
     return {f"{folder}memory.{name}": content for name, content in files.items()}
@@ -57,7 +57,7 @@ def v1(folder: str, limit: int, used: int, stat: str = "") -> dict[str, object]:
 CACHE = f"anon 7\nfile {900 * MIB}\nshmem {300 * MIB}\ninactive_file {200 * MIB}\nactive_file {400 * MIB}\n"
 TOTALS = "inactive_file 5\nactive_file 6\n" + "".join(f"total_{line}\n" for line in CACHE.splitlines())
 GROUPS: dict[str, tuple[str, dict[str, object], dict[str, int]]] = {
-    # membership, files, what is left (MiB) under each limit
+    # membership, files, room (MiB) under each limit
     "v2, no limit": ("0::/a", v2("a/", "max", 300), {}),
     "v2, own group": ("0::/a/b", v2("a/b/", 1000, 300), {"v2 /a/b (memory.max 1000.00 MiB)": 700}),
     "v2, smaller limit above": (
@@ -143,14 +143,14 @@ def test_control_groups(tmp_path: Path, membership: str, files: dict[str, object
     assert len(limits) == len(groups) + 1
 
 
-def test_groups_from_the_inside_out(tmp_path: Path) -> None:
+def test_groups_are_innermost_first(tmp_path: Path) -> None:
     write(tmp_path, {"membership": "5:memory,cpu:/x\n2:memory_not:/no\n0::/a/b", "memory/x/f": 1, "unified/a/b/f": 1})
     groups = [(group.version, group.path) for group in control_groups("memory", tmp_path, tmp_path / "membership")]
     assert groups == [(1, "/x"), (1, "/"), (2, "/a/b"), (2, "/a"), (2, "/")]
     assert list(control_groups("memory", tmp_path, tmp_path / "nowhere")) == []
 
 
-def test_the_machine(tmp_path: Path) -> None:
+def test_machine_limits(tmp_path: Path) -> None:
     assert limits_of(tmp_path, "0::/", v2("", 2**30, 0))[0] == MemoryLimit(
         "MemAvailable", 2**39 + HELD, is_estimate=True
     )
@@ -161,9 +161,9 @@ def test_the_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("files", [{}, {"meminfo": b"\xffMemAvailable: many kB\nMemFree: 1", "self/status": "VmRSS"}])
-def test_no_proc(tmp_path: Path, files: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc(tmp_path: Path, files: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, files)
-    limit_process(monkeypatch, RLIMIT_AS=1)  # what is mapped is not known
+    limit_process(monkeypatch, RLIMIT_AS=1)  # the mapped size is unknown
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory_limits(tmp_path, tmp_path) == [MemoryLimit("physical memory", physical, is_estimate=True)]
     assert MIB < resident_bytes(tmp_path) < physical
@@ -175,12 +175,12 @@ def test_no_proc(tmp_path: Path, files: dict[str, object], monkeypatch: pytest.M
     assert memory_limits(tmp_path, tmp_path) == []
 
 
-def test_limits_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit_process(monkeypatch, RLIMIT_AS=700 * MIB, RLIMIT_DATA=260 * MIB)
     data, space, _ = limits_of(tmp_path)
     assert data == MemoryLimit("RLIMIT_DATA", 60 * MIB + HELD)
     assert space == MemoryLimit("RLIMIT_AS", 200 * MIB + HELD)
-    limit_process(monkeypatch, RLIMIT_AS=100 * MIB)  # lowered below what is mapped
+    limit_process(monkeypatch, RLIMIT_AS=100 * MIB)  # below the mapped size
     assert limits_of(tmp_path)[0] == MemoryLimit("RLIMIT_AS", 0)
 
 
@@ -190,7 +190,7 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memlock_limit() == 8 * MIB
 
 
-def test_mapped_files_are_not_held(tmp_path: Path) -> None:
+def test_mapped_files_do_not_count(tmp_path: Path) -> None:
     limits_of(tmp_path)
     assert resident_bytes(tmp_path / "proc") == HELD
     write(tmp_path, {"proc/self/status": STATUS.replace("RssFile", "Other")})  # Linux before 4.5
@@ -225,13 +225,13 @@ except MemoryError:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not enforce these limits")
 @pytest.mark.parametrize(("name", "mapped"), [("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")])
-def test_room_is_what_can_be_allocated(name: str, mapped: str) -> None:
+def test_room_can_be_allocated(name: str, mapped: str) -> None:
     command = [sys.executable, "-c", CHILD, name, mapped]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "as expected\n"), done.stderr
 
 
-def test_disk_of_what_does_not_exist_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_of_missing_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def statvfs(path: Path) -> os.statvfs_result:
@@ -249,7 +249,7 @@ def test_disk_of_what_does_not_exist_yet(tmp_path: Path, monkeypatch: pytest.Mon
     assert asked == [tmp_path / "other"] * 3
 
 
-def test_disk_of_a_real_path(tmp_path: Path) -> None:
+def test_disk_of_existing_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     there = os.statvfs(tmp_path)
     for path in (tmp_path / "not" / "yet", tmp_path / "file" / "below"):

@@ -1,4 +1,4 @@
-"""The checker accepts every schedule we build, and notices each single wait that is dropped."""
+"""The checker accepts every schedule that we build, and detects each wait that is dropped."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer
     )
 
 
-# (blocks, offloaded, held): none, one or all of the blocks of small models, and a few places in larger ones.
+# (blocks, offloaded, held): none, one or all blocks of small models, and a few numbers for larger ones.
 PLACES = [(n, off, held) for n in (1, 2, 3) for off in sorted({0, 1, n}) for held in sorted({0, 1, n})]
 PLACES += [(n, off, held) for n in (4, 5) for off, held in ((0, 0), (n, 0), (2, 2))]
 LAYOUTS = [
@@ -63,7 +63,7 @@ _SOME = ((1, 0, 0), (1, 1, 1), (2, 1, 1), (2, 2, 0), (3, 1, 1))
     ("num_blocks", "offloaded", "held"),
     [p if p in _SOME else pytest.param(*p, marks=pytest.mark.slow) for p in PLACES if p[0] <= 3],
 )
-def test_each_dropped_wait_inside_a_pass_is_caught(num_blocks: int, offloaded: int, held: int) -> None:
+def test_each_wait_inside_a_pass_is_needed(num_blocks: int, offloaded: int, held: int) -> None:
     caught = 0
     for tied, accumulate, in_backward, head_grads in itertools.product((False, True), repeat=4):
         made = passes(build.Layout(num_blocks, tied, offloaded, held, accumulate, in_backward), head_grads)
@@ -73,13 +73,13 @@ def test_each_dropped_wait_inside_a_pass_is_caught(num_blocks: int, offloaded: i
 
 
 def forget_passes() -> None:
-    """Forget the passes that are kept: they follow other rules."""
+    """Clear cached passes, which were built by other rules."""
     for made in (build._forward, build._backward, build._update_pass):
         made.cache_clear()
 
 
 @pytest.mark.parametrize("rule", ACROSS, ids=lambda rule: f"{rule[0]} {rule[1].name}")
-def test_each_dropped_rule_across_passes_is_caught(rule: tuple[Stream, Buf], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rule_across_passes_is_needed(rule: tuple[Stream, Buf], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(ACROSS, rule)
     forget_passes()
     found = next(problems(LAYOUTS), None)
@@ -88,7 +88,7 @@ def test_each_dropped_rule_across_passes_is_caught(rule: tuple[Stream, Buf], mon
     assert "races with" in found
 
 
-def test_the_checker_reads_contents_and_bounds() -> None:
+def test_checker_verifies_contents_and_slot_counts() -> None:
     layout = build.Layout(3)
     forward = build.forward(layout, keeps=range(3))
     ops = list(forward.ops)
@@ -100,7 +100,7 @@ def test_the_checker_reads_contents_and_bounds() -> None:
     assert any("at most 2" in str(p) for p in check([Pass("forward", (*forward.ops, third), forward.keeps)]))
 
 
-def test_a_wait_on_a_later_operation_is_refused() -> None:
+def test_wait_on_later_operation_is_reported() -> None:
     forward = build.forward(build.Layout(2), keeps=range(2))
     ops = tuple(reversed(forward.ops))
     assert any("issued after" in str(p) for p in check([Pass("forward", ops)]))
@@ -112,7 +112,7 @@ def test_without_wait_removes_exactly_one() -> None:
     assert len(list(each_wait(without_wait(backward, *waits[0])))) == len(waits) - 1
 
 
-def test_traffic_does_not_depend_on_accumulation_and_slots_not_on_depth() -> None:
+def test_traffic_is_independent_of_accumulation_and_slots_of_depth() -> None:
     for num_blocks in (4, 64):
         layout = build.Layout(num_blocks, accumulate=True, offloaded=num_blocks)
         made = passes(layout, head_grads=False)

@@ -1,4 +1,4 @@
-"""The simulator against times known by hand, and against its own rules on real schedules."""
+"""The simulator against times computed by hand, and against rules for real schedules."""
 
 import itertools
 import random
@@ -47,14 +47,14 @@ def times(timeline: Timeline) -> list[tuple[Any, Any]]:
 
 
 def priced(**costs: float) -> Cost:
-    """Costs by kind, or by kind and unit."""
+    """Return costs by kind, or by kind and unit."""
     return lambda op: costs.get(f"{op.kind}_{op.unit}", costs.get(op.kind, 0.0))
 
 
-# By hand
+# Computed by hand
 
 
-def test_a_copy_then_a_computation() -> None:
+def test_copy_then_compute() -> None:
     compute = op(Kind.FORWARD, Stream.COMPUTE, After(0))
     timeline = simulate([Pass("forward", (stream_in(), compute))], priced(stream_in=40.0, forward=3.0), RATES)
     assert times(timeline) == [(0, 4), (4, 7)]  # 40 bytes at 10 a second, then 3 seconds
@@ -62,7 +62,7 @@ def test_a_copy_then_a_computation() -> None:
     assert [span.op.kind for span in timeline.spans] == [Kind.STREAM_IN, Kind.FORWARD]
 
 
-def test_an_update_takes_what_the_copies_leave() -> None:
+def test_update_gets_bandwidth_left_by_copies() -> None:
     out = op(Kind.STREAM_OUT, Stream.COPY_OUT)
     timeline = simulate(
         [Pass("forward", (stream_in(), out, update()))], priced(stream_in=20.0, stream_out=20.0, update=75.0), RATES
@@ -71,40 +71,40 @@ def test_an_update_takes_what_the_copies_leave() -> None:
     assert times(timeline) == [(0, 2), (0, 4), (0, 5.75)]
 
 
-def test_two_updates_share() -> None:
+def test_two_updates_share_bandwidth() -> None:
     rows = op(Kind.UPDATE_ROWS, Stream.COPY_IN, unit=EMBED)
     timeline = simulate([Pass("forward", (rows, update()))], priced(update_rows=20.0, update=60.0), RATES)
-    assert times(timeline) == [(0, 2), (0, 4)]  # 10 a second each, then 20; the link has no part in it
+    assert times(timeline) == [(0, 2), (0, 4)]  # 10 a second each, then 20; the link is not involved
 
 
-def test_links_are_no_faster_than_the_memory_behind_them() -> None:
+def test_host_memory_bounds_links() -> None:
     rates = Rates(link_in=30.0, link_out=10.0, host=20.0)
     out = op(Kind.STREAM_OUT, Stream.COPY_OUT)
     timeline = simulate(
         [Pass("forward", (stream_in(), out, update()))], priced(stream_in=15.0, stream_out=5.0, update=20.0), rates
     )
-    assert times(timeline) == [(0, 1), (0, 1), (0, 2)]  # half their rates, and nothing left for the update
+    assert times(timeline) == [(0, 1), (0, 1), (0, 2)]  # half their rates, and no bandwidth left for the update
 
 
-def test_directions_may_share_a_link() -> None:
+def test_directions_share_a_link() -> None:
     out = op(Kind.STREAM_OUT, Stream.COPY_OUT)
     both = Pass("forward", (stream_in(), out))
     cost = priced(stream_in=20.0, stream_out=20.0)
-    rates = replace(RATES, link_both=12.0)  # of 15 that they would have
+    rates = replace(RATES, link_both=12.0)  # instead of 15
     # 8 and 4 a second until 2.5; then the rest of the slower one at 5 a second.
     assert times(simulate([both], cost, rates)) == [(0, 2.5), (0, 4.5)]
     assert times(simulate([Pass("forward", (stream_in(),))], cost, rates)) == [(0, 2)]
 
 
-def test_copies_inline_run_one_after_the_other() -> None:
+def test_inline_copies_run_in_turn() -> None:
     ops = (stream_in(), op(Kind.FORWARD, Stream.COMPUTE, After(0)), stream_in(unit="block1"), update())
     cost = priced(stream_in=20.0, forward=3.0, update=100.0)
     timeline = simulate([Pass("forward", ops)], cost, replace(RATES, inline=True))
-    # The second copy stands behind the computation. Copies leave 10 a second for the update, computations 20.
+    # The second copy queues behind the computation. Copies leave 10 a second for the update, computations 20.
     assert times(timeline) == [(0, 2), (2, 5), (5, 7), (0, 7)]
 
 
-def test_updates_and_computation_slow_each_other_down() -> None:
+def test_updates_and_compute_slow_each_other() -> None:
     ops = (op(Kind.FORWARD, Stream.COMPUTE), update())
     rates = replace(RATES, computing_beside=0.5, updating_beside=0.25)
     # At half its speed while the update has 5 a second, until 8; then the rest alone.
@@ -112,13 +112,13 @@ def test_updates_and_computation_slow_each_other_down() -> None:
     assert times(simulate([Pass("forward", ops)], priced(forward=1.0, update=40.0), rates)) == [(0, 2), (0, 3.5)]
 
 
-def test_a_stream_runs_in_list_order() -> None:
+def test_stream_runs_in_list_order() -> None:
     ops = (update(unit="block0"), stream_in(After(0), unit="block0"), stream_in(unit="block1"))
     timeline = simulate([Pass("forward", ops)], priced(update=100.0, stream_in=10.0), RATES)
-    assert times(timeline) == [(0, 5), (5, 6), (6, 7)]  # block1 could start at once, but stands behind block0
+    assert times(timeline) == [(0, 5), (5, 6), (6, 7)]  # block1 could start at once, but queues behind block0
 
 
-def test_a_wait_across_passes() -> None:
+def test_wait_across_passes() -> None:
     cost = priced(update_block0=40.0, update_block1=60.0, stream_in=10.0)
     updates = Pass("update", (update(unit="block0"), update(unit="block1")))
 
@@ -128,10 +128,10 @@ def test_a_wait_across_passes() -> None:
     precise = forward(LastUse(Buffer(Buf.HOST_WEIGHTS, "block0"), Stream.HOST))
     assert times(simulate([updates, precise], cost, RATES)) == [(0, 2), (2, 5.5), (2, 3)]
     assert times(simulate([updates, forward()], cost, RATES))[2] == (0, 1)
-    assert times(simulate([precise, updates], cost, RATES))[0] == (0, 1)  # only earlier passes are waited for
+    assert times(simulate([precise, updates], cost, RATES))[0] == (0, 1)  # waits refer to earlier passes only
 
 
-def test_operations_that_cost_nothing_take_no_time() -> None:
+def test_free_operations_take_no_time() -> None:
     ops = (stream_in(), op(Kind.FORWARD, Stream.COMPUTE, After(0)), update(After(1)))
     assert times(simulate([Pass("forward", ops)], lambda op: 0.0, RATES)) == [(0, 0)] * 3
     assert simulate([], lambda op: 0.0, RATES).makespan == 0
@@ -141,12 +141,12 @@ def test_operations_that_cost_nothing_take_no_time() -> None:
     "ops",
     [
         (stream_in(After(1)), op(Kind.FORWARD, Stream.COMPUTE, After(0))),
-        (stream_in(After(1)), stream_in()),  # behind the one that it waits for
+        (stream_in(After(1)), stream_in()),  # queued behind the one that it waits for
         (stream_in(After(7)),),
     ],
     ids=["each other", "own stream", "nothing"],
 )
-def test_a_deadlock_is_an_error(ops: tuple[Op, ...]) -> None:
+def test_deadlock_is_an_error(ops: tuple[Op, ...]) -> None:
     with pytest.raises(ScheduleError, match=r"deadlock.*stream_in block0 on copy_in"):
         simulate([Pass("forward", ops)], lambda op: 1.0, RATES)
 
@@ -178,7 +178,7 @@ def alone(op: Op) -> Pass:
 
 
 def random_cost(seed: int) -> Cost:
-    """Any relation of copies, computations and updates, with some that are free."""
+    """Return random costs of copies, computations and updates, some of them zero."""
     chance = random.Random(seed)
     costs: dict[str, float] = {}
     scales = {kind: 10 ** chance.uniform(-1, 1) for kind in Kind}
@@ -190,7 +190,7 @@ def random_cost(seed: int) -> Cost:
 
 
 def broken_rules(sequence: list[Pass], timeline: Timeline) -> list[str]:
-    """Operations of a stream that overlap or change places, waits that are not kept, accesses that race."""
+    """Return violations: overlapping or reordered operations of a stream, broken waits, races."""
     broken = []
     spans = [span for schedule in timeline.passes for span in schedule]
     assert [span.op for span in spans] == all_ops(sequence)
@@ -208,13 +208,13 @@ def broken_rules(sequence: list[Pass], timeline: Timeline) -> list[str]:
                 broken += [f"wait: {span.op} of {schedule.name}, {wait}" for b in before if span.start < b.end]
     for a, b in itertools.combinations(spans, 2):
         shared = (set(a.op.writes) & {*b.op.reads, *b.op.writes}) | (set(b.op.writes) & set(a.op.reads))
-        # Boundaries of two steps are not the same memory.
+        # Boundaries of different steps are different memory.
         if any(x.kind != Buf.HOST_BOUNDARY for x in shared) and max(a.start, b.start) < min(a.end, b.end):
             broken.append(f"race: {a.op}, {b.op}")
     return broken
 
 
-def test_a_step_is_that_of_many() -> None:
+def test_step_seconds_in_steady_state() -> None:
     passes = training_step(build.Layout(4))
     cost = random_cost(0)
     a, b = (step_seconds(passes, cost, RATES, num_steps) for num_steps in (4, 9))
@@ -228,14 +228,14 @@ def test_real_schedules_keep_every_wait(layout: build.Layout) -> None:
         cost = random_cost(seed)
         timeline = simulate(sequence, cost, RATES)
         assert broken_rules(sequence, timeline) == []
-        # Something is always running at full speed, so no time line is longer than that of one thing after the other.
+        # Some operation always runs at full speed, so a timeline is never longer than sequential execution.
         assert (
             timeline.makespan <= sum(simulate([alone(op)], cost, RATES).makespan for op in all_ops(sequence)) * 1.0001
         )
         assert simulate(sequence, cost, RATES) == timeline
 
 
-def test_the_rules_notice_a_schedule_without_waits() -> None:
+def test_rules_detect_missing_waits() -> None:
     sequence = training_step(build.Layout(4)) * 3
     bare = [replace(p, ops=tuple(replace(op, waits=()) for op in p.ops)) for p in sequence]
     timeline = simulate(bare, random_cost(0), RATES)

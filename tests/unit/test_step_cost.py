@@ -1,4 +1,4 @@
-"""What the operations of a step cost, and when the optimizer hides, against arithmetic."""
+"""Costs of a step's operations, and the overlap of the optimizer, against arithmetic."""
 
 import re
 from dataclasses import replace
@@ -20,7 +20,7 @@ PARAMETERS = 28 * BLOCK + 2 * TABLE + HIDDEN
 
 
 def step(tokens: int, num_blocks: int = 28, **settings: Any) -> Step:
-    """Of rows of 4096 tokens, all boundaries and nothing else on the device."""
+    """Return a step with sequences of 4096 tokens and all boundaries, but nothing else, on the device."""
     settings = {"residency": Residency(num_blocks)} | settings
     return Step(dense(num_blocks), StepSettings(tokens // 4096, **settings))
 
@@ -43,13 +43,13 @@ def test_work_is_minimal(chunked: bool, head_factor: int, micro_batch: int | Non
     assert total(of, one, Kind.FORWARD, Kind.BACKWARD) == pytest.approx(expected)
 
 
-def test_a_kept_graph_is_not_computed_again() -> None:
+def test_resident_graph_is_not_recomputed() -> None:
     one = machine(matmul={"bfloat16": 1.0, "float32": 1.0}, attention={"bfloat16": float("inf"), "float32": 1.0})
     of = step(4096, 4, residency=Residency(4, 2, 1))
     assert total(of, one, Kind.FORWARD, Kind.BACKWARD) == pytest.approx((3 * 8 + 6) * BLOCK * 4096 + 6 * TABLE * 4096)
 
 
-def test_attention_is_priced_by_itself() -> None:
+def test_attention_has_its_own_rate() -> None:
     one = machine(matmul={"bfloat16": float("inf"), "float32": 1.0}, attention={"bfloat16": 1.0, "float32": 1.0})
     scores_and_values = 2 * 2 * 4096 * 4096 * 3584 / 2
     found = total(step(4096, 4), one, Kind.FORWARD, Kind.BACKWARD)
@@ -62,13 +62,13 @@ def test_traffic_is_minimal(in_backward: bool, held: int) -> None:
     of = step(4096, 4, update_in_backward=in_backward, residency=Residency(4, held))
     rows = 4096 * HIDDEN
     once = TABLE + HIDDEN + rows
-    moves = (8 - held) * BLOCK  # held blocks once, the others for forward and backward
+    moves = (8 - held) * BLOCK  # resident blocks once, the others for forward and backward
     assert total(of, machine(), Kind.STREAM_IN) == 2 * (moves + once)
     assert total(of, machine(), Kind.STREAM_OUT) == 2 * (4 * BLOCK + once)
     assert total(of, machine(), *UPDATES) == 26 * (4 * BLOCK + 2 * TABLE + HIDDEN)
 
 
-def test_boundaries_move_only_where_they_wait_in_host_memory() -> None:
+def test_only_offloaded_boundaries_move() -> None:
     of = step(8192, 4, residency=Residency(1))
     assert total(of, machine(), Kind.OFFLOAD) == total(of, machine(), Kind.FETCH) == 3 * 8192 * HIDDEN * 2
 
@@ -80,16 +80,16 @@ def test_boundaries_move_only_where_they_wait_in_host_memory() -> None:
         ("fp32_master", "bfloat16", 2, 18), ("bf16", "8bit", 2, 10), ("fp32_master", "float32", 4, 28),
     ],
 )  # fmt: skip
-def test_bytes_of_an_update(precision: str, moments: str, grad_bytes: int, expected: int) -> None:
+def test_update_bytes(precision: str, moments: str, grad_bytes: int, expected: int) -> None:
     settings = StepSettings(1, precision=precision, moments=moments, grad_bytes=grad_bytes)
     assert update_bytes(settings, machine()) == expected
     measured = machine(update_seconds={precision: 0.5e-9})
     full = replace(settings, moments="float32")
-    assert update_bytes(full, measured) == pytest.approx(0.5e-9 * 200e9)  # as many bytes as take so long
+    assert update_bytes(full, measured) == pytest.approx(0.5e-9 * 200e9)  # the bytes that take this long
     assert update_bytes(settings, measured) / update_bytes(full, measured) == expected / update_bytes(full, machine())
 
 
-def test_a_frozen_unit_costs_neither_gradient_nor_update() -> None:
+def test_frozen_unit_has_no_gradient_or_update() -> None:
     of = step(4096, 4)
     frozen = replace(of.outline.trained, blocks=[[], [BLOCK], [BLOCK], [BLOCK]], table=[])
     of = replace(of, outline=replace(of.outline, trained=frozen))
@@ -98,10 +98,10 @@ def test_a_frozen_unit_costs_neither_gradient_nor_update() -> None:
     assert total(of, machine(), *UPDATES) == 26 * (3 * BLOCK + TABLE + HIDDEN)
 
 
-# Where the device is the host
+# The device is the host
 
 
-def test_threads_of_updates_and_computation_share_the_cores() -> None:
+def test_update_and_compute_threads_share_cores() -> None:
     here = machine(device="cpu", cores=2, host_bandwidth={"1": 20e9, "2": 30e9})
     shared = rates(here, computing_threads=2)
     assert shared.inline
@@ -115,13 +115,13 @@ def test_threads_of_updates_and_computation_share_the_cores() -> None:
 
 
 def share(hardware: Hardware, tokens: float, **settings: Any) -> float:
-    """Of a step that the optimizer is exposed."""
+    """Return the share of a step in which the optimizer is exposed."""
     rows = max(1, round(tokens / 512))
     time = step_time(Step(dense(length=512), StepSettings(rows, residency=Residency(28), **settings)), hardware)
     return time.exposed_update_seconds / time.seconds
 
 
-def test_with_nothing_but_updates_a_step_is_their_bytes_over_the_bandwidth() -> None:
+def test_step_of_updates_only_is_bytes_over_bandwidth() -> None:
     of, hardware = step(8192), machine()
     cost = of.cost(hardware)
 
@@ -131,7 +131,7 @@ def test_with_nothing_but_updates_a_step_is_their_bytes_over_the_bandwidth() -> 
     assert step_seconds(of.passes(), only_updates, rates(hardware)) == pytest.approx(26 * PARAMETERS / 200e9)
 
 
-def test_exposed_time_grows_as_memory_slows() -> None:
+def test_exposed_update_time_grows_with_slower_memory() -> None:
     shares = [share(machine(host_bandwidth={"16": host}), 32_768) for host in (400e9, 300e9, 200e9, 150e9, 120e9)]
     assert shares == sorted(shares)
     assert shares[0] < 0.03 < 0.2 < shares[-1]
@@ -142,7 +142,7 @@ def test_exposed_time_grows_as_memory_slows() -> None:
 @pytest.mark.parametrize("hardware", [machine(), machine(matmul={"bfloat16": 100e12, "float32": 1.0},
                                       attention={"bfloat16": 100e12, "float32": 1.0}, link_in=25e9, link_out=25e9,
                                       host_bandwidth={"8": 70e9})], ids=["server", "desktop"])  # fmt: skip
-def test_updates_hide_above_the_threshold_and_not_below(hardware: Hardware, precision: str, in_backward: bool) -> None:
+def test_updates_are_overlapped_only_above_threshold(hardware: Hardware, precision: str, in_backward: bool) -> None:
     settings = {"precision": precision, "update_in_backward": in_backward}
     time = step_time(Step(dense(length=512), StepSettings(64, residency=Residency(28), **settings)), hardware)
     threshold = time.hidden_from_tokens["update"]
@@ -157,7 +157,7 @@ def test_updates_hide_above_the_threshold_and_not_below(hardware: Hardware, prec
     assert share(hardware, 0.25 * threshold, **settings) > 0.3
 
 
-def test_what_limits_a_step_is_named() -> None:
+def test_bottleneck_is_named() -> None:
     def limit(**changes: Any) -> str:
         return step_time(step(8 * 4096), machine(**changes)).limited_by
 
@@ -166,7 +166,7 @@ def test_what_limits_a_step_is_named() -> None:
     assert limit(host_bandwidth={"16": 2000e9}, link_in=5e9) == "copy_in"
 
 
-def test_busy_shares_and_model_flops() -> None:
+def test_utilization_and_model_flops() -> None:
     of, hardware = step(16 * 4096), machine()
     time = step_time(of, hardware)
     assert time.tokens_per_second == pytest.approx(16 * 4096 / time.seconds)
@@ -182,8 +182,8 @@ def test_busy_shares_and_model_flops() -> None:
 @pytest.mark.parametrize(
     ("bandwidth", "moments", "named"), [(60e9, "float32", True), (400e9, "float32", False), (60e9, "bfloat16", False)]
 )
-def test_a_plan_names_what_shortens_updates(bandwidth: float, moments: str, named: bool) -> None:
-    """Steps of 64k tokens of a model with seven billion parameters: updates hide from a certain bandwidth on."""
+def test_plan_suggests_smaller_moments(bandwidth: float, moments: str, named: bool) -> None:
+    """A 7B model with 64k tokens per step: updates are overlapped from some bandwidth on."""
     request = Request(per_device_train_batch_size=16, moments=moments, activation_checkpoints=28)
     plan = make_plan(dense(), request, Machine("by hand", False, machine(host_bandwidth={"16": bandwidth})))
     found = [re.search(r"moments: bfloat16 would make a step (\d+)% shorter", reason) for reason in plan.reasons]

@@ -1,4 +1,4 @@
-"""Slabs, layouts, splitting of masters, reading and writing of folders."""
+"""Slabs, layouts, the split of masters, and reading and writing of folders."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ def test_split_and_join_are_inverse(bits: list[int]) -> None:
     assert high[~numbers].isnan().all()
 
 
-def test_the_high_half_is_the_nearest_bf16() -> None:
+def test_high_half_is_nearest_bf16() -> None:
     master = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     high, low = torch.empty(master.shape, dtype=torch.bfloat16), torch.empty(master.shape, dtype=torch.int16)
     split_master(master, high, low)
@@ -60,7 +60,7 @@ def test_layout_views_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "fp32_master"])
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_folders_go_in_and_out_unchanged(family: str, precision: str, tmp_path: Path) -> None:
+def test_folder_round_trip(family: str, precision: str, tmp_path: Path) -> None:
     reference = families.build(family)
     reference.save_pretrained(tmp_path / "in")
     model = horizon_lm.from_pretrained(tmp_path / "in", precision=precision)
@@ -75,7 +75,7 @@ def test_folders_go_in_and_out_unchanged(family: str, precision: str, tmp_path: 
 
 
 def _tensors(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Name, shape and dtype of everything in a folder's safetensors."""
+    """Return name, shape and dtype of all tensors in a folder's safetensors files."""
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -88,7 +88,7 @@ def _json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_dtype_of_the_export(tmp_path: Path) -> None:
+def test_export_dtype(tmp_path: Path) -> None:
     reference = families.build("llama").to(torch.bfloat16)
     model = horizon_lm.stream(copy.deepcopy(reference))
     model.save_pretrained(tmp_path / "same")
@@ -106,7 +106,7 @@ def test_saving_again_removes_stale_shards(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.glob("model*")] == ["model.safetensors"]
 
 
-def test_streaming_keeps_the_objects(tmp_path: Path) -> None:
+def test_streaming_keeps_parameter_objects(tmp_path: Path) -> None:
     model = families.build("llama", tie_word_embeddings=True)
     before = dict(model.named_parameters())
     streamed = horizon_lm.stream(model)
@@ -116,7 +116,7 @@ def test_streaming_keeps_the_objects(tmp_path: Path) -> None:
     assert streamed.lm_head.weight is streamed.model.embed_tokens.weight
 
 
-def test_random_weights_unit_by_unit() -> None:
+def test_random_weights_are_drawn_unit_by_unit() -> None:
     config = families.build("llama", num_hidden_layers=8).config
     torch.manual_seed(0)
     with StorageMeter() as meter:
@@ -155,10 +155,10 @@ def _edit(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_names_that_are_no_models(tmp_path: Path) -> None:
+def test_names_without_models(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
         horizon_lm.from_pretrained(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="neither a folder here nor a model"):
+    with pytest.raises(ConfigError, match="neither a folder nor a model"):
         horizon_lm.from_pretrained("somebody/something")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(ModelNotSupportedError, match="no causal language model"):

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from horizon_lm.cli.common import exits
 from horizon_lm.config import RunConfig
+from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.checks import Finding, reject_errors
-from horizon_lm.data.loader import NOT_TRAINED, Batch
+from horizon_lm.data.loader import Batch
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
 
@@ -152,7 +153,7 @@ class _Run:
 def _runs(ids: list[int], labels: list[int], positions: list[int] | None, special: set[int]) -> list[_Run]:
     runs: list[_Run] = []
     for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
-        trained, is_special = label != NOT_TRAINED, token in special
+        trained, is_special = label != IGNORE_INDEX, token in special
         begins = positions is not None and positions[index] == 0
         last = runs[-1] if runs else None
         if last is not None and not begins and (last.trained, last.special) == (trained, is_special):

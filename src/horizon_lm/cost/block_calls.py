@@ -1,8 +1,7 @@
-"""What a model's own forward gives to its blocks, found by running it without weights.
+"""Find the arguments with which a model's forward calls its blocks, for batches of any shape, without weights.
 
-The outer code of the model (masks, positions, rotary tables) runs on the CPU over a few tokens of zeros, three times: with
-other numbers of rows and of tokens. What of a shape changes with which tells the shapes for any batch.
-
+The model's outer code (masks, positions, rotary tables) runs on the CPU over a few zero tokens, three times, with different
+numbers of rows and of tokens. The dimensions that change with each tell the shapes for any batch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,28 +20,28 @@ from horizon_lm.model.outer_trial import forwards
 from horizon_lm.model.units import ModelParts
 from horizon_lm.schedule.ops import EMBED, OUTER
 
-_ROWS, _LENGTH = (3, 5), (22, 26)  # numbers that no shape of a model has by chance, and no multiples of each other
-_WINDOW = 8  # shorter than the rows of a probe: masks of a sliding window are made only for longer rows
+_ROWS, _LENGTH = (3, 5), (22, 26)  # unlikely as dimensions of a model, and not multiples of each other
+_WINDOW = 8  # shorter than the probe's rows, because only longer rows get the mask of a sliding window
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCalls:
-    """Blocks of one structure, and how the model calls them.
+    """Blocks of one structure, and the arguments that the model calls them with.
 
     Attributes:
-        block: one of them.
-        indices: of all of them.
+        block: one of these blocks.
+        indices: indices of all of them.
     """
 
     block: nn.Module
     indices: tuple[int, ...]
     _spec: Any
-    _leaves: tuple[Any, ...]  # None where there is a tensor
+    _leaves: tuple[Any, ...]  # None in place of each tensor
     _tensors: Mapping[int, tuple[tuple["_Extent", ...], torch.dtype]]
-    _identities: Mapping[int, int]  # of tensors, equal where blocks of several kinds are given the same one
+    _identities: Mapping[int, int]  # of tensors, equal for a tensor that several structures are called with
 
     def arguments(self, rows: int, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments for a batch of that shape, with tensors on the meta device."""
+        """Return the arguments for a batch of this shape, with tensors on the meta device."""
         leaves = list(self._leaves)
         for index, (extents, dtype) in self._tensors.items():
             leaves[index] = torch.empty([e.at(rows, length) for e in extents], dtype=dtype, device="meta")
@@ -50,11 +49,11 @@ class BlockCalls:
         return args, kwargs
 
     def run(self, rows: int, length: int, dtype: torch.dtype, accelerated: bool) -> BlockRun:
-        """A block's forward and backward for a micro-batch of that shape, on the meta device."""
+        """Run a block's forward and backward for a micro-batch of this shape on the meta device."""
         return run_on_meta(self.block, *self.arguments(rows, length), dtype, accelerated)
 
     def shared_bytes(self, rows: int, length: int) -> dict[int, int]:
-        """Bytes of the inputs that other blocks have as well (masks, rotary tables), by what tells them apart."""
+        """Return the bytes of inputs shared with other blocks (masks, rotary tables), by the identity of the tensor."""
         args, kwargs = self.arguments(rows, length)
         hidden = args[0] if args else kwargs["hidden_states"]
         leaves = pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)[0]
@@ -67,29 +66,30 @@ class BlockCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """One number of a shape: a constant times rows, length, or both."""
+    """One dimension of a shape: a constant, times rows, length, or both."""
 
     factor: int
     by_rows: bool
     by_length: bool
 
     def at(self, rows: int, length: int) -> int:
+        """Return the dimension for a batch of this shape."""
         return self.factor * (rows if self.by_rows else 1) * (length if self.by_length else 1)
 
 
 def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool) -> list[BlockCalls]:
-    """How a model without weights calls its blocks, one entry for each structure of blocks.
+    """Find how a model without weights calls its blocks, with one entry for each structure of blocks.
 
     Args:
-        parts: of a skeleton.
-        dtype: of hidden states.
-        length: tokens of a row of the batches to come: rows longer than a sliding window are masked in another way.
-        masked: rows are padded, so that there is a mask.
+        parts: parts of a skeleton.
+        dtype: dtype of hidden states.
+        length: length of future batches, T: sequences longer than a sliding window have another mask.
+        masked: rows are padded, so there is a mask.
     """
     indices: dict[Any, list[int]] = {}
     for index, block in enumerate(parts.blocks):
         indices.setdefault(structure_key(block), []).append(index)
-    copies = [meta_copy(parts.blocks[same[0]]) for same in indices.values()]  # with forwards of their own
+    copies = [meta_copy(parts.blocks[same[0]]) for same in indices.values()]  # whose own forwards are not replaced
     kinds = {index: copy for copy, same in zip(copies, indices.values(), strict=True) for index in same}
     seen = [_record(parts, kinds, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
     return [
@@ -115,7 +115,7 @@ def _compare(block: nn.Module, calls: list[Call], indices: tuple[int, ...]) -> B
             shapes = (leaf.shape, more_rows[index].shape, more_tokens[index].shape)
             tensors[index] = tuple(map(_extent, *shapes)), leaf.dtype
     plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    identities = {index: id(leaves[index]) for index in tensors}  # of one forward, whose tensors are all there
+    identities = {index: id(leaves[index]) for index in tensors}  # of one forward, while all its tensors are alive
     return BlockCalls(block, indices, spec, plain, tensors, identities)
 
 
@@ -129,17 +129,18 @@ def _extent(number: int, more_rows: int, more_tokens: int) -> _Extent:
     if (not by_rows and more_rows != number) or (not by_length and more_tokens != number):
         raise ValueError(
             f"a block's input has {number} entries for {_ROWS[0]} rows of {_LENGTH[0]} tokens, {more_rows} for "
-            f"{_ROWS[1]} rows and {more_tokens} for rows of {_LENGTH[1]}; what larger batches take cannot be told"
+            f"{_ROWS[1]} rows and {more_tokens} for rows of {_LENGTH[1]}; its size in larger batches cannot be derived"
         )
     return _Extent(number // (_ROWS[0] if by_rows else 1) // (_LENGTH[0] if by_length else 1), by_rows, by_length)
 
 
 def call_of_each_block(parts: ModelParts, dtype: torch.dtype, inputs: Mapping[str, torch.Tensor]) -> dict[int, Call]:
-    """What each block is called with in one forward; tensors of a few tokens, with their values.
+    """Return the arguments of each block in one forward, as tensors with values.
 
     Args:
-        parts: of a skeleton.
-        inputs: of the model's forward, ``input_ids`` (B, T) among them.
+        parts: parts of a skeleton.
+        dtype: dtype of hidden states.
+        inputs: inputs of the model's forward, with ``input_ids`` (B, T).
     """
     kinds = {index: meta_copy(block) for index, block in enumerate(parts.blocks)}
     return _record(parts, kinds, dtype, inputs, inputs["input_ids"].shape[1])
@@ -153,7 +154,7 @@ def _batch(rows: int, tokens: int, masked: bool) -> dict[str, torch.Tensor]:
 
 
 class _DoneError(Exception):
-    """Ends a forward at its last block."""
+    """Raised to end a forward at its last block."""
 
 
 def _record(
@@ -163,7 +164,7 @@ def _record(
     inputs: Mapping[str, torch.Tensor],
     length: int,
 ) -> dict[int, Call]:
-    """The arguments of each block in one forward of the model. ``kinds``: a block of the same structure for each."""
+    """Return the arguments of each block in one forward. ``kinds``: for each index, a block of the same structure."""
     calls: dict[int, Call] = {}
     outputs: dict[nn.Module, Any] = {}
 
@@ -196,7 +197,7 @@ def _zeros(leaf: Any) -> Any:
 
 @contextmanager
 def _outer_parameters(parts: ModelParts, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, parameters outside of blocks, table and head are zeros instead of being on the meta device."""
+    """Context manager: replace parameters outside of blocks, table and head, which are on the meta device, by zeros."""
     refs = parts.units[OUTER]
     for ref in refs:
         for module, attribute in ref.places:
@@ -211,7 +212,7 @@ def _outer_parameters(parts: ModelParts, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _short_window(parts: ModelParts, length: int) -> Iterator[None]:
-    """Inside, the config's sliding window is to the probe's rows as it is to those of the batches to come."""
+    """Context manager: set the sliding window so that it relates to the probe's length as it does to ``length``."""
     config = parts.model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if window is None:

@@ -1,4 +1,4 @@
-"""Measure what a block's computation takes on the device, and find the weights that its forward writes."""
+"""Measure the memory and work of a block's computation, and find the weights that its forward writes."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -20,13 +20,13 @@ from horizon_lm.plan.outline import Footprint, Work
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """A block's forward and backward, as the meta device shows them.
+    """Cost of a block's forward and backward, as seen on the meta device.
 
     Attributes:
-        footprint: memory that it takes.
-        forward_peak: bytes that a forward without a graph holds at once.
-        forward, backward: work; the backward's is that after a forward with a graph.
-        output: on the meta device.
+        footprint: bytes of activations.
+        forward_peak: peak bytes of a forward without a graph.
+        forward, backward: work of a forward, and of a backward that has its graph.
+        output: output of the block, on the meta device.
     """
 
     footprint: Footprint
@@ -42,10 +42,10 @@ def run_on_meta(
     """Run a block with arguments of these shapes and dtypes on the meta device.
 
     Args:
-        block: a decoder block, with weights anywhere.
-        args, kwargs: as the model's forward passes them, with tensors on any device.
-        dtype: of the weights on the device.
-        accelerated: with the kernels of a GPU.
+        block: decoder block, with weights on any device.
+        args, kwargs: arguments as the model's forward passes them, with tensors on any device.
+        dtype: dtype of the weights on the device.
+        accelerated: assume the kernels of a GPU.
     """
     module, args, kwargs = copy_on_meta(block, args, kwargs, dtype)
     with recording(module, args, kwargs, accelerated=accelerated) as recorder, torch.enable_grad():
@@ -53,7 +53,7 @@ def run_on_meta(
         tensors = _differentiable(output)
         graph, forward = recorder.live, recorder.work
         for param in module.parameters():
-            param.register_post_accumulate_grad_hook(_drop)  # into its slot
+            param.register_post_accumulate_grad_hook(_drop)  # slots for gradients are counted elsewhere
         torch.autograd.backward(tensors, [torch.empty_like(t) for t in tensors])
     with recording(module, args, kwargs, accelerated=accelerated) as alone, torch.no_grad():
         module.forward(*args, **kwargs)
@@ -62,7 +62,7 @@ def run_on_meta(
 
 
 def output_on_meta(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
-    """What a block gives for arguments of these shapes and dtypes, on the meta device."""
+    """Return the output of a block for arguments of these shapes and dtypes, on the meta device."""
     module, args, kwargs = copy_on_meta(block, args, kwargs, dtype)
     with recording(module, args, kwargs, accelerated=False), torch.no_grad():
         return module.forward(*args, **kwargs)
@@ -71,9 +71,9 @@ def output_on_meta(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def copy_on_meta(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return a copy of a block with weights in ``dtype``, and its arguments; hidden states are to be differentiated."""
+    """Return a meta copy of a block with weights in ``dtype``, and meta arguments with differentiable hidden states."""
     module = meta_copy(block)
-    module.__dict__.pop("forward", None)  # that of a streamed block
+    module.__dict__.pop("forward", None)  # the override of a streamed block
     for owner in module.modules():
         for name, param in owner._parameters.items():
             if param is not None:
@@ -90,17 +90,18 @@ def measured_footprint(
     block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device,
     meter: AbstractContextManager[Any],
 ) -> tuple[Footprint, Any]:  # fmt: skip
-    """Return the footprint of a block as it runs on a device, compiled if it is, and its output.
+    """Return the footprint of a block measured on a device, compiled if the block is, and its output.
 
-    Weights are drawn for it, all of them trainable.
+    The weights are random and all trainable.
 
     Args:
         block: the block.
-        args, kwargs: as in `run_on_meta`, on the device.
-        dtype: of the weights.
-        meter: gives the bytes in use inside, as ``current`` and ``peak``.
+        args, kwargs: arguments as in `run_on_meta`, on the device.
+        dtype: dtype of the weights.
+        device: device to measure on.
+        meter: context manager that measures bytes in use as ``current`` and ``peak``.
     """
-    params = {  # plain tensors, as in training: another class would be compiled for again
+    params = {  # plain tensors, as in training: torch.compile would recompile for another class
         name: (0.02 * torch.randn(param.shape, dtype=dtype, device=device)).requires_grad_()
         for name, param in block.module.named_parameters(remove_duplicate=False)
     }
@@ -109,7 +110,7 @@ def measured_footprint(
     args, kwargs = _detached((args, kwargs))
     hidden = args[0] if args else kwargs["hidden_states"]
     hidden.requires_grad_()
-    for _ in range(2):  # the first time, compilers and tuning take memory of their own
+    for _ in range(2):  # compilation and autotuning allocate memory in the first round
         hidden.grad = None
         with meter as used, torch.enable_grad(), block.bound(params):
             output = block.forward(*args, plainly=block.is_hooked(), **kwargs)
@@ -142,7 +143,7 @@ _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", 
 
 
 def find_written(parts: ModelParts, trial: OuterTrial | None) -> Mapping[int, frozenset[str]]:
-    """Return by block the names of the weights that its forward may write in training; blocks that write none are left out."""
+    """Return the names of the weights that a block's forward may write in training, for each block that writes some."""
     by_kind: dict[Any, frozenset[str]] = {}
     found = {}
     for index, module in enumerate(parts.blocks) if trial is not None else ():
@@ -162,13 +163,13 @@ def _written(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     try:
         with recording(module, args, kwargs, accelerated=False), watch, torch.no_grad():
             module.forward(*args, **kwargs)
-    except Exception:  # what cannot run on the meta device is not known to write
+    except Exception:  # blocks that cannot run on the meta device count as not writing
         pass
     return frozenset(watch.written)
 
 
 class _Watch(TorchFunctionMode):
-    """Notes functions that write to the storage of a parameter, also through its ``data``."""
+    """Record the functions that write to the storage of a parameter, also through its ``data``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

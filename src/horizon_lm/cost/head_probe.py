@@ -1,4 +1,4 @@
-"""What norm, head and loss take for some tokens, found by running the model's own code on the meta device."""
+"""Find the memory and work of norm, head and loss by running the model's own code on the meta device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,18 +15,20 @@ from horizon_lm.model.units import ModelParts
 from horizon_lm.plan.outline import Linear, Work
 from horizon_lm.schedule.ops import OUTER
 
-_TOKENS = 4096  # of a trial; what does not grow with tokens is small beside what they take
+_TOKENS = 4096  # of a trial, enough to make the part that is independent of the tokens negligible
 
 
 def head_peak(
     parts: ModelParts, trunk: nn.Module, dtype: torch.dtype, chunked: bool, values: Sequence[str] = ()
 ) -> Linear[int]:
-    """Bytes that norm, head and loss hold at once, by tokens: hidden states, weights and slots not counted.
+    """Return the peak bytes of norm, head and loss by tokens, without hidden states, weights and gradient slots.
 
     Args:
-        trunk: what the model's forward calls for hidden states.
-        chunked: the weights' gradients go straight into their slot, and nobody holds the logits.
-        values: the loss is made of these, as `logits.logprobs_of_logits` names them; empty for Hugging Face's own loss.
+        parts: parts of a skeleton.
+        trunk: module that the model's forward calls for hidden states.
+        dtype: dtype of weights and hidden states.
+        chunked: weight gradients are added to their slot at once, and the logits are not kept.
+        values: per-token values that the loss uses, as in `functional.logprobs_of_logits`; empty for Hugging Face's own loss.
     """
     linear = _ChunkLinear.apply if chunked else F.linear
     at, at_twice = (_run(parts, trunk, dtype, n * _TOKENS, linear, not chunked, values)[0] for n in (1, 2))
@@ -36,7 +38,7 @@ def head_peak(
 
 
 def head_work(parts: ModelParts, trunk: nn.Module, dtype: torch.dtype) -> tuple[Linear[Work], Linear[Work]]:
-    """Work of norm, head and loss by tokens: of the forward, and of the backward."""
+    """Return the work of norm, head and loss by tokens, for the forward and for the backward."""
     runs = [_run(parts, trunk, dtype, tokens, F.linear, holds_logits=False) for tokens in (1, 2)]
     forward = Linear(*(forward for _, forward, _ in runs))
     return forward, Linear(*(both - forward for _, forward, both in runs))
@@ -51,7 +53,7 @@ def _run(
     holds_logits: bool,
     values: Sequence[str] = (),
 ) -> tuple[int, Work, Work]:
-    """Peak, work of the forward, and of both."""
+    """Return the peak, the work of the forward, and the work of forward and backward."""
     model, width = parts.model, parts.head_width
     norm = _norm(parts, dtype)
     weight = torch.empty((parts.sizes().vocabulary, width), dtype=dtype, device="meta", requires_grad=True)
@@ -76,7 +78,7 @@ def _run(
         if values:
             output = type(model).forward(model, input_ids=labels, **options)
             logits = output.logits.flatten(0, 1)
-            # Where logits are there as a whole, those of trained tokens are taken out of them.
+            # The whole head selects the logits of trained tokens, which is a copy.
             made = logprobs_of_logits(logits.clone() if holds_logits else logits, labels[0], 1.0, values)
             del logits
             loss = torch.stack(made).sum()
@@ -93,7 +95,7 @@ def _run(
 
 
 class _ChunkLinear(torch.autograd.Function):
-    """A product whose weight's gradient takes no memory of its own."""
+    """A linear layer whose weight gradient takes no memory of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -107,10 +109,10 @@ class _ChunkLinear(torch.autograd.Function):
 
 
 def _norm(parts: ModelParts, dtype: torch.dtype) -> nn.Module:
-    """The final norm, unless something brings hidden states to another width after it."""
+    """Return the final norm, or an identity if hidden states are projected to another width after it."""
     norm = parts.final_norm
     if norm is None or any(param.shape[-1] != parts.head_width for param in norm.parameters()):
         return nn.Identity()
     copy = meta_copy(norm).to(device="meta", dtype=dtype)
-    copy.__dict__.pop("forward", None)  # that of a streamed model
+    copy.__dict__.pop("forward", None)  # the override of a streamed model
     return copy

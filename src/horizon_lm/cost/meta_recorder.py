@@ -1,9 +1,8 @@
-"""Running code on the meta device to see what it would take: nothing is computed, and no weights are needed.
+"""Run code on the meta device to find its memory and work: nothing is computed, and no weights are needed.
 
-Storages are followed from the operation that makes them until Python drops them, as a device's allocator would; the
-operations and bytes of each kernel are added up. What has no meta kernel has a stand-in: a fused attention kernel keeps
-its inputs, its output and a number per query and head; a product of experts is one over all tokens' choices.
-
+Storages are tracked from the operation that creates them until Python frees them, as a device's allocator would, and the
+operations and bytes of each kernel are added up. Code without a meta kernel has a stand-in: fused attention keeps its inputs,
+its output and one number per query and head; a grouped product of experts is one product over all routed tokens.
 """
 
 import weakref
@@ -21,20 +20,20 @@ from torch.utils.flop_counter import flop_registry
 
 from horizon_lm.plan.outline import Work
 
-_STAND_IN = "horizon_lm_fused"  # in the place of kernels that transformers calls by these names
+_STAND_IN = "horizon_lm_fused"  # replaces the kernels that transformers looks up by these names
 _FUSED = ("flash_attention_2", "flash_attention_3", "varlen")
-_BACKWARD = 2.5  # times the forward of fused attention (Dao, "FlashAttention-2", arXiv 2307.08691, section 4.1)
+_BACKWARD = 2.5  # work of a fused backward, relative to its forward (Dao, "FlashAttention-2", section 4.1)
 
 
 class Recorder(TorchDispatchMode):
-    """Memory and work of what runs inside, on meta tensors.
+    """Context manager: record the memory and work of operations on meta tensors.
 
     Args:
-        given: tensors that are there already, in nested structures.
+        given: existing tensors, in nested structures, which are not counted.
 
     Attributes:
-        live, peak: bytes of storages made inside: now, and the most there were.
-        work: of all operations so far.
+        live, peak: bytes of the storages created since, now and at their peak.
+        work: work of all operations so far.
     """
 
     def __init__(self, given: Any) -> None:
@@ -55,11 +54,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def attend(self, operations: float) -> None:
-        """A fused attention kernel has run."""
+        """Count a fused attention kernel."""
         self.work += Work(attention=operations, num_ops=1)
 
     def multiply(self, operations: float, tensors: list[torch.Tensor]) -> None:
-        """A kernel of products has run, with these inputs and results."""
+        """Count a matrix product kernel with these inputs and results."""
         self.work += Work(products=operations, product_bytes=_num_bytes(tensors), num_ops=1)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> None:
@@ -103,12 +102,12 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def recording(module: nn.Module, *given: Any, accelerated: bool) -> Iterator[Recorder]:
-    """Inside, a module on the meta device runs with stand-ins for what cannot run there.
+    """Context manager: run a module on the meta device, with stand-ins for code that cannot run there.
 
     Args:
-        module: a copy, whose attention implementation is changed for good.
-        given: tensors that are there already, besides its parameters and buffers.
-        accelerated: with the kernels of a GPU.
+        module: a copy, whose attention implementation is changed permanently.
+        given: existing tensors besides its parameters and buffers.
+        accelerated: assume the kernels of a GPU.
     """
     recorder = Recorder([*module.parameters(), *module.buffers(), given])
     with _fused_attention(module, recorder), _experts(recorder), _ScaledDotProduct(recorder, accelerated), recorder:
@@ -119,7 +118,7 @@ def recording(module: nn.Module, *given: Any, accelerated: bool) -> Iterator[Rec
 
 
 class _Fused(torch.autograd.Function):
-    """Keeps what a fused attention kernel keeps."""
+    """Keep the tensors that a fused attention kernel keeps: query, key, value (B, heads, T, D), output and mask."""
 
     @staticmethod
     def forward(
@@ -128,7 +127,7 @@ class _Fused(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         rows, heads, _, width = query.shape
         output = _output_like(query, value.shape[-1])
-        per_query = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        per_query = query.new_empty(query.shape[:-1], dtype=torch.float32)  # log-sum-exp, (B, heads, T)
         ctx.save_for_backward(query, key, value, output, per_query, *([] if mask is None else [mask]))
         ctx.recorder, ctx.operations = recorder, 2.0 * rows * heads * pairs * (width + value.shape[-1])
         recorder.attend(ctx.operations)
@@ -142,7 +141,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _output_like(query: torch.Tensor, width: int) -> torch.Tensor:
-    """In the memory layout of the query (B, heads, T, D), as kernels give it."""
+    """Return an output with the memory layout of the query (B, heads, T, D), as kernels do."""
     if width == query.shape[-1]:
         return torch.empty_like(query)
     rows, heads, length, _ = query.shape
@@ -150,13 +149,13 @@ def _output_like(query: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _pairs(length: int, window: int | None) -> float:
-    """Pairs of query and key that causal attention computes, with a sliding window or without."""
+    """Return the number of query-key pairs in causal attention, with or without a sliding window."""
     window = min(window or length, length)
     return window * length - window * (window - 1) / 2
 
 
 class _ScaledDotProduct(TorchFunctionMode):
-    """Runs torch's scaled dot-product attention as a fused kernel would: on the meta device it would be spelt out."""
+    """Run torch's scaled dot-product attention as a fused kernel: on the meta device it is composed of many operations."""
 
     def __init__(self, recorder: Recorder, accelerated: bool) -> None:
         super().__init__()
@@ -180,7 +179,7 @@ class _ScaledDotProduct(TorchFunctionMode):
 
 @contextmanager
 def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Inside, kernels that transformers finds by name, and which skip what a window hides, are the stand-in."""
+    """Context manager: replace kernels that transformers looks up by name and that skip tokens outside a window."""
     from transformers import AttentionInterface
 
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
@@ -199,7 +198,7 @@ def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 class _Grouped(torch.autograd.Function):
-    """Keeps what a grouped product keeps: tokens (S, I), sorted by expert, times weight (E, I, O)."""
+    """Keep the tensors that a grouped product keeps: tokens (S, I), sorted by expert, and weight (E, I, O)."""
 
     @staticmethod
     def forward(
@@ -221,9 +220,9 @@ class _Grouped(torch.autograd.Function):
 
 @contextmanager
 def _experts(recorder: Recorder) -> Iterator[None]:
-    """Inside, products of experts are the stand-in.
+    """Context manager: replace grouped products of experts by a stand-in.
 
-    On the meta device torch's own knows bf16 alone, and transformers' fallback has no backward before 5.23.
+    On the meta device torch's own supports only bf16, and transformers' fallback has no backward before 5.23.
     """
     from transformers.integrations import moe
 

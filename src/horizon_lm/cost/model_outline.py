@@ -1,4 +1,4 @@
-"""Derive from a Hugging Face config the `ModelOutline` that a plan is made of. No weights are read."""
+"""Derive a `ModelOutline` for the planner from a Hugging Face config, without reading weights."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -39,25 +39,26 @@ def outline_config(
     allow_unproven_model: bool = False,
     head_values: Sequence[str] = (),
 ) -> ModelOutline:
-    """The outline of the model that a config describes.
+    """Return the outline of the model that a config describes.
 
     Args:
-        config: a Hugging Face config.
-        name: of the model, for people.
-        length: tokens of a row.
-        dtype: of weights and hidden states on the device.
-        masked: rows are padded, so that attention needs to know where they end.
+        config: Hugging Face config.
+        name: display name of the model.
+        length: tokens of a sequence, T.
+        dtype: dtype of weights and hidden states on the device.
+        masked: rows are padded, so attention needs a mask.
         attn_implementation: as in `horizon_lm.stream`.
-        on_accelerator: attention is chosen as for a GPU.
+        on_accelerator: choose attention as for a GPU.
         mlp_chunk_tokens: as in `horizon_lm.stream`.
-        packed: rows are packed, which not every model can keep apart.
+        trust_remote_code: as in `horizon_lm.stream`.
+        trainable: patterns of the names of trainable weights, as in `model.units.freeze`.
+        packed: rows are packed, so the model must keep them apart.
         allow_unproven_model: as in `horizon_lm.stream`.
-        trainable: patterns of the names of weights that are trained, as in `model.trainable.freeze`.
-        head_values: what the loss is made of, as in `model.head_run.head_peak`.
+        head_values: per-token values that the loss uses, as in `cost.head_probe.head_peak`.
 
     Raises:
-        ConfigError: a setting that is not possible.
-        ModelNotSupportedError: a model that cannot be streamed exactly.
+        ConfigError: a setting does not suit the model.
+        ModelNotSupportedError: the model cannot be streamed exactly.
     """
     attention.register()
     model = skeleton_of(
@@ -79,7 +80,7 @@ def outline_config(
         computation = _computation(parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values, path)
     except HorizonError:
         raise
-    except Exception as error:  # foreign code, which may do on the meta device what it likes
+    except Exception as error:  # the model's own code may fail in any way on the meta device
         computation = _unknown(parts, error)
     return ModelOutline(
         name=name,
@@ -107,7 +108,7 @@ def _computation(
     head_values: Sequence[str],
     path: ChunkedPath | None,
 ) -> dict[str, Any]:
-    """What blocks and head compute, as an outline has it."""
+    """Return the costs of blocks and head, as fields of an outline."""
     calls = find_calls(parts, dtype, length, masked)
     if mlp_chunk_tokens is not None:
         for each in calls:
@@ -128,7 +129,7 @@ def _computation(
 
 
 def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
-    """The outline of computations that take nothing, and why."""
+    """Return costs of 0 as fields of an outline, and the reason why they are unknown."""
     nothing, no_work = Linear(0, 0), Linear(Work(), Work())
     return {
         "kinds": [BlockKind(range(parts.num_blocks), nothing, nothing, nothing, no_work, no_work)],
@@ -141,6 +142,7 @@ def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
 
 
 def _kind(calls: BlockCalls, length: int, dtype: torch.dtype, accelerated: bool) -> BlockKind:
+    # Memory and work are linear in the rows, so two runs suffice.
     one, two = (calls.run(rows, length, dtype, accelerated) for rows in (1, 2))
     return BlockKind(
         indices=calls.indices,
@@ -153,7 +155,7 @@ def _kind(calls: BlockCalls, length: int, dtype: torch.dtype, accelerated: bool)
 
 
 def _shared(calls: list[BlockCalls], rows: int, length: int) -> int:
-    """Blocks of different kinds may be given different masks; what looks alike is counted once."""
+    """Return the bytes of shared inputs. Structures of blocks may have different masks; the same tensor counts once."""
     found: dict[int, int] = {}
     for each in calls:
         found |= each.shared_bytes(rows, length)
@@ -172,17 +174,17 @@ def _active(parts: ModelParts) -> int:
     return active
 
 
-_FIRST, _SECOND = 5, 8  # tokens of two rows in one
+_FIRST, _SECOND = 5, 8  # tokens of the two sequences in a packed row
 
 
 def require_packable(parts: ModelParts, used: str) -> None:
-    """ModelNotSupportedError for a model in which a token could see the rows before its own.
+    """Raise ModelNotSupportedError if tokens could attend to earlier sequences of a packed row.
 
-    The model's outer code runs over two rows packed into one, and what each block is given is looked at.
+    Run the model's outer code over a row of two packed sequences, and examine the arguments of each block.
 
     Args:
-        parts: of a skeleton.
-        used: the attention implementation that the run will have.
+        parts: parts of a skeleton.
+        used: attention implementation of the run.
     """
     name = type(parts.model).__name__
     if "position_ids" not in inspect.signature(type(parts.model).forward).parameters:
@@ -195,13 +197,13 @@ def require_packable(parts: ModelParts, used: str) -> None:
     for index, (args, kwargs) in call_of_each_block(parts, torch.float32, inputs).items():
         if not (_is_masked(args, kwargs) or (used.startswith("flash") and kwargs.get("position_ids") is not None)):
             raise ModelNotSupportedError(
-                f"{name}: packing is not possible: block {index} ({type(parts.blocks[index]).__name__}) is given no mask that "
-                f"keeps packed rows apart with attn_implementation={used!r}; remove packing"
+                f"{name}: packing is not possible: block {index} ({type(parts.blocks[index]).__name__}) gets no mask that "
+                f"separates packed rows with attn_implementation={used!r}; remove packing"
             )
 
 
 def _is_masked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether some input is a mask (..., T, T) in which the second row does not see the first, and sees itself."""
+    """Return whether an input is a mask (..., T, T) that hides the first sequence from the second, but not itself."""
     length = _FIRST + _SECOND
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.ndim == 4 and leaf.shape[-2:] == (length, length):

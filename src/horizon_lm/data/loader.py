@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.token_dataset import Row
 from horizon_lm.data.tokenize import Tokens
-
-NOT_TRAINED = -100  # the label that transformers' losses leave out
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +50,23 @@ def collate(rows: Sequence[Row], numbers: Sequence[int] = ()) -> Batch:
     shape = (len(sequences), max(len(each.ids) for each in sequences))
     # The padding id is never seen: attention skips it and no label is there. Zero is in every vocabulary.
     input_ids = torch.zeros(shape, dtype=torch.int64)
-    labels = torch.full(shape, NOT_TRAINED, dtype=torch.int64)
+    labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
     for index, each in enumerate(sequences):
         ids = torch.from_numpy(each.ids.astype(np.int64))
         input_ids[index, : len(ids)] = ids
-        labels[index, : len(ids)] = torch.where(torch.from_numpy(each.trained), ids, NOT_TRAINED)
+        labels[index, : len(ids)] = torch.where(torch.from_numpy(each.trained), ids, IGNORE_INDEX)
     packed = any(row.segments is not None for row in rows)
     position_ids = _positions(rows, shape) if packed else None
-    labels[:, 0] = NOT_TRAINED
+    labels[:, 0] = IGNORE_INDEX
     if position_ids is not None:
-        labels[position_ids == 0] = NOT_TRAINED  # nothing before it is seen
+        labels[position_ids == 0] = IGNORE_INDEX  # nothing before it is seen
     lengths = [len(each.ids) for each in sequences]
     return Batch(
         input_ids,
         None if packed else _mask(sequences, shape),
         position_ids,
         labels,
-        num_trained=int((labels[:, 1:] != NOT_TRAINED).sum()),
+        num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),
         num_tokens=sum(lengths),
         rows=tuple(numbers),
         places=tuple(row.place for row in rows),

@@ -1,1 +1,1 @@
-"""What this machine does in a second, measured; and what a bug report should say about it."""
+"""Benchmark this machine, and describe it for bug reports."""

@@ -11,23 +11,23 @@ from horizon_lm.device.cpu import HostLink
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.store.store import Arena
 
-# Tokens, and columns of the input and of the output of a projection.
+# Tokens, input and output width of a projection.
 _CPU_PRODUCTS = ((1024, 576, 1536), (1024, 1536, 576), (1024, 2048, 2048))
 _CUDA_PRODUCTS = ((8192, 4096, 14336), (8192, 14336, 4096), (8192, 8192, 8192))
-_LAYERS = 4  # that take turns, so that not all they read is in a cache
+_LAYERS = 4  # used in turn, so that not all of their tensors stay in a cache
 _TINY_OPERATIONS = 1000
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: Rounds) -> float:
-    """Operations per second of a projection's three products: its forward, and the two of its backward.
+    """Return the operations per second of a projection's three products: its forward, and the two of its backward.
 
-    The mean over several shapes, with as many operations each: small models have small products.
+    This is the harmonic mean over several shapes, because small models have small products.
     """
     shapes = ((64, 96, 128),) if rounds.quick else _CUDA_PRODUCTS if device.type == "cuda" else _CPU_PRODUCTS
     rates: list[float] = []
     for tokens, columns_in, columns_out in shapes:
         operations = _LAYERS * 3 * 2.0 * tokens * columns_in * columns_out
-        if rates and rounds.too_long(operations / rates[-1]):  # a CPU that does not know the dtype
+        if rates and rounds.too_long(operations / rates[-1]):  # a CPU without native support for the dtype
             break
         inputs, weights, grads = (
             [torch.randn(size, device=device, dtype=dtype) for _ in range(_LAYERS)]
@@ -45,10 +45,10 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: Rounds) -> flo
 
 
 def attention_rate(device: torch.device, dtype: torch.dtype, rounds: Rounds) -> float:
-    """Operations per second of fused causal attention, forward and backward.
+    """Return the operations per second of fused causal attention, forward and backward.
 
-    Counted as in the FlashAttention papers: 2 x tokens x length x width in the forward, half of what there would be
-    without a mask, and 2.5 times that in the backward. The mean over several lengths, with as many operations each.
+    Operations are counted as in the FlashAttention papers: 2 x tokens x length x width in the forward, half of those without
+    a mask, and 2.5 times as many in the backward. This is the harmonic mean over several lengths.
     """
     heads, width, tokens, lengths = (
         (32, 128, 8192, (4096,)) if device.type == "cuda" else (9, 64, 1024, (256, 512, 1024))
@@ -73,9 +73,9 @@ def attention_rate(device: torch.device, dtype: torch.dtype, rounds: Rounds) -> 
 
 
 def elementwise_bandwidth(device: torch.device, rounds: Rounds) -> float:
-    """Bytes per second that an eager block's elementwise operations read and write: x * y, x + y and silu(x).
+    """Return the bytes per second read and written by elementwise operations: x * y, x + y and silu(x).
 
-    On a CPU in float32, as the engine computes there; on a GPU in bf16, on tensors larger than its caches.
+    A CPU computes in float32, as the engine does there; a GPU in bf16, on tensors larger than its caches.
     """
     shape, dtype = ((16384, 8192), torch.bfloat16) if device.type == "cuda" else ((1024, 1536), torch.float32)
     if rounds.quick:
@@ -93,9 +93,9 @@ def elementwise_bandwidth(device: torch.device, rounds: Rounds) -> float:
 
 
 def operation_seconds(device: torch.device, rounds: Rounds) -> float:
-    """Seconds of an elementwise operation with next to nothing to do, in a forward that is recorded and its backward.
+    """Return the seconds of a tiny elementwise operation, in a forward with autograd and its backward.
 
-    On a GPU many are enqueued at once, so it is what it takes to launch one.
+    Many are enqueued at once, so on a GPU this is the time of a launch.
     """
     start = torch.ones(8, device=device, requires_grad=True)
     factor = torch.ones(8, device=device)
@@ -111,13 +111,13 @@ def operation_seconds(device: torch.device, rounds: Rounds) -> float:
 
 
 _BLOCK = 3_540_096  # parameters of a block of SmolLM2-135M
-_BLOCKS = 16  # of which no cache holds all
+_BLOCKS = 16  # too many for any cache
 _CUDA_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """Bytes per second of what the host keeps: to the device alone, back alone, and both ways together."""
+    """Bytes per second of the host's tensors: to the device, back, and in both directions at once."""
 
     copy_in: float
     copy_out: float
@@ -125,14 +125,14 @@ class LinkRates:
 
 
 def link_rates(device: Device, rounds: Rounds) -> LinkRates:
-    """Rates of the link of a device that is open."""
+    """Return the rates of an open device's link."""
     return _cuda(device, rounds) if device.torch_device.type == "cuda" else _cpu(rounds)
 
 
 def _cpu(rounds: Rounds) -> LinkRates:
-    """Weights widened from bf16 to fp32, and gradients landing in bf16 and squared, both inline.
+    """Return the rates of inline copies: weights widened from bf16 to fp32, and gradients landed in bf16 and squared.
 
-    They take turns in one thread and never run at once, so ``both`` is the rate of one after the other.
+    They run in one thread and never overlap, so ``both`` is the rate of one after the other.
     """
     size, num_blocks = (_BLOCK // 16, 4) if rounds.quick else (_BLOCK, _BLOCKS)
     arena = Arena(2 * num_blocks * 2 * size + 2 * num_blocks * 4096)
@@ -155,19 +155,19 @@ def _cpu(rounds: Rounds) -> LinkRates:
 
 
 def _cuda(device: Device, rounds: Rounds) -> LinkRates:
-    """Memory that the device registered, so page-locked if that is allowed, on a stream each way."""
+    """Return the rates of copies of registered memory (page-locked if possible), with one stream for each direction."""
     where, num_bytes = device.torch_device, 2**20 if rounds.quick else _CUDA_BYTES
-    here = [device.host_buffer(num_bytes).zero_() for _ in range(2)]
-    there = [torch.zeros(num_bytes, dtype=torch.uint8, device=where) for _ in range(2)]
+    on_host = [device.host_buffer(num_bytes).zero_() for _ in range(2)]
+    on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=where) for _ in range(2)]
     streams = [torch.cuda.Stream(where) for _ in range(2)]
 
     def copy_in() -> None:
         with torch.cuda.stream(streams[0]):
-            there[0].copy_(here[0], non_blocking=True)
+            on_device[0].copy_(on_host[0], non_blocking=True)
 
     def copy_out() -> None:
         with torch.cuda.stream(streams[1]):
-            here[1].copy_(there[1], non_blocking=True)
+            on_host[1].copy_(on_device[1], non_blocking=True)
 
     def copy_both() -> None:
         copy_in()

@@ -20,14 +20,14 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.store.store import Arena, as_array
 
 _MOST_HOST_BYTES = 2**30  # several times the largest caches
-_PIECE = 1 << 22  # elements of 4 bytes; about as many bytes as in a piece of an update
+_PIECE = 1 << 22  # elements of 4 bytes, about the size of an update task
 _BLOCK, _VOCABULARY, _HIDDEN = 3_540_096, 8192, 576  # parameters of a block of SmolLM2-135M; a smaller table
-_BYTES_PER_PARAMETER = 18  # with what drawing the weights takes
+_BYTES_PER_PARAMETER = 18  # including temporary memory for random weights
 
 
 @cache
 def _scale() -> Any:
-    """A compiled ``x *= factor``, as the optimizer's kernels are compiled."""
+    """Return ``x *= factor`` compiled like the optimizer's kernels."""
     from horizon_lm.kernels.bits import kernel
 
     @kernel
@@ -39,11 +39,12 @@ def _scale() -> Any:
 
 
 def host_bandwidth(cores: int, available: int, rounds: Rounds) -> dict[str, float]:
-    """Bytes per second that threads read and write in place, by number of threads: 1, 2, 4, and up to all cores.
+    """Return the bytes per second that threads read and write in place, by number of threads: 1, 2, 4, up to all cores.
 
     Args:
-        cores: the most threads.
-        available: bytes of host memory that are free; an eighth of them is used at most.
+        cores: maximum number of threads.
+        available: bytes of free host memory, of which at most an eighth is used.
+        rounds: time budget.
     """
     num_bytes = 16 * 2**20 if rounds.quick else min(_MOST_HOST_BYTES, available // 8)
     size = max(1, num_bytes // 4)
@@ -59,20 +60,21 @@ def host_bandwidth(cores: int, available: int, rounds: Rounds) -> dict[str, floa
 
 
 def update_seconds(precision: str, device: Device, cores: int, available: int, rounds: Rounds) -> float:
-    """Seconds per parameter of an optimizer step, from `step` to the last weight written.
+    """Return the seconds per parameter of an optimizer step, from `step` to the last weight written.
 
-    On a model with blocks of SmolLM2-135M and random weights, after a backward. A device that is a GPU leaves some cores to
-    its own threads, here as in training.
+    The model has blocks of SmolLM2-135M with random weights and gradients. A GPU reserves some cores for its own threads,
+    here as in training.
 
     Args:
-        precision: of the weights.
-        device: that is open.
-        cores: many of them need many pieces, so more parameters.
-        available: bytes of host memory that are free; a quarter of them is used at most, and no more than 2 GiB.
+        precision: precision of the weights.
+        device: an open device.
+        cores: number of cores; more of them need a larger model to keep them busy.
+        available: bytes of free host memory, of which at most a quarter and 2 GiB are used.
+        rounds: time budget.
     """
     import horizon_lm
 
-    gc.collect()  # a streamed model refers to itself; the last one's memory is needed now
+    gc.collect()  # free the previous streamed model, which has reference cycles
     blocks = 1 if rounds.quick else _num_blocks(cores, available)
     with _one_thread():
         model = horizon_lm.from_config(_config(blocks), device=device, precision=precision, compile=False)
@@ -89,7 +91,7 @@ def update_seconds(precision: str, device: Device, cores: int, available: int, r
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """For what only prepares: torch's threads wait for each other after every small operation, long if others run, too."""
+    """Context manager: run torch on one thread. After small operations its threads wait for each other, long on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -99,7 +101,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _num_blocks(cores: int, available: int) -> int:
-    """As many blocks as give all cores pieces, and fit into some of the memory."""
+    """Return a number of blocks that keeps all cores busy and fits into memory."""
     affordable = min(2 * 2**30, available // 4) // _BYTES_PER_PARAMETER
     return max(1, min(max(12, cores // 2), (affordable - _VOCABULARY * _HIDDEN) // _BLOCK))
 
@@ -118,13 +120,13 @@ _MOST_DISK_BYTES = 512 * 2**20
 
 
 def disk_rates(folder: Path, rounds: Rounds) -> tuple[float, float]:
-    """Bytes per second written, until the disk has them, and read, after the system has forgotten them.
+    """Return the bytes per second of writing with fsync, and of reading without the page cache.
 
-    The file has no name, so nothing can be left of it; it takes a tenth of what is free at most. 0 stands for what cannot
-    be measured: both on a disk that is almost full, reading where a system cannot be made to forget (macOS).
+    The file has no name, so it cannot be left behind, and takes at most a tenth of the free space. A rate is 0 if it cannot be
+    measured: both on an almost full disk, reading if the system cannot drop its page cache (macOS).
 
     Raises:
-        ConfigError: no file can be written there.
+        ConfigError: no file can be written in the folder.
     """
     try:
         chunks = min(_CHUNK if rounds.quick else _MOST_DISK_BYTES, shutil.disk_usage(folder).free // 10) // _CHUNK
@@ -133,13 +135,11 @@ def disk_rates(folder: Path, rounds: Rounds) -> tuple[float, float]:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             return _measure(file, chunks, rounds)  # type: ignore[arg-type]
     except OSError as error:
-        raise ConfigError(
-            f"--folder: {folder}: {error.strerror or error}; name a folder that can be written to"
-        ) from error
+        raise ConfigError(f"--folder: {folder}: {error.strerror or error}; name a folder that is writable") from error
 
 
 def _measure(file: BinaryIO, chunks: int, rounds: Rounds) -> tuple[float, float]:
-    content = os.urandom(_CHUNK)  # nothing that a file system could compress
+    content = os.urandom(_CHUNK)  # incompressible, for file systems that compress
     buffer = bytearray(_CHUNK)
 
     def empty() -> None:

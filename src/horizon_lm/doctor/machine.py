@@ -1,4 +1,4 @@
-"""What a bug report should say about a machine: versions, limits, the processor and the GPU."""
+"""Describe a machine for a bug report: versions, limits, processor and GPU."""
 
 import os
 import platform
@@ -20,11 +20,11 @@ Facts = dict[str, str]
 
 _TRIAL_BYTES = 64 * 2**20
 _LARGEST_TRIAL = 2**30
-_SPARE_CORES = 0.2  # that other programs may have of those that this one uses
+_SPARE_CORES = 0.2  # that other programs may take without affecting the measurement
 
 
 def describe_machine(device: Device, folder: Path) -> dict[str, Facts]:
-    """Facts by section, as text for people. ``folder``: whose disk is looked at."""
+    """Return facts as text, by section. ``folder``: folder on the disk to describe."""
     sections: dict[str, Facts] = {"versions": _versions(), "machine": _machine(folder), "limits": _limits()}
     if device.torch_device.type == "cuda":
         sections["gpu"] = _gpu(device.torch_device) | {"page-locking": _page_locking(device)}
@@ -32,20 +32,20 @@ def describe_machine(device: Device, folder: Path) -> dict[str, Facts]:
 
 
 def processor() -> str:
-    """The name of the processor."""
+    """Return the name of the processor."""
     name = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return name[1].strip() if name else platform.processor() or platform.machine()
 
 
 def host_memory() -> int:
-    """Bytes of memory that the machine has, whoever may use them."""
+    """Return the bytes of memory of the machine, before any limit."""
     import psutil
 
     return int(psutil.virtual_memory().total)
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take."""
+    """Return the bytes that this process may still allocate."""
     import psutil
 
     rooms = [limit.room - resident_bytes() for limit in memory_limits()]
@@ -53,24 +53,24 @@ def available_memory() -> int:
 
 
 class OtherPrograms:
-    """How many cores other programs take from now on: a figure that is measured beside them is too low."""
+    """Measure the cores used by other programs, which distort a benchmark."""
 
     def __init__(self) -> None:
         self._began = self._times()
 
     def cores(self) -> float:
-        """Cores that others had on average."""
+        """Return the average number of cores used by other programs since the start."""
         everybody, own, seconds = (after - before for after, before in zip(self._times(), self._began, strict=True))
         return max(0.0, everybody - own) / max(seconds, 1e-9)
 
     @staticmethod
     def were_missing(cores: float) -> bool:
-        """Whether this program could not have all the cores that it may use beside others that had so many."""
+        """Return whether other programs that use this many cores leave too few for this one."""
         return cores + usable_cores() > (os.cpu_count() or 1) + _SPARE_CORES
 
     @staticmethod
     def _times() -> tuple[float, float, float]:
-        """Seconds of all cores in which they were not idle, those of this process, and the clock."""
+        """Return the busy seconds of all cores, those of this process, and the clock."""
         import psutil
 
         times, own = psutil.cpu_times(), os.times()
@@ -98,9 +98,9 @@ def _machine(folder: Path) -> Facts:
     return {
         "system": platform.platform(),
         "processor": processor(),
-        "cores": f"{usable_cores()} usable of {os.cpu_count()}, {torch.get_num_threads()} threads in torch",
+        "cores": f"{usable_cores()} of {os.cpu_count()} usable, {torch.get_num_threads()} torch threads",
         "memory": f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available",
-        "bound by": f"{bound.name}: {format_bytes(bound.room)} in all" if bound else "nothing known",
+        "limited by": f"{bound.name}: {format_bytes(bound.room)} in total" if bound else "unknown",
         "huge pages": _chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
         "disk free": f"{format_bytes(shutil.disk_usage(folder).free)} in {folder.resolve()}",
     }
@@ -126,12 +126,12 @@ def _gpu(device: torch.device) -> Facts:
         "name": properties.name,
         "memory": format_bytes(properties.total_memory),
         "compute capability": f"{properties.major}.{properties.minor}",
-        "link": _pci_link(str(properties.uuid)) or "not known",
+        "link": _pci_link(str(properties.uuid)) or "unknown",
     }
 
 
 def _pci_link(uuid: str) -> str:
-    """Speed and width of a GPU's PCIe link, now and at most, as the kernel has them; a GPU at rest turns it down."""
+    """Return the current and maximum speed and width of a GPU's PCIe link; an idle GPU slows it down."""
     for file in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         if uuid and uuid in _read(file):
             folder = Path("/sys/bus/pci/devices") / file.parent.name
@@ -144,7 +144,7 @@ def _pci_link(uuid: str) -> str:
 
 
 def _page_locking(device: Device) -> str:
-    """Whether memory can be page-locked in place, tried beyond what RLIMIT_MEMLOCK says: drivers need not obey it."""
+    """Return whether memory can be page-locked in place, even beyond RLIMIT_MEMLOCK, which some drivers ignore."""
     from horizon_lm.device.cuda import CudaDevice
 
     assert isinstance(device, CudaDevice)
@@ -154,20 +154,20 @@ def _page_locking(device: Device) -> str:
     error = device.try_registering(num_bytes)
     if error is not None:
         return (
-            f"fails ({error}; {tried}), so every copy will be staged: slower, not wrong. Raise the limit: ulimit -l "
+            f"fails ({error}; {tried}), so every copy uses staging buffers, which is slower. Raise the limit: ulimit -l "
             "unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container"
         )
     if limit is None:
         return f"works ({tried}, no limit)"
     if num_bytes > limit:
-        return f"works, whatever RLIMIT_MEMLOCK says ({tried})"
-    return f"works ({tried}); beyond RLIMIT_MEMLOCK it was not tried"
+        return f"works, beyond RLIMIT_MEMLOCK ({tried})"
+    return f"works ({tried}); not tried beyond RLIMIT_MEMLOCK"
 
 
 def _chosen(text: str) -> str:
-    """The choice in brackets, as the kernel writes it."""
+    """Return the active choice, which the kernel writes in brackets."""
     choice = re.search(r"\[(\w+)\]", text)
-    return choice[1] if choice else "not known"
+    return choice[1] if choice else "unknown"
 
 
 def _read(path: str | Path) -> str:

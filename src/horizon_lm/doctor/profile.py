@@ -1,4 +1,4 @@
-"""Measure this machine as a hardware profile, write it, and describe it as lines for a bug report."""
+"""Measure a hardware profile of this machine, write it, and describe it as text."""
 
 import os
 import tempfile
@@ -27,19 +27,19 @@ from horizon_lm.resources import usable_cores
 
 
 def check_folder(folder: Path) -> None:
-    """ConfigError if the folder whose disk is to be tried is none."""
+    """Raise ConfigError if the folder for the disk benchmark is not a folder."""
     if not folder.is_dir():
         raise ConfigError(f"--folder: {folder} is not a folder")
 
 
 def check_writable(path: Path) -> None:
-    """ConfigError if no profile can be written there. The folder is made."""
+    """Raise ConfigError if a profile cannot be written to ``path``. Create its folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
         if path.exists() and not os.access(path, os.W_OK):
-            raise PermissionError(0, "it may not be changed")
+            raise PermissionError(0, "it is not writable")
         tempfile.TemporaryFile(dir=path.parent).close()
     except FileExistsError as error:
         raise _refused(path, NotADirectoryError(0, f"{error.filename} is not a folder")) from error
@@ -48,7 +48,7 @@ def check_writable(path: Path) -> None:
 
 
 def keep(hardware: Hardware, path: Path) -> None:
-    """Write a profile; ConfigError if that fails."""
+    """Write a profile; raise ConfigError if that fails."""
     try:
         hardware.save(path)
     except OSError as error:
@@ -56,9 +56,7 @@ def keep(hardware: Hardware, path: Path) -> None:
 
 
 def _refused(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"--output: {path}: {error.strerror or error}; name a file that can be written, or use --no-save"
-    )
+    return ConfigError(f"--output: {path}: {error.strerror or error}; choose a writable file, or use --no-save")
 
 
 Line = tuple[str, str]
@@ -67,13 +65,13 @@ _NAMES = {
     "matmul": "matrix products",
     "attention": "attention",
     "device_bandwidth": "elementwise operations",
-    "op_seconds": "an operation's overhead",
-    "link_in": "link, to the device",
-    "link_out": "link, from the device",
-    "link_both": "link, both together",
+    "op_seconds": "overhead per operation",
+    "link_in": "link, host to device",
+    "link_out": "link, device to host",
+    "link_both": "link, both directions",
     "host_bandwidth": "host memory, threads:",
     "update_seconds": "AdamW update,",
-    "disk_write": "disk, written",
+    "disk_write": "disk, write",
     "disk_read": "disk, read",
     "device_memory": "device memory",
     "host_memory": "host memory",
@@ -82,20 +80,20 @@ _NAMES = {
 
 
 def describe_figure(field: str, value: Any) -> list[Line]:
-    """What a field of a profile says, one line for each of its figures."""
+    """Return a field of a profile as text, one line for each of its figures."""
     if isinstance(value, Mapping):
         return [(f"{_NAMES[field]} {key}", _amount(field, each)) for key, each in value.items()]
-    absent = "the host's" if field == "device_memory" else "not known"
+    absent = "host memory" if field == "device_memory" else "unknown"
     return [(_NAMES[field], _amount(field, value) if value else absent)]
 
 
 def describe_profile(hardware: Hardware) -> list[Line]:
-    """All figures of a profile."""
+    """Return all figures of a profile as text."""
     return [line for field in _NAMES for line in describe_figure(field, getattr(hardware, field))]
 
 
 def section(title: str, facts: Iterable[Line]) -> str:
-    """A title, facts in two columns, and an empty line."""
+    """Format a title, facts in two columns, and an empty line."""
     pairs = list(facts)
     width = max((len(name) for name, _ in pairs), default=0)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in pairs), ""])
@@ -121,20 +119,20 @@ PRECISIONS = ("fp32_master", "bf16", "float32")
 def measure_machine(
     open_device: Callable[[], Device], folder: Path, rounds: Rounds, say: Callable[[str], None]
 ) -> Hardware:
-    """Measure everything.
+    """Measure all figures of a profile.
 
     Args:
-        open_device: opens the device. Each use has its own, which gives its memory back.
-        folder: whose disk is tried.
-        rounds: how much time a figure is worth.
-        say: prints a line of progress.
+        open_device: function that opens the device. Each benchmark opens its own, so that its memory is freed.
+        folder: folder on the disk to measure.
+        rounds: time budget of a benchmark.
+        say: function that prints a line of progress.
 
     Raises:
-        ConfigError: the folder cannot be written to.
+        ConfigError: the folder is not writable.
     """
     where = open_device().torch_device
     notes = _Notes(say)
-    _measure_disk(notes, folder, rounds)  # first, because it may fail
+    _measure_disk(notes, folder, rounds)  # first, because it fails if the folder is not writable
     _measure_device(notes, open_device, where, rounds)
     _measure_host(notes, open_device, rounds)
     on_gpu = where.type == "cuda"
@@ -150,7 +148,7 @@ def measure_machine(
 
 
 class _Notes:
-    """Figures so far, and where each comes from."""
+    """The figures measured so far, with their sources."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -158,7 +156,7 @@ class _Notes:
         self.sources: dict[str, str] = {}
 
     def add(self, field: str, value: Any, how: str) -> None:
-        """Keep a figure; 0 and nothing stand for what could not be measured."""
+        """Add a figure; 0 or an empty mapping if it could not be measured."""
         self.figures[field] = value
         if not value:
             return
@@ -169,12 +167,14 @@ class _Notes:
 def _measure_disk(notes: _Notes, folder: Path, rounds: Rounds) -> None:
     write, read = disk_rates(folder, rounds)
     notes.add("disk_write", write, "a new file with fsync")
-    notes.add("disk_read", read, "the same file after the page cache was told to drop it")
+    notes.add("disk_read", read, "the same file after dropping its page cache")
 
 
 def _measure_device(notes: _Notes, open_device: Callable[[], Device], where: torch.device, rounds: Rounds) -> None:
     on_gpu = where.type == "cuda"
-    notes.add("device_memory", torch.cuda.get_device_properties(where).total_memory if on_gpu else 0, "as CUDA says")
+    notes.add(
+        "device_memory", torch.cuda.get_device_properties(where).total_memory if on_gpu else 0, "reported by CUDA"
+    )
     rates: dict[str, dict[str, float]] = {"matmul": {}, "attention": {}}
     for dtype in DTYPES:
         rates["matmul"][dtype] = matmul_rate(where, getattr(torch, dtype), rounds)
@@ -187,19 +187,19 @@ def _measure_device(notes: _Notes, open_device: Callable[[], Device], where: tor
     how = "registered memory" if on_gpu else "bytes of bf16; {} inline"
     notes.add("link_in", link.copy_in, how.format("copies that widen"))
     notes.add("link_out", link.copy_out, how.format("landings that round and square"))
-    notes.add("link_both", link.both, "both at once" if on_gpu else "one after the other, as they run")
+    notes.add("link_both", link.both, "both at once" if on_gpu else "one after the other")
 
 
 def _measure_host(notes: _Notes, open_device: Callable[[], Device], rounds: Rounds) -> None:
     cores = usable_cores()
-    notes.add("host_memory", host_memory(), "as the system says, before any limit")
+    notes.add("host_memory", host_memory(), "reported by the system, before any limit")
     notes.add("cores", cores, "affinity and quotas of this process")
     bandwidth = host_bandwidth(cores, available_memory(), rounds)
     notes.add("host_bandwidth", bandwidth, "an in-place pass of compiled threads, bytes read and written")
     updates = {
         precision: update_seconds(precision, open_device(), cores, available_memory(), rounds)
         for precision in PRECISIONS
-        if not rounds.quick  # their kernels take seconds to compile
+        if not rounds.quick  # compiling their kernels takes seconds
     }
     how = "horizon_lm.AdamW.step on random weights, float32 moments"
     notes.add("update_seconds", updates, how)

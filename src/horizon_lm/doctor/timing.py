@@ -1,4 +1,4 @@
-"""How long a piece of work takes: the median of several rounds."""
+"""Time a piece of work: the median of several rounds."""
 
 import statistics
 import time
@@ -10,17 +10,17 @@ import torch
 
 Work = Callable[[], Any]
 
-_PATIENCE = 4.0  # work that takes so many times longer than it is worth is timed once
+_PATIENCE = 4.0  # work that takes longer than this many times its budget is timed once
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How much time a figure is worth.
+    """The time budget of a benchmark.
 
     Attributes:
-        seconds: rounds are repeated for about so long.
-        at_least: so many of them are timed even if they take longer.
-        quick: small sizes, for tests: figures that show that everything runs, and no more.
+        seconds: approximate time for which rounds are repeated.
+        at_least: minimum number of timed rounds, even if they take longer.
+        quick: use small sizes, for tests: the figures only show that everything runs.
     """
 
     seconds: float = 0.7
@@ -28,12 +28,12 @@ class Rounds:
     quick: bool = False
 
     def median(self, work: Work, device: torch.device | None = None, prepare: Work | None = None) -> float:
-        """Median seconds of ``work``.
+        """Return the median seconds of ``work``.
 
         Args:
-            work: done once before it is timed, so that compiling and the first touch of memory are not counted.
-            device: whose enqueued work is waited for.
-            prepare: done before each round, and not timed.
+            work: function to time. It runs once before, so compilation and first accesses to memory do not count.
+            device: device to synchronize before the clock is read.
+            prepare: function to run before each round, without timing it.
         """
         first = _seconds(work, device, prepare)
         at_least = self.at_least if first < _PATIENCE * self.seconds else 1
@@ -44,7 +44,7 @@ class Rounds:
         return statistics.median(times)
 
     def too_long(self, seconds: float) -> bool:
-        """Work of so many seconds is not worth it."""
+        """Return whether work of this duration exceeds the budget by far."""
         return seconds > _PATIENCE * self.seconds
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.device.base import send
 from horizon_lm.engine.lm_head import LmHead
 from horizon_lm.engine.recompute import RecomputeContext, no_autocast_cache
 from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.functional import in_place
-from horizon_lm.model.head_path import IGNORED, ChunkedPath
+from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.outer_trial import Decoded, hidden_of, is_same
 
 _ROW_BLOCK = 4096  # rows of the head's gradient formed at once when it has another dtype than its buffer
@@ -47,8 +48,8 @@ class LossInputs:
         """
         labels, shifted = call.pop("labels", None), call.pop("shift_labels", None)
         if shifted is None:
-            shifted = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        trained = (shifted.reshape(-1) != IGNORED).nonzero().squeeze(1)
+            shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+        trained = (shifted.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
         num_items = call.pop("num_items_in_batch", None)
         num_items = len(trained) if num_items is None else num_items
         if isinstance(num_items, torch.Tensor):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.device.base import send
 from horizon_lm.engine.blocks import Blocks
 from horizon_lm.engine.chunked_lm_head import ChunkedLmHead, LossInputs
@@ -26,7 +27,7 @@ from horizon_lm.errors import MissingLogitsError, StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.block_template import Structure, has_foreign_hooks
 from horizon_lm.model.functional import in_place, logprobs_of_logits
-from horizon_lm.model.head_path import AUXILIARY, IGNORED, ChunkedPath
+from horizon_lm.model.head_path import AUXILIARY, ChunkedPath
 from horizon_lm.model.units import ModelParts
 from horizon_lm.plan.residency import BatchSize
 
@@ -296,7 +297,7 @@ class ModelForward:
             raise StreamingError("logits_to_keep together with labels needs head='whole'")
         as_tuple = call.pop("return_dict", None) is False
         # One token without a label: what is left of the loss is what the model adds to it (experts' balance).
-        nothing = inputs.labels.new_full((1, 1), IGNORED)
+        nothing = inputs.labels.new_full((1, 1), IGNORE_INDEX)
         unlabelled = {"labels": nothing, "shift_labels": nothing, "num_items_in_batch": inputs.num_items}
         with self.chunked.instead_of_logits(with_norm=self._wants_normed(call)):
             output = self._whole_forward(call | unlabelled)

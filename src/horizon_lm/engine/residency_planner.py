@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.cost.block_probe import measured_footprint, run_on_meta
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.micro_batches import BlockCall, ProbeDoneError, RowOutputs, slice_rows
@@ -19,8 +20,6 @@ from horizon_lm.plan.device_memory import working
 from horizon_lm.plan.memory import BufferSettings, device_buffers, slab_elements
 from horizon_lm.plan.outline import Footprint
 from horizon_lm.plan.residency import BatchSize, DevicePlan, Residency, spend
-
-_MARGIN = 0.05  # of what is spare, for what the allocator cannot use
 
 
 def plan_device(
@@ -62,7 +61,7 @@ def plan_device(
     assert spare is not None
     # Scratch memory of the links is there already.
     taken = max(0, sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total)
-    left = int(spare * (1 - _MARGIN)) - taken
+    left = int(spare * (1 - DEVICE_MARGIN)) - taken
     weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
     residency = options.residency
     if residency is not None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.kernels.bits import (
     F32,
     U16,
@@ -23,8 +24,6 @@ from horizon_lm.kernels.bits import (
     stochastic,
     widen,
 )
-
-BLOCK = 256  # elements that share a scale in 8-bit moments, as in Dettmers et al. (arXiv 2110.02861)
 
 
 class Scalars(NamedTuple):

@@ -1,8 +1,10 @@
 """Attention over packed and padded rows without a mask: ``attn_implementation="varlen"``.
 
-Rows are cut into segments that do not see each other: packed documents, or the tokens of a padded row and its padding.
-The engine knows the segments of the rows that it computes; Hugging Face makes no mask for this implementation, so
-nothing of size (T, T) exists. Rows of one segment run through torch's scaled dot-product attention.
+Rows are divided into segments that do not attend to each other: packed documents, or the tokens of a padded row and its
+padding. The engine sets the segments of the rows that it computes; Hugging Face makes no mask for this implementation, so
+nothing of size (T, T) exists. Rows with a single segment use torch's scaled dot-product attention.
+
+Shapes: B batch, T tokens, D head dimension; queries are (B, heads, T, D).
 """
 
 import threading
@@ -20,16 +22,16 @@ from horizon_lm.model.segment_attention import Offsets, causal, segment_attentio
 from horizon_lm.quantities import format_bytes
 
 NAME = "varlen"
-LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T); at 32k tokens a row's takes as much as a boolean
-_current = threading.local()  # of the thread that computes: its rows' segments
+LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T): a boolean one for a single row of 32k tokens
+_current = threading.local()  # segments of the rows that this thread computes
 
 
 class Segments:
-    """Lengths of the segments of each row of a batch, and what kernels want of them, made once per pass.
+    """The segments of each row of a batch, with offsets for kernels, which are computed once per pass.
 
     Args:
-        lengths: of each row's segments, in order; each row's add up to its number of tokens.
-        device: where kernels run.
+        lengths: lengths of each row's segments, in order; their sum is T.
+        device: device of the kernels.
     """
 
     def __init__(self, lengths: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -37,16 +39,16 @@ class Segments:
         self._offsets: dict[tuple[int, int], Offsets] = {}
 
     def of(self, start: int, stop: int) -> list[int]:
-        """Segment lengths of rows [start, stop), one after the other."""
+        """Return the segment lengths of rows [start, stop), concatenated."""
         return [length for row in self._lengths[start:stop] for length in row]
 
     def offsets(self, start: int, stop: int) -> Offsets:
-        """Where each segment of these rows begins and the last one ends, on the device and on the host."""
+        """Return the start of each segment of these rows and the end of the last one, on the device and on the host."""
         if (start, stop) not in self._offsets:
             ends = torch.tensor([0, *self.of(start, stop)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             if self._device.type == "cuda":
                 ends = ends.pin_memory()
-            on_device = ends.to(self._device, non_blocking=True, copy=True)  # two tensors, on a CPU, too
+            on_device = ends.to(self._device, non_blocking=True, copy=True)  # a second tensor even on a CPU
             for tensor in (on_device, ends):
                 mark_varying(tensor, [0])
             self._offsets[start, stop] = on_device, ends
@@ -56,10 +58,10 @@ class Segments:
 def find_segments(
     attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, device: torch.device
 ) -> Segments | None:
-    """The segments of a batch; None if every row is one.
+    """Return the segments of a batch; None if every row is a single segment.
 
-    A segment ends where the mask (B, T) changes between trained and padded tokens, and, in a batch without a mask as
-    Hugging Face has it, where positions (B, T) or (1, T) do not go on by one.
+    A segment ends where the mask (B, T) changes between tokens and padding. In a batch without a mask it ends where
+    positions (B, T) or (1, T) do not increase by one, which is Hugging Face's convention for packed rows.
     """
     if attention_mask is not None:
         changes = attention_mask[:, 1:].cpu() != attention_mask[:, :-1].cpu()
@@ -77,7 +79,7 @@ def find_segments(
 
 
 def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments | None:
-    """The segments of a call of the model's forward. ModelNotSupportedError for padded rows with a cache."""
+    """Return the segments of a call of the model; raise ModelNotSupportedError for padded rows with a cache."""
     segments = find_segments(call.get("attention_mask"), call.get("position_ids"), device)
     if segments is not None and (call.get("past_key_values") is not None or call.get("use_cache")):
         raise ModelNotSupportedError("attn_implementation='varlen' cannot generate from padded rows; choose 'sdpa'")
@@ -85,16 +87,16 @@ def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments 
 
 
 def reject_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: int, itemsize: int) -> None:
-    """DoesNotFitError when a forward would make a mask larger than `LARGEST_MASK`, before it is made.
+    """Raise DoesNotFitError if a forward would make a mask larger than `LARGEST_MASK`.
 
     Args:
-        config: of the text model.
+        config: config of the text model.
         call: arguments of its forward.
-        rows, length: of its input, B and T.
-        itemsize: bytes of a number of the hidden states.
+        rows, length: shape of its input, B and T.
+        itemsize: bytes of an element of the hidden states.
     """
     mask = call.get("attention_mask")
-    given = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)  # as a whole
+    given = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)  # a complete mask
     if given:
         return
 
@@ -109,11 +111,12 @@ def reject_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: i
 def large_mask(
     config: Any, implementation: str, rows: int, length: int, itemsize: int, segmented: Callable[[], bool]
 ) -> str | None:
-    """Why a batch would need a mask larger than `LARGEST_MASK`; None if it does not.
+    """Return why a batch would need a mask larger than `LARGEST_MASK`; None if it does not.
 
     Args:
         config, rows, length, itemsize: as in `reject_large_mask`.
-        segmented: whether rows have padding, or several documents.
+        implementation: attention implementation.
+        segmented: function that returns whether rows have padding, or several documents.
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
@@ -122,17 +125,17 @@ def large_mask(
         return None
     windowed = window is not None and window < length and "sliding_attention" in kinds
     if implementation == "sdpa" and not windowed and not segmented():
-        return None  # plain causal attention needs none
+        return None  # plain causal attention needs no mask
     return (
         f"attn_implementation={implementation!r} makes a mask of {format_bytes(num_bytes)} for {rows} rows of {length} "
-        f"tokens; the limit is {format_bytes(LARGEST_MASK)}. Choose 'varlen' or 'flash_attention_2', which make none, where "
-        "the model can; else shorter rows, or fewer of them a step."
+        f"tokens; the limit is {format_bytes(LARGEST_MASK)}. Choose 'varlen' or 'flash_attention_2', which need no mask, if "
+        "the model supports them; otherwise use shorter rows, or fewer of them per step."
     )
 
 
 @contextmanager
 def attending(segments: Segments | None, start: int, stop: int) -> Iterator[None]:
-    """Inside, attention is computed for rows [start, stop) of a batch with these segments."""
+    """Context manager: set the segments of rows [start, stop) of a batch for attention."""
     before = getattr(_current, "rows", None)
     _current.rows = None if segments is None else segments.offsets(start, stop)
     try:
@@ -143,7 +146,7 @@ def attending(segments: Segments | None, start: int, stop: int) -> Iterator[None
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Inside, segments are computed one by one with torch's scaled dot-product attention, whatever the device."""
+    """Context manager: compute segments one by one with torch's scaled dot-product attention, on any device."""
     before = getattr(_current, "plain", False)
     _current.plain = True
     try:
@@ -157,14 +160,19 @@ def varlen_attention(
     attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
     sliding_window: int | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Causal attention inside segments, as transformers' AttentionInterface calls it.
+    """Compute causal attention inside segments, with the signature of transformers' AttentionInterface.
 
     Args:
-        query: (B, heads, T, D); ``key`` and ``value`` may have fewer heads.
-        sliding_window: how many tokens, its own included, a token sees; None for all before it.
+        module: attention layer.
+        query: queries (B, heads, T, D).
+        key, value: keys and values, possibly with fewer heads (grouped-query attention).
+        attention_mask: must be None.
+        scaling: factor of the scores; None for 1 / sqrt(D).
+        dropout: probability of dropping an attention weight.
+        sliding_window: number of tokens that a token attends to, itself included; None for all before it.
 
     Returns:
-        (B, T, heads, D), and no attention weights.
+        Output (B, T, heads, D), and None for attention weights.
     """
     unknown = [name for name in ("softcap", "s_aux", "position_bias", "cache") if kwargs.get(name) is not None]
     if unknown or not (kwargs.get("is_causal") or getattr(module, "is_causal", True)):
@@ -177,7 +185,7 @@ def varlen_attention(
         )
     rows = getattr(_current, "rows", None)
     length = query.shape[2]
-    if key.shape[2] != length:  # with a cache: the last tokens of longer rows
+    if key.shape[2] != length:  # with a cache, queries are the last tokens of longer rows
         mask = visible(length, key.shape[2], sliding_window, query.device)
         output = causal(query, key, value, scaling, dropout, mask)
     elif rows is None and (sliding_window is None or sliding_window >= length):
@@ -200,7 +208,7 @@ def _flash_attn() -> Any:
 
 
 def _wants_flash_attn(query: torch.Tensor) -> bool:
-    """Whether the kernel of flash-attn is installed and takes this. Compiled blocks compute with torch's."""
+    """Return whether flash-attn is installed and supports this query. Compiled blocks use torch's kernel."""
     if torch.compiler.is_compiling() or query.device.type != "cuda" or getattr(_current, "plain", False):
         return False
     return query.dtype in (torch.float16, torch.bfloat16) and _flash_attn() is not None
@@ -226,17 +234,17 @@ def _whole_rows(size: int, length: int, device: torch.device) -> Segments:
 
 
 def register() -> None:
-    """Make the implementation known to transformers. Without a mask function of its name, it makes no masks."""
+    """Register the implementation in transformers, which makes no masks for it, as there is no mask function of its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, varlen_attention)
 
 
 def choose(model: Any, wanted: str | None, on_accelerator: bool) -> str:
-    """Set the attention implementation that was asked for, or the one that the device is best at, and return its name.
+    """Set the requested attention implementation, or the best one for the device, and return its name.
 
     Raises:
-        ModelNotSupportedError: varlen was asked for, and the model cannot.
+        ModelNotSupportedError: varlen was requested, and the model does not support it.
     """
     present: str = model.config.get_text_config()._attn_implementation
     if wanted is None and present == "sdpa" and on_accelerator and can_varlen(model):
@@ -249,13 +257,14 @@ def choose(model: Any, wanted: str | None, on_accelerator: bool) -> str:
 
 
 def require_varlen(model: Any) -> None:
-    """ModelNotSupportedError if a model's attention needs more than causal segments with a sliding window."""
+    """Raise ModelNotSupportedError if a model's attention needs more than causal segments with a sliding window."""
     reason = _obstacle(model)
     if reason is not None:
         raise ModelNotSupportedError(f"{type(model).__name__}: attn_implementation='varlen' is not possible: {reason}")
 
 
 def can_varlen(model: Any) -> bool:
+    """Return whether a model supports varlen attention."""
     return _obstacle(model) is None
 
 
@@ -263,7 +272,7 @@ def _obstacle(model: Any) -> str | None:
     if not (getattr(model, "_supports_sdpa", False) and getattr(model, "_supports_attention_backend", False)):
         return "its attention does not go through transformers' AttentionInterface"
     config = model.config.get_text_config()
-    if getattr(config, "attn_logit_softcapping", None):  # transformers 5.17 believes that sdpa does this
+    if getattr(config, "attn_logit_softcapping", None):  # transformers 5.17 claims sdpa support for these models
         return "it caps the scores of its attention"
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     return f"it has layers of kind {', '.join(sorted(others))}" if others else None

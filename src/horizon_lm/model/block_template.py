@@ -1,8 +1,7 @@
 """Decoder blocks that compute with weights from a device buffer.
 
-A block's own module computes: while it runs, the device's tensors take the place of its parameters and buffers. So its
-hooks, attributes, config and mode are those that it has at that moment, and nothing has to be kept in step with a copy.
-
+The block's own module computes: while it runs, device tensors replace its parameters and buffers. So hooks, attributes,
+config and mode are always the current ones, and no copy has to be kept in sync.
 """
 
 from collections import OrderedDict
@@ -25,14 +24,14 @@ _INTERNAL = frozenset(nn.Module().__dict__)  # attributes of every module: param
 
 
 class StreamedBlock:
-    """A block and what it needs to compute on the device.
+    """A block that computes on the device.
 
     Args:
         name: full name of the block in its model.
         module: the block.
         buffers: copies of buffers on the device.
         compiled: compile its forward; blocks of one structure share their graphs.
-        written: weights that the forward may write.
+        written: names of weights that the forward may write.
     """
 
     def __init__(
@@ -53,11 +52,11 @@ class StreamedBlock:
         self._copies: dict[tuple[nn.Module, str], _BufferCopy] = {}
 
     def param_names(self) -> list[str]:
-        """Names of the parameters inside the block."""
+        """Return the names of the block's parameters."""
         return list(self._places)
 
     def forward(self, *args: Any, plainly: bool, **kwargs: Any) -> Any:
-        """Compute with what is bound. ``plainly``: uncompiled, whatever the block's setting."""
+        """Compute with the bound parameters. ``plainly``: never compiled."""
         if self._instance_forward is not None:
             return self._instance_forward(*args, **kwargs)
         function = type(self.module).forward
@@ -69,15 +68,15 @@ class StreamedBlock:
 
     @contextmanager
     def bound(self, params: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, the block computes with these tensors, by name, as its parameters. Buffers are on the device.
+        """Context manager: replace the block's parameters, by name, by device tensors, and its buffers by device copies.
 
         Raises:
-            StreamingError: the block has other parameters or modules than when it was streamed.
+            StreamingError: the block's parameters or modules have changed since it was streamed.
             ModelNotSupportedError: the block wrote one of its buffers or weights.
         """
         self._structure.require_unchanged(self.name)
-        # Plain tensors go into the dict directly: fresh ones every time, because autocast and autograd know tensors by
-        # identity.
+        # Plain tensors bypass register_parameter. They are fresh ones every time, because autocast and autograd identify
+        # tensors by object.
         for name, tensor in params.items():
             owner, attribute = self._places[name]
             owner._parameters[attribute] = tensor  # type: ignore[assignment]
@@ -117,19 +116,19 @@ class StreamedBlock:
                 module._buffers[name] = copy.device
         return put
 
-    # What the recomputation has to find as the forward did
+    # State that must be the same in forward and recomputation
 
     def is_hooked(self) -> bool:
-        """Whether somebody else's hooks listen to modules inside the block."""
+        """Return whether modules inside the block have hooks of other code."""
         return any(map(has_foreign_hooks, self._modules[1:]))
 
     def mode(self) -> tuple[bool, ...]:
-        """Train or evaluation mode of every module."""
+        """Return the train or evaluation mode of every module."""
         return tuple(module.training for module in self._modules)
 
     @contextmanager
     def in_mode(self, mode: tuple[bool, ...]) -> Iterator[None]:
-        """Inside, every module has that mode."""
+        """Context manager: set the mode of every module."""
         before = self.mode()
         if before == mode:
             yield
@@ -143,12 +142,12 @@ class StreamedBlock:
                 module.training = training
 
     def attributes(self) -> list[dict[str, Any]]:
-        """Return attributes of all modules as comparable values; tensors, and what only has an identity, by identity."""
+        """Return the attributes of all modules as comparable values; tensors and other objects are compared by identity."""
         return [attributes.read() for attributes in self._attributes]
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Return whether somebody listens to a module, besides transformers itself."""
+    """Return whether a module has hooks of code other than transformers."""
     if _global._global_forward_hooks or _global._global_forward_pre_hooks:
         return True
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
@@ -162,18 +161,19 @@ def has_foreign_hooks(module: nn.Module) -> bool:
 
 
 class _Attributes:
-    """A module's attributes as comparable values. They are made again when one of them is another object.
+    """The attributes of a module as comparable values, cached until one of them is replaced.
 
-    Reading them takes longer than most other things that are done for a block, and they hardly ever change.
+    Converting them is expensive compared with the rest of a block's bookkeeping, and they hardly ever change.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._names: list[str] = []
         self._values: list[Any] = []
-        self._found: dict[str, Any] | None = None  # None where a container may change though it stays the same object
+        self._found: dict[str, Any] | None = None  # None if a mutable container may have changed
 
     def read(self) -> dict[str, Any]:
+        """Return the current attributes."""
         attributes = self._module.__dict__
         names, values = list(attributes), list(attributes.values())
         if self._found is not None and names == self._names and all(map(is_, values, self._values)):
@@ -186,21 +186,21 @@ class _Attributes:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Return whether a value is compared the same as long as it is the same object."""
+    """Return whether a value cannot change while it is the same object."""
     if isinstance(value, tuple):
         return all(isinstance(item, _PLAIN) for item in value)
     return not isinstance(value, (list, set, frozenset, Mapping))
 
 
 class Structure:
-    """Which children and parameters some modules have."""
+    """The children and parameters of some modules, by identity."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._ids = self._find_ids()
 
     def require_unchanged(self, where: str) -> None:
-        """StreamingError if a module or parameter was added, removed or replaced."""
+        """Raise StreamingError if a module or parameter was added, removed or replaced."""
         if self._find_ids() != self._ids:
             raise StreamingError(
                 f"{where}: a module or parameter was added, removed or replaced after horizon_lm.stream(). Change the model "
@@ -216,7 +216,7 @@ class Structure:
 
 
 class _BufferCopy:
-    """A buffer on the host and its copy on the device, with their versions at that time."""
+    """A buffer on the host and its copy on the device, with their versions at the time of the copy."""
 
     __slots__ = ("device", "host", "host_version", "version")
 
@@ -226,14 +226,14 @@ class _BufferCopy:
 
 
 class DeviceBuffers:
-    """Buffers of blocks on the device; equal ones are there once."""
+    """The blocks' buffers on the device, with equal ones stored once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def copy(self, buffer: torch.Tensor) -> _BufferCopy:
-        """Return the copy of a host buffer as it is now."""
+        """Return a device copy of a host buffer's present value."""
         for host, version, copy in self._known:
             same = host.shape == buffer.shape and host.dtype == buffer.dtype and host._version == version
             if same and torch.equal(host, buffer):
@@ -244,7 +244,7 @@ class DeviceBuffers:
 
 @contextmanager
 def _without_hooks(modules: list[nn.Module]) -> Iterator[None]:
-    """Inside, modules have no forward hooks: nothing can trace transformers' own."""
+    """Context manager: remove forward hooks, because torch.compile cannot trace those of transformers."""
     hooked = [(module, module._forward_hooks) for module in modules if module._forward_hooks]
     for module, _ in hooked:
         module._forward_hooks = OrderedDict()
@@ -256,7 +256,7 @@ def _without_hooks(modules: list[nn.Module]) -> Iterator[None]:
 
 
 def comparable(value: Any) -> Any:
-    """Return what is equal for equal plain values and containers of them; of anything else, the identity."""
+    """Return a value that is equal for equal plain values and containers of them; the identity of other objects."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (list, tuple)):
@@ -269,7 +269,7 @@ def comparable(value: Any) -> Any:
 
 
 def structure_key(block: nn.Module) -> tuple[Any, ...]:
-    """Return what is equal for two blocks that take the same memory and time; plans are made once for all of them."""
+    """Return a key that is equal for blocks of the same memory and time, which are measured only once."""
     key: list[Any] = []
     for path, module in block.named_modules():
         plain = {

@@ -1,7 +1,7 @@
-"""Transformers' output capturing (router logits, attentions) across a streamed block.
+"""Pass transformers' captured outputs (router logits, attentions) through a streamed block.
 
 Transformers records outputs of submodules through hooks that append to a collector in a context variable. A streamed
-block computes outside autograd, so what its submodules produce is collected there, passed through the block's autograd
+block computes outside autograd, so the outputs of its submodules are collected there, passed through the block's autograd
 Function, and appended to the model's collector afterwards.
 """
 
@@ -20,19 +20,19 @@ _OF_WHOLE_BLOCKS = "hidden_states"  # recorded by a hook on the block itself, wh
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install transformers' hooks now: they are part of the model before anybody looks for foreign ones."""
+    """Install transformers' hooks, so that they are present before foreign hooks are searched for."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             maybe_install_capturing_hooks(module)
 
 
 def is_only_capturing(hooks: Mapping[int, Any]) -> bool:
-    """Return whether all these hooks are transformers' own."""
+    """Return whether all these hooks are transformers' capturing hooks."""
     return all(getattr(hook, "__module__", None) == maybe_install_capturing_hooks.__module__ for hook in hooks.values())
 
 
 def requested_keys() -> tuple[str, ...]:
-    """What the model's forward wants recorded of its blocks' insides."""
+    """Return the outputs of submodules that the model's forward wants to capture."""
     collector = _active_collector.get()
     return tuple(k for k in collector or () if k != _OF_WHOLE_BLOCKS and not k.startswith("_"))
 
@@ -49,14 +49,14 @@ def capture(keys: tuple[str, ...]) -> Iterator[Captured]:
 
 
 def copy_context() -> contextvars.Context:
-    """The present context variables but for the collector: it gets to know the graph, which will know this context."""
+    """Return the current context variables without the collector, which would make a reference cycle with the graph."""
     context = contextvars.copy_context()
     context.run(_active_collector.set, None)
     return context
 
 
 def publish(captured: Captured) -> None:
-    """Append to the collector of the model's forward."""
+    """Append captured outputs to the collector of the model's forward."""
     collector = _active_collector.get()
     for key, tensors in captured.items():
         collector[key].extend(tensors)

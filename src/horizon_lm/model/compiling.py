@@ -1,4 +1,4 @@
-"""Compile the code of blocks with torch.compile, and run wide feed-forward layers in chunks of tokens."""
+"""Compile blocks with torch.compile, and run wide feed-forward layers in chunks of tokens."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,47 +16,47 @@ _BACKEND = "inductor"
 
 
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled function; the same one for the same function."""
+    """Return the compiled version of a function, cached by function."""
     return _compile(function, _BACKEND)
 
 
 @cache
 def _compile(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    # Every structure has code of its own to compile, for batches with and without segments, of one row and of several.
+    # Each structure needs several graphs: with and without segments, for one row and for more.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     return torch.compile(function, backend=backend)
 
 
 def mark_lengths(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell torch.compile that rows and tokens vary from batch to batch, so that it makes one graph for all of them.
+    """Tell torch.compile that rows and tokens vary between batches, so that one graph serves all of them.
 
-    A single row has a graph of its own: torch.compile takes sizes of one for constants.
+    A single row needs a graph of its own, because torch.compile treats sizes of one as constants.
 
     Args:
-        tensors: that the code is given; the first one are hidden states (B, T, H).
+        tensors: inputs of the code; the first one is the hidden states (B, T, H).
     """
     varying: set[int] | None = None
     for tensor in tensors:
         if varying is None:
             varying = {size for size in tensor.shape[:2] if size > 1}
-        # Dimension 2 of three is a width, of hidden states and rotary embeddings alike.
+        # The last of three dimensions is a width, for hidden states and rotary embeddings alike.
         sizes = enumerate(tensor.shape[:2] if tensor.ndim == 3 else tensor.shape)
         mark_varying(tensor, [dim for dim, size in sizes if size in varying])
 
 
 def mark_varying(tensor: torch.Tensor, dims: list[int]) -> None:
-    """Tell torch.compile that these dimensions vary. Where code fixes one after all, it has a graph for each size."""
+    """Tell torch.compile that these dimensions vary. Code that specializes on one gets a graph for each size."""
     torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
-_current = threading.local()  # of the thread that computes: whether its block is compiled
+_current = threading.local()  # whether the block that this thread computes is compiled
 
 
 def chunk_mlps(block: nn.Module, tokens: int) -> int:
-    """Make a block compute its feed-forward layers so many tokens at a time. Returns how many layers it has.
+    """Make a block compute its feed-forward layers in chunks of tokens, and return the number of these layers.
 
-    A feed-forward layer is a module named ``...MLP`` that treats every token alike: linear maps and functions of single
-    numbers. Experts, and layers with dropout, are left as they are.
+    A feed-forward layer is a module named ``...MLP`` that treats every token alike: linear maps and elementwise functions.
+    Experts, and layers with dropout, are not changed.
     """
     layers = [part for part in block.modules() if type(part).__name__.endswith("MLP") and _treats_tokens_alike(part)]
     for part in layers:
@@ -77,7 +77,7 @@ def _treats_tokens_alike(part: nn.Module) -> bool:
 
 @contextmanager
 def compiling_chunks() -> Iterator[None]:
-    """Inside, chunks are computed by compiled code: one graph for the chunks of all rows."""
+    """Context manager: compute chunks with compiled code, with one graph for the chunks of all rows."""
     before = getattr(_current, "compiling", False)
     _current.compiling = True
     try:
@@ -86,9 +86,9 @@ def compiling_chunks() -> Iterator[None]:
         _current.compiling = before
 
 
-@torch.compiler.disable  # or each number of chunks would be a graph of its own, with all of them in it
+@torch.compiler.disable  # otherwise each number of chunks would get a graph that contains all of them
 def _forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """In the place of the layer's forward. hidden (B, T, H)."""
+    """Run the layer's forward in chunks of tokens. ``hidden``: (B, T, H)."""
     function = type(self).forward
     if getattr(_current, "compiling", False):
         function = compile_function(function)
@@ -98,7 +98,7 @@ def _forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     bound = [(module, dict(module._parameters)) for module in self.modules()]
 
     def compute(piece: torch.Tensor) -> torch.Tensor:
-        # The layer has its parameters back in host memory by the time that the backward computes a piece again.
+        # When the backward recomputes a piece, the layer has its host parameters again, so bind the device's once more.
         present = [(module, dict(module._parameters)) for module, _ in bound]
         try:
             for module, parameters in bound:
@@ -109,8 +109,8 @@ def _forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
             for module, parameters in present:
                 module._parameters.update(parameters)
 
-    # Of nearly one length: a last one of a single token would be a graph of its own. And contiguous, or matmul rounds
-    # differently without a graph.
+    # Pieces (B, size, H) of nearly equal length, because a last piece of a single token would need a graph of its own.
+    # Contiguous, because matmul rounds differently otherwise when there is no autograd graph.
     pieces = [piece.contiguous() for piece in hidden.tensor_split(-(-hidden.shape[1] // size), dim=1)]
     if not torch.is_grad_enabled():
         return _marked(torch.cat([compute(piece) for piece in pieces], dim=1))

@@ -1,4 +1,4 @@
-"""Run modules with given tensors as their parameters: embedding lookup, and log-probabilities from logits."""
+"""Run modules with other tensors as parameters, look up embeddings, and compute log-probabilities from logits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ Place = tuple[nn.Module, str, Any]  # module, name of its parameter, tensor
 
 @contextmanager
 def in_place(places: Iterable[Place]) -> Iterator[None]:
-    """Inside, modules find these tensors as their parameters."""
+    """Context manager: replace parameters of modules by these tensors."""
     places = list(places)
     before = [(module, name, module._parameters[name]) for module, name, _ in places]
     for module, name, tensor in places:
@@ -24,19 +24,19 @@ def in_place(places: Iterable[Place]) -> Iterator[None]:
             module._parameters[name] = param
 
 
-_TRIAL = (4, 8)  # rows and columns of a small table
+_TRIAL = (4, 8)  # shape (V, H) of a small table
 
 
 def look_up(
     module: nn.Module, weight: torch.Tensor, positions: torch.Tensor, padding_position: int | None
 ) -> torch.Tensor:
-    """Return what the module makes of tokens whose rows are ``weight[positions]``.
+    """Return the embedding of tokens whose rows are ``weight[positions]``, (B, T, H) for positions (B, T).
 
     Args:
-        module: the embedding.
-        weight: (R, H), on the device.
-        positions: of any shape.
-        padding_position: the row of the padding token, whose gradient is zero; None if it is not among them.
+        module: embedding module, which may scale the rows.
+        weight: rows of the table that the batch reads, (R, H), on the device.
+        positions: index of each token's row.
+        padding_position: row of the padding token, whose gradient is zero; None if it is not among the rows.
     """
     padded = getattr(module, "padding_idx", None) is not None
     before = module.__dict__.get("padding_idx")
@@ -52,7 +52,7 @@ def look_up(
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a lookup's gradient is the same whatever the table's values are, as a trial shows."""
+    """Return whether a lookup's gradient is independent of the table's values, as found by trial."""
     if type(module) is nn.Embedding:
         return True
     positions = torch.arange(_TRIAL[0])[None]
@@ -61,7 +61,7 @@ def is_linear(module: nn.Module) -> bool:
     grad = torch.randn((1, *_TRIAL), generator=generator)
     try:
         first, second = (_gradient(module, table, positions, grad) for table in tables)
-    except Exception:  # foreign code that wants its own sizes: then the values are kept
+    except Exception:  # the embedding's own code requires other sizes: assume that the values matter
         return False
     return torch.equal(first, second)
 
@@ -75,12 +75,13 @@ def _gradient(module: nn.Module, table: torch.Tensor, positions: torch.Tensor, g
 def logprobs_of_logits(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, names: Sequence[str]
 ) -> list[torch.Tensor]:
-    """Values (n,) of each token, by their names.
+    """Return per-token values (n,), one tensor for each name.
 
     Args:
-        logits: (n, V).
-        labels: (n,), none ignored.
-        names: ``logprobs``, of the labels; ``mean``, of the log-probabilities of the vocabulary; ``entropy``, in nats.
+        logits: logits (n, V).
+        labels: labels (n,), none of them ignored.
+        temperature: divisor of the logits.
+        names: ``logprobs`` of the labels, ``mean`` log-probability over the vocabulary, or ``entropy`` in nats.
     """
     logs = torch.log_softmax(logits.float() / temperature if temperature != 1 else logits.float(), dim=-1)
     make = {

@@ -1,7 +1,9 @@
-"""Whether a model's loss may be computed over chunks of tokens: found by computing it both ways, over a few tokens.
+"""Find whether a model's loss can be computed over chunks of tokens, by computing it both ways over a few tokens.
 
-A model's own forward runs from the hidden states on, with stand-ins for everything before. Its loss over all tokens must
-be the sum of its losses over chunks of them; then the same is done with real hidden states in training.
+The model's own forward runs from the hidden states on, with stand-ins for everything before. Its loss over all tokens must
+equal the sum of its losses over chunks; then training may compute it in chunks of real hidden states.
+
+Shapes: B batch, T tokens, H hidden, V vocabulary.
 """
 
 import inspect
@@ -13,23 +15,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.model.outer_trial import Decoded, forwards, outer_leaves, try_outer
 from horizon_lm.model.units import ModelParts
 
-IGNORED = -100  # label of a token that is not trained, as in torch.nn.functional.cross_entropy
 _ROWS, _LENGTH, _CHUNK = 2, 5, 3
 _TOLERANCE = 1e-5
-AUXILIARY = ("output_router_logits",)  # arguments that make a forward add to its loss what is not the head's
+AUXILIARY = ("output_router_logits",)  # arguments that make a forward add other terms to the head's loss
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPath:
-    """How a model goes from hidden states to its loss, token by token.
+    """A model's path from hidden states to its loss, token by token.
 
     Attributes:
-        trunk: the module that the model's forward calls for hidden states.
-        norm_is_last: the trunk ends with the final norm, so that it can be left to the chunks, too.
-        loss_function: what the model computed its loss with when this was found.
+        trunk: module that the model's forward calls for hidden states.
+        norm_is_last: the trunk ends with the final norm, so the norm can be computed in chunks as well.
+        loss_function: the model's loss function at the time of the trial.
     """
 
     trunk: nn.Module
@@ -38,7 +40,7 @@ class ChunkedPath:
 
 
 def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
-    """Return how a model's loss is computed in chunks, or why it cannot be, in a few words."""
+    """Return the path for computing a model's loss in chunks, or the reason why it cannot be."""
     if type(parts.head) is not nn.Linear:
         return f"the head is a {type(parts.head).__name__}, not a plain Linear"
     reason = "its forward does not call a decoder"
@@ -46,7 +48,7 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
         with torch.random.fork_rng(devices=[]), outer_leaves(parts) as outer:
             try:
                 reason = _difference(parts, trunk, outer)
-            except Exception as error:  # foreign code, given less than it wants
+            except Exception as error:  # the model's own code may need more inputs than it gets here
                 reason = f"its loss cannot be computed from hidden states alone ({type(error).__name__})"
         if not reason:
             trial = try_outer(parts)
@@ -56,19 +58,19 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
 
 
 def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) -> str:
-    """Return what differs between the loss of all tokens and that of chunks; empty if nothing does."""
+    """Return why the loss over chunks differs from the loss over all tokens; empty if it does not."""
     model, forward = parts.model, type(parts.model).forward
     accepted = inspect.signature(forward).parameters
     vocabulary = parts.sizes().vocabulary
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn((_ROWS, _LENGTH, parts.head_width), generator=generator).requires_grad_()
+    hidden = torch.randn((_ROWS, _LENGTH, parts.head_width), generator=generator).requires_grad_()  # (B, T, H)
     columns = min(8, parts.head_width)
     weight = torch.randn((vocabulary, columns), generator=generator)
     ids = torch.randint(min(vocabulary, 1000), (_ROWS, _LENGTH), generator=generator)
     labels = ids.clone()
-    labels[0, 2] = labels[1, :2] = IGNORED
-    shifted = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    trained = (shifted.reshape(-1) != IGNORED).nonzero().squeeze(1)
+    labels[0, 2] = labels[1, :2] = IGNORE_INDEX
+    shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]  # (B, T), each the label of the next token
+    trained = (shifted.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
     options = {"use_cache": False} | {name: False for name in AUXILIARY if name in accepted}
 
     def run(states: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor], **arguments: Any) -> Any:
@@ -79,8 +81,8 @@ def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) 
     def project(states: torch.Tensor) -> torch.Tensor:
         return F.linear(states[..., :columns], weight)
 
-    # As the engine calls it first: with no label, and one row of logits.
-    nothing = labels.new_full((1, 1), IGNORED)
+    # The engine first calls the model without labels and with a single row of logits; that loss must be 0.
+    nothing = labels.new_full((1, 1), IGNORE_INDEX)
     count = len(trained)
     empty = run(
         hidden, lambda states: states.new_zeros((1, 1, vocabulary)), input_ids=ids,
@@ -97,7 +99,7 @@ def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) 
     got, loss = torch.zeros_like(expected).view(-1, expected.shape[-1]), 0.0
     flat = hidden.detach().view(-1, hidden.shape[-1])
     for index in trained.split(_CHUNK):
-        chunk = flat[index][None].requires_grad_()
+        chunk = flat[index][None].requires_grad_()  # (1, chunk, H)
         target = shifted.reshape(-1)[index][None]
         part = run(chunk, project, labels=target, shift_labels=target, num_items_in_batch=count)
         got[index] = torch.autograd.grad(part.loss, chunk)[0][0]

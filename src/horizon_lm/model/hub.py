@@ -19,14 +19,14 @@ _PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.mod
 
 
 def local_folder(name: str | Path, **download: Any) -> Path:
-    """Return the folder of a model: itself, or a hub snapshot (downloaded if need be).
+    """Return the folder of a model: a local folder, or a hub snapshot, which is downloaded if needed.
 
     Args:
-        name: a folder or hub id.
-        download: ``revision``, ``cache_dir``, ``token`` and the like, as huggingface_hub takes them.
+        name: folder or hub id.
+        download: further arguments for huggingface_hub, such as ``revision``, ``cache_dir`` and ``token``.
 
     Raises:
-        ConfigError: neither a folder nor a hub id that can be reached.
+        ConfigError: the name is neither a folder nor a hub id that can be fetched.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -43,7 +43,7 @@ def local_folder(name: str | Path, **download: Any) -> Path:
 
 
 def folder_here(name: str | Path) -> Path | None:
-    """Return the folder of a model whose weights are on this machine; None if they would have to be downloaded."""
+    """Return the folder of a model's weights on this machine; None if they would have to be downloaded."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -55,7 +55,7 @@ def folder_here(name: str | Path) -> Path | None:
 
 
 def _require_hub_id(name: str) -> None:
-    """ConfigError for what can only be a path."""
+    """Raise ConfigError if the name can only be a path."""
     if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"model_name_or_path: {name} is not a folder")
 
@@ -67,16 +67,22 @@ def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
     )
     hint = f"; did you mean {close[0]}?" if close and close[0] not in (typed, hub_id) else ""
     return ConfigError(
-        f"model_name_or_path: {typed} is neither a folder here nor a model that could be fetched from the hub{known} "
+        f"model_name_or_path: {typed} is neither a folder nor a model that could be fetched from the hub{known} "
         f"({first_line(error)}){hint}"
     )
 
 
 def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = None) -> Any:
-    """The Hugging Face config of a folder; ConfigError if there is none, ModelNotSupportedError if not a causal LM.
+    """Return the Hugging Face config in a folder.
 
     Args:
-        gguf_file: the file in it to read instead of config.json.
+        folder: folder of the model.
+        trust_remote_code: run code of the folder, if its config asks for it.
+        gguf_file: file in the folder to read instead of config.json.
+
+    Raises:
+        ConfigError: there is no usable config.
+        ModelNotSupportedError: the model is not a causal language model.
     """
     from transformers import AutoConfig
 
@@ -89,7 +95,7 @@ def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
 
 
 def fetch_config(name: str, trust_remote_code: bool) -> Any:
-    """The config of a hub id, fetched without its weights; errors as in `load_config`."""
+    """Return the config of a hub id, fetched without the weights. Errors are those of `load_config`."""
     from transformers import AutoConfig
 
     _require_hub_id(name)
@@ -101,23 +107,23 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
 
 
 def known_config(known: KnownModel) -> Any:
-    """The config of a published model; nothing is fetched."""
+    """Return the config of a known model without fetching anything."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**known.config)
 
 
 def full_name(name: str) -> str:
-    """The hub id that a name stands for: itself, or that of a published model whose organization was left out."""
+    """Return the hub id for a name, which may omit the organization of a known model."""
     known = find_known(name)
     if known is None or "/" in name:
-        return name.partition(" ")[0]  # what is known as "... (text)" is a part of that model
+        return name.partition(" ")[0]  # "... (text)" denotes a part of that model
     names = (known.name, *known.aliases)
     return next(each for each in names if each.rpartition("/")[2].casefold() == name.casefold()).partition(" ")[0]
 
 
 def is_cached(name: str) -> bool:
-    """Whether all weights of a hub id are on this machine."""
+    """Return whether all weights of a hub id are on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     def find(file: str) -> str | None:
@@ -134,7 +140,7 @@ def is_cached(name: str) -> bool:
 
 
 def config_bytes(config: Any) -> int:
-    """Bytes of an element of a checkpoint, as its config says; fp32 where it does not, as in old repositories."""
+    """Return the bytes of an element of a checkpoint by its config; those of fp32 if old configs omit the dtype."""
     import torch
 
     dtype = getattr(config.get_text_config(), "dtype", None)
@@ -143,7 +149,7 @@ def config_bytes(config: Any) -> int:
 
 
 def stored_bytes(folder: Path, config: Any) -> int:
-    """Bytes of an element of the checkpoint in a folder: of its first floating-point tensor."""
+    """Return the bytes of an element of the checkpoint in a folder, by its first floating-point tensor."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -153,7 +159,7 @@ def stored_bytes(folder: Path, config: Any) -> int:
                     kind = tensors.get_slice(name).get_dtype()
                     if kind in ("F64", "F32", "F16", "BF16"):
                         return int(re.sub(r"\D", "", kind)) // 8
-    except (OSError, SafetensorError):  # whoever reads the weights will say so
+    except (OSError, SafetensorError):  # the error comes when the weights are read
         pass
     return config_bytes(config)
 
@@ -163,7 +169,7 @@ def _require_causal(config: Any, place: str) -> Any:
 
     if getattr(config, "quantization_config", None):
         raise ModelNotSupportedError(
-            f"{place}: its weights are quantized, and quantized weights cannot be trained; take a copy of the model in bf16"
+            f"{place}: its weights are quantized, and quantized weights cannot be trained; use a bf16 copy of the model"
         )
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
@@ -174,7 +180,7 @@ def _require_causal(config: Any, place: str) -> Any:
 
 
 def skeleton_of(config: Any, place: str, **options: Any) -> Any:
-    """The model that a config describes, without weights; ConfigError if it cannot be built. ``place``: of the config."""
+    """Return a config's model without weights; raise ConfigError, naming ``place``, if it cannot be built."""
     try:
         return build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
@@ -185,13 +191,13 @@ def skeleton_of(config: Any, place: str, **options: Any) -> Any:
                 "needs no package"
             ) from error
         raise ConfigError(
-            f"{place}: transformers cannot build this model ({first_line(error)}); mend its config.json, or the setting "
-            "that is named"
+            f"{place}: transformers cannot build this model ({first_line(error)}); correct its config.json, or the setting "
+            "that the message names"
         ) from error
 
 
 def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
-    """The model of a folder without its weights, with its generation config; ConfigError if it cannot be built."""
+    """Return a folder's model with its generation config, without weights; raise ConfigError if it cannot be built."""
     from transformers import GenerationConfig
 
     model = skeleton_of(config, str(folder), **options)
@@ -201,7 +207,7 @@ def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
 
 
 def load_gguf(folder: Path, gguf_file: str) -> Any:
-    """A GGUF model as transformers opens it: dequantized, whole in memory. To be converted once, not trained from."""
+    """Return a GGUF model dequantized and whole in memory, to be converted once before training."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -222,7 +228,7 @@ def load_gguf(folder: Path, gguf_file: str) -> Any:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters begin as ``torch.empty``. The experts of one block may be more than the host has memory for."""
+    """Redirect ``torch.empty`` to the meta device: the experts of a single block may exceed host memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -233,9 +239,9 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """While active, every parameter that a module registers becomes a meta tensor. Buffers are computed for real.
+    """Context manager: turn every registered parameter into a meta tensor, but compute buffers.
 
-    ``torch.device("meta")`` would take the buffers (rotary frequencies, scales) with it.
+    ``torch.device("meta")`` would also put buffers (rotary frequencies, scales) on the meta device.
     """
     original = nn.Module.register_parameter
 
@@ -253,11 +259,11 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_skeleton(config: Any, **options: Any) -> nn.Module:
-    """The causal language model that a Hugging Face config describes, without weights, in evaluation mode."""
+    """Return the causal language model of a Hugging Face config without weights, in evaluation mode."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    # Drawing weights on the meta device gives nothing, and takes a transformers model most of its time.
+    # Random initialization on the meta device has no effect, but takes most of the time of building a model.
     with no_init_weights(), parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, **options)
     lost = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
@@ -267,26 +273,26 @@ def build_skeleton(config: Any, **options: Any) -> nn.Module:
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """Return a deep copy whose parameters are meta tensors; weights are never duplicated, not even for a moment."""
+    """Return a deep copy whose parameters are meta tensors, without duplicating weights even temporarily."""
     import copy
 
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()
     }
-    for part in module.modules():  # hooks may hold anything: the copy has the same ones
+    for part in module.modules():  # hooks may refer to anything, so share them with the copy
         memo |= {id(hooks): hooks for name, hooks in part.__dict__.items() if name.endswith("_hooks")}
     return copy.deepcopy(module, memo)
 
 
-_CHUNK = 1 << 22  # elements looked at at once, once it is known that some are not finite
+_CHUNK = 1 << 22  # elements per chunk when counting those that are not finite
 
 
 def require_finite(name: str, tensor: torch.Tensor, place: object) -> None:
-    """Check a tensor of weights in one pass without copies; ConfigError with ``place``, where it was read."""
-    if not tensor.numel() or all(bound.isfinite() for bound in torch.aminmax(tensor)):  # NaN is passed on by both
+    """Check a weight in one pass without copies; raise ConfigError, naming ``place``, if it has NaN or infinite values."""
+    if not tensor.numel() or all(bound.isfinite() for bound in torch.aminmax(tensor)):  # aminmax propagates NaN
         return
     number = sum(int((~part.isfinite()).sum()) for part in tensor.reshape(-1).split(_CHUNK))
     raise ConfigError(
-        f"{name} has {number:,} NaN or infinite values of {tensor.numel():,} in {place}, and training would spread them; "
-        "download it again, or take a checkpoint from before they came"
+        f"{name} has {number:,} NaN or infinite values of {tensor.numel():,} in {place}, which training would spread; "
+        "download it again, or use an earlier checkpoint"
     )

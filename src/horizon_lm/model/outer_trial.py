@@ -1,6 +1,6 @@
-"""Running a model's outer code over a few tokens, with stand-ins for its blocks, embedding and head.
+"""Run a model's outer code over a few tokens, with stand-ins for its blocks, embedding and head.
 
-What the code around the blocks does with them cannot be read off their names; a trial shows it.
+The way in which this code uses the blocks cannot be derived from their names, so it is found by trial.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,13 +21,13 @@ _ROWS, _LENGTH = 2, 5
 
 @dataclass(frozen=True, slots=True)
 class OuterTrial:
-    """What a model's outer code does on text.
+    """The behavior of a model's outer code on text.
 
     Attributes:
-        order: indices of the blocks as they are called.
-        calls: their arguments, by index.
-        rows_first: rows are the first dimension of hidden states.
-        norm_is_last: the trunk returns what its final norm makes of what its last block returns.
+        order: indices of the blocks in the order of their calls.
+        calls: arguments of the blocks, by index.
+        rows_first: the first dimension of hidden states is B.
+        norm_is_last: the trunk returns its final norm's output for its last block's output.
     """
 
     order: tuple[int, ...]
@@ -37,7 +37,7 @@ class OuterTrial:
 
 
 def require_each_block_once(parts: ModelParts, trial: OuterTrial | None) -> None:
-    """ModelNotSupportedError for a model that does not call its blocks once each, in their order, as far as a trial shows."""
+    """Raise ModelNotSupportedError if a trial shows that a model does not call each block once, in order."""
     if trial is not None and trial.order != tuple(range(parts.num_blocks)):
         raise ModelNotSupportedError(
             f"{type(parts.model).__name__}: its forward calls the blocks of {parts.block_prefix} in the order "
@@ -52,19 +52,19 @@ def require_each_block_once(parts: ModelParts, trial: OuterTrial | None) -> None
 
 
 def try_outer(parts: ModelParts) -> OuterTrial | None:
-    """Run a model's trunk on text; None if it cannot be run so."""
+    """Run a model's trunk on text, and return its behavior; None if it cannot be run."""
     for trunk in parts.trunks():
         for shape in (lambda t: t, lambda t: (t,), lambda t: (t, None), lambda t: (t, None, None)):
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]), outer_leaves(parts):
                     return _run(parts, trunk, shape)
-            except Exception:  # foreign code: this is no trunk, or its blocks return something else
+            except Exception:  # this module is no trunk, or its blocks return another structure
                 continue
     return None
 
 
 def _run(parts: ModelParts, trunk: nn.Module, shape: Callable[[torch.Tensor], Any]) -> OuterTrial:
-    """One run, in which a block returns its input in that shape."""
+    """Run the trunk once, with blocks that return their input (B, T, H) in the given structure."""
     ids = torch.ones((_ROWS, _LENGTH), dtype=torch.long)
     order: list[int] = []
     calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -100,7 +100,7 @@ def _run(parts: ModelParts, trunk: nn.Module, shape: Callable[[torch.Tensor], An
 
 
 class Decoded:
-    """What a trunk returns, whatever its class: hidden states, and nothing else."""
+    """A stand-in for any trunk's output, with hidden states only."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -115,14 +115,14 @@ class Decoded:
 
 
 def hidden_of(output: Any) -> torch.Tensor:
-    """Return the hidden states in what a trunk returned."""
+    """Return the hidden states (B, T, H) in a trunk's output."""
     hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
     return hidden
 
 
 @contextmanager
 def forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, other functions run in the place of these modules' forwards."""
+    """Context manager: replace the forwards of modules by other functions."""
     before = {module: module.__dict__.get("forward") for module in replaced}
     for module, forward in replaced.items():
         module.forward = forward  # type: ignore[method-assign]
@@ -138,7 +138,7 @@ def forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
 
 @contextmanager
 def outer_leaves(parts: ModelParts) -> Iterator[list[torch.Tensor]]:
-    """Inside, parameters outside of blocks, table and head are small random leaves in fp32 on the host."""
+    """Context manager: replace parameters outside of blocks, table and head by small random fp32 leaves on the host."""
     refs = parts.units[OUTER]
     leaves = [torch.randn(ref.param.shape).mul_(0.1).requires_grad_() for ref in refs]
     with in_place((m, a, leaf) for ref, leaf in zip(refs, leaves, strict=True) for m, a in ref.places):
@@ -146,5 +146,5 @@ def outer_leaves(parts: ModelParts) -> Iterator[list[torch.Tensor]]:
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same numbers in memory, in the same shape."""
+    """Return whether two tensors are the same memory with the same shape."""
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape

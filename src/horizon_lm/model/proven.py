@@ -1,4 +1,4 @@
-"""The table of model types that were compared with plain autograd (``docs/models.md``), and what it says of a model."""
+"""Look up a model in the table of types that were compared with plain autograd (``docs/models.md``)."""
 
 import json
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ IMAGES, MICRO_BATCHES, VARLEN = "images", "micro_batches", "varlen"
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was compared for a model type.
+    """The proven features of a model type.
 
     Attributes:
-        name: of the model's class.
-        missing: why a model is not in the table; empty if it is.
-        features: that were found right, besides training on text with the default settings.
+        name: name of the model's class.
+        missing: why the model is not in the table; empty if it is.
+        features: features that were proven, besides training on text with the default settings.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Proof:
         if self.missing:
             return self.missing
         lacking = [feature for feature in needed if feature not in self.features]
-        return f"{self.name} was not found right with {', '.join(lacking)}" if lacking else ""
+        return f"{self.name} was not proven with {', '.join(lacking)}" if lacking else ""
 
 
 def find_proof(parts: ModelParts) -> Proof:
-    """Return what the table says of a model."""
+    """Return the table's entry for a model."""
     model = parts.model.get_base_model() if hasattr(parts.model, "get_base_model") else parts.model
     cls, kind = _class_of_transformers(type(model)), model.config.model_type
     entry = _table()["types"].get(kind)
@@ -49,11 +49,11 @@ def find_proof(parts: ModelParts) -> Proof:
 
 
 def require_proven(reason: str) -> None:
-    """ModelNotSupportedError for a reason against streaming a model."""
+    """Raise ModelNotSupportedError if there is a reason against streaming a model."""
     if reason:
         raise ModelNotSupportedError(
             f"{reason} (docs/models.md: compared with plain autograd, transformers {_table()['transformers']}). Set "
-            "allow_unproven_model=True to stream it all the same, and check_gradients to compare its gradients yourself."
+            "allow_unproven_model=True to stream it anyway, and check_gradients to compare its gradients yourself."
         )
 
 

@@ -1,8 +1,10 @@
-"""Causal attention inside segments of rows, as one operation that torch.compile does not look into.
+"""Causal attention inside segments of rows, as one operation that is opaque to torch.compile.
 
-Segments differ from batch to batch. As tensors that only the operation reads, they make no new graph: one serves all
-batches of a structure. The kernel is chosen when the operation runs: torch's flash kernel on CUDA, which takes fewer heads
-of keys and values as they are, and segment by segment everywhere else.
+Segments differ between batches. Only the operation reads their tensors, so they cause no recompilation, and one graph serves
+all batches of a structure. The kernel is chosen when the operation runs: torch's flash kernel on CUDA, which supports
+grouped-query attention, and segment by segment everywhere else.
+
+Shapes: B batch, T tokens, D head dimension; queries, keys and values are (B, heads, T, D).
 """
 
 from functools import cache, lru_cache
@@ -12,23 +14,26 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 Offsets = tuple[torch.Tensor, torch.Tensor]
-"""Where each segment of some rows begins and the last one ends, int32: on the device, and on the host."""
+"""Start of each segment of some rows and end of the last one, int32: on the device, and on the host."""
 
 
 def segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Offsets | None, scaling: float | None = None,
     dropout: float = 0.0, window: int | None = None, plain: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention inside segments.
+    """Compute causal attention inside segments.
 
     Args:
-        query: (B, heads, T, D); ``key`` and ``value`` may have fewer heads.
-        rows: their segments; None if every row is one.
-        window: how many tokens, its own included, a token sees; None for all before it.
-        plain: compute segment by segment, whatever the device. Not in compiled code.
+        query: queries (B, heads, T, D).
+        key, value: keys and values, possibly with fewer heads.
+        rows: segments of the rows; None if every row is a single segment.
+        scaling: factor of the scores; None for 1 / sqrt(D).
+        dropout: probability of dropping an attention weight.
+        window: number of tokens that a token attends to, itself included; None for all before it.
+        plain: compute segment by segment on any device; ignored in compiled code.
 
     Returns:
-        (B, T, heads, D), contiguous.
+        Output (B, T, heads, D), contiguous.
     """
     offsets, ends = (None, None) if rows is None else rows
     if torch.compiler.is_compiling() or (not plain and has_kernel(query, value, dropout)):
@@ -41,7 +46,7 @@ def by_segment(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: list[int], scaling: float | None,
     dropout: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """One call of torch's scaled dot-product attention for each segment: exact anywhere, and no work between segments."""
+    """Call torch's scaled dot-product attention for each segment, which is exact on any device; output (B, T, heads, D)."""
     outputs = [
         causal(q, k, v, scaling, dropout, _mask(q, window))[0].transpose(0, 1)
         for q, k, v in _cut((query, key, value), borders)
@@ -53,7 +58,7 @@ def causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, dropout: float,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """torch's scaled dot-product attention, causal unless there is a mask; (B, heads, T, D)."""
+    """Call torch's scaled dot-product attention, causal unless there is a mask; output (B, heads, T, D)."""
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=mask is None,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -61,13 +66,13 @@ def causal(
 
 
 def visible(length: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which of ``keys`` tokens each of the last ``length`` ones sees."""
+    """Return a mask (length, keys) of the tokens that each of the last ``length`` tokens attends to."""
     distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return (distance >= 0) & (distance < (window or keys))
 
 
 def has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """Whether torch's flash kernel for segments takes these. It has no dropout here."""
+    """Return whether torch's flash kernel for segments supports these inputs. It is not used with dropout."""
     width = query.shape[-1]
     fits = width == value.shape[-1] and width % 8 == 0 and width <= 256
     halves = query.dtype in (torch.float16, torch.bfloat16)
@@ -79,7 +84,7 @@ def _has_flash(device: torch.device) -> bool:
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# The operation. Its backward is one, too, because graphs cannot look at segments.
+# The operation, and its backward as another one, because compiled graphs cannot depend on segments
 
 
 @torch.library.custom_op("horizon_lm::segment_attention", mutates_args=())
@@ -87,10 +92,10 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None,
     scaling: float | None, dropout: float, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the output, the log-sum-exps that the kernel's backward wants, and the seed of the dropout."""
+    """Return the output (B, T, heads, D), log-sum-exps (heads, B·T) for the kernel's backward, and the dropout seed."""
     seed, nothing = torch.zeros((), dtype=torch.int64), query.new_empty(0, dtype=torch.float32)
     if has_kernel(query, value, dropout):
-        offsets, longest = _of_kernel(query, offsets, ends)
+        offsets, longest = _kernel_arguments(query, offsets, ends)
         output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
             *map(_flat, (query, key, value)), offsets, offsets, longest, longest, 0.0, window is None, False,
             scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
@@ -99,7 +104,7 @@ def _attend(
     borders = _borders(query, ends)
     if not dropout:
         return by_segment(query, key, value, borders, scaling, 0.0, window), nothing, seed
-    seed = torch.randint(2**62, ())  # of the generator that the recompute of a block finds as its forward did
+    seed = torch.randint(2**62, ())  # from the generator whose state the recomputation restores
     generator = _generator(query, seed)
     outputs = []
     for q, k, v in _cut((query, key, value), borders):
@@ -122,10 +127,10 @@ def _differentiate(
     logsumexp: torch.Tensor, seed: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None,
     scaling: float | None, dropout: float, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of query, key and value, contiguous as (B, T, heads, D)."""
+    """Return the gradients of query, key and value, contiguous as (B, T, heads, D)."""
     sizes = (query.shape[0], query.shape[2])
     if has_kernel(query, value, dropout):
-        offsets, longest = _of_kernel(query, offsets, ends)
+        offsets, longest = _kernel_arguments(query, offsets, ends)
         grads = torch.ops.aten._flash_attention_backward(
             grad.flatten(0, 1).contiguous(), *map(_flat, (query, key, value)), output.flatten(0, 1), logsumexp, offsets, offsets,
             longest, longest, 0.0, window is None, torch.zeros(2, dtype=torch.uint64, device=query.device),
@@ -165,13 +170,13 @@ _attend.register_autograd(_grads, setup_context=_keep)
 
 
 def _cut(tensors: tuple[torch.Tensor, ...], borders: list[int]) -> list[tuple[torch.Tensor, ...]]:
-    """The segments of tensors (B, heads, T, D), each (1, heads, length, D)."""
+    """Cut tensors (B, heads, T, D) into segments (1, heads, length, D)."""
     flat = [_flat(t) for t in tensors]
     return [tuple(t[start:stop].transpose(0, 1)[None] for t in flat) for start, stop in pairwise(borders)]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """(B, heads, T, D) as (B·T, heads, D)."""
+    """Reshape (B, heads, T, D) to (B·T, heads, D)."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
@@ -181,10 +186,10 @@ def _borders(query: torch.Tensor, ends: torch.Tensor | None) -> list[int]:
     return borders
 
 
-def _of_kernel(
+def _kernel_arguments(
     query: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None
 ) -> tuple[torch.Tensor, int]:
-    """Offsets on the device, and the longest segment."""
+    """Return offsets on the device, and the length of the longest segment."""
     rows, length = query.shape[0], query.shape[2]
     if offsets is None or ends is None:
         return _whole_rows(rows, length, query.device), length
@@ -197,12 +202,12 @@ def _whole_rows(rows: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def _mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None:
-    """Of one segment with a window that is shorter; None for all that plain causal attention does."""
+    """Return the mask of one segment (length, length) if the window is shorter; None for plain causal attention."""
     length = query.shape[2]
     return visible(length, length, window, query.device) if window is not None and window < length else None
 
 
-# One segment by hand
+# One segment, written out for dropout and for the backward
 
 
 def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -210,7 +215,7 @@ def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(query: torch.Tensor, key: torch.Tensor, scaling: float | None, window: int | None) -> torch.Tensor:
-    """How much each token takes of each; (1, heads, length, length), at least in float32."""
+    """Return attention weights (1, heads, length, length), at least in float32."""
     length = query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = (query @ _repeated(key, query).transpose(-1, -2) * scale).to(_exact(query.dtype))
@@ -227,7 +232,7 @@ def _generator(query: torch.Tensor, seed: torch.Tensor) -> torch.Generator:
 
 
 def _drawn(query: torch.Tensor, dropout: float, generator: torch.Generator) -> torch.Tensor:
-    """What dropout multiplies the weights of one segment with."""
+    """Return dropout factors for the weights of one segment (1, heads, length, length)."""
     shape = (*query.shape[:-1], query.shape[2])
     drawn = torch.rand(shape, generator=generator, device=query.device, dtype=_exact(query.dtype))
     return (drawn >= dropout) / (1 - dropout)
@@ -237,14 +242,16 @@ def _differentiate_segment(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, scaling: float | None,
     dropout: float, window: int | None, generator: torch.Generator | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Gradients of query, key and value of one segment, each (length, heads, D)."""
+    """Return the gradients of query, key and value of one segment, each (length, heads, D)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weights = _weights(query, key, scaling, window)
     factors = 1.0 if generator is None else _drawn(query, dropout, generator)
     of_values = (weights * factors).to(grad.dtype).transpose(-1, -2) @ grad
     of_weights = (grad @ _repeated(value, query).transpose(-1, -2)).to(weights.dtype) * factors
+    # Backward of softmax: dS = P * (dP - rowsum(P * dP)).
     of_scores = (weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale).to(grad.dtype)
     of_query, of_keys = of_scores @ _repeated(key, query), of_scores.transpose(-1, -2) @ query
     heads = key.shape[1]
+    # Query heads that share a head of keys and values add their gradients to it.
     shared = [t.unflatten(1, (heads, -1)).sum(2) for t in (of_keys, of_values)]
     return tuple(t[0].transpose(0, 1) for t in (of_query, *shared))

@@ -1,4 +1,4 @@
-"""Find the units of a Hugging Face causal language model, and choose which of its weights are trained."""
+"""Find the units of a Hugging Face causal language model, and freeze weights that are not trained."""
 
 import difflib
 import re
@@ -20,7 +20,7 @@ _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "fin
 
 @dataclass(slots=True)
 class ParamRef:
-    """A parameter with every place in the module tree that refers to it."""
+    """A parameter with all its places in the module tree."""
 
     name: str
     param: nn.Parameter
@@ -29,13 +29,17 @@ class ParamRef:
 
 @dataclass(slots=True)
 class ModelParts:
-    """A causal language model taken apart.
+    """The parts of a causal language model.
 
     Attributes:
+        decoder: module that contains the list of blocks.
+        blocks: list of decoder blocks.
+        block_prefix: name of that list in the model.
+        embed, head: input embedding and output projection.
+        final_norm: norm between the last block and the head; None if it has no usual name.
         units: parameters by unit, in the order of the model; a tied table belongs to ``embed`` only.
-        final_norm: the norm between the last block and the head, if it is where it usually is.
-        tied: the head multiplies by the embedding table.
-        written: by block, weights that its own forward may write in training.
+        tied: the head uses the embedding table.
+        written: weights that a block's forward may write in training, by block.
     """
 
     _model: Any
@@ -56,12 +60,12 @@ class ModelParts:
         return model
 
     def trunks(self) -> list[nn.Module]:
-        """Return the modules around the blocks, the outermost first: one of them is what the model calls for hidden states."""
+        """Return the modules around the blocks, outermost first; the model calls one of them for hidden states."""
         names = self.block_prefix.split(".")[:-1]
         return [self.model.get_submodule(".".join(names[:depth])) for depth in range(1, len(names) + 1)]
 
     def refer_weakly(self) -> None:
-        """Keep the model alive no longer: from now on these parts belong to it."""
+        """Hold the model by a weak reference, because these parts now belong to it."""
         self._model = weakref.ref(self.model)
 
     @property
@@ -70,12 +74,12 @@ class ModelParts:
 
     @property
     def head_width(self) -> int:
-        """Columns of the head: of hidden states, which a projection may have brought to another width."""
+        """Width of the head's input, which a projection may have changed from H."""
         refs = self.units[EMBED] if self.tied else self.units[HEAD]
         return int(refs[0].param.shape[1])
 
     def first_differentiated(self) -> int:
-        """The first block that a gradient passes through; as many as there are blocks, if none does."""
+        """Return the first block with a gradient; the number of blocks if none has one."""
         norm = {id(p) for p in self.final_norm.parameters()} if self.final_norm else set()
         before_blocks = (ref for unit in (EMBED, OUTER) for ref in self.units[unit] if id(ref.param) not in norm)
         if any(ref.param.requires_grad for ref in before_blocks):
@@ -84,7 +88,7 @@ class ModelParts:
         return next(trained, self.num_blocks)
 
     def sizes(self, trained_only: bool = False) -> ModelSizes:
-        """Elements of the model's parameters, or only of those that are trained, for the plan."""
+        """Return the numbers of elements of the model's parameters, or only of trainable ones."""
         numel = {
             unit: [ref.param.numel() for ref in refs if ref.param.requires_grad or not trained_only]
             for unit, refs in self.units.items()
@@ -102,10 +106,10 @@ class ModelParts:
 
 
 def find_parts(model: Any) -> ModelParts:
-    """Take a model apart.
+    """Find the parts of a model.
 
     Raises:
-        ModelNotSupportedError: not a causal LM with a list of decoder blocks, or one that cannot be streamed exactly.
+        ModelNotSupportedError: the model is not a causal LM with a list of decoder blocks, or cannot be streamed exactly.
     """
     name = type(model).__name__
     if not callable(getattr(model, "get_output_embeddings", None)) or model.get_output_embeddings() is None:
@@ -158,7 +162,7 @@ def _find_units(
         if found <= {EMBED, HEAD} and EMBED in found:
             units[EMBED].append(ref)
         elif (found == {HEAD} and tied) or (found == {OUTER, HEAD} and not is_head_weight):
-            units[OUTER].append(ref)  # a bias beside a tied weight, or one that belongs to a module around the head
+            units[OUTER].append(ref)  # a bias of a tied head, or a parameter of a module around the head
         elif len(found) == 1 and (len(ref.places) == 1 or found == {OUTER}):
             units[found.pop()].append(ref)
         else:
@@ -170,7 +174,7 @@ def _find_units(
 
 
 def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the list of decoder blocks with its name: by the names of its entries' classes, else by its length."""
+    """Return the list of decoder blocks with its name, found by the classes of its entries, else by its length."""
     name = type(model).__name__
     if not len(getattr(decoder, "layers", [None])):
         raise ModelNotSupportedError(f"{name} has no decoder blocks")
@@ -202,7 +206,7 @@ def _reject_cross_layer_state(name: str, model: Any, prefix: str, blocks: nn.Mod
 
 
 def is_adapter_model(model: Any) -> bool:
-    """Return whether a model is PEFT's, or has adapters that transformers saves in PEFT's form."""
+    """Return whether a model is PEFT's, or has adapters that transformers saves in PEFT's format."""
     return type(model).__module__.partition(".")[0] == "peft" or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -211,19 +215,19 @@ def _count_params(module: nn.Module) -> int:
 
 
 def freeze(model: Any, trainable: str | None) -> None:
-    """Freeze every weight whose name no pattern fits.
+    """Freeze every weight whose name matches no pattern.
 
     Args:
-        model: of transformers; its parameters may be on the meta device.
-        trainable: patterns with ``|`` between them. A pattern is some parts of a name, in which ``*`` stands for anything:
-            ``layers.20.*`` fits ``model.layers.20.mlp.up_proj.weight``, and ``layers.2.*`` does not. None for all weights.
+        model: transformers model, possibly on the meta device.
+        trainable: patterns separated by ``|``. A pattern matches whole parts of a name, and ``*`` matches anything:
+            ``layers.20.*`` matches ``model.layers.20.mlp.up_proj.weight``, ``layers.2.*`` does not. None trains all weights.
 
     Raises:
-        ConfigError: a pattern fits nothing.
+        ConfigError: a pattern matches nothing.
     """
     if trainable is None:
         return
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied weight has several
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied weight has several names
     chosen: set[int] = set()
     for pattern in (part.strip() for part in trainable.split("|") if part.strip()):
         fits = _compile(pattern)

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.config import DpoConfig
-from horizon_lm.data.loader import NOT_TRAINED, Batch
+from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.data.loader import Batch
 from horizon_lm.objective.base import Loss, with_balance
 
 
@@ -81,7 +82,7 @@ class Dpo:
         beta = self._config.beta
         logprobs, aux_loss = answer_logprobs(model, batch)
         reference = torch.from_numpy(self._references(batch)).to(logprobs.device)
-        lengths = (batch.labels[:, 1:] != NOT_TRAINED).sum(1).view(2, -1).to(logprobs.device)
+        lengths = (batch.labels[:, 1:] != IGNORE_INDEX).sum(1).view(2, -1).to(logprobs.device)
         ratios = Ratios(*(logprobs - reference), *lengths)
         terms = [
             weight * loss(ratios, beta, self._config.label_smoothing).mean()

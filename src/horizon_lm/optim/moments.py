@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.errors import ConfigError
-from horizon_lm.kernels.adamw import BLOCK
 from horizon_lm.schedule.ops import EMBED
 from horizon_lm.store.store import Arena, SlabLayout, Store, page_aligned
 

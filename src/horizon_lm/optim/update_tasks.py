@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.engine.updates import TableGrads
-from horizon_lm.kernels.adamw import BLOCK, Scalars, rows_kernel, update_kernel
+from horizon_lm.kernels.adamw import Scalars, rows_kernel, update_kernel
 from horizon_lm.optim.moments import Moments
 from horizon_lm.store.store import Store, as_array
 

@@ -22,27 +22,27 @@ _NEEDED = ("cores", "device_bandwidth", "link_in", "link_out", "link_both")
 class Hardware:
     """A machine with one device.
 
-    All rates are those that a training step is expected to reach, not peaks; 0 stands for what is not known.
+    Rates are what a training step is expected to reach, not peaks; 0 means unknown.
 
     Attributes:
-        name: for people.
-        device: ``cuda``, or ``cpu`` for a machine whose cores are the device.
-        gpu: the name that the driver gives the device; empty for a CPU.
-        device_memory: bytes of the device; 0 for a CPU, whose memory is the host's.
-        host_memory: bytes of host memory that such a machine usually has.
-        cores: that updates and computation may use.
+        name: display name.
+        device: ``cuda``, or ``cpu`` if the host's cores are the device.
+        gpu: the driver's name of the GPU; empty for a CPU.
+        device_memory: bytes of device memory; 0 for a CPU, which uses host memory.
+        host_memory: typical bytes of host memory of such a machine.
+        cores: cores available to updates and computation.
         matmul: operations per second of large matrix products, by dtype.
-        attention: the same of fused attention, where a causal mask halves the work, by dtype.
-        device_bandwidth: bytes per second that elementwise operations read and write on the device.
-        op_seconds: what an operation takes beyond its work, when nothing hides its launch.
-        link_in, link_out: bytes per second from host to device, and back, alone. On a CPU: of copies that convert, in bytes
-            of what the host keeps.
-        link_both: bytes per second of both directions together. On a CPU, where they never run at once: one after the other.
-        host_bandwidth: bytes per second of host memory that an in-place operation reads and writes, by number of threads.
-        update_seconds: seconds per parameter of an AdamW update by all cores, by precision; from bandwidth where it is
-            not known.
-        disk_write, disk_read: bytes per second.
-        sources: by field, where its figure comes from.
+        attention: operations per second of fused attention, by dtype; a causal mask halves the count.
+        device_bandwidth: bytes per second read and written by elementwise operations on the device.
+        op_seconds: fixed overhead of an operation if nothing hides its launch.
+        link_in, link_out: bytes per second from host to device and back, each direction alone. On a CPU: of copies that
+            convert, in bytes of the host's tensor.
+        link_both: bytes per second of both directions at once. On a CPU, whose copies never overlap: of one after the other.
+        host_bandwidth: bytes per second of host memory read and written in place, by number of threads.
+        update_seconds: seconds per parameter of an AdamW update on all cores, by precision; estimated from the bandwidth
+            if missing.
+        disk_write, disk_read: bytes per second of the disk.
+        sources: origin of each figure, by field.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Hardware:
 
     @property
     def on_host(self) -> bool:
-        """The device's memory is the host's."""
+        """True if the device computes in host memory."""
         return self.device == "cpu"
 
     @property
     def host_rate(self) -> float:
-        """Bytes per second of host memory, with the number of threads that gets most of it."""
+        """Host memory bandwidth in bytes per second, with the best number of threads."""
         return max(self.host_bandwidth.values())
 
     def save(self, path: Path) -> None:
@@ -81,7 +81,7 @@ class Hardware:
 
 
 def read_profile(path: Path) -> Hardware:
-    """The profile in a file; ConfigError with what is wrong in it."""
+    """Return the profile in a file; raise ConfigError if it is not valid."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -92,7 +92,7 @@ def read_profile(path: Path) -> Hardware:
 
 
 def parse_profile(content: Any, place: str) -> Hardware:
-    """A profile from what its JSON says; ConfigError with what is wrong in it."""
+    """Return the profile in a parsed JSON document; raise ConfigError if a field is missing, unknown or invalid."""
     hints = get_type_hints(Hardware)
     names = [each.name for each in fields(Hardware)]
     if not isinstance(content, dict) or (unknown := content.keys() - set(names)):
@@ -108,22 +108,22 @@ def parse_profile(content: Any, place: str) -> Hardware:
 
 
 def _problem(name: str, hint: Any, value: Any) -> str:
-    """What a field must be and is not; empty if nothing is wrong."""
+    """Return why a field's value is invalid; empty if it is valid."""
     if hint is str:
         fits = isinstance(value, str) and (name != "device" or value in ("cuda", "cpu"))
-        return "" if fits else "it must be cuda or cpu" if name == "device" else "it must be text"
+        return "" if fits else "it must be cuda or cpu" if name == "device" else "it must be a string"
     if hint in (int, float):
         if not _is_amount(value) or (hint is int and value != int(value)):
-            return "it must be a number, 0 where it is not known"
-        return "no step can be priced without it" if name in _NEEDED and not value else ""
+            return "it must be a non-negative number, or 0 if unknown"
+        return "a step cannot be simulated without it" if name in _NEEDED and not value else ""
     if hint == Mapping[str, str]:
         fits = isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-        return "" if fits else "it must have texts"
+        return "" if fits else "it must be an object of strings"
     if not isinstance(value, dict) or not all(_is_amount(each) and each > 0 for each in value.values()):
-        return "it must have positive numbers"
+        return "it must be an object of positive numbers"
     if name == "host_bandwidth":
         fits = bool(value) and all(key.isdecimal() and int(key) for key in value)
-        return "" if fits else 'it must have numbers of threads, such as {"1": 15e9, "8": 60e9}'
+        return "" if fits else 'its keys must be numbers of threads, for example {"1": 15e9, "8": 60e9}'
     missing = set(DTYPES) - value.keys() if name in ("matmul", "attention") else set()
     return f"it has no rate for {sorted(missing)[0]}" if missing else ""
 
@@ -134,7 +134,7 @@ def _is_amount(value: Any) -> bool:
 
 @cache
 def published() -> Mapping[str, Hardware]:
-    """Profiles that come with Horizon-LM, by the name under which ``--device`` knows them."""
+    """Return the published hardware profiles by their ``--device`` names."""
     folder = resources.files(__package__) / "profiles"
     return {
         file.name.removesuffix(".json"): parse_profile(json.loads(file.read_text(encoding="utf-8")), file.name)
@@ -144,26 +144,26 @@ def published() -> Mapping[str, Hardware]:
 
 
 def find_profile(name: str) -> Hardware:
-    """The published profile of that name, or the one in a file; ConfigError with those there are."""
+    """Return the published profile of that name, or the profile in a file; raise ConfigError if there is neither."""
     if name.lower() in published():
         return published()[name.lower()]
     if name.endswith(".json"):
         return read_profile(Path(name).expanduser())
     raise ConfigError(
-        f"device {name!r} is not known; choose one of {', '.join(published())}, or a profile that horizon-lm doctor wrote"
+        f"device {name!r} is not known; choose one of {', '.join(published())}, or a profile written by horizon-lm doctor"
     )
 
 
 def match_profile(gpu: str) -> Hardware | None:
-    """The published profile for a device that the driver calls so.
+    """Return the published profile of a GPU by the driver's name for it; None if it has none.
 
-    The whole name counts: a laptop's chip, a card with less power, or a part of a GPU (MIG) only adds something to it.
+    Only the full name matches: laptop chips, cards with less power and MIG instances have names that merely extend it.
     """
     return next((profile for profile in published().values() if profile.gpu.lower() == gpu.strip().lower()), None)
 
 
 def own_profile_path() -> Path:
-    """Where ``horizon-lm doctor`` keeps the profile of this machine."""
+    """Return the path of this machine's profile, written by ``horizon-lm doctor``."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "horizon-lm" / "profile.json"
 
 
@@ -172,11 +172,11 @@ class KnownModel:
     """A published model.
 
     Attributes:
-        name: on the hub. One that ends with "(text)" is the language model of one that also sees.
-        aliases: releases with the same shapes, such as those tuned on instructions.
-        parameters: of the causal language model that transformers loads, a tied table counted once. A module for
-            multi-token prediction is left out, so are router biases that no gradient trains.
-        config: from its config.json, "model_type" included. A copy: transformers writes into what it is given.
+        name: hub id. A name that ends with "(text)" is the language model of a multimodal one.
+        aliases: releases with the same shapes, for example instruction-tuned ones.
+        parameters: parameters of the causal language model in transformers. A tied table counts once; modules for
+            multi-token prediction and router biases without a gradient do not count.
+        config: its config.json, "model_type" included. A copy, because transformers modifies the dict it is given.
     """
 
     name: str
@@ -196,12 +196,12 @@ def _read() -> tuple[KnownModel, ...]:
 
 
 def known_models() -> tuple[KnownModel, ...]:
-    """All of them, the smallest first."""
+    """Return all known models, the smallest first."""
     return deepcopy(_read())
 
 
 def find_known(name: str) -> KnownModel | None:
-    """The model of this name or alias, whatever the case. The organization may be left out where that is unambiguous."""
+    """Return the known model of this name or alias, ignoring case; an unambiguous name may omit the organization."""
     wanted = name.casefold()
     full = {known.casefold(): model for model in _read() for known in (model.name, *model.aliases)}
     if wanted in full:

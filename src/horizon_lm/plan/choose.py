@@ -1,12 +1,13 @@
-"""The settings that a run leaves open: how many rows are on the device at once, and what stays there.
+"""Choose the settings that a run leaves open: the device micro-batch size, and what stays on the device.
 
-None of them changes which rows form a step, or the result beyond the order of summation; but draws of dropout follow the
-micro-batch.
+None of them changes the examples of a step, or its result beyond the order of summation. Dropout masks are drawn per
+micro-batch, so they depend on its size.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.plan.device_memory import device_use, step_working, weights_of_blocks
 from horizon_lm.plan.memory import device_buffers, host_bytes
 from horizon_lm.plan.outline import ModelOutline
@@ -15,36 +16,35 @@ from horizon_lm.plan.residency import Residency, head_chunk_tokens, spend
 from horizon_lm.plan.step import Step, StepSettings
 from horizon_lm.quantities import format_bytes
 
-MARGIN = 0.05  # of a device's memory, for what an allocator cannot use
-_ENOUGH_TOKENS = 32 * 1024  # on the device at once; more gain nothing
+_ENOUGH_TOKENS = 32 * 1024  # of a device micro-batch; larger ones are no faster
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A step with all its settings, and why they are so. ``reasons`` are sentences for people."""
+    """A step with all its settings. ``reasons`` explains them in sentences for the log."""
 
     step: Step
     reasons: tuple[str, ...]
 
 
 def device_room(request: Request, machine: Machine) -> int | None:
-    """Bytes that a step may take on the device; None where its memory is the host's, and not limited for itself."""
+    """Return the device bytes available to a step; None if device memory is host memory, or has no limit."""
     if machine.on_host or not machine.device_limits:
         return None
-    room = int(min(limit.num_bytes for limit in machine.device_limits) * (1 - MARGIN))
+    room = int(min(limit.num_bytes for limit in machine.device_limits) * (1 - DEVICE_MARGIN))
     return room - machine.device_context_bytes - machine.scratch_bytes
 
 
 def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:
-    """Fill in what a request leaves open, as far as there is room for it.
+    """Choose the settings that a request leaves open.
 
-    Where nothing fits, the smallest choice is made, and the plan's budgets say by how much it does not.
+    If nothing fits, choose the smallest step; the plan's budgets then show the deficit.
     """
     room = device_room(request, machine)
-    step, why_rows = _choose_rows(outline, request, machine, room)
-    residency, why_there = _choose_residency(step, request, room)
+    step, batch_reason = _choose_micro_batch(outline, request, machine, room)
+    residency, residency_reason = _choose_residency(step, request, room)
     step = replace(step, settings=replace(step.settings, residency=residency))
-    return Choice(step, (why_rows, why_there))
+    return Choice(step, (batch_reason, residency_reason))
 
 
 def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, room: int | None) -> StepSettings:
@@ -60,36 +60,36 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
     )
 
 
-# Rows
+# Micro-batch
 
 
-def _choose_rows(outline: ModelOutline, request: Request, machine: Machine, room: int | None) -> tuple[Step, str]:
-    """The most rows at once that fit, while everything waits in host memory."""
-    per_device, rows = request.per_device_train_batch_size, request.rows
-    step_is = f"{rows} rows a step = {per_device} x {request.gradient_accumulation_steps}"
-    step_is += "; " if request.sequences == 1 else f" x {request.sequences}, a row for each answer; "
+def _choose_micro_batch(
+    outline: ModelOutline, request: Request, machine: Machine, room: int | None
+) -> tuple[Step, str]:
+    """Return a step with the largest micro-batch that fits while nothing stays on the device, and the reason."""
     wanted = [request.device_micro_batch_size] if request.device_micro_batch_size else None
     sizes = wanted or list(_sizes(outline, request, machine))
     for size in sizes:
-        micro_batch = size if wanted or size < rows else None
+        micro_batch = size if wanted or size < request.rows else None
         step = Step(outline, _settings(outline, request, micro_batch, room))
-        if _fits(step, request, machine, room):
+        fits = _fits(step, request, machine, room)
+        if fits:
             break
-    else:
-        step = Step(outline, _settings(outline, request, sizes[-1] if wanted or sizes[-1] < rows else None, room))
-    slices = len(step.settings.slices)
-    how = "runs as one slice" if slices == 1 else f"runs as {slices} slices of {step.settings.slices[0]}"
+    per_device, accumulation = request.per_device_train_batch_size, request.gradient_accumulation_steps
+    batch = f"batch: {per_device * accumulation} examples/step ({per_device} × accumulation {accumulation})"
+    if request.sequences > 1:
+        batch += f" of {request.sequences} sequences each"
+    slices = step.settings.slices
+    batch += ", one micro-batch" if len(slices) == 1 else f", {len(slices)} micro-batches of {slices[0]}"
     if wanted:
-        return step, f"{step_is}{how}, as device_micro_batch_size says"
-    if not _fits(step, request, machine, room):
-        return step, f"{step_is}{how}, and even that does not fit"
-    if size < sizes[0]:
-        return step, f"{step_is}{how}, the most that fits"
-    return step, f"{step_is}{how}"
+        return step, f"{batch} (set by device_micro_batch_size)"
+    if not fits:
+        return step, f"{batch}, which does not fit"
+    return step, f"{batch}, the largest that fit" if size < sizes[0] else batch
 
 
 def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterator[int]:
-    """Numbers of rows to try, the largest first. Where activations are not known, it is the run that has to know."""
+    """Yield micro-batch sizes to try, the largest first; only the run's own size if activations are unknown."""
     per_device = request.per_device_train_batch_size * request.sequences
     if outline.unknown:
         yield per_device
@@ -104,7 +104,7 @@ def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterato
 
 
 def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> bool:
-    """Whether there is room for so many rows at once. What ``device_memory`` limits does not depend on them."""
+    """Return whether the step fits. ``device_memory`` limits buffers whose sizes do not depend on the micro-batch."""
     needed = device_use(step).total
     if machine.on_host and machine.host_limits:
         kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
@@ -117,7 +117,7 @@ def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> b
 
 
 def _smallest_residency(outline: ModelOutline, request: Request, room: int | None) -> Residency:
-    """What is asked for; nothing more than that where device memory is scarce."""
+    """Return the residency that the request asks for, and nothing beyond it if device memory is limited."""
     num_blocks = outline.num_blocks
     held = min(request.resident_blocks or 0, num_blocks)
     graphs = min(request.resident_graphs or 0, held)
@@ -130,24 +130,23 @@ def _smallest_residency(outline: ModelOutline, request: Request, room: int | Non
 
 
 def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[Residency, str]:
-    num_blocks, settled = step.outline.num_blocks, step.settings.residency
+    num_blocks, requested = step.outline.num_blocks, step.settings.residency
     if step.outline.unknown:
-        return settled, "what stays on the device is decided when the first batch is there"
+        return requested, "residency on the device is decided with the first batch"
     if request.activation_checkpoints != "auto":
-        return settled, _describe(settled, num_blocks, "as the settings say")
+        return requested, _describe(requested, num_blocks, "as configured")
     if room is None:
-        return settled, _describe(settled, num_blocks, "device memory is host memory")
+        return requested, _describe(requested, num_blocks, "device memory is host memory")
+    # Buffers while every activation checkpoint is offloaded: their ring is dropped only once none is.
     # Buffers as they are when no boundary stays; the ring for boundaries is left out once all of them do.
     buffers = sum(device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained).values())
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
-    why = f"{format_bytes(left)} of device memory are left for it"
+    why = f"{format_bytes(left)} of device memory available"
     needed, weights = step_working(step), weights_of_blocks(step)
     if request.resident_blocks is not None or request.resident_graphs is not None:
-        fitting = (n for n in range(num_blocks, 0, -1) if needed.most(n, settled.graphs) <= left)
-        boundaries = max(settled.graphs, next(fitting, 0))
-        return replace(settled, boundaries=boundaries), _describe(
-            replace(settled, boundaries=boundaries), num_blocks, why
-        )
+        fitting = (n for n in range(num_blocks, 0, -1) if needed.most(n, requested.graphs) <= left)
+        found = replace(requested, boundaries=max(requested.graphs, next(fitting, 0)))
+        return found, _describe(found, num_blocks, why)
     found = spend(left, weights, needed)
     weights_room = left if request.device_memory is None else max(0, request.device_memory - buffers)
     while found.weights and sum(weights[num_blocks - found.weights :]) > weights_room:
@@ -158,12 +157,10 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
 def _describe(residency: Residency, num_blocks: int, why: str) -> str:
     where = "on the device" if residency.boundaries == num_blocks else "in host memory"
     if 0 < residency.boundaries < num_blocks:
-        where = (
-            f"on the device for the last {residency.boundaries} of {num_blocks} blocks, in host memory for the others"
-        )
-    parts = [f"boundaries {where}"]
+        where = f"of the last {residency.boundaries} of {num_blocks} blocks on the device, the others in host memory"
+    parts = [f"activation checkpoints {where}"]
     if residency.weights:
-        parts.append(f"weights of the last {residency.weights} blocks stay, and move once a step")
+        parts.append(f"weights of the last {residency.weights} blocks resident (loaded once per step)")
     if residency.graphs:
-        parts.append(f"the last {residency.graphs} are not computed again")
-    return f"{'; '.join(parts)}: {why}"
+        parts.append(f"the last {residency.graphs} blocks not recomputed")
+    return f"{'; '.join(parts)} ({why})"

@@ -1,4 +1,4 @@
-"""Device bytes of a step: the engine's buffers exactly, the temporary needs of computations, and their course over time."""
+"""Device bytes of a step: the engine's buffers exactly, the peak of temporary activations, and their course over time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ def working(
     head_chunk_tokens: int | None,
     first: int = 0,
 ) -> Working:
-    """What computations need, weights and gradients not counted.
+    """Return the bytes that computations need, without weights and gradients.
 
     Args:
-        footprints: of each micro-batch, the largest first, in each block.
-        boundary: bytes of a block's input, for the whole batch.
-        tokens: of the whole batch.
-        head_peak: bytes that norm, head and loss hold at once, by tokens.
-        head_chunk_tokens: tokens whose logits exist at once; None for all, in Hugging Face's own head and loss.
-        first: the first block that a gradient passes through.
+        footprints: footprints of the blocks, for each micro-batch, the largest first.
+        boundary: bytes of a block's input for the whole batch.
+        tokens: tokens of the whole batch.
+        head_peak: peak bytes of norm, head and loss, by tokens.
+        head_chunk_tokens: tokens of a chunk of logits; None if all logits are computed at once by Hugging Face's code.
+        first: the first block with a gradient.
     """
-    # Beside what it holds itself there are the last block's output and, in chunks, its gradient and the chunk's own copy.
+    # The head also needs the last block's output and, in chunks, the output's gradient and a copy of the chunk's states.
     at_once = tokens if head_chunk_tokens is None else min(tokens, head_chunk_tokens)
     hidden = boundary if head_chunk_tokens is None else 2 * boundary + at_once * (boundary // tokens)
-    # Several micro-batches are put together: a block's output when it is computed, its input's gradient when it is
-    # differentiated. The output of a single one is the next block's boundary, or what the head is given.
+    # Several micro-batches are concatenated: a block's output in the forward, its input's gradient in the backward. The
+    # output of a single micro-batch is itself the next block's boundary or the head's input.
     together, output = (2 * boundary, 0) if len(footprints) > 1 else (0, boundary)
     graphs = [sum(each.graph for each in of_block) for of_block in zip(*footprints, strict=True)]
     return Working(
@@ -50,12 +50,12 @@ def working(
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """What a step takes on the device.
+    """Bytes of a step on the device.
 
     Attributes:
-        buffers: of the engine, by kind.
-        kept: boundaries that stay on the device between forward and backward.
-        for_a_while: the most that computations, and kept graphs, need beside them.
+        buffers: the engine's buffers, by kind.
+        kept: activation checkpoints that stay on the device between forward and backward.
+        for_a_while: peak of computations and resident graphs on top of them.
         shared: masks and rotary tables.
     """
 
@@ -70,7 +70,7 @@ class DeviceUse:
 
 
 def step_working(step: Step) -> Working:
-    """`working` of a step."""
+    """Return the bytes that the computations of a step need."""
     outline, settings = step.outline, step.settings
     return working(
         [outline.footprints(rows) for rows in settings.slices],
@@ -83,7 +83,7 @@ def step_working(step: Step) -> Working:
 
 
 def device_use(step: Step) -> DeviceUse:
-    """What a step takes on the device."""
+    """Return the bytes of a step on the device."""
     residency = step.settings.residency
     kept = step.staying * step.boundary
     in_training = step_working(step).most(residency.boundaries, residency.graphs)
@@ -97,10 +97,10 @@ def device_use(step: Step) -> DeviceUse:
 
 
 def _forward(step: Step, batch: ForwardBatch) -> int:
-    """What a batch without gradients needs: no boundary is kept, and as many rows are there at once as in training."""
+    """Return the bytes of a batch without gradients: it keeps no boundary, and runs in micro-batches as in training."""
     outline, settings = step.outline, step.settings
-    share = batch.length / outline.length  # of a row that was outlined
-    # Scores grow with the square of the length where they are held.
+    share = batch.length / outline.length  # relative to an outlined sequence
+    # Eager attention materializes the scores, (T, T) per head.
     in_rows = share * max(1.0, share) if outline.attention == "eager" else share
     at_once = min(batch.rows, settings.micro_batch or batch.rows)
     tokens = batch.rows * batch.length
@@ -113,17 +113,17 @@ def _forward(step: Step, batch: ForwardBatch) -> int:
 
 
 def weights_of_blocks(step: Step) -> Sequence[int]:
-    """Bytes of each block's weights on the device."""
+    """Return the device bytes of each block's weights."""
     return [slab_elements(tensors) * step.outline.compute_bytes for tensors in step.outline.sizes.blocks]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Bytes at moments of a step, in order; each holds until the next one.
+    """Bytes at moments of a step, in order; each value holds until the next moment.
 
     Attributes:
-        seconds: since the step began.
-        device, host: bytes.
+        seconds: time since the start of the step.
+        device, host: bytes in use.
     """
 
     seconds: Sequence[float]
@@ -132,14 +132,15 @@ class Curve:
 
 
 def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
-    """What a step holds while its operations run.
+    """Return the memory in use during a step.
 
-    Buffers are there all the time. Boundaries come with the forward and go with the backward; what computations need is
-    there while they run. In host memory a boundary's buffer is kept for the next step.
+    Buffers exist throughout. Activation checkpoints are added in the forward and freed in the backward; activations exist
+    while they are computed with. Host memory is constant: a checkpoint's host buffer is reused by the next step.
 
     Args:
-        spans: of the step, from its begin at 0.
-        host_base: bytes in host memory that are always there, boundaries included.
+        step: the step.
+        spans: spans of the step, which starts at 0.
+        host_base: bytes of host memory, activation checkpoints included.
     """
     changes: list[tuple[float, int]] = []
     needed, residency = step_working(step), step.settings.residency

@@ -4,20 +4,20 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 32  # elements to which each tensor in a slab is padded
+from horizon_lm.constants import MOMENT_BLOCK, SLAB_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Elements of a model's parameters, or of those that are trained.
+    """Numbers of elements of a model's parameters, or of its trainable ones.
 
     Attributes:
-        blocks: for each decoder block the elements of each of its tensors.
-        table: the same for the embedding table.
-        own_head: the same for the output projection; nothing when it is tied to the table.
-        outer: the same for everything that is neither block, head nor table.
-        vocabulary, hidden: rows and columns of the embedding table.
-        tied: the head is the table.
+        blocks: elements of each tensor, for each decoder block.
+        table: elements of the embedding table.
+        own_head: elements of the output projection; empty if it is tied to the table.
+        outer: elements of each tensor outside of blocks, head and table.
+        vocabulary, hidden: rows and columns of the embedding table, V and H.
+        tied: the head uses the embedding table.
     """
 
     blocks: Sequence[Sequence[int]]
@@ -30,12 +30,12 @@ class ModelSizes:
 
     @property
     def head(self) -> Sequence[int]:
-        """What the head multiplies by."""
+        """The tensors that the head multiplies by."""
         return self.table if self.tied else self.own_head
 
     @property
     def units(self) -> Sequence[Sequence[int]]:
-        """Every unit with slabs of its own."""
+        """The tensors of each unit that has slabs of its own."""
         return [self.table, *self.blocks, self.own_head, self.outer]
 
     @property
@@ -45,17 +45,17 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class BufferSettings:
-    """Settings that decide which buffers there are.
+    """The settings that determine the engine's device buffers.
 
     Attributes:
-        tokens: rows of a step times their longest length.
-        table_rows, forward_table_rows: distinct rows of the table that a step reads at most, and a batch that only goes
-            forward; None for as many as there are tokens.
-        compute_bytes, grad_bytes: per element on the device, and in the gradient store.
-        micro_batches: a device micro-batch is set, so that gradients are accumulated in fp32.
+        tokens: sequences of a step times the longest length.
+        compute_bytes, grad_bytes: bytes per element on the device, and in the gradient store.
+        micro_batches: a device micro-batch is set, so gradients are accumulated in fp32.
         chunked_head: the head runs in chunks, with an fp32 gradient buffer.
-        offloaded: so many blocks' boundaries pass through a ring on the device.
-        held: so many of the last blocks keep their weights on the device.
+        offloaded: number of blocks whose boundaries pass through a ring on the device.
+        held: number of last blocks with resident weights.
+        table_rows, forward_table_rows: distinct table rows read by a step at most, and by a batch without gradients; None
+            for one per token.
     """
 
     tokens: int
@@ -70,16 +70,17 @@ class BufferSettings:
 
 
 def slab_elements(tensors: Sequence[int]) -> int:
-    """Elements of a slab that holds tensors of these sizes."""
-    return sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in tensors)
+    """Return the number of elements of a slab for tensors of these sizes."""
+    return sum(-(-numel // SLAB_ALIGNMENT) * SLAB_ALIGNMENT for numel in tensors)
 
 
 def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSizes | None = None) -> Mapping[str, int]:
-    """Bytes of each kind of buffer that a training step allocates, in the worst case over the tokens of a batch.
+    """Return the bytes of each kind of buffer of a training step, in the worst case over the tokens of a batch.
 
     Args:
-        sizes: of the model.
-        trained: of those of its parameters that are trained; None for all.
+        sizes: sizes of the model.
+        settings: settings of the step.
+        trained: sizes of its trainable parameters; None if all are trainable.
     """
     trained = trained or sizes
     largest = max(slab_elements(block) for block in sizes.blocks)
@@ -107,30 +108,29 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
 
 
 def smallest_device_capacity(sizes: ModelSizes, settings: BufferSettings) -> int:
-    """The smallest device capacity with which a step of these settings runs, whatever its tokens are.
+    """Return the smallest ``device_memory`` for a step with these settings, whatever its tokens are.
 
-    Activations of one block and of one chunk of logits come on top; the framework's allocator holds those.
+    Activations of one block and of one chunk of logits are not included: the framework's allocator holds them.
     """
     return sum(device_buffers(sizes, settings).values())
 
 
-WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # of the form that is streamed
+WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # of the streamed half
 LOW_HALF_BYTES = {"fp32_master": 2, "bf16": 0, "float32": 0}
-MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # each of two
-_SCALED = 256  # elements of a moment in 8 bits that share a scale in fp32
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # of each of the two moments
 
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """Settings that decide what is kept in host memory.
+    """The settings that determine the bytes in host memory.
 
     Attributes:
         precision, moments: as in a run's settings.
-        grad_bytes: per element of the gradient store.
-        update_in_backward: gradients are not kept.
-        rows: distinct rows of the table that a step reads, at most.
-        boundary: bytes of one block's input, for the whole batch.
-        offloaded: so many blocks' boundaries wait in host memory.
+        grad_bytes: bytes per element of the gradient store.
+        update_in_backward: there is no gradient store.
+        rows: distinct table rows read by a step at most.
+        boundary: bytes of one block's input for the whole batch.
+        offloaded: number of boundaries in host memory.
     """
 
     precision: str
@@ -143,11 +143,12 @@ class HostSettings:
 
 
 def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> Mapping[str, int]:
-    """Bytes by kind.
+    """Return the bytes in host memory, by kind.
 
     Args:
-        sizes: of the model.
-        trained: of those of its parameters that are trained.
+        sizes: sizes of the model.
+        trained: sizes of its trainable parameters.
+        settings: settings of the run.
     """
     kept = trained.units
     if settings.update_in_backward:
@@ -173,14 +174,14 @@ def _pages(num_bytes: int) -> int:
 
 
 def _scales(trained: ModelSizes) -> int:
-    """Of one moment. Rows of the table, which are updated one by one, begin new blocks."""
-    of_table = trained.vocabulary * -(-trained.hidden // _SCALED) if trained.table else 0
-    others = [sum(-(-numel // _SCALED) for numel in unit) for unit in trained.units[1:]]
+    """Return the bytes of the scales of one 8-bit moment. Table rows are updated one by one, so each starts new blocks."""
+    of_table = trained.vocabulary * -(-trained.hidden // MOMENT_BLOCK) if trained.table else 0
+    others = [sum(-(-numel // MOMENT_BLOCK) for numel in unit) for unit in trained.units[1:]]
     return sum(_pages(4 * count) for count in (of_table, *others))
 
 
 def _landing(trained: ModelSizes, settings: HostSettings) -> int:
-    """Two slots for blocks, one each for the head, the outer parameters and the table's rows; a tied table has a slab."""
+    """Return the bytes of landing slots: two for blocks, one for each other unit; a tied table has a gradient slab instead."""
     elements = 2 * max(map(slab_elements, trained.blocks)) + slab_elements(trained.outer)
     if not trained.tied:
         elements += slab_elements(trained.own_head)

@@ -1,4 +1,4 @@
-"""A model as the planner sees it: the sizes of its units and the work of their computations, as plain data."""
+"""A model as the planner sees it: sizes of its units and the cost of their computations, as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -9,11 +9,11 @@ from horizon_lm.plan.memory import ModelSizes
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one computation of a block, its weights, their gradients' slots and its inputs not counted.
+    """Bytes of one computation of a block, without its weights, gradient slots and inputs.
 
     Attributes:
-        graph: what its outputs keep for a later backward, themselves included.
-        peak: the most that forward and backward hold at once.
+        graph: activations kept for a later backward, outputs included.
+        peak: peak of forward and backward.
     """
 
     graph: int
@@ -22,14 +22,14 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a computation does, as its operations say one by one.
+    """Cost of a computation, added up over its operations.
 
     Attributes:
-        products: operations of matrix products (2 for each multiplication and addition).
-        product_bytes: that these products read and write.
+        products: operations of matrix products (2 for each multiply-add).
+        product_bytes: bytes read and written by matrix products.
         attention: operations of fused attention kernels.
-        moved_bytes: that all other operations read and write.
-        num_ops: operations that start a kernel.
+        moved_bytes: bytes read and written by all other operations.
+        num_ops: number of operations that launch a kernel.
     """
 
     products: float = 0.0
@@ -53,24 +53,25 @@ T = TypeVar("T", int, Work)
 
 @dataclass(frozen=True, slots=True)
 class Linear(Generic[T]):
-    """What grows by the same amount with every row, known for one row and for two."""
+    """A quantity that is linear in the number of rows (or tokens), given for one and for two."""
 
     one: T
     two: T
 
     def at(self, rows: float) -> T:
         return self.one + (self.two - self.one) * (rows - 1)  # type: ignore[return-value, operator]
+        """Return the quantity for this number of rows or tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """Blocks of one structure, and what one device micro-batch takes in each.
+    """Blocks of one structure, with their costs for one device micro-batch.
 
     Attributes:
-        indices: of these blocks.
-        graph, peak: as in `Footprint`.
-        forward_peak: bytes that a forward without a graph holds at once.
-        forward, backward: work; the backward's is that after a forward with a graph.
+        indices: indices of these blocks.
+        graph, peak: bytes as in `Footprint`.
+        forward_peak: peak bytes of a forward without a graph.
+        forward, backward: work of a forward, and of a backward that has its graph.
     """
 
     indices: Sequence[int]
@@ -81,30 +82,31 @@ class BlockKind:
     backward: Linear[Work]
 
     def footprint(self, rows: int) -> Footprint:
+        """Return the footprint of one of these blocks for a micro-batch of this many rows."""
         return Footprint(self.graph.at(rows), self.peak.at(rows))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
-    """A causal language model for rows of one length and one dtype on the device.
+    """A causal language model for sequences of one length in one dtype.
 
     Attributes:
-        name: for people.
-        sizes: of all units, in elements.
-        trained: of what is trained of them.
-        active: parameters that a token is multiplied with: no lookup, and only the experts it is sent to.
-        length: tokens of a row.
-        compute_bytes: of an element on the device.
-        kinds: of blocks; each block is of one.
-        shared: bytes of what all blocks are given besides hidden states: masks, rotary tables.
-        head_peak: bytes that norm, head and loss hold at once, by tokens: ``chunked`` and ``whole``.
-        head_forward, head_backward: their work, by tokens. The weights are read once whatever the tokens.
-        attention: the implementation that was outlined.
-        first_differentiated: the first block that a gradient passes through.
+        name: display name.
+        sizes: elements of all units.
+        trained: elements of the trainable parameters.
+        active: parameters multiplied with each token: no table lookups, and only the experts a token is routed to.
+        length: tokens of a sequence, T.
+        compute_bytes: bytes of an element on the device.
+        kinds: structures of the blocks; each block has one.
+        shared: bytes of the inputs shared by all blocks, such as masks and rotary tables.
+        head_peak: peak bytes of norm, head and loss by tokens, for the heads ``chunked`` and ``whole``.
+        head_forward, head_backward: work of norm, head and loss, by tokens. The weights are read once for any number.
+        attention: name of the attention implementation.
+        first_differentiated: the first block with a gradient.
         whole_head_only: why the loss cannot be computed in chunks of tokens; empty if it can.
-        whole_batch_only: blocks compute all rows at once, because it is not known that rows can be cut.
-        unproven: why the model may differ from plain autograd; empty if it was compared with it.
-        unknown: why computations could not be tried without weights, so that they seem to take nothing; empty if they could.
+        whole_batch_only: the batch must not be split into micro-batches, because the model was not proven with them.
+        unproven: why the model may differ from plain autograd; empty if the two were compared.
+        unknown: why the computations could not be tried without weights, so that their costs are 0; empty if they could.
     """
 
     name: str
@@ -130,16 +132,16 @@ class ModelOutline:
         return len(self.sizes.blocks)
 
     def kind(self, index: int) -> BlockKind:
-        """The kind of a block."""
+        """Return the structure of a block."""
         return next(kind for kind in self.kinds if index in kind.indices)
 
     def footprints(self, rows: int) -> Sequence[Footprint]:
-        """Of each block, for a micro-batch of so many rows."""
+        """Return the footprint of each block for a micro-batch of this many rows."""
         found = {id(kind): kind.footprint(rows) for kind in self.kinds}
         return [found[id(self.kind(index))] for index in range(self.num_blocks)]
 
     def step_flops(self, tokens: int) -> float:
-        """Operations of a training step that the model asks for, whatever is computed again: 3 forwards."""
+        """Return the model's operations in a training step: three forwards, not counting recomputation."""
         rows = tokens / self.length
         blocks = [kind.forward.at(rows) * len(kind.indices) for kind in self.kinds]
         attention = sum(work.attention for work in blocks)

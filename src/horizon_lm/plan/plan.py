@@ -1,10 +1,11 @@
-"""The plan of a run: every byte on host, device and disk, the settings that were left open, and how long it takes."""
+"""The plan of a run: every byte on host, device and disk, the settings that were chosen, and the time of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.plan.catalog import Hardware
-from horizon_lm.plan.choose import MARGIN, choose
+from horizon_lm.plan.choose import choose
 from horizon_lm.plan.device_memory import Curve, DeviceUse, device_use, memory_curve
 from horizon_lm.plan.memory import host_bytes, slab_elements
 from horizon_lm.plan.outline import ModelOutline
@@ -16,17 +17,17 @@ from horizon_lm.quantities import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run would take, and whether there is room for it.
+    """The resources that a run needs, and whether they are available.
 
     Attributes:
-        request, machine: what was asked.
-        step: with all settings.
-        reasons: why the settings that were left open are as they are.
-        host, device, disk: budgets. Where the device is the host, its bytes are the host's.
-        buffers: of the engine on the device, which ``device_memory`` may limit.
-        download: the checkpoint, where it goes to another disk.
-        time: None where nothing is known of the machine's rates.
-        problems: what else stands in the way, as sentences.
+        request, machine: input of the plan.
+        step: a step with all settings chosen.
+        reasons: why the open settings were chosen, as sentences.
+        host, device, disk: budgets. If the device computes in host memory, its bytes are in the host's budget.
+        buffers: the engine's buffers on the device, which ``device_memory`` may limit.
+        download: the checkpoint to fetch, if it goes to another disk.
+        time: time of a step; None if the machine's rates are unknown.
+        problems: other obstacles, as sentences.
     """
 
     request: Request
@@ -51,19 +52,19 @@ class Plan:
 
     @property
     def memory_deficit(self) -> bool:
-        """Something other than the disk is too small."""
+        """True if memory, and not only the disk, is too small."""
         return any(budget.deficit for budget in self.budgets if budget.place not in ("disk", "download"))
 
     @property
     def run_seconds(self) -> float | None:
-        """Of all steps."""
+        """Expected seconds of all steps; None if unknown."""
         if self.time is None or self.request.num_steps is None:
             return None
         return self.time.seconds * self.request.num_steps
 
     @property
     def load_seconds(self) -> float | None:
-        """Of reading the weights, at most."""
+        """Expected seconds of reading the weights, at most; None if unknown."""
         hardware = self.machine.hardware
         if hardware is None or not hardware.disk_read:
             return None
@@ -71,32 +72,34 @@ class Plan:
 
     @property
     def curve(self) -> Curve | None:
-        """Memory over a step."""
+        """Memory in use over a step; None without a simulated step."""
         return None if self.time is None else memory_curve(self.step, self.time.spans, self.host.num_bytes)
 
 
 def describe_deficit(budget: Budget) -> str:
-    """What is missing in one place."""
+    """Return the needed, available and missing bytes of one place as a sentence."""
     assert budget.limit is not None
     return (
-        f"{budget.place}: {format_bytes(budget.num_bytes)} are needed, {format_bytes(budget.limit.num_bytes)} are there "
-        f"({budget.limit.name}), {format_bytes(budget.deficit)} are missing ({budget.deficit:,} bytes)"
+        f"{budget.place}: {format_bytes(budget.num_bytes)} needed, {format_bytes(budget.limit.num_bytes)} available "
+        f"({budget.limit.name}), {format_bytes(budget.deficit)} short ({budget.deficit:,} bytes)"
     )
 
 
 def make_plan(
     outline: ModelOutline, request: Request, machine: Machine, priced: bool = True, usual: ModelOutline | None = None
 ) -> Plan:
-    """The plan of a run.
+    """Return the plan of a run.
 
     Args:
-        outline: of the model, for the longest rows of the run.
-        priced: simulate a step, which takes a moment; without it there are only bytes.
-        usual: for rows of the usual length, where seconds are not those of the longest.
+        outline: the model with the longest sequences of the run.
+        request: settings of the run.
+        machine: the machine.
+        priced: simulate a step, which takes a moment; without it the plan has bytes only.
+        usual: the model with sequences of the usual length, for times; None for ``outline``.
     """
     choice = choose(outline, request, machine)
     step, use = choice.step, device_use(choice.step)
-    on_device = [*_device_items(step, use), *_beside(machine)]
+    on_device = [*_device_items(step, use), *_reserved_items(machine)]
     host = _host_items(step, use, request, machine)
     typical = step if usual is None else replace(step, outline=usual)
     hardware, time = machine.hardware, None
@@ -104,7 +107,7 @@ def make_plan(
         hardware = staged(hardware)
     if priced and hardware is not None and not outline.unknown:
         time = step_time(typical, hardware, machine.computing_threads, request.tokens_per_step)
-    download = Item("download", request.download_bytes, "of the checkpoint to start from")
+    download = Item("download", request.download_bytes, "the checkpoint to start from")
     return Plan(
         request,
         machine,
@@ -113,10 +116,10 @@ def make_plan(
             *choice.reasons,
             *([f"allow_unproven_model: {outline.unproven}"] if outline.unproven else ()),
             *([f"head: whole, because {outline.whole_head_only}"] if outline.whole_head_only else ()),
-            *_about_staging(host, machine),
+            *_staging_reasons(host, machine),
             *machine.notes,
-            *_shorter_steps(typical, hardware, machine.computing_threads, time),
-            *([f"{outline.unknown}, so activations and seconds are left out"] if outline.unknown else []),
+            *_shorter_step_reasons(typical, hardware, machine.computing_threads, time),
+            *([f"{outline.unknown}, so activations and times are not included"] if outline.unknown else []),
         ],
         host=Budget("host", [item for item in host if item.num_bytes], machine.host_limits),
         device=Budget("device", [] if machine.on_host else on_device, [] if machine.on_host else machine.device_limits),
@@ -137,35 +140,35 @@ def make_plan(
     )
 
 
-def _shorter_steps(
+def _shorter_step_reasons(
     step: Step, hardware: Hardware | None, computing_threads: int | None, time: StepTime | None
 ) -> list[str]:
-    """Name what shortens steps whose updates do not hide."""
+    """Return the change that would shorten a step limited by its optimizer updates, if there is one."""
     if hardware is None or time is None or time.limited_by != "update" or step.settings.moments != "float32":
         return []
     lighter = replace(step, settings=replace(step.settings, moments="bfloat16"))
     other = step_time(lighter, hardware, computing_threads)
     saved = 1 - other.seconds / time.seconds
-    if saved < _WORTH_SAYING:
+    if saved < _NOTABLE_SHARE:
         return []
-    return [f"updates take longer than what hides them: moments: bfloat16 would make a step {saved:.0%} shorter"]
+    return [f"optimizer updates are not fully overlapped: moments: bfloat16 would make a step {saved:.0%} shorter"]
 
 
-_WORTH_SAYING = 0.02  # of a step
-_WORKER_BYTES = 96 * 2**20  # of a process that compiles: torch, without what a run loads
+_NOTABLE_SHARE = 0.02  # of a step's duration
+_WORKER_BYTES = 96 * 2**20  # of a compiler process: torch, without the libraries of a run
 
 _DEVICE_NAMES = {
-    "weight_slots": ("weight slots", "two of the largest block"),
-    "held_weights": ("held weights", "of blocks whose weights stay"),
-    "grad_slots": ("gradient slots", "of the largest block"),
-    "grad_accumulator": ("gradient accumulator", "of the largest block, in fp32"),
+    "weight_slots": ("weight slots", "double-buffered, sized for the largest block"),
+    "held_weights": ("resident weights", "blocks that stay on the device"),
+    "grad_slots": ("gradient slots", "sized for the largest block"),
+    "grad_accumulator": ("gradient accumulator", "fp32, sized for the largest block"),
     "head_weights": ("head weights", ""),
     "head_grads": ("head gradients", ""),
-    "outer_weights": ("outer weights", "final norm and whatever else is small"),
+    "outer_weights": ("outer weights", "final norm and other small parameters"),
     "outer_grads": ("outer gradients", ""),
-    "table_rows": ("embedding rows", "as many as a step can read"),
+    "table_rows": ("embedding rows", "the most a step can read"),
     "table_row_grads": ("embedding row gradients", ""),
-    "boundary_ring": ("boundary ring", "boundaries on their way to host memory and back"),
+    "boundary_ring": ("activation checkpoint ring", "double buffer of transfers to and from the host"),
 }
 
 
@@ -176,13 +179,13 @@ def _device_items(step: Step, use: DeviceUse) -> list[Item]:
     stay = f"inputs of {step.staying} blocks, {format_bytes(step.boundary)} each"
     return [
         *named,
-        *([Item("boundaries", use.kept, stay)] if use.kept else []),
+        *([Item("activation checkpoints", use.kept, stay)] if use.kept else []),
         Item(
             "activations and head workspace",
             use.for_a_while,
-            f"at their most: {rows} x {step.outline.length} tokens in a block"
-            + (f", {residency.graphs} kept graphs" if residency.graphs else "")
-            + (f", {settings.head_chunk_tokens} tokens' logits" if settings.chunked_head else ", all logits"),
+            f"peak, {rows} × {step.outline.length:,} tokens in a block"
+            + (f", {residency.graphs} resident graphs" if residency.graphs else "")
+            + (f", logits of {settings.head_chunk_tokens:,} tokens" if settings.chunked_head else ", all logits"),
         ),
         Item("masks and positions", use.shared, f"for {step.outline.attention} attention"),
     ]
@@ -193,24 +196,24 @@ def _named(kind: str, num_bytes: int) -> tuple[str, int, str]:
     return name, num_bytes, note
 
 
-def _beside(machine: Machine) -> list[Item]:
-    """What is on the device besides the step."""
+def _reserved_items(machine: Machine) -> list[Item]:
+    """Return the device bytes that are not the step's own."""
     limits = [limit.num_bytes for limit in machine.device_limits]
-    margin = int(min(limits) * MARGIN) if limits else 0
+    margin = int(min(limits) * DEVICE_MARGIN) if limits else 0
     return [
-        Item("transfers", machine.scratch_bytes, "conversions of two links"),
-        Item("context", machine.device_context_bytes, "driver, libraries and their kernels: an allowance"),
-        Item("margin", margin, f"{MARGIN:.0%} of the device, for what its allocator cannot use"),
+        Item("transfers", machine.scratch_bytes, "scratch space for dtype conversions, both directions"),
+        Item("context", machine.device_context_bytes, "driver, libraries and their kernels (estimate)"),
+        Item("margin", margin, f"{DEVICE_MARGIN:.0%} of the device, for allocator fragmentation"),
     ]
 
 
 _HOST_NAMES = {
-    "weights": ("weights", "what is streamed"),
-    "low_halves": ("low halves", "16 bits that make an exact fp32 master"),
+    "weights": ("weights", "streamed to the device"),
+    "low_halves": ("low halves", "the other 16 bits of the fp32 master weights"),
     "grads": ("gradients", ""),
-    "moments": ("moments", "two of AdamW"),
-    "landing": ("landing slots", "gradients until their unit is updated"),
-    "boundaries": ("boundaries", "inputs of blocks until the backward"),
+    "moments": ("moments", "two per parameter (AdamW)"),
+    "landing": ("landing slots", "gradients until their update"),
+    "boundaries": ("activation checkpoints", "block inputs, kept for the backward"),
 }
 
 
@@ -219,36 +222,36 @@ def _host_items(step: Step, use: DeviceUse, request: Request, machine: Machine) 
     items = [Item(_HOST_NAMES[kind][0], num_bytes, _HOST_NAMES[kind][1]) for kind, num_bytes in kept.items()]
     if machine.on_host:
         items += [Item(f"device: {item.name}", item.num_bytes, item.note) for item in _device_items(step, use)]
-    # After the last step no activations are there any more.
     workers = machine.compile_workers if request.compiled else 0
     largest = max(map(slab_elements, step.outline.sizes.units)) * request.export_bytes
+    # The export comes after the last step, when the memory of activations is free again.
     export = max(0, largest - (use.for_a_while if machine.on_host else 0))
     return [
         *items,
-        Item("staging", machine.staging_bytes, "page-locked, for transfers that need it"),
-        Item("export", export, "one unit as it is written"),
-        Item("process", machine.process_bytes, "interpreter, libraries and rows"),
-        Item("compilers", workers * _WORKER_BYTES, f"{workers} processes beside this one"),
+        Item("staging", machine.staging_bytes, "page-locked transfer buffers"),
+        Item("export", export, "one unit while it is written"),
+        Item("process", machine.process_bytes, "interpreter, libraries and dataset"),
+        Item("compilers", workers * _WORKER_BYTES, f"{workers} torch.compile worker processes"),
     ]
 
 
-def _about_staging(host: Sequence[Item], machine: Machine) -> list[str]:
+def _staging_reasons(host: Sequence[Item], machine: Machine) -> list[str]:
     if not machine.lock_refusal:
         return []
-    travels = sum(item.num_bytes for item in host if item.name in {_HOST_NAMES[kind][0] for kind in _TRAVELS})
+    moved = sum(item.num_bytes for item in host if item.name in {_HOST_NAMES[kind][0] for kind in _TRANSFERRED})
     return [
-        f"{format_bytes(travels)} of host memory that travels cannot be page-locked ({machine.lock_refusal}), so transfers go "
-        "through staging buffers, which is slower"
+        f"{format_bytes(moved)} of host memory cannot be page-locked ({machine.lock_refusal}); transfers use staging buffers, "
+        "which are slower"
     ]
 
 
-_TRAVELS = ("weights", "grads", "landing", "boundaries")
+_TRANSFERRED = ("weights", "grads", "landing", "boundaries")
 
 
 def _disk_items(step: Step, request: Request) -> list[Item]:
     exported = step.outline.sizes.num_parameters * request.export_bytes
     items = [Item("exported model", exported, f"{request.export_bytes} bytes per parameter")]
     if request.num_checkpoints:
-        kept = f"{request.num_checkpoints} kept on the way; save_total_limit keeps fewer"
-        items.append(Item("checkpoints", request.num_checkpoints * exported, kept))
+        note = f"{request.num_checkpoints} kept; save_total_limit keeps fewer"
+        items.append(Item("checkpoints", request.num_checkpoints * exported, note))
     return items

@@ -1,4 +1,4 @@
-"""What to change in a run that does not fit, and what each change costs."""
+"""Find the changes of settings with which a run would fit, and state the cost of each."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ from horizon_lm.plan.request import Machine, Request
 from horizon_lm.quantities import parse_bytes
 
 OutlineFor = Callable[..., ModelOutline]
-"""Another outline of the same model: with ``length`` or ``mlp_chunk_tokens``."""
+"""Outline the same model again, with another ``length`` or ``mlp_chunk_tokens``."""
 
-_MOST = 3
+_MOST = 3  # remedies to report, and changes in one remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class Change:
     """One change of a run's settings.
 
     Attributes:
-        settings: by name, as a run file has them.
-        cost: what is given up, for people.
-        of_request: the same change of a `Request`.
-        of_outline: and of the model's outline.
+        settings: changed settings by their names in a run file.
+        cost: drawback of the change, for the message.
+        of_request: the same change as fields of a `Request`.
+        of_outline: the same change as arguments of `OutlineFor`.
     """
 
     settings: Mapping[str, Any]
@@ -36,12 +36,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Changes with which the run fits.
+    """A set of changes with which the run fits.
 
     Attributes:
-        settings: all of them.
-        cost: what is given up, for people.
-        plan: with these changes.
+        settings: all changed settings.
+        cost: drawbacks of the changes, for the message.
+        plan: plan of the changed run.
     """
 
     settings: Mapping[str, Any]
@@ -50,25 +50,25 @@ class Remedy:
 
 
 def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
-    """The smallest sets of changes, up to three, with which a run would fit into memory; none if there is none.
+    """Return up to three smallest sets of changes with which a run fits into memory; none if there are none.
 
-    Sets of up to three changes are tried; where none helps, all changes together, without those that are not needed.
-    Disk space has no setting: who lacks that has to make room.
+    Try sets of up to three changes, then all changes together, without those that turn out to be unnecessary. No setting
+    helps against a full disk.
     """
     if not plan.memory_deficit:
         return []
     changes = list(_changes(plan))
     found: list[tuple[frozenset[int], Remedy]] = []
-    for count in range(1, min(3, len(changes)) + 1):
+    for count in range(1, min(_MOST, len(changes)) + 1):
         for chosen in combinations(range(len(changes)), count):
             parts = [changes[i] for i in chosen]
             if len({name for part in parts for name in part.settings}) < sum(len(part.settings) for part in parts):
-                continue  # two values for one setting
+                continue  # two values of one setting
             if any(smaller <= set(chosen) for smaller, _ in found):
-                continue  # less is enough
+                continue  # a subset suffices
             try:
                 remedy = _try(plan.request, plan.machine, parts, outline_for)
-            except ConfigError:  # a change that this model does not know
+            except ConfigError:  # the model does not support this change
                 continue
             if not remedy.plan.memory_deficit:
                 found.append((frozenset(chosen), remedy))
@@ -76,13 +76,13 @@ def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
                 return [remedy for _, remedy in found]
     return (
         [remedy for _, remedy in found]
-        or _all_that_is_needed(plan, changes, outline_for)
-        or _all_that_is_needed(plan, [*changes, _one_row()], outline_for)
+        or _minimal_remedy(plan, changes, outline_for)
+        or _minimal_remedy(plan, [*changes, _one_row()], outline_for)
     )
 
 
-def _all_that_is_needed(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> list[Remedy]:
-    """The strongest change of each setting, without those that the others make needless, those that cost most first."""
+def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> list[Remedy]:
+    """Take the strongest change of each setting, and drop unnecessary ones, the costliest first."""
     parts: list[Change] = []
     for change in reversed(changes):
         if not any(change.settings.keys() & part.settings.keys() for part in parts):
@@ -100,7 +100,7 @@ def _all_that_is_needed(plan: Plan, changes: Sequence[Change], outline_for: Outl
 
 
 def smallest(plan: Plan) -> Remedy:
-    """The same run with the fewest bytes per parameter that there are, whether it fits or not."""
+    """Return the same run with the fewest bytes per parameter, whether it fits or not."""
     settings: dict[str, Any] = {"precision": "bf16", "moments": "8bit"}
     in_backward = not plan.request.skips_steps
     if in_backward:
@@ -122,7 +122,7 @@ def _try(request: Request, machine: Machine, parts: list[Change], outline_for: O
 
 
 def _changes(plan: Plan) -> Iterator[Change]:
-    """Changes that may help, those that cost least first."""
+    """Yield changes that may help, the cheapest first."""
     on_device = plan.device.deficit or plan.buffers.deficit or plan.machine.on_host
     if on_device:
         yield from _less_at_once(plan)
@@ -134,8 +134,8 @@ def _changes(plan: Plan) -> Iterator[Change]:
 
 
 def _fewer_rows(request: Request) -> Iterator[Change]:
-    """Hidden states of the whole batch wait between blocks."""
-    cost = "a quarter of the rows a step, so another learning rate may be needed"
+    # A smaller batch helps, because block inputs of the whole batch exist between blocks.
+    cost = "a quarter of the examples per step, so another learning rate may be needed"
     if request.gradient_accumulation_steps >= 4:
         yield _plain(cost, gradient_accumulation_steps=request.gradient_accumulation_steps // 4)
     elif request.per_device_train_batch_size >= 4:
@@ -143,28 +143,28 @@ def _fewer_rows(request: Request) -> Iterator[Change]:
 
 
 def _one_row() -> Change:
-    cost = "one row a step, so a much smaller learning rate is needed"
+    cost = "one example per step, so a much smaller learning rate is needed"
     return _plain(cost, per_device_train_batch_size=1, gradient_accumulation_steps=1)
 
 
 def _plain(cost: str, **settings: Any) -> Change:
-    """A change whose settings have the same names in a run and in a request."""
+    """Return a change whose settings have the same names in a run and in a request."""
     return Change(settings, cost, settings, {})
 
 
 def _less_at_once(plan: Plan) -> Iterator[Change]:
     request, step = plan.request, plan.step
     if request.head == "whole":
-        yield _plain("the loss over chunks of tokens; no logits are returned", head="chunked")
+        yield _plain("loss over chunks of tokens, so no logits are returned", head="chunked")
     for size in sorted({max(1, step.settings.slices[0] // 4), 1}, reverse=True):
         if size < step.settings.slices[0]:
-            yield _plain("more, smaller slices: a little slower", device_micro_batch_size=size)
+            yield _plain("more and smaller micro-batches: slightly slower", device_micro_batch_size=size)
     for index, batch in enumerate(request.forwards):
         if batch.setting and batch.rows > request.sequences:
             size = max(1, batch.rows // request.sequences // 8)
             others = list(request.forwards)
             others[index] = replace(batch, rows=size * request.sequences)
-            cost = "fewer rows at once where there is no gradient"
+            cost = "smaller batches in passes without gradients"
             yield Change({batch.setting: size}, cost, {"forwards": tuple(others)}, {})
     if (
         request.resident_blocks
@@ -175,23 +175,23 @@ def _less_at_once(plan: Plan) -> Iterator[Change]:
         yield Change(settings, "more transfers and recomputation", settings, {})
     if plan.buffers.deficit:
         needed = f"{-(-plan.buffers.num_bytes // 2**20)}MiB"
-        cost = "more device memory is taken"
+        cost = "more device memory in use"
         yield Change({"device_memory": needed}, cost, {"device_memory": parse_bytes(needed)}, {})
 
 
 def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
     if request.moments == "float32":
-        yield _plain("moments in bf16, stochastically rounded: 4 bytes per parameter less", moments="bfloat16")
+        yield _plain("moments in bf16 with stochastic rounding: 4 bytes less per parameter", moments="bfloat16")
     if request.moments != "8bit":
-        yield _plain("moments in 8 bits: 6 bytes per parameter less, another rounding of the update", moments="8bit")
+        yield _plain("8-bit moments: 6 bytes less per parameter, but less exact updates", moments="8bit")
     if request.precision != "bf16":
         less = 4 if request.precision == "float32" else 2
-        cost = f"bf16 weights with stochastic rounding instead of an exact fp32 master: {less} bytes per parameter less"
+        cost = f"bf16 weights with stochastic rounding instead of exact fp32 masters: {less} bytes less per parameter"
         grad_bytes = request.grad_bytes if request.has_grad_dtype else 2
         yield Change({"precision": "bf16"}, cost, {"precision": "bf16", "grad_bytes": grad_bytes}, {})
     if not request.update_in_backward and not request.skips_steps:
         settings = {"update_in_backward": True, "max_grad_norm": 0}
-        cost = "no gradient store: 2 bytes per parameter less, no clipping by the global norm"
+        cost = "no gradient store: 2 bytes less per parameter, but no clipping of the global norm"
         yield Change(settings, cost, {"update_in_backward": True}, {})
 
 
@@ -199,9 +199,9 @@ def _shorter_rows(plan: Plan) -> Iterator[Change]:
     length = plan.step.outline.length
     for tokens in (4096, 1024):
         if length > tokens:
-            cost = "feed-forward layers computed once more, in chunks of tokens"
+            cost = "feed-forward layers run in chunks of tokens, and once more in the backward"
             yield Change({"mlp_chunk_tokens": tokens}, cost, {}, {"mlp_chunk_tokens": tokens})
             break
     if length >= 512:
         half = length // 2
-        yield Change({"max_length": half}, "rows lose what is beyond", {}, {"length": half})
+        yield Change({"max_length": half}, "longer examples are truncated", {}, {"length": half})

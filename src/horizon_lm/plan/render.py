@@ -1,4 +1,4 @@
-"""A plan as lines for people and as JSON for programs."""
+"""Render a plan as text for people and as JSON for programs."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,31 +16,29 @@ from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.schedule.trace import write_chrome
 
 _CAUSES = {
-    "copy_in": "copies in",
-    "copy_out": "copies out",
-    "update": "the optimizer",
+    "copy_in": "host-to-device copies",
+    "copy_out": "device-to-host copies",
+    "update": "optimizer",
     "compute": "compute",
-    "host": "the host",
+    "host": "host",
 }
 _TITLES = {
     "host": "host memory",
     "device": "device memory",
-    "buffers": "buffers on the device",
+    "buffers": "device buffers",
     "disk": "disk",
-    "download": "disk of downloads",
+    "download": "download disk",
 }
-_WIDTH = 34
+_WIDTH = 40
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Everything that a plan says."""
+    """Yield the full text of a plan."""
     outline, request = plan.step.outline, plan.request
-    active = (
-        f" ({_billions(outline.active)} for each token)" if outline.active < 0.8 * outline.sizes.num_parameters else ""
-    )
+    active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.sizes.num_parameters else ""
     yield (
         f"{outline.name}: {_billions(outline.sizes.num_parameters)} parameters{active} in {outline.num_blocks} blocks; "
-        f"{request.precision}, steps of {request.rows} rows of {outline.length:,} tokens"
+        f"{request.precision}, {request.rows} × {outline.length:,} tokens per step"
     )
     yield f"on {plan.machine.name}"
     for budget in plan.budgets:
@@ -62,11 +60,13 @@ def _budget_lines(budget: Budget) -> Iterator[str]:
     if limit is None:
         verdict = ""
     elif budget.deficit:
-        verdict = f"of {format_bytes(limit.num_bytes)} ({limit.name}): {format_bytes(budget.deficit)} MISSING"
+        verdict = (
+            f"of {format_bytes(limit.num_bytes)} ({limit.name}): DOES NOT FIT, {format_bytes(budget.deficit)} short"
+        )
     else:
         left = limit.num_bytes - budget.num_bytes
         verdict = f"of {format_bytes(limit.num_bytes)} ({limit.name}): fits, {format_bytes(left)} left"
-    yield f"  {'in all':{_WIDTH}} {format_bytes(budget.num_bytes):>12}  {verdict}".rstrip()
+    yield f"  {'total':{_WIDTH}} {format_bytes(budget.num_bytes):>12}  {verdict}".rstrip()
 
 
 def _time_lines(plan: Plan) -> Iterator[str]:
@@ -74,53 +74,53 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     if plan.step.outline.unknown:
         return
     if time is None or hardware is None:
-        yield "time: nothing is known of this machine's rates; horizon-lm doctor measures them"
+        yield "time: unknown, because this machine was not measured; horizon-lm doctor measures it"
         return
     yield f"time, simulated with the rates of {hardware.name}"
     yield (
-        f"  {_seconds(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, {time.model_tflops:,.1f} model TFLOP/s; "
-        f"limited by {_CAUSES[time.limited_by]}"
+        f"  {_seconds(time.seconds)}/step, {time.tokens_per_second:,.0f} tokens/s, {time.model_tflops:,.1f} model TFLOP/s; "
+        f"bottleneck: {_CAUSES[time.limited_by]}"
     )
-    exposed = ", ".join(
+    stalls = ", ".join(
         f"{_CAUSES[cause]} {_seconds(s)}" for cause, s in time.exposed_seconds.items() if s > 5e-4 * time.seconds
     )
-    yield f"  nothing is computed while it waits for: {exposed or 'nothing'}"
-    yield "  busy: " + ", ".join(f"{stream} {share:.0%}" for stream, share in time.busy.items())
-    hidden = [f"{_CAUSES[what]} from {tokens:,}" for what, tokens in time.hidden_from_tokens.items()]
-    yield f"  hidden by computation: {', '.join(hidden)} tokens a step; this run has {plan.step.tokens:,}"
+    yield f"  compute stalls: {stalls or 'none'}"
+    yield "  stream utilization: " + ", ".join(f"{stream} {share:.0%}" for stream, share in time.busy.items())
+    for what, tokens in time.hidden_from_tokens.items():
+        yield f"  {_CAUSES[what]} fully overlapped from {tokens:,} tokens/step; this run has {plan.step.tokens:,}"
     if plan.load_seconds is not None:
-        yield f"  reading the weights: {format_seconds(plan.load_seconds)}"
+        yield f"  loading the weights: {format_seconds(plan.load_seconds)}"
     if plan.run_seconds is not None:
-        yield f"  the whole run of {plan.request.num_steps:,} steps: {format_seconds(plan.run_seconds)}"
+        yield f"  all {plan.request.num_steps:,} steps: {format_seconds(plan.run_seconds)}"
 
 
 def summary_lines(plan: Plan) -> Iterator[str]:
-    """What a run says before it begins."""
+    """Yield the summary of a plan that a run logs before it starts."""
     yield from plan.reasons
     for budget in plan.budgets:
         if budget.items and budget.limit is not None:
             yield (
                 f"{_TITLES[budget.place]}: {format_bytes(budget.num_bytes)} planned, "
-                f"{format_bytes(budget.limit.num_bytes)} there ({budget.limit.name})"
+                f"{format_bytes(budget.limit.num_bytes)} available ({budget.limit.name})"
             )
     if plan.time is not None and plan.run_seconds is not None:
         yield (
-            f"expected: {_seconds(plan.time.seconds)} a step, limited by {_CAUSES[plan.time.limited_by]}; "
-            f"{format_seconds(plan.run_seconds)} for all of them, besides held-out rows, samples and exports"
+            f"expected: {_seconds(plan.time.seconds)}/step, bottleneck: {_CAUSES[plan.time.limited_by]}; "
+            f"{format_seconds(plan.run_seconds)} for all steps, without evaluation, sample prompts and exports"
         )
 
 
 def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
-    """What would make it fit."""
+    """Yield the changes that would make a run fit."""
     yield from plan.problems
     if plan.disk.deficit or plan.download.deficit:
         yield "Make room on the disk, or choose another output_dir."
     if plan.memory_deficit and not remedies:
-        yield "No settings make it fit: take a smaller model (horizon-lm plan --largest lists those that do), or more memory."
+        yield "No settings make it fit: use a smaller model (horizon-lm plan --largest lists those that fit) or more memory."
         least = smallest(plan)
         if plan.host.deficit and least.plan.host.num_bytes < plan.host.num_bytes:
             needed = format_bytes(least.plan.host.num_bytes)
-            yield f"With {_arguments(least)} it would take {needed} of host memory."
+            yield f"Even with {_arguments(least)} it would take {needed} of host memory."
     if remedies:
         yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
     for remedy in remedies:
@@ -129,7 +129,7 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
             for b in remedy.plan.budgets
             if b.items and b.place in ("host", "device")
         )
-        yield f"  {_arguments(remedy)}\n    {sizes}; costs: {remedy.cost}"
+        yield f"  {_arguments(remedy)}\n    {sizes}; cost: {remedy.cost}"
 
 
 def _arguments(remedy: Remedy) -> str:
@@ -156,7 +156,7 @@ VERSION = 1
 
 
 def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
-    """Everything that a plan says, as JSON has it. ``device``: the run's setting."""
+    """Return everything in a plan as JSON values. ``device``: the run's setting."""
     return {
         "version": VERSION,
         "fits": plan.fits,
@@ -241,13 +241,13 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 
 def write_plan(plan: Plan, device: str, folder: Path) -> None:
-    """``plan.json`` and, where it has seconds, ``predicted_trace.json`` of one step, in a run's folder."""
+    """Write ``plan.json`` and, for a simulated step, ``predicted_trace.json`` into a run's folder."""
     (folder / "plan.json").write_text(json.dumps(plan_as_json(plan, device), indent=2) + "\n", encoding="utf-8")
     if plan.time is None:
         return
     curve = plan.curve
     assert curve is not None
-    # Where the device is the host, a trace counts the engine's buffers alone; nobody tells it of the others.
+    # If the device computes in host memory, a trace counts only the engine's buffers: nothing reports other allocations.
     buffers = plan.buffers.num_bytes
     samples = [
         (at, {"device bytes": buffers if plan.machine.on_host else device_bytes, "host bytes": host_bytes})

@@ -1,4 +1,4 @@
-"""The input of a plan: the settings of a run, the machine, and the bytes available in each place."""
+"""The input of a plan: settings of the run, the machine, and the bytes available in each place."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -9,7 +9,7 @@ from horizon_lm.plan.catalog import Hardware
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What some bytes are for. ``note``: how they come about, if the name does not say it."""
+    """Bytes with one purpose. ``note``: an explanation, if the name does not suffice."""
 
     name: str
     num_bytes: int
@@ -18,7 +18,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What bounds the bytes of a place."""
+    """An upper bound on the bytes of a place."""
 
     name: str
     num_bytes: int
@@ -29,8 +29,9 @@ class Budget:
     """Bytes of one place.
 
     Attributes:
-        place: ``host``, ``device``, ``buffers`` (the engine's, on the device) or ``disk``.
-        limits: what bounds them; none if nothing is known.
+        place: ``host``, ``device``, ``buffers`` (the engine's, on the device), ``disk`` or ``download``.
+        items: bytes by purpose.
+        limits: upper bounds; empty if none is known.
     """
 
     place: str
@@ -43,7 +44,7 @@ class Budget:
 
     @property
     def limit(self) -> Limit | None:
-        """The smallest."""
+        """The smallest limit; None if there is none."""
         return min(self.limits, key=lambda limit: limit.num_bytes, default=None)
 
     @property
@@ -52,19 +53,19 @@ class Budget:
 
     @property
     def deficit(self) -> int:
-        """Bytes that are missing; 0 if it fits, or nothing bounds it."""
+        """Number of missing bytes; 0 if the place suffices or has no limit."""
         return 0 if self.available is None else max(0, self.num_bytes - self.available)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """A batch of which no gradients are wanted: held-out rows, rows of which a reference is needed, a sample prompt.
+    """A batch without gradients: evaluation, DPO's reference, or a sample prompt.
 
     Attributes:
-        rows: sequences of tokens.
-        length: tokens of the longest.
-        setting: of a run, by which there may be fewer rows; empty if there is none.
-        kept_bytes: that stay on the device meanwhile: keys and values.
+        rows: number of sequences.
+        length: tokens of the longest sequence.
+        setting: the setting that can reduce the rows; empty if there is none.
+        kept_bytes: bytes of keys and values that stay on the device meanwhile.
     """
 
     rows: int
@@ -75,14 +76,14 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedSettings:
-    """What of a run's settings and rows is not the plan's to choose, and shapes a step.
+    """Step settings fixed by the run; the planner may not change them.
 
     Attributes:
         precision, moments, update_in_backward: as in a run's settings.
-        grad_bytes: of an element of the gradient store.
+        grad_bytes: bytes of an element of the gradient store.
         compiled: blocks are compiled.
-        forwards: other batches of the run.
-        distinct_tokens: that there are in all rows; None if that is not known.
+        forwards: batches without gradients.
+        distinct_tokens: number of distinct tokens in all examples; None if unknown.
     """
 
     precision: str = "fp32_master"
@@ -95,23 +96,23 @@ class FixedSettings:
 
     @property
     def given(self) -> dict[str, Any]:
-        """These alone, by name."""
+        """The fixed settings alone, by name."""
         return {each.name: getattr(self, each.name) for each in fields(FixedSettings)}
 
 
 @dataclass(frozen=True, slots=True)
 class Request(FixedSettings):
-    """Settings of a run, with the names that they have there; None where the plan is to choose.
+    """Settings of a run by their names there; None leaves the choice to the planner.
 
     Attributes:
-        sequences: of tokens in a row: two in a preference.
-        tokens_per_step: without padding, as steps go; None for as many as there are places.
-        num_steps: None if it is not known.
-        export_bytes, stored_bytes: of an element of the exported model, and of the checkpoint to start from.
-        num_checkpoints: exports on the way that are there at once.
-        download_bytes: of the checkpoint to start from, if it has to be fetched.
-        has_grad_dtype: the run says how gradients are kept.
-        skips_steps: a step with a gradient that is not finite is left out.
+        sequences: sequences of an example: two in a preference pair.
+        tokens_per_step: tokens of a typical step, without padding; None for a step without padding.
+        num_steps: optimizer steps of the run; None if unknown.
+        export_bytes, stored_bytes: bytes of an element of the exported model, and of the checkpoint to start from.
+        num_checkpoints: number of intermediate exports kept at once.
+        download_bytes: bytes of the checkpoint to start from; 0 if it is on this machine.
+        has_grad_dtype: the run sets the dtype of gradients.
+        skips_steps: steps with non-finite gradients are skipped.
     """
 
     per_device_train_batch_size: int = 8
@@ -135,28 +136,28 @@ class Request(FixedSettings):
 
     @property
     def rows(self) -> int:
-        """Sequences of a step: rows of its batch."""
+        """Number of sequences in a step's batch, B."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the run would be.
+    """The machine of a run.
 
     Attributes:
-        name: for people.
-        on_host: the device is the host's cores, and its memory is the host's.
-        hardware: rates; None if nothing is known, and then a plan has no seconds.
-        host_limits, device_limits, disk_limits: bytes that the run may come to take in all.
-        download_limits: the same of the disk that a checkpoint is fetched to, where that is another one.
-        process_bytes: what the process takes besides the run: the interpreter, libraries, rows.
-        device_context_bytes: what the driver and the libraries on it take on the device.
-        scratch_bytes: of the device, that transfers take at most.
-        staging_bytes: of page-locked host memory for transfers.
+        name: display name.
+        on_host: the device is the host's cores, and uses host memory.
+        hardware: rates; None if unknown, and then the plan has no times.
+        host_limits, device_limits, disk_limits: upper bounds on the total bytes of the run.
+        download_limits: the same for the disk of fetched checkpoints, if that is another one.
+        process_bytes: host bytes of the process: interpreter, libraries and dataset.
+        device_context_bytes: device bytes of the driver and its libraries.
+        scratch_bytes: device bytes for transfers, at most.
+        staging_bytes: bytes of page-locked host memory for transfers.
         lock_refusal: why host memory cannot be page-locked, so that transfers are staged; empty if it can.
-        notes: what else a run would want to know of it, as sentences.
-        compile_workers: processes that compile, where blocks are compiled.
-        computing_threads: that computation takes on the host; None for all cores.
+        notes: further remarks for the run's log, as sentences.
+        compile_workers: number of compiler processes, if blocks are compiled.
+        computing_threads: number of host threads that compute; None for all cores.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What stays on the device between a forward and its backward, and how spare device memory is spent on it."""
+"""Choose the blocks whose activation checkpoints, weights and graphs stay on the device between forward and backward."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -6,12 +6,12 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """What stays on the device between a forward and its backward, each for so many of the last blocks.
+    """Number of last blocks that keep data on the device between forward and backward.
 
     Attributes:
-        boundaries: inputs of blocks; those of earlier blocks wait in host memory.
-        weights: these blocks are streamed in once after an update, not again for the backward.
-        graphs: and these are not computed again either; at most as many as have boundaries and weights.
+        boundaries: blocks with their activation checkpoint (their input) on the device; earlier ones offload it.
+        weights: blocks with resident weights, which are loaded once per update and not again for the backward.
+        graphs: blocks with a resident graph, which are not recomputed; they need boundary and weights as well.
     """
 
     boundaries: int
@@ -21,13 +21,13 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """What of a batch decides how much memory a step takes.
+    """The properties of a batch that determine the memory of a step.
 
     Attributes:
-        tokens: rows times their length.
-        length: of the rows.
-        tokens_at_once: of one device micro-batch.
-        is_masked: it has an attention mask.
+        tokens: number of sequences times their length, B x T.
+        length: length of the sequences, T.
+        tokens_at_once: tokens of one device micro-batch.
+        is_masked: the batch has an attention mask.
     """
 
     tokens: int = 0
@@ -36,55 +36,58 @@ class BatchSize:
     is_masked: bool = False
 
     def covers(self, other: "BatchSize") -> bool:
+        """Return whether memory planned for this batch suffices for the other."""
         return self.together_with(other) == self
 
     def together_with(self, other: "BatchSize") -> "BatchSize":
-        """The largest of each."""
+        """Return the elementwise maximum of both."""
         return BatchSize(*map(max, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedBatch:
-    """What is known of the batches to come.
+    """What is known about future batches.
 
     Attributes:
-        tokens: of the largest one to train on: rows times their length. 0 if that is not known.
-        distinct_tokens: that there are in all batches; None if that is not known.
+        tokens: sequences times length of the largest training batch; 0 if unknown.
+        distinct_tokens: number of distinct tokens in all batches; None if unknown.
     """
 
     tokens: int = 0
     distinct_tokens: int | None = None
 
     def table_rows(self, tokens: int, vocabulary: int) -> int:
-        """Distinct rows of the embedding table that a batch of so many tokens reads at most."""
+        """Return an upper bound on the distinct rows of the embedding table that a batch of this many tokens reads."""
         return min(tokens, vocabulary, self.distinct_tokens or vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """What was planned for batches up to some size.
+    """The device plan for batches up to some size.
 
     Attributes:
-        residency: what stays on the device.
-        peak: bytes of device memory that a training step allocates at once: the engine's buffers exactly, what blocks and
-            head need for a while as counted when it was planned.
+        residency: data that stays on the device.
+        peak: peak bytes of a training step: the engine's buffers exactly, activations of blocks and head as estimated.
     """
 
     residency: Residency
     peak: int
 
     def together_with(self, other: "DevicePlan") -> "DevicePlan":
-        """For the batches of both."""
+        """Return a plan that suits the batches of both."""
         residency = Residency(*map(min, astuple(self.residency), astuple(other.residency)))
         return DevicePlan(residency, max(self.peak, other.peak))
 
 
-_LOGIT_BYTES = 12  # with its log-probability and gradients
-_CHUNK_SHARE, _MOST_CHUNK_BYTES = 16, 4 * 2**30  # of spare memory for a chunk of logits, beyond which nothing is gained
+_LOGIT_BYTES = 12  # of a logit with its log-probability and gradients
+_CHUNK_SHARE, _MOST_CHUNK_BYTES = (
+    16,
+    4 * 2**30,
+)  # share of spare memory for a chunk of logits; larger ones are no faster
 
 
 def head_chunk_tokens(spare: int | None, vocabulary: int) -> int:
-    """Tokens whose logits exist at once. Without a limit of its own (host memory), about 64 MiB of fp32 logits."""
+    """Return the tokens of a chunk of logits; about 64 MiB of fp32 logits if memory has no limit of its own."""
     if spare is None:
         return max(64, 64 * 2**20 // (4 * vocabulary))
     num_bytes = min(spare // _CHUNK_SHARE, _MOST_CHUNK_BYTES)
@@ -93,15 +96,15 @@ def head_chunk_tokens(spare: int | None, vocabulary: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Working:
-    """Bytes that computations need, weights and gradients not counted; by block, for the whole batch.
+    """Bytes that computations need for the whole batch, without weights and gradients.
 
     Attributes:
-        graphs: what each block's computation keeps, without its input and what the next block is given.
-        peaks: the most that each block's forward and backward hold at once.
-        besides: what the backward of a kept graph holds beside it.
-        head: the most that the head holds at once.
-        boundary: a block's input.
-        first: the first block that a gradient passes through; those before it keep nothing.
+        graphs: activations kept by each block, without its input and output.
+        peaks: peak of each block's forward and backward.
+        besides: peak of each block's backward on top of a resident graph.
+        head: peak of the head.
+        boundary: bytes of a block's input.
+        first: the first block with a gradient; earlier blocks keep nothing.
     """
 
     graphs: Sequence[int]
@@ -112,9 +115,9 @@ class Working:
     first: int = 0
 
     def most(self, boundaries: int, graphs: int = 0) -> int:
-        """The most at any moment of a step, when so many of the last blocks keep their boundary, and their graph.
+        """Return the peak of a step in which this many last blocks keep their boundary, and their graph.
 
-        All that is kept is there when the head computes. The backward of a block finds what it and earlier ones keep.
+        Everything kept exists while the head computes. During a block's backward, its own and earlier blocks' data does.
         """
         num_blocks = len(self.graphs)
         kept = most = 0
@@ -128,15 +131,15 @@ class Working:
 
 
 def spend(spare: int, weights: Sequence[int], working: Working) -> Residency:
-    """What fits into spare device memory.
+    """Choose what stays in spare device memory.
 
-    A boundary on the device saves its way to the host and back. A kept graph saves a quarter of its block's work and a
-    load of its weights, which it needs as well; the boundary is part of it. Kept weights alone save the load.
+    A boundary on the device saves its transfer to the host and back. A resident graph saves a quarter of its block's work
+    and one load of its weights, which it needs as well; the boundary is part of it. Resident weights alone save the load.
 
     Args:
-        spare: bytes that nothing else will need.
-        weights: bytes of each block.
-        working: what computations need of it.
+        spare: bytes that nothing else needs.
+        weights: bytes of each block's weights.
+        working: bytes that computations need.
     """
     num_blocks = len(weights)
     boundaries = next((n for n in range(num_blocks, 0, -1) if working.most(n) <= spare), 0)

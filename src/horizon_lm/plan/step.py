@@ -1,4 +1,4 @@
-"""A training step as the engine will run it: its settings, its passes, and what each of their operations costs."""
+"""A training step as the engine runs it: its settings, its passes, and the cost of each operation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,20 +13,20 @@ from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Kind, Op, Pass,
 from horizon_lm.schedule.simulate import Rates
 
 FUSED = 0.4
-"""Share of elementwise traffic that is left when blocks are compiled: an assumption, chains of operations become one."""
-_WEIGHT_TRAFFIC = {"fp32_master": 8, "bf16": 4, "float32": 8}  # of an update, per parameter: read and written
+"""Share of elementwise traffic that remains when blocks are compiled: an assumption, as chains of operations are fused."""
+_WEIGHT_TRAFFIC = {"fp32_master": 8, "bf16": 4, "float32": 8}  # bytes read and written by an update, per parameter
 
 
 @dataclass(frozen=True, slots=True)
 class StepSettings(FixedSettings):
-    """What of a run's settings, and of what was chosen for it, shapes a step.
+    """All settings of a step: those fixed by the run and those that were chosen.
 
     Attributes:
-        rows: of a step.
-        micro_batch: rows on the device at once inside a block; None for all.
+        rows: sequences of the step, B.
+        micro_batch: sequences of a device micro-batch; None for all.
         chunked_head: the loss is computed over chunks of tokens.
-        head_chunk_tokens: so many at once.
-        residency: what stays on the device.
+        head_chunk_tokens: tokens of a chunk.
+        residency: data that stays on the device.
     """
 
     rows: int
@@ -37,14 +37,14 @@ class StepSettings(FixedSettings):
 
     @property
     def slices(self) -> list[int]:
-        """Rows of each device micro-batch."""
+        """Sizes of the device micro-batches."""
         size = min(self.micro_batch or self.rows, self.rows)
         return [min(size, self.rows - start) for start in range(0, self.rows, size)]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a model with given settings."""
+    """A training step of a model with given settings."""
 
     outline: ModelOutline
     settings: StepSettings
@@ -55,7 +55,7 @@ class Step:
 
     @property
     def table_rows(self) -> int:
-        """Distinct rows of the table that are read: as many as there can be, if no token comes twice."""
+        """Upper bound on the distinct rows of the table that the step reads."""
         return self._distinct(self.tokens)
 
     def _distinct(self, tokens: int) -> int:
@@ -64,25 +64,26 @@ class Step:
 
     @property
     def boundary(self) -> int:
-        """Bytes of one block's input, for the whole batch."""
+        """Bytes of one block's input for the whole batch (B, T, H)."""
         return self.tokens * self.outline.sizes.hidden * self.outline.compute_bytes
 
     @property
     def offloaded(self) -> int:
-        """So many of the first blocks keep their boundary in host memory."""
+        """Number of first blocks with their boundary in host memory, as the schedule counts them."""
         return self.outline.num_blocks - self.settings.residency.boundaries
 
     @property
     def waiting(self) -> int:
-        """Boundaries that wait in host memory: blocks that no gradient passes through have none."""
+        """Number of boundaries in host memory: blocks without a gradient have none."""
         return max(0, self.offloaded - self.outline.first_differentiated)
 
     @property
     def staying(self) -> int:
-        """Boundaries that stay on the device."""
+        """Number of boundaries that stay on the device."""
         return min(self.settings.residency.boundaries, self.outline.num_blocks - self.outline.first_differentiated)
 
     def buffer_settings(self) -> BufferSettings:
+        """Return the settings that determine the engine's device buffers."""
         settings = self.settings
         return BufferSettings(
             tokens=self.tokens,
@@ -97,6 +98,7 @@ class Step:
         )
 
     def host_settings(self) -> HostSettings:
+        """Return the settings that determine the bytes in host memory."""
         settings = self.settings
         return HostSettings(
             precision=settings.precision,
@@ -109,7 +111,7 @@ class Step:
         )
 
     def passes(self) -> list[Pass]:
-        """Forward, backward and update of one step among many."""
+        """Return the forward, backward and update passes of one step among many."""
         settings, trained = self.settings, self.outline.trained
         accumulate = settings.micro_batch is not None and settings.grad_bytes < 4
         layout = build.Layout(
@@ -132,7 +134,7 @@ class Step:
         return [forward, backward, *([] if settings.update_in_backward else [build.update(layout, updated)])]
 
     def cost(self, hardware: Hardware) -> "StepCost":
-        """Costs for `schedule.simulate` on a machine."""
+        """Return the costs of the step's operations on a machine, for `schedule.simulate`."""
         return StepCost(self, hardware)
 
 
@@ -145,7 +147,7 @@ def _sizes_of(unit: str, sizes: ModelSizes) -> Sequence[int]:
 
 
 class StepCost:
-    """Seconds of computations, bytes of transfers, bytes of host traffic of updates."""
+    """The cost of each operation: seconds of a computation, bytes of a transfer, host bytes of an update."""
 
     def __init__(self, step: Step, hardware: Hardware) -> None:
         self._step, self._hardware = step, hardware
@@ -161,7 +163,7 @@ class StepCost:
         return float(self._transfer(op))
 
     def blocks_seconds(self, tokens: float, backward: bool) -> float:
-        """Of all blocks' forward, or recomputation and backward, over so many tokens at once."""
+        """Return the seconds of all blocks' forward, or of recomputation and backward, over this many tokens."""
         rows, total = tokens / self._outline.length, 0.0
         for kind in self._outline.kinds:
             work = kind.forward.at(rows)
@@ -185,7 +187,7 @@ class StepCost:
 
     def _update(self, op: Op) -> float:
         parameters = sum(_sizes_of(op.unit, self._outline.trained))
-        if op.unit == EMBED:  # the rows that the batch reads come first, then the others
+        if op.unit == EMBED:  # UPDATE_ROWS takes the rows that the batch reads, UPDATE the others
             rows = self._step.table_rows * self._outline.sizes.hidden
             parameters = rows if op.kind == Kind.UPDATE_ROWS else parameters - rows
         return parameters * update_bytes(self._settings, self._hardware)
@@ -209,7 +211,7 @@ class StepCost:
         return self._known[key]
 
     def _block(self, what: Kind, index: int, has_graph: bool) -> Work:
-        """What the block's own code does, slice by slice."""
+        """Return the work of a block's own code, added up over micro-batches."""
         kind, total = self._outline.kind(index), Work()
         for rows in self._settings.slices if what != Kind.STAGE else ():
             if what == Kind.FORWARD or not has_graph:
@@ -219,17 +221,17 @@ class StepCost:
         return total
 
     def _around_block(self, what: Kind, index: int) -> float:
-        """Bytes that the engine moves on the device: gradients into their slot, slices into whole tensors."""
+        """Return the device bytes that the engine moves: gradients into their slot, micro-batches into whole tensors."""
         parameters, grad = sum(self._outline.sizes.blocks[index]), self._settings.grad_bytes
         if what == Kind.STAGE:
             return parameters * (4 + grad)
         num_slices = len(self._settings.slices)
-        put_together = 2 * self._step.boundary if num_slices > 1 else 0
+        concatenated = 2 * self._step.boundary if num_slices > 1 else 0
         if what == Kind.FORWARD:
-            return put_together
-        # Accumulated in fp32, both are read and the sum is written.
+            return concatenated
+        # fp32 accumulation reads the gradient and the sum, and writes the sum: 3 x 4 bytes.
         into_slot = 12 if num_slices > 1 else self._outline.compute_bytes + grad
-        return put_together + parameters * into_slot * num_slices
+        return concatenated + parameters * into_slot * num_slices
 
     def _head(self, op: Op) -> Work:
         trained, tokens = bool(self._outline.trained.head), self._step.tokens
@@ -238,8 +240,7 @@ class StepCost:
         forward, backward = outline.head_forward, outline.head_backward
         if not settings.chunked_head:
             return (forward if op.kind == Kind.FORWARD else backward).at(tokens)
-        scales = op.kind == Kind.BACKWARD and trained
-        if scales:  # of gradients that were made in the forward
+        if op.kind == Kind.BACKWARD and trained:  # the forward computed the gradients, which are only scaled here
             return Work(moved_bytes=8.0 * weights + 2 * self._step.boundary)
         chunks = -(-tokens // settings.head_chunk_tokens)
         work = forward.at(tokens / chunks) * chunks
@@ -255,12 +256,12 @@ class StepCost:
         moved = work.moved_bytes * (FUSED if compiled else 1.0) / hardware.device_bandwidth
         seconds = products + work.attention / hardware.attention[self._dtype] + moved
         overhead = work.num_ops * hardware.op_seconds * (FUSED if compiled else 1.0)
-        # A GPU computes while the host enqueues what comes next.
+        # A GPU computes while the host enqueues the next operations; a CPU does both in one thread.
         return seconds + overhead if hardware.on_host else max(seconds, overhead)
 
 
 def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
-    """Host traffic of an update per parameter; where seconds were measured, as many bytes as they are worth."""
+    """Return the host traffic of an update per parameter, or the bytes that its measured seconds correspond to."""
 
     def traffic(moments: str) -> int:
         return settings.grad_bytes + _WEIGHT_TRAFFIC[settings.precision] + 4 * MOMENT_BYTES[moments]
@@ -272,16 +273,17 @@ def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
 
 
 def rates(hardware: Hardware, computing_threads: int | None = None) -> Rates:
-    """Rates of a machine for `schedule.simulate`.
+    """Return the rates of a machine for `schedule.simulate`.
 
     Args:
-        computing_threads: threads that computation takes, where it takes the cores that updates need; None for all cores.
+        hardware: the machine.
+        computing_threads: threads of computation, if it shares the cores with updates; None for all cores.
     """
     if not hardware.on_host:
         return Rates(hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both)
     computing = computing_threads or hardware.cores
     updating = max(1, hardware.cores - computing)
-    share = min(1.0, hardware.cores / (computing + updating))  # threads take turns on too few cores
+    share = min(1.0, hardware.cores / (computing + updating))  # threads take turns if there are more than cores
     known = [bandwidth for threads, bandwidth in hardware.host_bandwidth.items() if int(threads) <= updating]
     alone = max(known, default=hardware.host_rate)
     return Rates(

@@ -1,4 +1,4 @@
-"""The duration of a step on a machine, what it waits for, and the number of tokens above which it waits for nothing."""
+"""The duration of a step on a machine, its bottleneck, and the number of tokens from which transfers are overlapped."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +11,10 @@ from horizon_lm.schedule.trace import Span, busy_seconds, exposed_seconds
 
 
 def staged(hardware: Hardware) -> Hardware:
-    """The rates of a machine whose transfers are staged.
+    """Return the rates of a machine whose transfers are staged.
 
-    The host copies at half the rate at which it reads and writes memory. On the way in, one buffer is filled while the other
-    is sent; on the way out, a buffer is emptied once it has come. Both directions share the host's memory.
+    Host copies run at half the memory bandwidth, because they read and write. On the way in, one staging buffer is filled
+    while the other is sent; on the way out, a buffer is emptied after the transfer. Both directions share host memory.
     """
     copying = hardware.host_rate / 2
     return replace(
@@ -26,25 +26,24 @@ def staged(hardware: Hardware) -> Hardware:
 
 
 _MOST_TOKENS = 2**30
-_STEPS = 4  # simulated, until one is like the one before
+_STEPS = 4  # to simulate: after these, a step takes as long as the one before
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Of one step among many, simulated.
+    """The simulated time of one step among many.
 
     Attributes:
-        seconds: from one step's last computation to the next one's.
-        tokens_per_second: all tokens of the step but padding.
-        model_tflops: operations that the model asks for (6·N·T and attention), whatever is computed again.
-        limited_by: ``copy_in``, ``copy_out`` or ``update``, if a step were shorter by more than 5% without them, whichever
-            is most; else ``compute``.
-        exposed_seconds: time in which nothing is computed, by what it waits for.
-        exposed_update_seconds: what a step is longer than if updates took no time.
-        busy: share of the step in which each stream does something.
-        hidden_from_tokens: tokens per step from which loads, and updates, take no longer than what hides them; no loads
-            where nothing can hide them.
-        spans: of all operations of one step, from its begin at 0.
+        seconds: time from one step's last computation to the next one's.
+        tokens_per_second: throughput in tokens without padding.
+        model_tflops: the model's operations (6·N·T and attention) per second, not counting recomputation.
+        limited_by: whichever of ``copy_in``, ``copy_out`` and ``update`` costs most, if a step would be more than 5% shorter
+            without it; else ``compute``.
+        exposed_seconds: time without computation, by its cause.
+        exposed_update_seconds: time that updates add to the step.
+        busy: utilization of each stream.
+        hidden_from_tokens: tokens per step from which updates, and loads, are fully overlapped; no loads if they cannot be.
+        spans: spans of all operations of one step, which starts at 0.
     """
 
     seconds: float
@@ -64,8 +63,10 @@ def step_time(
     """Simulate a step among many on a machine.
 
     Args:
+        step: the step.
+        hardware: the machine.
         computing_threads: as in `plan.step.rates`.
-        tokens: of the step, without padding; None for as many as there are places.
+        tokens: tokens of the step without padding; None for a step without padding.
     """
     passes, cost, speed = step.passes(), step.cost(hardware), rates(hardware, computing_threads)
     timeline = simulate(passes * _STEPS, cost, speed)
@@ -90,7 +91,7 @@ def step_time(
 
 
 def _last_step(timeline: Timeline, num_passes: int) -> tuple[list[Span], float, float]:
-    """Spans of the last forward and backward, and of the updates before them; when the step begins, and its length."""
+    """Return the spans of the last forward and backward and of the updates before them, their start and their duration."""
 
     def computed(passes: Sequence[Sequence[Span]]) -> float:
         return max(span.end for spans in passes for span in spans if span.op.stream == Stream.COMPUTE)
@@ -123,14 +124,17 @@ _MOVES = {
 
 def _limited_by(saved: Mapping[str, float], seconds: float) -> str:
     cause, most = max(saved.items(), key=lambda each: each[1])
-    return cause if most > 0.05 * seconds else "compute"
+    return cause if most > _NOTABLE_SHARE * seconds else "compute"
+
+
+_NOTABLE_SHARE = 0.05  # of a step's duration
 
 
 def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates) -> dict[str, int]:
-    """Tokens per step from which what is moved for one pass hides behind that pass's computation.
+    """Return the tokens per step from which transfers and updates are fully overlapped by computation.
 
-    Seconds of loads and updates do not depend on the tokens, those of computation grow with them (architecture, 3.4 and
-    3.5), but not in proportion where products wait for weights. Where transfers run inline, nothing hides them.
+    Seconds of loads and updates do not depend on the tokens. Seconds of computation grow with them, but less than in
+    proportion while matrix products wait for weights. Inline transfers cannot be overlapped.
     """
     in_backward = step.settings.update_in_backward
     loaded = sum(cost(op) for op in passes[0].ops if op.kind == Kind.STREAM_IN and op.unit.startswith("block"))
@@ -143,7 +147,7 @@ def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates
 
 
 def _tokens_for(seconds: float, computed: Callable[[float], float]) -> int:
-    """The fewest tokens whose computation takes so long."""
+    """Return the fewest tokens whose computation takes this long."""
     low, high = 0.0, 1.0
     while computed(high) < seconds:
         low, high = high, 2 * high

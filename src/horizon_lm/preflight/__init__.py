@@ -1,1 +1,1 @@
-"""Before a run: what it would take and whether there is room, from its settings and the model's config alone."""
+"""Checks before a run: the resources it needs, and whether they are available, from its settings and model config."""

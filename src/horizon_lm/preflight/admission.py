@@ -29,21 +29,23 @@ def plan_run(
     num_checkpoints: int = 0,
     priced: bool = True,
 ) -> Plan:
-    """The plan of a run.
+    """Return the plan of a run.
 
     Args:
-        run: its settings; ``device`` is not ``auto``.
-        rows: None for the longest that its settings allow.
-        num_steps: of the run, if known.
-        num_checkpoints: exports on the way that are there at once.
-        priced: with seconds, if the machine's rates are known.
+        run: settings of the run; ``device`` is not ``auto``.
+        source: model of the run.
+        machine: machine of the run.
+        rows: shape of the examples; None for the longest that the settings allow.
+        num_steps: optimizer steps of the run; None if unknown.
+        num_checkpoints: number of intermediate exports kept at once.
+        priced: simulate a step, if the machine's rates are known.
 
     Raises:
-        ConfigError: rows may have any length.
+        ConfigError: the length of examples is not limited.
     """
     if rows is None:
         if run.max_length is None:
-            raise ConfigError("max_length is null, so rows may take any memory; give --max_length for the plan")
+            raise ConfigError("max_length is null, so memory has no upper bound; give --max_length for the plan")
         rows = RowShape(run.max_length, run.max_length)
     outline = source.outline(run, length=rows.length, masked=rows.masked)
     usual = None
@@ -59,7 +61,7 @@ def plan_run(
 
 
 def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
-    """What the engine would refuse in the first step."""
+    """Return the reasons for which the engine would reject the first step."""
     from horizon_lm.model.attention import large_mask
 
     outline, config = plan.step.outline, source.config.get_text_config()
@@ -73,7 +75,7 @@ def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
 def make_request(
     run: RunConfig, source: Source, rows: RowShape, num_parameters: int, num_steps: int | None, num_checkpoints: int
 ) -> Request:
-    """A run's settings as the plan has them."""
+    """Return a run's settings as a request to the planner."""
     grad = run.grad_dtype or ("float32" if run.precision == "float32" else "bfloat16")
     return Request(
         per_device_train_batch_size=run.per_device_train_batch_size,
@@ -109,7 +111,7 @@ def _sequences(run: RunConfig) -> int:
 
 
 def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[ForwardBatch]:
-    """Batches of a run that only go forward."""
+    """Yield the batches of a run that have no gradients."""
     sequences = _sequences(run)
     if run.has_held_out:
         size = run.per_device_eval_batch_size * sequences
@@ -118,14 +120,14 @@ def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[Forwar
         size = run.reference_batch_size * sequences
         yield ForwardBatch(size, rows.length, "precompute_ref_batch_size")
     if run.sample_prompts:
-        # Before there is a tokenizer: hardly a token is shorter than a character.
+        # The tokenizer is not loaded yet, so count characters: tokens are rarely shorter.
         longest = rows.prompt_length or max(map(len, run.sample_prompts))
         length = longest + run.sample_max_new_tokens
         yield ForwardBatch(1, length, kept_bytes=length * source.cache_bytes_per_token(run))
 
 
 def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
-    """What would make a plan fit."""
+    """Return the changes of settings that would make a plan fit."""
     if plan.fits:
         return []
     length = plan.step.outline.length
@@ -137,16 +139,15 @@ def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
 
 
 def does_not_fit(plan: Plan, remedies: Sequence[Remedy]) -> DoesNotFitError:
-    """The error of a plan that does not fit, with the numbers and the remedies."""
+    """Return the error for a plan that does not fit, with the numbers and the remedies."""
     deficits = (f"  {describe_deficit(budget)}" for budget in plan.budgets if budget.deficit)
     return DoesNotFitError("\n".join(["this run does not fit", *deficits, *remedy_lines(plan, remedies)]))
 
 
 def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
-    """The run with the settings that the plan chose in the place of those that were left open.
+    """Return the run with the planner's choice for each setting that was left open.
 
-    Where the plan could not tell what blocks compute, what stays on the device stays open, and the engine decides when it
-    sees the first batch.
+    If the planner could not try the blocks, settings of residency stay open: the engine chooses them with the first batch.
     """
     settings = plan.step.settings
     rows = None if plan.step.outline.whole_batch_only and not run.device_micro_batch_size else settings.micro_batch
@@ -166,17 +167,17 @@ def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
     return run.model_copy(update=chosen)
 
 
-_USUAL_LENGTH = 1024  # of rows, where nothing limits it
+_USUAL_LENGTH = 1024  # tokens of an example, if max_length does not limit it
 
 
 class Admission:
-    """Lets a run begin if there is room for it. ``run.device`` is one that exists, not ``auto``."""
+    """The check whether a run fits before it starts. ``run.device`` must be a device, not ``auto``."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run, self._source = run, open_source(run)
 
     def reject_if_impossible(self) -> None:
-        """Before rows are read: DoesNotFitError for a run that would not fit with the shortest rows either."""
+        """Raise DoesNotFitError, before examples are read, if the run would not fit even with the shortest examples."""
         run, machine = self._run, this_machine(self._run)
         length = run.max_length or _USUAL_LENGTH
         plan = plan_run(run, self._source, machine, rows=RowShape(length, length), priced=False)
@@ -187,7 +188,7 @@ class Admission:
     def admit(
         self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, num_checkpoints: int, prompt_length: int
     ) -> Plan:
-        """The plan for these rows; DoesNotFitError with what would make it fit."""
+        """Return the plan for these examples; raise DoesNotFitError with remedies if it does not fit."""
         shape = RowShape.of(loader, held_out, prompt_length)
         plan = plan_run(
             self._run, self._source, this_machine(self._run), rows=shape, num_steps=num_steps,

@@ -1,4 +1,4 @@
-"""The model and the rows of a run, as far as memory and time depend on them."""
+"""The properties of a run's model and examples that determine memory and time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,13 +15,13 @@ from horizon_lm.plan.outline import ModelOutline
 
 @dataclass(frozen=True)
 class Source:
-    """A model of which a config is known.
+    """A model with a known config.
 
     Attributes:
-        name: as it was asked for.
-        config: Hugging Face's.
-        stored_bytes: of an element of its weights.
-        is_here: its weights need not be fetched.
+        name: name as given in the settings.
+        config: Hugging Face config.
+        stored_bytes: bytes of an element of the checkpoint.
+        is_here: the weights are on this machine.
     """
 
     name: str
@@ -31,22 +31,22 @@ class Source:
     _outlines: dict[Any, ModelOutline] = field(default_factory=dict)
 
     def cache_bytes_per_token(self, run: RunConfig) -> int:
-        """Keys and values that all blocks keep of a token in generation, on the device."""
+        """Return the device bytes of the keys and values of one token in generation, over all blocks."""
         config = self.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
-        if not heads:  # a state, which does not grow
+        if not heads:  # a recurrent state, whose size does not depend on the tokens
             return 0
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         if getattr(config, "kv_lora_rank", None) is None:
             heads = getattr(config, "num_key_value_heads", None) or heads
-        else:  # they are kept as they are expanded (arXiv 2405.04434)
+        else:  # multi-head latent attention caches its keys and values expanded (arXiv 2405.04434)
             width = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
         return int(2 * config.num_hidden_layers * heads * width * _compute_dtype(run).itemsize)
 
     def outline(
         self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
     ) -> ModelOutline:
-        """Its outline for a run. Arguments: as `model.outline.outline_config` has them."""
+        """Return the model's outline for a run. Arguments as in `cost.model_outline.outline_config`."""
         from horizon_lm.cost.model_outline import outline_config
 
         accelerated = run.device != "cpu"
@@ -70,25 +70,25 @@ class Source:
 
 
 def _compute_dtype(run: RunConfig) -> Any:
-    """Of weights and hidden states on the device."""
+    """Return the dtype of weights and hidden states on the device."""
     import torch
 
     return torch.bfloat16 if run.device != "cpu" and run.precision != "float32" else torch.float32
 
 
 def _head_values(run: RunConfig) -> tuple[str, ...]:
-    """What of each token the run's loss is made of, where it is not Hugging Face's own."""
+    """Return the per-token values that the run's loss is computed from; empty for Hugging Face's own loss."""
     if isinstance(run, TextConfig) and run.label_smoothing_factor:
         return "logprobs", "mean"
     return ("logprobs",) if run.objective == "dpo" or (isinstance(run, SftConfig) and run.loss_type == "dft") else ()
 
 
 def open_source(run: RunConfig) -> Source:
-    """The config of a run's model: from a folder, of a published model that is known, or fetched from the hub.
+    """Find the config of a run's model in a folder, among the known models, or on the hub.
 
     Raises:
-        ConfigError: there is none, or transformers cannot read it.
-        ModelNotSupportedError: not a causal language model.
+        ConfigError: there is no config, or transformers cannot read it.
+        ModelNotSupportedError: the model is not a causal language model.
     """
     from horizon_lm.model import hub
     from horizon_lm.plan.catalog import find_known
@@ -107,15 +107,15 @@ def open_source(run: RunConfig) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """What of a run's rows decides how much memory they take.
+    """The properties of a run's examples that determine memory.
 
     Attributes:
-        length, eval_length: tokens of the longest one to train on, and of the longest held-out one.
-        usual_length: tokens of the longest one of a step, as steps go; None for ``length``.
-        tokens: of a step, without padding; None if that is not known.
-        prompt_length: tokens of the longest sample prompt; 0 without any, or if that is not known.
-        masked: attention needs a mask, because rows are padded or packed.
-        distinct_tokens: that there are in all of them; None if that is not known.
+        length, eval_length: tokens of the longest training example, and of the longest one in the eval set.
+        usual_length: tokens of the longest example of an average step; None for ``length``.
+        tokens: tokens of an average step without padding; None if unknown.
+        prompt_length: tokens of the longest sample prompt; 0 if there is none, or if it is unknown.
+        masked: attention needs a mask, because examples are padded or packed.
+        distinct_tokens: number of distinct tokens in all examples; None if unknown.
     """
 
     length: int
@@ -128,14 +128,14 @@ class RowShape:
 
     @classmethod
     def of(cls, loader: Loader, held_out: Iterable[TokenTable], prompt_length: int = 0) -> "RowShape":
-        """Of rows that are there, and of the steps that they are trained in."""
+        """Return the shape of tokenized examples in the steps of their loader."""
         rows, held_out, present = loader.rows, list(held_out), np.zeros(1, dtype=bool)
         assert isinstance(rows, TokenTable)
         for ids in (ids for table in (rows, *held_out) for ids in table.token_ids() if len(ids)):
             if (largest := int(ids.max())) >= len(present):
                 present = np.pad(present, (0, 2 * largest + 1 - len(present)))
             present[ids] = True
-        # Where rows are padded there is the padding's token, too.
+        # One more for the padding token.
         distinct = int(present.sum()) + 1 + prompt_length
         steps = [rows.lengths[loader.sampler.rows(step)] for step in range(loader.sampler.steps_per_epoch)]
         usual = sum(step.max() * len(step) for step in steps) / sum(map(len, steps))

@@ -1,4 +1,4 @@
-"""The machine of a run: this one, as it is now, or another by its profile."""
+"""Describe the machine of a run: this one in its present state, or another one by its profile."""
 
 import gc
 from pathlib import Path
@@ -9,27 +9,27 @@ from horizon_lm.plan.catalog import Hardware, match_profile, own_profile_path, r
 from horizon_lm.plan.request import Limit, Machine
 from horizon_lm.quantities import format_bytes
 
-LIBRARIES_BYTES = 2**30  # of a process on a machine that is not this one: interpreter, torch, transformers
-FIRST_STEPS_BYTES = 160 * 2**20  # what compiled kernels, threads and library caches add once training begins
-CONTEXT_BYTES = 2**30  # on a device that is not here; with a context of this process, only its libraries' workspaces:
-# two of cuBLAS, 32 MiB each on Hopper, one for each thread that computes, and what other libraries keep
+LIBRARIES_BYTES = 2**30  # of a process on another machine: interpreter, torch, transformers
+FIRST_STEPS_BYTES = 160 * 2**20  # growth of the process in its first steps: compiled kernels, threads, library caches
+CONTEXT_BYTES = 2**30  # of a CUDA context on another machine
+# Beyond an existing context: cuBLAS workspaces, 32 MiB each on Hopper for each computing thread, and those of other libraries.
 WORKSPACE_BYTES = 2**28
-SCRATCH_BYTES = 2**27  # as device.cuda has it for two links
+SCRATCH_BYTES = 2**27  # as in device.cuda, for both directions
 STAGING_BYTES = 2**28
 _TRIAL_BYTES = 2**26  # more than RLIMIT_MEMLOCK usually allows
-_ADDRESS_BYTES = 2**29  # libraries and threads reserve addresses that they never touch
+_ADDRESS_BYTES = 2**29  # address space that libraries and threads reserve and never touch
 
 
 def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
-    """What a run may take here. ``run.device`` is one that exists, not ``auto``."""
+    """Return the resources available to a run on this machine. ``run.device`` must be a device, not ``auto``."""
     import torch
 
     from horizon_lm.resources import resident_bytes, usable_cores
 
     on_host = run.device == "cpu"
-    # First: it makes the device's context.
+    # The device comes first: opening it creates a context, which adds to the process.
     gpu, device_limits, refusal = ("", [], "") if on_host else _look_at_device(run.device)
-    gc.collect()  # a model of before is no part of the process
+    gc.collect()  # do not count a previous model as part of the process
     limits, notes = _host_limits(run.host_memory)
     disk, download = _disk_limits(Path(run.output_dir).expanduser())
     return Machine(
@@ -52,10 +52,10 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
 
 
 def _host_limits(host_memory: int | None) -> tuple[list[Limit], list[str]]:
-    """What bounds the run's host memory, the smallest first, and what to say of it.
+    """Return the limits on the run's host memory, the smallest first, and notes about them.
 
-    ``host_memory`` counts more than what the system says is free, for that is no limit: memory may be added on demand, or
-    others may give theirs back. What a control group or the process's own limits say is enforced.
+    ``host_memory`` overrides estimates of free memory, which are not enforced: memory may be added on demand, or other
+    processes may release theirs. Limits of control groups and of the process are enforced, so it does not override them.
     """
     from horizon_lm.resources import memory_limits
 
@@ -63,8 +63,8 @@ def _host_limits(host_memory: int | None) -> tuple[list[Limit], list[str]]:
     for found in memory_limits():
         if found.is_estimate and host_memory is not None and found.room < host_memory:
             notes.append(
-                f"host_memory: {format_bytes(host_memory)} are more than the {format_bytes(found.room)} that are there now "
-                f"({found.name}); if the machine cannot give as much, it swaps, or ends the run without a word"
+                f"host_memory: {format_bytes(host_memory)} exceeds the {format_bytes(found.room)} available now "
+                f"({found.name}); if the machine cannot provide it, it will swap or kill the run without a message"
             )
             continue
         reserved = _ADDRESS_BYTES if found.name.startswith("RLIMIT") else 0
@@ -75,9 +75,9 @@ def _host_limits(host_memory: int | None) -> tuple[list[Limit], list[str]]:
 
 
 def _look_at_device(device: str) -> tuple[str, list[Limit], str]:
-    """A GPU's name, what torch's allocator could give out, and why host memory cannot be page-locked; empty if it can.
+    """Return a GPU's name, the bytes that torch can allocate on it, and why host memory cannot be page-locked, or "".
 
-    RLIMIT_MEMLOCK does not bind every driver, so a trial decides.
+    A trial decides about page-locking, because RLIMIT_MEMLOCK does not bind every driver.
     """
     import torch
 
@@ -96,7 +96,7 @@ def _look_at_device(device: str) -> tuple[str, list[Limit], str]:
 
 
 def _disk_limits(output_dir: Path) -> tuple[list[Limit], list[Limit]]:
-    """What is free for the run's folder, and for downloads where these go to another disk."""
+    """Return the free space for the run's folder, and for downloads if they go to another disk."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from horizon_lm.resources import disk_free, file_system
@@ -106,12 +106,12 @@ def _disk_limits(output_dir: Path) -> tuple[list[Limit], list[Limit]]:
         cache = Path(HF_HUB_CACHE)
         same = file_system(cache) == file_system(output_dir)
         return disk, [] if same else [Limit(f"free in {cache}", disk_free(cache))]
-    except OSError:  # not to be looked at; whoever writes there will say so
+    except OSError:  # not accessible: the error comes when something is written there
         return [], []
 
 
 def other_machine(hardware: Hardware, host_memory: int | None) -> Machine:
-    """A machine that is not here, by its profile; with another amount of host memory, if that is given."""
+    """Return another machine by its profile; ``host_memory`` overrides the profile's."""
     host = host_memory or hardware.host_memory
     on_host = hardware.on_host
     return Machine(
@@ -128,9 +128,9 @@ def other_machine(hardware: Hardware, host_memory: int | None) -> Machine:
 
 
 def own_profile(device: str, gpu: str = "") -> Hardware | None:
-    """What ``horizon-lm doctor`` measured here, if it did for this device."""
+    """Return the profile that ``horizon-lm doctor`` measured on this machine; None if it has none for this device."""
     try:
         profile = read_profile(own_profile_path())
-    except ConfigError:  # there is none, or not one of this version: a plan goes without seconds
+    except ConfigError:  # no profile, or one of another version: the plan has no times then
         return None
     return profile if profile.device == device and profile.gpu == gpu else None

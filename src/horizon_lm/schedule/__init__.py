@@ -1,1 +1,1 @@
-"""The step as data: what is done, on which stream, after what."""
+"""A training step as data: its operations, their streams, and their waits."""

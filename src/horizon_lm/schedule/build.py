@@ -1,8 +1,8 @@
-"""The passes of a training step as lists of operations, in the order in which one thread would issue them.
+"""Build the passes of a training step as lists of operations, in the order in which one thread issues them.
 
-A block's weights are issued one unit ahead, so that they travel while the block before them computes. Block ``u`` uses
-weight slot ``u % 2``, gradient slot ``u % 2`` and ring slot ``u % 2``; head, outer and embedding rows have buffers of
-their own.
+Weights are prefetched one unit ahead into a double buffer: they travel while the block before them computes. Block ``u``
+uses weight slot ``u % 2``, gradient slot ``u % 2`` and ring slot ``u % 2``; head, outer parameters and embedding rows have
+buffers of their own.
 """
 
 from collections.abc import Iterable
@@ -12,21 +12,21 @@ from functools import lru_cache
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Buf, Buffer, Kind, Op, Pass, Stream, block
 from horizon_lm.schedule.waits import derive_waits
 
-_KEPT = 32  # passes of each kind: a step needs one of each, and to derive the waits of a deep one takes tens of milliseconds
+_CACHED = 32  # passes of each kind: deriving the waits of a deep model takes tens of milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What of a model and its settings shapes the schedule.
+    """The properties of a model and its settings that determine the schedule.
 
     Attributes:
         num_blocks: number of decoder blocks.
         tied: the head reads the embedding table's slab.
-        offloaded: so many of the first blocks keep their boundary in host memory between forward and backward.
-        held: so many of the last blocks keep their weights on the device until an update changes them.
-        accumulate: several micro-batches add into an fp32 accumulator, which a staging slot carries to the host.
-        update_in_backward: a unit is updated as soon as its gradient has landed. Blocks share two landing slots in host
-            memory; only a tied table has a gradient slab, because two gradients add up there.
+        offloaded: number of first blocks whose boundary (activation checkpoint) is offloaded between forward and backward.
+        held: number of last blocks whose weights stay resident until an update changes them.
+        accumulate: micro-batches are added in an fp32 accumulator, which is sent to the host through a staging slot.
+        update_in_backward: each unit is updated as soon as its gradient has landed. Blocks share two landing slots in host
+            memory; only a tied table has a gradient slab, because two gradients are added there.
     """
 
     num_blocks: int
@@ -37,13 +37,15 @@ class Layout:
     update_in_backward: bool = False
 
     def is_offloaded(self, index: int) -> bool:
+        """Return whether a block's boundary is offloaded."""
         return index < self.offloaded
 
     def is_held(self, index: int) -> bool:
+        """Return whether a block's weights are resident."""
         return index >= self.num_blocks - self.held
 
     def weights(self, index: int) -> Buffer:
-        """Where a block's weights are on the device."""
+        """Return the device buffer of a block's weights."""
         return Buffer(Buf.HELD, index) if self.is_held(index) else Buffer(Buf.WEIGHTS, index % 2)
 
 
@@ -56,16 +58,16 @@ def _stream_in(unit: str, into: Buffer, layout: Layout) -> Op:
 
 
 def _landing(unit: str, layout: Layout) -> Buffer:
-    """Where a unit's gradients arrive in host memory."""
+    """Return the host buffer in which a unit's gradients land."""
     if not layout.update_in_backward or (layout.tied and unit in (EMBED, HEAD)):
         return _host(Buf.HOST_GRADS, unit, layout)
     return Buffer(Buf.HOST_LANDING, int(unit.removeprefix("block")) % 2 if unit.startswith("block") else unit)
 
 
 def _stream_out(unit: str, source: Buffer, layout: Layout) -> list[Op]:
-    """A landing and, where it is wanted, the update at once. The table's is left to the next forward."""
+    """Return the landing of a gradient and, in the backward, its update. The table is updated in the next forward."""
     landing = _landing(unit, layout)
-    # Onto a slab that is not empty a landing adds, so it reads it as well.
+    # A landing is added to the gradients in the slab, so it reads the slab as well.
     reads = (source, landing) if landing.kind == Buf.HOST_GRADS else (source,)
     ops = [Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (landing,))]
     if layout.update_in_backward and unit != EMBED and not (layout.tied and unit == HEAD):
@@ -79,7 +81,7 @@ def _update(unit: str, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream 
 
 
 def _compute(kind: Kind, unit: str, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...] = ()) -> Op:
-    # Outer parameters may be read by any of the model's own code, which runs between our operations.
+    # The model's own code runs between our operations and may read outer parameters at any time.
     return Op(kind, unit, Stream.COMPUTE, (*reads, Buffer(Buf.OUTER)), writes)
 
 
@@ -96,19 +98,20 @@ def forward(
     """Return a forward pass.
 
     Args:
+        layout: layout of the schedule.
         keeps: blocks whose boundary is kept for a backward pass (none in evaluation).
-        embed: the table is read (false when the caller brings ``inputs_embeds``).
-        changed: weights have changed since the last forward, or are about to. The outer parameters and held blocks are
-            streamed in only then; they stay on the device.
-        table_update: the table's update is still to come. The rows that this forward reads come first, the others when
-            all other units have been updated.
+        embed: the table is read (false if the caller passes ``inputs_embeds``).
+        changed: weights have changed since the last forward, or are about to. Only then are outer parameters and resident
+            blocks streamed in; otherwise they are still on the device.
+        table_update: the table's update is pending. Rows that this forward reads are updated first, the others after all
+            other units.
         head: the output projection is used.
-        head_grads: the head's gradients are made in the forward.
+        head_grads: the head's gradients are computed in the forward, with the loss.
     """
     return _forward(layout, frozenset(keeps), embed, changed, table_update, head, head_grads)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHED)
 def _forward(
     layout: Layout, keeps: frozenset[int], embed: bool, changed: bool, table_update: bool, head: bool, head_grads: bool
 ) -> Pass:
@@ -133,7 +136,7 @@ def _forward(
     for u in range(layout.num_blocks):
         last = u == layout.num_blocks - 1
         if not last:
-            ops.extend(load(u + 1))
+            ops.extend(load(u + 1))  # prefetch: issued before this block computes
         elif head:
             ops.append(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
         offload = layout.is_offloaded(u) and u in keeps
@@ -159,15 +162,16 @@ def backward(
     """Return a backward pass over the blocks that the forward kept.
 
     Args:
-        blocks: the kept blocks, in any order.
-        trainable: units with at least one trainable parameter; others are differentiated through only.
+        layout: layout of the schedule.
+        blocks: blocks that the forward kept, in any order.
+        trainable: units with at least one trainable parameter; others only pass gradients on.
         head: the head takes part.
-        head_grads: the head's gradients were made in the forward, so only their scaling is left.
+        head_grads: the head's gradients were computed in the forward and only have to be scaled.
     """
     return _backward(layout, frozenset(blocks), frozenset(trainable), head, head_grads)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHED)
 def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str], head: bool, head_grads: bool) -> Pass:
     order = sorted(blocks, reverse=True)
     ops: list[Op] = []
@@ -185,7 +189,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
         fetch = Op(
             Kind.FETCH, block(u), Stream.COPY_IN, (Buffer(Buf.HOST_BOUNDARY, u),), (Buffer(Buf.RING, u % 2),)
         )  # fmt: skip
-        # The boundary comes first: waiting for the weights then means having both.
+        # The boundary comes first, so that waiting for the weights implies both.
         weights = [] if layout.is_held(u) else [_stream_in(block(u), layout.weights(u), layout)]
         return [*([fetch] if layout.is_offloaded(u) else []), *weights]
 
@@ -193,7 +197,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
         ops.extend(load(order[0]))
     for position, u in enumerate(order):
         if position + 1 < len(order):
-            ops.extend(load(order[position + 1]))
+            ops.extend(load(order[position + 1]))  # prefetch, as in the forward
         inputs = [layout.weights(u), *([Buffer(Buf.RING, u % 2)] if layout.is_offloaded(u) else [])]
         if block(u) not in trainable:
             ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs)))
@@ -207,6 +211,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
             ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (slot,)))
             ops.extend(_stream_out(block(u), slot, layout))
 
+    # Last: the table's gradient follows from the first block's, and outer parameters are used throughout the model.
     for unit, grads in ((EMBED, Buffer(Buf.TABLE_ROW_GRADS)), (OUTER, Buffer(Buf.OUTER_GRADS))):
         if unit in trainable:
             ops.append(_compute(Kind.BACKWARD, unit, (), (grads,)))
@@ -216,11 +221,11 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
 
 
 def update(layout: Layout, units: Iterable[str]) -> Pass:
-    """Return the optimizer's pass over the given units, in the order given (that of the next forward's deadlines)."""
+    """Return the optimizer's pass over these units in this order: the order in which the next forward needs them."""
     return _update_pass(layout, tuple(units))
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHED)
 def _update_pass(layout: Layout, units: tuple[str, ...]) -> Pass:
     ops = [_update(unit, layout) for unit in units]
     return Pass("update", derive_waits(ops))

@@ -1,9 +1,9 @@
-"""The words of a schedule: operations, the buffers they touch, and what each waits for.
+"""The vocabulary of a schedule: operations, the buffers that they access, and their waits.
 
 A pass (forward, backward, update) is a list of operations. Each runs on one *stream*; a stream runs its operations in
-list order, different streams run at the same time. A wait is the only thing that orders operations of two streams, so
-the waits of a schedule decide whether it is correct. Nothing here knows torch: a schedule is plain data that can be
-checked, simulated and drawn.
+list order, and different streams run concurrently. Only waits order operations of different streams, so the waits of a
+schedule determine whether it is correct. Nothing here depends on torch: a schedule is plain data that can be checked,
+simulated and drawn.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,12 @@ from horizon_lm.errors import HorizonError
 
 
 class _Word(StrEnum):
-    __hash__ = str.__hash__  # an enumeration's own is a call in Python, and schedules look up thousands a step
+    __hash__ = str.__hash__  # Enum's hash is a Python function, and a step makes thousands of lookups
 
 
 class Stream(_Word):
+    """A queue of operations that runs in order, concurrently with the others."""
+
     COPY_IN = "copy_in"
     COMPUTE = "compute"
     COPY_OUT = "copy_out"
@@ -25,6 +27,8 @@ class Stream(_Word):
 
 
 class Kind(_Word):
+    """The kinds of operations."""
+
     STREAM_IN = "stream_in"  # host weights -> device buffer
     FORWARD = "forward"
     OFFLOAD = "offload"  # boundary: device ring -> host
@@ -33,18 +37,18 @@ class Kind(_Word):
     STAGE = "stage"  # fp32 accumulator -> staging slot, in the dtype of the gradient store
     STREAM_OUT = "stream_out"  # device gradients -> host
     UPDATE = "update"  # optimizer, on the host
-    UPDATE_ROWS = "update_rows"  # the same, of the rows of the embedding table that a batch is about to read
+    UPDATE_ROWS = "update_rows"  # the same for the rows of the embedding table that the next batch reads
 
 
 UPDATES = (Kind.UPDATE, Kind.UPDATE_ROWS)
 
 
 class Buf(_Word):
-    """Kinds of memory whose hazards the waits must cover. Device: capital letter. Host: ``host_``."""
+    """Kinds of memory that the waits protect. Device memory has capital letters, host memory ``host_``."""
 
     WEIGHTS = "W"  # two slots for blocks
-    HELD = "K"  # weights of a block that stay on the device, by block
-    GRADS = "G"  # two slots for blocks, or with several micro-batches ACCUMULATOR and STAGING
+    HELD = "K"  # resident weights, by block
+    GRADS = "G"  # two slots for blocks; ACCUMULATOR and STAGING with several micro-batches
     ACCUMULATOR = "A"
     STAGING = "S"
     HEAD = "H"
@@ -53,15 +57,17 @@ class Buf(_Word):
     TABLE_ROW_GRADS = "EG"
     OUTER = "O"
     OUTER_GRADS = "OG"
-    RING = "R"  # two slots for boundaries on their way to or from the host
+    RING = "R"  # two slots for boundaries in transfer to or from the host
     HOST_WEIGHTS = "host_w"  # by unit
     HOST_GRADS = "host_g"  # by unit
-    HOST_LANDING = "host_l"  # gradients on their way into an update: two slots for blocks, one for each other unit
+    HOST_LANDING = "host_l"  # gradients until their update: two slots for blocks, one for each other unit
     HOST_BOUNDARY = "host_b"  # by block and forward
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
+    """One buffer: its kind, and a slot, block or unit."""
+
     kind: Buf
     index: int | str = 0
 
@@ -81,7 +87,7 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class LastUse:
-    """Wait for the last access that earlier passes made to this buffer on ``stream``."""
+    """Wait for the last access to this buffer on ``stream`` in earlier passes."""
 
     buffer: Buffer
     stream: Stream
@@ -95,6 +101,8 @@ Wait = After | LastUse
 
 @dataclass(frozen=True, slots=True)
 class Op:
+    """One operation: its kind and unit, its stream, the buffers that it accesses, and its waits."""
+
     kind: Kind
     unit: str
     stream: Stream
@@ -108,7 +116,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk over the units. ``keeps`` names the blocks whose boundary a forward leaves for its backward."""
+    """One traversal of the units. ``keeps``: blocks whose boundary a forward keeps for its backward."""
 
     name: str
     ops: tuple[Op, ...]
@@ -116,12 +124,12 @@ class Pass:
 
     @cached_property
     def positions(self) -> dict[tuple[str, str], int]:
-        """Where the operation of a kind and unit is."""
+        """The position of each operation, by kind and unit."""
         return {(op.kind, op.unit): index for index, op in reversed(list(enumerate(self.ops)))}
 
     @cached_property
     def uses(self) -> tuple[tuple[LastUse, ...], ...]:
-        """By operation, the waits of later passes that it satisfies, until another one takes its place."""
+        """For each operation, the waits of later passes that it satisfies, unless a later operation supersedes it."""
         return tuple(map(uses, self.ops))
 
     def __str__(self) -> str:
@@ -133,16 +141,16 @@ class Pass:
 
 
 def uses(op: Op) -> tuple[LastUse, ...]:
-    """Return the waits of later passes that an operation satisfies, until another one takes its place."""
+    """Return the waits of later passes that an operation satisfies, unless a later operation supersedes it."""
     return tuple(LastUse(buffer, op.stream) for buffer in op.reads + op.writes)
 
 
 class ScheduleError(HorizonError, AssertionError):
-    """A schedule that would race, deadlock or read the wrong unit: a mistake of ours, never of a user."""
+    """A schedule would race, deadlock or read the wrong unit: an internal error, never the user's."""
 
 
 def block(index: int) -> str:
-    """Unit name of the decoder block at ``index``."""
+    """Return the unit name of the decoder block at ``index``."""
     return f"block{index}"
 
 

@@ -1,9 +1,9 @@
-"""What a sequence of passes takes on given hardware, by arithmetic.
+"""Simulate the duration of a sequence of passes on given hardware.
 
-A fluid model, advanced from event to event. Every operation runs on its stream in list order once its waits are over.
-Computations take fixed seconds. Transfers run at the link's rate and draw their bytes from host memory; updates share
-what bandwidth they leave. Where the device is the host, transfers run in the thread that computes, and updates and
-computation slow each other down. Nothing else takes time: no latencies, no thread that issues operations, no caches.
+A fluid model, advanced from event to event. Each operation runs on its stream in list order once its waits are over.
+Computations take fixed seconds. Transfers run at the link's rate and take their bytes from host memory bandwidth; updates
+share the rest of it. If the device is the host, transfers run in the computing thread, and updates and computation slow
+each other down. Nothing else takes time: no latencies, no issuing thread, no caches.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from horizon_lm.schedule.ops import UPDATES, After, Kind, Op, Pass, ScheduleErro
 from horizon_lm.schedule.trace import Span
 
 Cost = Callable[[Op], float]
-"""Seconds of a computation, bytes over the link of a transfer, bytes of host traffic (read and written) of an update."""
+"""Seconds of a computation, link bytes of a transfer, or host bytes (read and written) of an update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Rates:
     """Bytes per second, all positive.
 
     Attributes:
-        link_in, link_out: from host to device and back.
-        host: host memory, read and written together.
-        link_both: of both directions together; None for as much as each alone.
-        inline: transfers run in the thread that computes.
-        computing_beside: share of its speed that a computation keeps while an update runs.
-        updating_beside: share of host memory's rate that updates get while something is computed.
+        link_in, link_out: link from host to device, and back.
+        host: host memory, reads and writes together.
+        link_both: both directions of the link together; None if each keeps its full rate.
+        inline: transfers run in the computing thread.
+        computing_beside: share of its speed that computation keeps during an update.
+        updating_beside: share of the host memory's rate that updates get during computation.
     """
 
     link_in: float
@@ -39,29 +39,29 @@ class Rates:
     updating_beside: float = 1.0
 
     def lane(self, op: Op) -> Stream:
-        """Operations of one lane run one after the other."""
+        """Return the lane of an operation. Operations in one lane run one after the other."""
         return Stream.COMPUTE if self.inline and op.stream != Stream.HOST else op.stream
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Spans of a simulated sequence, in seconds from its start: for each pass, one for each of its operations."""
+    """Spans of a simulated sequence, in seconds from its start: for each pass, one per operation."""
 
     passes: tuple[tuple[Span, ...], ...]
 
     @property
     def spans(self) -> list[Span]:
-        """All spans in the order in which they ended, as a `Trace` has them."""
+        """All spans in the order of their ends, as in a `Trace`."""
         return sorted((span for schedule in self.passes for span in schedule), key=lambda span: span.end)
 
     @property
     def makespan(self) -> float:
-        """Seconds until the last operation has ended."""
+        """Seconds until the end of the last operation."""
         return max((span.end for schedule in self.passes for span in schedule), default=0.0)
 
 
 def simulate(sequence: Sequence[Pass], cost: Cost, rates: Rates) -> Timeline:
-    """The time line of passes that are issued one after the other at once.
+    """Return the timeline of passes that are all issued at the start, one after the other.
 
     Raises:
         ScheduleError: operations wait for each other.
@@ -69,7 +69,7 @@ def simulate(sequence: Sequence[Pass], cost: Cost, rates: Rates) -> Timeline:
     ops = [op for schedule in sequence for op in schedule.ops]
     waits = _resolve(sequence)
     queues = {lane: deque(i for i, op in enumerate(ops) if rates.lane(op) == lane) for lane in Stream}
-    left: dict[int, float] = {}  # of the running operations, what is still to be done
+    left: dict[int, float] = {}  # remaining cost of the running operations
     start: dict[int, float] = {}
     end: dict[int, float] = {}
     now = 0.0
@@ -79,8 +79,9 @@ def simulate(sequence: Sequence[Pass], cost: Cost, rates: Rates) -> Timeline:
                 left[queue[0]], start[queue[0]] = cost(ops[queue[0]]), now
         if not left:
             stuck = ", ".join(f"{ops[queue[0]]} on {stream}" for stream, queue in queues.items() if queue)
-            raise ScheduleError(f"deadlock: nothing runs, and these wait: {stuck}")
+            raise ScheduleError(f"deadlock: no operation runs; waiting: {stuck}")
         speeds = _speeds([ops[i] for i in left], rates)
+        # Speeds change only when an operation starts or ends, so advance to the next end.
         seconds = {i: _seconds(left[i], speed) for i, speed in zip(left, speeds, strict=True)}
         elapsed = min(seconds.values())
         now += elapsed
@@ -100,7 +101,7 @@ def simulate(sequence: Sequence[Pass], cost: Cost, rates: Rates) -> Timeline:
 
 
 def _resolve(sequence: Sequence[Pass]) -> list[list[int]]:
-    """For each operation of the sequence, the positions in it of those that it waits for."""
+    """Return, for each operation of the sequence, the positions of the operations that it waits for."""
     resolved: list[list[int]] = []
     last_use: dict[Wait, int] = {}
     for schedule in sequence:
@@ -113,9 +114,9 @@ def _resolve(sequence: Sequence[Pass]) -> list[list[int]]:
 
 
 def step_seconds(step: Sequence[Pass], cost: Cost, rates: Rates, num_steps: int = 4) -> float:
-    """Seconds of one step among many: from the last computation of the last but one to that of the last.
+    """Return the seconds of one step among many, between the last computations of the last two steps.
 
-    Steps overlap, so the first ones differ; a few are enough for the time line to repeat itself.
+    Steps overlap, so the first ones differ from the others; after a few, the timeline repeats itself.
     """
     passes = simulate(list(step) * num_steps, cost, rates).passes
 
@@ -126,12 +127,12 @@ def step_seconds(step: Sequence[Pass], cost: Cost, rates: Rates, num_steps: int 
 
 
 def without(cost: Cost, *kinds: Kind) -> Cost:
-    """The same costs, but operations of these kinds cost nothing. What a step then saves is what they take of it."""
+    """Return the same costs with operations of these kinds free, to find the time that they add to a step."""
     return lambda op: 0.0 if op.kind in kinds else cost(op)
 
 
 def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
-    """What each running operation does in a second: seconds of computing, or bytes."""
+    """Return the speed of each running operation: seconds of computation per second, or bytes per second."""
     links = {Stream.COPY_IN: rates.link_in, Stream.COPY_OUT: rates.link_out}
     transfers = [op for op in running if op.stream != Stream.COMPUTE and op.kind not in UPDATES]
     wanted = sum(links[op.stream] for op in transfers)

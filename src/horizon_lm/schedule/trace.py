@@ -1,4 +1,4 @@
-"""What really happened in a step, in the words of the schedule."""
+"""Record the operations of a step as they ran, and measure their overlap."""
 
 import json
 import time
@@ -14,10 +14,12 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation from its first to its last moment, in seconds of one clock.
+    """The time of one operation, in seconds of one clock.
 
     Attributes:
-        reached: when its stream had nothing else left to do; what lies between that and ``start`` is waiting.
+        op: the operation.
+        start, end: its first and last moment.
+        reached: moment when its stream had finished everything before it; until ``start`` the stream waits.
     """
 
     op: Op
@@ -26,18 +28,18 @@ class Span:
     reached: float
 
 
-Counters = Mapping[str, int]  # bytes by what they are called
+Counters = Mapping[str, int]  # bytes in use, by name
 
 
 class Trace:
-    """Spans in the order in which they ended. Lists in Python may be appended to from several threads.
+    """Spans in the order of their ends, added from several threads (Python's ``list.append`` is atomic).
 
     Args:
-        sample: asked for bytes whenever an operation has ended.
+        sample: function that returns the bytes in use, called at the end of each operation.
 
     Attributes:
-        samples: what it said, with the time.
-        steps: number, begin and end of each step that was traced.
+        samples: bytes in use, each with its time.
+        steps: number, start and end of each traced step.
     """
 
     def __init__(self, sample: Callable[[], Counters] | None = None) -> None:
@@ -47,17 +49,18 @@ class Trace:
         self._sample = sample
 
     def add(self, op: Op, start: float, end: float, reached: float | None = None) -> None:
+        """Add an operation; ``reached`` defaults to its start."""
         self.spans.append(Span(op, start, end, start if reached is None else reached))
         if self._sample is not None:
             self.samples.append((time.perf_counter(), self._sample()))
 
     def drop_before(self, moment: float) -> None:
-        """Forget what had ended by then."""
+        """Drop spans that ended and samples taken before a moment."""
         self.spans = [span for span in self.spans if span.end > moment]
         self.samples = [(at, sample) for at, sample in self.samples if at > moment]
 
     def write(self, path: Path) -> None:
-        """A file for chrome://tracing or Perfetto."""
+        """Write the trace as a file for chrome://tracing or Perfetto."""
         write_chrome(path, self.spans, self.samples, self.steps)
 
 
@@ -67,12 +70,13 @@ def write_chrome(
     samples: Sequence[tuple[float, Counters]] = (),
     steps: Sequence[tuple[int, float, float]] = (),
 ) -> None:
-    """A file for chrome://tracing or Perfetto, with one row for each stream and a curve for each counter.
+    """Write a file for chrome://tracing or Perfetto, with one row for each stream and a curve for each counter.
 
     Args:
-        spans: of operations, in seconds of one clock.
-        samples: bytes at moments of the same clock.
-        steps: number, begin and end of steps; of a reader's interest only.
+        path: file to write.
+        spans: spans of operations, in seconds of one clock.
+        samples: bytes in use at moments of the same clock.
+        steps: number, start and end of steps, as additional data.
     """
     rows = {stream: row for row, stream in enumerate(Stream)}
     names = [
@@ -102,22 +106,22 @@ def write_chrome(
 
 
 def _row(op: Op) -> Stream:
-    """Updates of rows stand in the stream of the copies that wait for them, but are the host's work."""
+    """Return the row of an operation. Updates of rows are ordered in the copy-in stream, but are work of the host."""
     return Stream.HOST if op.kind in UPDATES else op.stream
 
 
 def select(spans: Iterable[Span], *kinds: Kind) -> list[Span]:
-    """The spans of these kinds of operations."""
+    """Return the spans of these kinds of operations."""
     return [span for span in spans if span.op.kind in kinds]
 
 
 def busy_seconds(spans: Sequence[Span]) -> float:
-    """Time in which at least one of the spans was running."""
+    """Return the time in which at least one of the spans was running."""
     return _length(_union(spans))
 
 
 def overlap_seconds(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """Time in which at least one of ``spans`` and at least one of ``others`` were running."""
+    """Return the time in which at least one of ``spans`` and at least one of ``others`` were running."""
     return sum(
         max(0.0, min(end, other_end) - max(start, other_start))
         for start, end in _union(spans)
@@ -126,10 +130,13 @@ def overlap_seconds(spans: Sequence[Span], others: Sequence[Span]) -> float:
 
 
 def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """Time between the first and the last computation in which nothing was computed, by what it was spent on.
+    """Return the time between the first and the last computation in which nothing was computed, by cause.
 
-    A computation that was enqueued in time waits for a copy in, or for what that copy waits for: an update. One that was
-    enqueued late was held up by the host: by gradients that had to land before the step could end, or by Python.
+    A computation that was enqueued in time waited for a copy in, or for the update before that copy. One that was enqueued
+    late was delayed by the host: by gradients that had to land before the step could end, or by Python.
+
+    Args:
+        spans: spans of one or more steps.
 
     Returns:
         Seconds by cause: ``copy_in``, ``update``, ``copy_out``, and ``host`` for the rest.
@@ -149,7 +156,7 @@ def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _divide(gap: Interval, causes: Mapping[str, Sequence[Span]], found: dict[str, float]) -> None:
-    """Give each part of a gap to the first cause that was busy in it."""
+    """Attribute each part of a gap to the first cause that was busy in it."""
     left = [gap] if gap[0] < gap[1] else []
     for cause, spans in causes.items():
         remaining = _without(left, _union(spans))
@@ -159,7 +166,7 @@ def _divide(gap: Interval, causes: Mapping[str, Sequence[Span]], found: dict[str
 
 
 def _without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What of some intervals lies in none of the others."""
+    """Return the parts of the intervals outside of all others."""
     for begin, end in others:
         intervals = [
             part
@@ -175,7 +182,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def _union(spans: Sequence[Span]) -> list[Interval]:
-    """Disjoint intervals that cover the same time."""
+    """Return disjoint intervals that cover the same time as the spans."""
     merged: list[Interval] = []
     for span in sorted(spans, key=lambda s: s.start):
         if merged and span.start <= merged[-1][1]:

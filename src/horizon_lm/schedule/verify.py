@@ -1,9 +1,8 @@
-"""Proof that a schedule is correct for a sequence of passes, and that none of its waits is superfluous.
+"""Prove that a schedule is correct for a sequence of passes, and that none of its waits is superfluous.
 
-A sequence is unrolled into one list of operations. Vector clocks over the streams give what each operation is ordered
-after; every pair of accesses to one buffer, of which at least one writes, must be ordered. Contents are followed in
-program order: a computation must find its own unit in the slot it reads.
-
+A sequence is unrolled into one list of operations. Vector clocks over the streams tell which operations precede each one;
+any two accesses to a buffer, at least one of them a write, must be ordered. The contents of buffers are tracked in program
+order: a computation must find its own unit in the slot that it reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,13 +11,13 @@ from typing import NamedTuple
 
 from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Pass, Stream, Wait, uses
 
-# Buffers with as many instances as the device holds, whatever the number of blocks.
-SLOTS = {Buf.WEIGHTS: 2, Buf.GRADS: 2, Buf.RING: 2, Buf.HOST_LANDING: 5}  # landing: HEAD, EMBED and OUTER, too
+# Number of instances of each kind of buffer, which must not depend on the number of blocks.
+SLOTS = {Buf.WEIGHTS: 2, Buf.GRADS: 2, Buf.RING: 2, Buf.HOST_LANDING: 5}  # two for blocks, then HEAD, EMBED and OUTER
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong at operation ``op`` of pass number ``pass_index`` of a sequence."""
+    """A mistake in operation ``op`` of pass number ``pass_index`` of a sequence."""
 
     pass_index: int
     op: Op
@@ -30,7 +29,7 @@ class Problem:
 
 @dataclass(slots=True)
 class _Node:
-    """One operation of the unrolled sequence. ``clock``: per stream, the last operation that is finished before it."""
+    """One operation of the unrolled sequence. ``clock``: for each stream, the last operation that precedes this one."""
 
     pass_index: int
     op: Op
@@ -50,7 +49,7 @@ class _Unrolled:
         self._last_use: dict[Wait, int] = {}
 
     def add_pass(self, pass_index: int, schedule: Pass, scope: int) -> None:
-        """``scope``: the forward whose boundaries these are."""
+        """Append a pass. ``scope``: number of the forward that its boundaries belong to."""
         first = len(self.nodes)
         earlier = dict(self._last_use)
         for position, op in enumerate(schedule.ops):
@@ -74,6 +73,7 @@ class _Unrolled:
                 clock[stream] = max(known, clock.get(stream, -1))
         self.nodes.append(_Node(pass_index, op, clock))
 
+        # A read must follow the last write; a write must follow the last write and all reads since.
         for buffer in op.reads:
             self._require_order(index, buffer, self._writer.get(buffer))
             self._check_content(pass_index, op, buffer)
@@ -108,13 +108,13 @@ class _Unrolled:
 
 
 def check(sequence: Sequence[Pass]) -> list[Problem]:
-    """Everything wrong with the passes when they run one after the other; empty when they are correct.
+    """Return all mistakes in passes that run one after the other; empty if they are correct.
 
-    Boundaries of different forwards never meet. A backward takes those of the last pending forward, which orders more
-    tightly than taking an earlier one's.
+    Boundaries of different forwards are different buffers. A backward is taken to be that of the last pending forward: this
+    requires more order than an earlier one would.
     """
     unrolled = _Unrolled()
-    pending: list[int] = []  # forwards whose backward is still to come
+    pending: list[int] = []  # forwards without their backward yet
     for index, schedule in enumerate(sequence):
         if schedule.name == "forward" and schedule.keeps:
             pending.append(index)
@@ -143,30 +143,30 @@ def _check_bounded(unrolled: _Unrolled, pass_index: int, schedule: Pass) -> None
 
 
 def without_wait(schedule: Pass, op_index: int, wait: Wait) -> Pass:
-    """The pass with one wait removed, for negative controls."""
+    """Return the pass with one wait removed, for negative controls."""
     ops = list(schedule.ops)
     ops[op_index] = replace(ops[op_index], waits=tuple(w for w in ops[op_index].waits if w != wait))
     return replace(schedule, ops=tuple(ops))
 
 
 def each_wait(schedule: Pass) -> Iterator[tuple[int, Wait]]:
-    """Every wait of a pass with the position of its operation."""
+    """Yield every wait of a pass with the position of its operation."""
     for index, op in enumerate(schedule.ops):
         for wait in op.waits:
             yield index, wait
 
 
 class Passes(NamedTuple):
-    """The passes of one model that legal sequences are made of.
+    """The passes of one model, from which legal sequences are built.
 
     Attributes:
-        first: training forward right after an update, of which the table's part is still to come.
-        again: training forward with no update since the last forward.
-        second: the same, but it finds the head's gradient buffer taken by a forward that is still to be differentiated.
+        first: training forward right after an update, before the update of the table.
+        again: training forward without an update since the last forward.
+        second: as ``again``, while a pending forward occupies the head's gradient buffer.
         evaluating: forward that keeps nothing, right after an update.
-        evaluation: forward that keeps nothing, with no update since the last forward.
-        backward: of `first` and `again`.
-        recomputing: backward that makes the head's gradients itself: of `second`, or of a forward that lost the buffer.
+        evaluation: forward that keeps nothing, without an update since the last forward.
+        backward: backward of `first` and `again`.
+        recomputing: backward that computes the head's gradients itself, for `second` or a forward that lost the buffer.
         update: the optimizer's pass; None if units are updated in the backward.
     """
 
@@ -181,9 +181,9 @@ class Passes(NamedTuple):
 
 
 def sequences(passes: Passes) -> dict[str, list[Pass]]:
-    """Legal sequences of passes that between them meet every hazard."""
+    """Return legal sequences of passes that together contain every hazard."""
     first, again, second, evaluating, evaluation, backward, recomputing, update = passes
-    if update is None:  # a step has one backward, and a second forward would be one of other weights
+    if update is None:  # only one backward per step, because the second would see weights that the first has updated
         step = [first, backward]
         return {
             "steps": step * 3,
@@ -221,7 +221,7 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
 
 
 def superfluous_waits(passes: Passes) -> list[tuple[str, Op, Wait]]:
-    """Waits inside a pass whose removal goes unnoticed in every legal sequence, each with the name of its pass."""
+    """Return the waits inside a pass whose removal no legal sequence detects, each with the name of its pass."""
     found: list[tuple[str, Op, Wait]] = []
     for name, schedule in passes._asdict().items():
         if schedule is None:

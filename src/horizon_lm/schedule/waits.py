@@ -1,28 +1,28 @@
-"""Waits follow from what operations read and write.
+"""Derive the waits of operations from the buffers that they read and write.
 
 `derive_waits` gives every operation the smallest set of waits that orders it after each conflicting access on another
 stream. Inside a pass this is a transitive reduction over vector clocks. Across passes an operation waits for the last use
-of its very buffers, and for nothing else: a unit streams in as soon as its update is done, and into a slot as soon as
-the last block has left it. Which passes came before is not known here, so now and then such a wait is for what
-another one implies, and costs nothing. `schedule.check` proves, by unrolling sequences of passes, that the waits
-suffice, that none inside a pass can be dropped, and that no rule of the table can.
+of its own buffers and nothing else: a unit streams in as soon as its update is done, and into a slot as soon as the last
+block has released it. The preceding passes are not known here, so some waits across passes are implied by others, at no
+cost. `schedule.verify.check` proves, by unrolling sequences of passes, that the waits suffice, that none inside a pass can be
+dropped, and that no rule of the table can.
 """
 
 from dataclasses import replace
 
 from horizon_lm.schedule.ops import After, Buf, LastUse, Op, Stream, Wait
 
-# (stream of an operation, kind of buffer it touches) -> the stream whose last use of that buffer, by earlier passes, it
-# waits for. What is missing is implied by these.
+# (stream of an operation, kind of buffer that it accesses) -> the stream whose last use of that buffer, in earlier passes,
+# it waits for. Pairs that are missing are implied by these.
 ACROSS: dict[tuple[Stream, Buf], Stream] = {
     (Stream.COPY_IN, Buf.WEIGHTS): Stream.COMPUTE,
     (Stream.COPY_IN, Buf.HEAD): Stream.COMPUTE,
     (Stream.COPY_IN, Buf.TABLE_ROWS): Stream.COMPUTE,
-    (Stream.COPY_IN, Buf.OUTER): Stream.COMPUTE,  # every computation reads them: held blocks are free after that, too
+    (Stream.COPY_IN, Buf.OUTER): Stream.COMPUTE,  # every computation reads them, so this frees resident blocks as well
     (Stream.COPY_IN, Buf.RING): Stream.COMPUTE,
     (Stream.COPY_IN, Buf.HOST_BOUNDARY): Stream.COPY_OUT,
     (Stream.COPY_IN, Buf.HOST_WEIGHTS): Stream.HOST,
-    (Stream.COPY_IN, Buf.HOST_GRADS): Stream.COPY_OUT,  # rows of the table are updated there
+    (Stream.COPY_IN, Buf.HOST_GRADS): Stream.COPY_OUT,  # UPDATE_ROWS runs on this stream
     (Stream.COPY_IN, Buf.HOST_LANDING): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.RING): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.GRADS): Stream.COPY_OUT,
@@ -38,7 +38,7 @@ ACROSS: dict[tuple[Stream, Buf], Stream] = {
 
 
 class _Clock:
-    """What is known to be finished when an operation starts: per stream a position, and waits on earlier passes."""
+    """The operations known to be finished when an operation starts: a position for each stream, and waits across passes."""
 
     def __init__(self) -> None:
         self.position: dict[Stream, int] = {}
@@ -53,12 +53,12 @@ class _Clock:
         return self.position.get(stream, -1) >= index
 
     def implies(self, wait: LastUse) -> bool:
-        """Following any operation of this pass on a stream means following all earlier passes on it."""
+        """Return whether a wait is satisfied: after any operation of this pass, its stream is done with earlier passes."""
         return wait.stream in self.position or wait in self.across
 
 
 def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
-    """The same operations with their waits filled in."""
+    """Return the same operations with their waits filled in."""
     clocks: list[_Clock] = []  # at the end of each operation
     last_on_stream: dict[Stream, int] = {}
     result: list[Op] = []
@@ -68,6 +68,7 @@ def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
             clock.merge(clocks[last_on_stream[op.stream]])
 
         needed = [other for other in _conflicts(ops, index) if not clock.knows(ops[other].stream, other)]
+        # A wait is dropped if another one implies it.
         waits: list[Wait] = [
             After(i) for i in needed if not any(j != i and clocks[j].knows(ops[i].stream, i) for j in needed)
         ]
@@ -88,7 +89,7 @@ def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
 
 
 def _conflicts(ops: list[Op], index: int) -> list[int]:
-    """Per other stream, the last operation before ``index`` whose order relative to it matters."""
+    """Return, for each other stream, the last operation before ``index`` that conflicts with it."""
     op, found = ops[index], {}
     for other in range(index):
         if ops[other].stream != op.stream and _conflict(op, ops[other]):
@@ -97,5 +98,5 @@ def _conflicts(ops: list[Op], index: int) -> list[int]:
 
 
 def _conflict(a: Op, b: Op) -> bool:
-    """Whether the two operations share a buffer that at least one of them writes."""
+    """Return whether two operations share a buffer that at least one of them writes."""
     return not set(a.writes).isdisjoint(b.reads + b.writes) or not set(b.writes).isdisjoint(a.reads)

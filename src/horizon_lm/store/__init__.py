@@ -1,1 +1,1 @@
-"""The host's copy of the model: the authoritative one."""
+"""The authoritative copy of the model, in host memory."""

@@ -1,4 +1,4 @@
-"""Check a checkpoint against a model by its headers alone, then fill the store from it one tensor at a time."""
+"""Check a checkpoint against a model by its headers alone, then load it into the store one tensor at a time."""
 
 import re
 import warnings
@@ -16,17 +16,17 @@ from horizon_lm.store.checkpoint_reader import Checkpoint, Header
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
 from horizon_lm.store.store import Store
 
-_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # kept once, and computed now
+_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # saved by old versions of transformers, now computed
 
 
 def is_left_out(model: Any, name: str) -> bool:
-    """Return whether transformers leaves out a tensor of this name without a warning."""
+    """Return whether transformers ignores a checkpoint tensor of this name without a warning."""
     patterns = (*_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def may_be_missing(model: Any, name: str) -> bool:
-    """Return whether transformers does without a tensor of this name without a warning."""
+    """Return whether transformers accepts a checkpoint without a tensor of this name, without a warning."""
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
 
@@ -35,21 +35,21 @@ _FLOATING = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
 
 
 def check_folder(model: Any, folder: Path) -> list[str]:
-    """Check the weights of a folder against a model without weights, and return what is worth a warning.
+    """Check the weights of a folder against a model without weights, and return warnings.
 
     Raises:
-        ConfigError: as `check_headers` does, and for files that cannot be read.
+        ConfigError: as in `check_headers`, or a file cannot be read.
     """
     checkpoint = Checkpoint(folder)
     return check_headers(model, checkpoint, find_conversion(model, checkpoint.names))
 
 
 def check_headers(model: Any, checkpoint: Checkpoint, conversion: Conversion) -> list[str]:
-    """Check names, dtypes and shapes of a checkpoint, and return what is worth a warning.
+    """Check names, dtypes and shapes of a checkpoint, and return warnings.
 
     Raises:
-        ConfigError: a parameter that is missing, there twice, of another shape, or not of floating-point numbers; or tensors
-            of blocks that the model does not have.
+        ConfigError: a parameter is missing, duplicated, of another shape, or not of floating-point numbers; or the checkpoint
+            has more blocks than the model.
     """
     headers, expected = checkpoint.headers(), model.state_dict()
     parameters = parameter_names(model)
@@ -70,25 +70,25 @@ def check_headers(model: Any, checkpoint: Checkpoint, conversion: Conversion) ->
     sentences = list(_unused(model, checkpoint.folder, conversion.unused))
     if unset := {name for name in unset if not may_be_missing(model, name)}:
         sentences.append(
-            f"{checkpoint.folder}: {_some(list(unset))} missing and will have the values of a new model; look whether "
+            f"{checkpoint.folder}: {_some(list(unset))} missing and will have the values of a new model; check that "
             "config.json belongs to these weights"
         )
     return sentences
 
 
 def parameter_names(model: Any) -> dict[str, str]:
-    """Return every name of every parameter, with its first: a tied one has several."""
+    """Map every name of every parameter to its first name: a tied parameter has several."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: Checkpoint) -> None:
-    """Reject what cannot be trained, or is not clear."""
+    """Reject weights that cannot be trained, or that the checkpoint has twice."""
     for name in target.sources:
         if headers[name].dtype not in _FLOATING:
             raise ConfigError(
-                f"{name} is {headers[name].dtype} in {checkpoint.file_of(name)}, and weights are trained as floating-point "
-                "numbers of 16, 32 or 64 bits; take a copy of the model in bf16"
+                f"{name} is {headers[name].dtype} in {checkpoint.file_of(name)}, but only floating-point weights of 16, 32 or "
+                "64 bits can be trained; use a bf16 copy of the model"
             )
     if target.is_ambiguous:
         raise ConfigError(
@@ -100,16 +100,16 @@ def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: 
 def _described(
     model: Any, checkpoint: Checkpoint, target: Target, headers: Mapping[str, Header]
 ) -> dict[str, torch.Tensor]:
-    """Return meta tensors in the shapes that the checkpoint's have for the model."""
+    """Return meta tensors with the names and shapes that the checkpoint's tensors have in the model."""
     described = {
         name: torch.empty(headers[name].shape, dtype=_FLOATING.get(headers[name].dtype), device="meta")
         for name in target.sources
     }
     try:
         return target.convert(model, described)
-    except Exception as error:  # of transformers' conversions
+    except Exception as error:  # transformers' conversions raise anything
         raise ConfigError(
-            f"{checkpoint.folder}: {next(iter(target.sources))} and what belongs to it cannot be converted to {target.name} "
+            f"{checkpoint.folder}: {next(iter(target.sources))} and related tensors cannot be converted to {target.name} "
             f"({first_line(error)}); config.json does not belong to these weights"
         ) from error
 
@@ -123,7 +123,7 @@ def _require_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
 
 
 def _unused(model: Any, folder: Path, unused: Mapping[str, str]) -> Iterator[str]:
-    """Yield sentences about tensors that the model has no place for; reject those of blocks that it does not have."""
+    """Yield warnings about tensors that the model does not have; reject those of blocks that it does not have."""
     buffers = {name for name, _ in model.named_buffers()}
     rest = {name: target for name, target in unused.items() if target not in buffers and name not in buffers}
     known = [name for name, target in rest.items() if is_left_out(model, name) or is_left_out(model, target)]
@@ -132,10 +132,10 @@ def _unused(model: Any, folder: Path, unused: Mapping[str, str]) -> Iterator[str
     _reject_dropped(model, folder, rest)
     kind = type(model).__name__
     if known:
-        yield f"{folder}: {_some(known)} known to be no part of a {kind}, and will be left out of exports, too"
+        yield f"{folder}: {_some(known)} known not to belong to a {kind}, and will not be exported"
     if rest:
         yield (
-            f"{folder}: {_some(list(rest))} no part of a {kind} and will be neither trained nor exported; look whether "
+            f"{folder}: {_some(list(rest))} not part of a {kind} and will be neither trained nor exported; check that "
             "config.json belongs to these weights"
         )
 
@@ -145,7 +145,7 @@ def _some(names: list[str]) -> str:
 
 
 def _reject_dropped(model: Any, folder: Path, unused: Mapping[str, str]) -> None:
-    """Reject tensors of items that a list of modules is too short for."""
+    """Reject tensors of blocks or experts beyond the end of the model's lists."""
     lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for name, target in unused.items():
         parts = target.split(".")
@@ -155,8 +155,8 @@ def _reject_dropped(model: Any, folder: Path, unused: Mapping[str, str]) -> None
             if part.isdigit() and int(part) >= lists.get(path, int(part) + 1):
                 raise ConfigError(
                     f"{folder} has {path}.{part} (for example {name}), but the model of its config.json has only "
-                    f"{lists[path]} of {path}; set num_hidden_layers, or what else says how many there are, to that of the "
-                    "weights, or remove the others from them"
+                    f"{lists[path]} of {path}; set num_hidden_layers, or the setting for their number, to that of the "
+                    "weights, or remove the extra tensors"
                 )
 
 
@@ -164,11 +164,11 @@ __all__ = ["Checkpoint", "load_weights"]
 
 
 def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> None:
-    """Check a checkpoint, and write every parameter of a model into the store. A CheckpointWarning says what is left out.
+    """Check a checkpoint, and load every parameter of a model into the store. CheckpointWarning names ignored tensors.
 
     Raises:
-        ConfigError: headers that do not fit the model (`check_headers`), weights that are NaN or infinite, or a tied head
-            with other weights than the table.
+        ConfigError: the headers do not match the model (see `check_headers`), weights are NaN or infinite, or a tied head
+            differs from the table.
     """
     model = parts.model
     conversion = find_conversion(model, checkpoint.names)
@@ -189,7 +189,7 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> Non
                 if own not in written:
                     store.source_dtypes[own] = tensor.dtype
                     store.write(own, tensor)
-                elif not _is_stored(store, own, tensor):  # a tied one; transformers would untie it
+                elif not _is_stored(store, own, tensor):  # a tied parameter: transformers would untie it
                     raise ConfigError(
                         f"{written[own]} and {name} have different values in {checkpoint.folder}, but its config.json says "
                         "that they are one parameter; set tie_word_embeddings: false in it"
@@ -198,6 +198,6 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> Non
 
 
 def _is_stored(store: Store, name: str, tensor: torch.Tensor) -> bool:
-    """Return whether a parameter has these values, as far as its precision keeps them."""
+    """Return whether a stored parameter has these values, up to the rounding of its precision."""
     rounded = tensor if store.precision.low_half else tensor.to(store.weight(name).dtype)
     return torch.equal(store.master(name), rounded.float())

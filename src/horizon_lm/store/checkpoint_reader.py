@@ -1,4 +1,4 @@
-"""A folder of safetensors files: what its headers say, and its tensors by name."""
+"""Read a folder of safetensors files: headers, and tensors by name."""
 
 import json
 import os
@@ -16,22 +16,22 @@ from horizon_lm.errors import ConfigError, first_line
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_LONGEST = 100_000_000  # bytes of a header, as the library has it
+_LONGEST = 100_000_000  # bytes of a header, the limit of the safetensors library
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A tensor as its file describes it. ``dtype``: in safetensors' own words, such as BF16."""
+    """A tensor as described in its file's header. ``dtype``: the name in safetensors, such as BF16."""
 
     dtype: str
     shape: torch.Size
 
 
 class Checkpoint:
-    """Tensors of a folder of safetensors files, by name.
+    """The tensors in a folder of safetensors files, by name.
 
     Raises:
-        ConfigError: no such files, or an index that cannot be read.
+        ConfigError: there are no such files, or the index cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +49,7 @@ class Checkpoint:
 
     @staticmethod
     def is_in(folder: Path) -> bool:
-        """Return whether a folder has weights at all."""
+        """Return whether a folder has weights."""
         return (folder / _INDEX).is_file() or (folder / _SINGLE).is_file()
 
     @property
@@ -57,27 +57,27 @@ class Checkpoint:
         return list(self._file_of)
 
     def file_of(self, name: str) -> Path:
-        """Return the file that has a tensor."""
+        """Return the file that contains a tensor."""
         return self.folder / self._file_of[name]
 
     def headers(self) -> dict[str, Header]:
-        """Return all tensors as the headers of their files describe them; no weight is read.
+        """Return the headers of all tensors, without reading weights.
 
         Raises:
-            ConfigError: a file is missing or cut off, or lacks a tensor that the index names.
+            ConfigError: a file is missing or truncated, or lacks a tensor of the index.
         """
         found = {}
         for file_name, names in self._by_file(self._file_of).items():
-            there = read_headers(self._path(file_name))
-            if lost := [name for name in names if name not in there]:
+            present = read_headers(self._path(file_name))
+            if lost := [name for name in names if name not in present]:
                 raise ConfigError(
                     f"{self.folder / _INDEX} names {lost[0]} in {file_name}, which does not have it; download both again"
                 )
-            found.update({name: there[name] for name in names})
+            found.update({name: present[name] for name in names})
         return found
 
     def read(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Return these tensors. Files are closed again, so that their pages do not count as ours."""
+        """Return these tensors. Close the files, so that their mapped pages do not count as this process's memory."""
         tensors = {}
         for file_name, wanted in self._by_file(names).items():
             with _opened(self._path(file_name)) as file:
@@ -98,19 +98,19 @@ class Checkpoint:
 
 
 def read_headers(path: Path) -> dict[str, Header]:
-    """Return the tensors of a file as its header describes them (https://github.com/huggingface/safetensors, "Format").
+    """Return the tensors in a file's header (https://github.com/huggingface/safetensors, "Format").
 
-    By hand, since the library maps the whole file into memory, for which there may be no room where a plan is made.
+    The library is not used, because it maps the whole file, for which a planning process may lack memory.
 
     Raises:
-        ConfigError: no such header, or a file of another size than it says.
+        ConfigError: the file has no header, or not the size that the header says.
     """
     try:
         with path.open("rb") as stream:
             num_bytes = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(num_bytes, _LONGEST):
-                raise ValueError("it has no header of safetensors")
+                raise ValueError("it has no safetensors header")
             entries = json.loads(stream.read(length))
         entries.pop("__metadata__", None)
         headers = {name: Header(entry["dtype"], torch.Size(entry["shape"])) for name, entry in entries.items()}

@@ -1,9 +1,8 @@
-"""Writing a Hugging Face folder from the store, one tensor at a time.
+"""Write a Hugging Face folder from the store, one tensor at a time.
 
-The safetensors format (https://github.com/huggingface/safetensors, "Format") is a JSON header and raw bytes. The
-library's writer takes all tensors of a file at once, which for us would be a second copy of the model; here each tensor
-goes from its slab to the file.
-
+The safetensors format (https://github.com/huggingface/safetensors, "Format") is a JSON header followed by raw bytes. The
+library's writer takes all tensors of a file at once, which would be a second copy of the model; here each tensor goes from
+its slab directly to the file.
 """
 
 import json
@@ -37,7 +36,7 @@ def save_pretrained(
 ) -> None:
     """Write config, generation config and weights as ``transformers`` reads them (see `StreamedModel`).
 
-    Files appear under their names only when they are complete. ``values`` are written in the place of the store's.
+    Files appear under their names only when complete. ``values`` override the store's.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -55,7 +54,7 @@ def save_pretrained(
 
 
 class _Exporter:
-    """Tensors in the names, layouts and dtypes of a checkpoint, unit by unit."""
+    """The tensors of a checkpoint with their names, layouts and dtypes, unit by unit."""
 
     def __init__(
         self, parts: ModelParts, store: Store, dtype: torch.dtype | None, values: Mapping[str, torch.Tensor]
@@ -75,11 +74,11 @@ class _Exporter:
         self.main_dtype = dtype or next(iter(store.source_dtypes.values()))
 
     def plan(self) -> list[dict[str, torch.Tensor]]:
-        """Per unit, meta tensors in the shape and dtype of what `unit` gives."""
+        """Return meta tensors for each unit, with the shapes and dtypes of those from `unit`."""
         return [self._convert({name: self._describe(name) for name in names}) for names in self._units]
 
     def unit(self, index: int) -> dict[str, torch.Tensor]:
-        """The tensors of a unit as they are written."""
+        """Return the tensors of a unit as they are written."""
         return self._convert({name: self._value(name) for name in self._units[index]})
 
     def _convert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -103,11 +102,11 @@ class _Exporter:
         return weight if weight.dtype == dtype else self._store.master(name).to(dtype)
 
 
-Shard = list[tuple[int, dict[str, torch.Tensor]]]  # unit index and the meta tensors of it that this file holds
+Shard = list[tuple[int, dict[str, torch.Tensor]]]  # unit index, and meta tensors of that unit in this file
 
 
 def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | None) -> dict[str, Shard]:
-    """Files by name. A tensor larger than the limit has a file to itself."""
+    """Distribute tensors over files, and return these by name. A tensor beyond the limit has a file to itself."""
     shards: list[Shard] = [[]]
     used = 0
     for index, tensors in enumerate(plan):
@@ -128,12 +127,12 @@ def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | N
 
 
 def _file_name(name: str, variant: str | None) -> str:
-    """transformers' rule for files of a variant."""
+    """Return a file name with its variant, as transformers builds it."""
     return name if variant is None else name.replace("model", f"model.{variant}", 1)
 
 
 def _write_file(path: Path, shard: Shard, exporter: _Exporter) -> None:
-    """One safetensors file: length of the header, header, tensors in the header's order."""
+    """Write a safetensors file: length of the header, header, tensors in the header's order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for _, tensors in shard:
@@ -155,7 +154,7 @@ def _write_file(path: Path, shard: Shard, exporter: _Exporter) -> None:
 
 
 class _atomically:  # noqa: N801  (reads as a function)
-    """A file that gets its name when it is complete and on disk."""
+    """Context manager: write a file that gets its name once it is complete and on disk."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._part = path, path.with_name(path.name + ".part")

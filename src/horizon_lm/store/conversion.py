@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint make which tensor of a model.
+"""Map the tensors of a checkpoint to those of a model.
 
-Names and layouts of checkpoints differ from those of modules (experts kept one by one, old prefixes); transformers' own
-conversions are applied, to one target at a time.
+Names and layouts of checkpoints differ from those of modules, for example one tensor per expert, or old prefixes.
+transformers' own conversions are applied, to one target at a time.
 """
 
 import copy
@@ -17,13 +17,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor of the model.
+    """A tensor of the model, and its sources in the checkpoint.
 
     Attributes:
-        name: of the tensor; where a conversion gives several, of the first of them.
-        sources: by the names of the checkpoint's tensors that it is made of, the pattern of the conversion that takes them;
-            None for a plain copy.
-        converter: the conversion, None for a plain copy.
+        name: name of the tensor; the first one if a conversion returns several.
+        sources: source tensors by name, each with the pattern of the conversion that it matches; None for a plain copy.
+        converter: conversion; None for a plain copy.
     """
 
     name: str
@@ -32,14 +31,14 @@ class Target:
 
     @property
     def is_ambiguous(self) -> bool:
-        """Return whether two tensors of the checkpoint claim to be this one."""
+        """True if two tensors of the checkpoint are the same one of the model."""
         return len(self.sources) > 1 and None in self.sources.values()
 
     def convert(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the model's tensors, by name, made of the checkpoint's. Meta tensors give meta tensors."""
+        """Convert tensors of the checkpoint to the model's, by name. Meta tensors give meta tensors."""
         if self.converter is None:
             return {self.name: next(iter(tensors.values()))}
-        own = copy.deepcopy(self.converter)  # as transformers does: it collects tensors
+        own = copy.deepcopy(self.converter)  # as in transformers, because it accumulates tensors
         for name, tensor in tensors.items():
             own.add_tensor(self.name, name, self.sources[name], tensor)  # type: ignore[arg-type]
         result = own.convert(self.name, model=model, config=model.config)
@@ -48,11 +47,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """How a checkpoint becomes a model.
+    """The mapping of a checkpoint to a model.
 
     Attributes:
-        targets: the model's tensors.
-        unused: names of the checkpoint that make none of them, with what they are called in the model's own terms.
+        targets: tensors of the model.
+        unused: tensors of the checkpoint without a target, with their names in the model's terms.
     """
 
     targets: list[Target]
@@ -60,7 +59,7 @@ class Conversion:
 
 
 def find_conversion(model: Any, names: Iterable[str]) -> Conversion:
-    """Match the names of a checkpoint with those of a model."""
+    """Match the tensor names of a checkpoint with those of a model."""
     expected = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
@@ -84,5 +83,5 @@ def find_conversion(model: Any, names: Iterable[str]) -> Conversion:
 
 
 def _natural(name: str) -> list[Any]:
-    """Return a sort key that puts layer 10 after layer 9: experts are stacked in this order."""
+    """Return a sort key that orders layer 10 after layer 9: experts are stacked in this order."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

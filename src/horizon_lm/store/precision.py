@@ -1,4 +1,4 @@
-"""How a parameter is kept in host memory, and how a master weight is split into halves."""
+"""Storage modes of parameters in host memory, and the split of an fp32 master into two halves."""
 
 from dataclasses import dataclass, replace
 
@@ -12,9 +12,10 @@ class Precision:
     """A storage mode.
 
     Attributes:
-        weight_dtype: what is streamed and what `model.parameters()` shows.
+        name: value of the setting ``precision``.
+        weight_dtype: dtype of the streamed weights, which `model.parameters()` shows.
         grad_dtype: dtype of the gradient store.
-        low_half: a second slab holds the 16 bits that make the weight an exact fp32 master.
+        low_half: a second slab holds 16 more bits, which make the weight an exact fp32 master.
     """
 
     name: str
@@ -34,7 +35,7 @@ PRECISIONS = {
 
 
 def get_precision(name: str, grad_dtype: torch.dtype | None = None) -> Precision:
-    """The mode of that name, with another dtype of the gradient store if wanted; ConfigError with the choices."""
+    """Return the mode of that name, with another gradient dtype if given; raise ConfigError if either is not supported."""
     if name not in PRECISIONS:
         raise ConfigError(f"precision {name!r} is not known; choose one of {', '.join(PRECISIONS)}")
     if grad_dtype not in (None, torch.bfloat16, torch.float32):
@@ -46,19 +47,18 @@ def get_precision(name: str, grad_dtype: torch.dtype | None = None) -> Precision
 def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
     """Write fp32 ``master`` as a bf16 ``high`` half and 16 ``low`` bits (int16), all of one shape.
 
-    ``high`` is the nearest bf16 value; of two equally near ones the one away from zero, because that rounding is
-    undone by one signed addition: ``master_bits == (high_bits << 16) + low``. NaN stays NaN, in ``high`` alone and
-    joined again, with other bits.
+    ``high`` is the nearest bf16 value, ties away from zero, because one signed addition undoes this rounding:
+    ``master_bits == (high_bits << 16) + low``. NaN stays NaN, both in ``high`` alone and joined again, but with other bits.
     """
     bits, halves = master.view(torch.int32), high.view(torch.int16)
     halves.copy_((bits + 0x8000).bitwise_right_shift_(16))
     low.copy_(bits)  # int32 -> int16 keeps the low 16 bits
     is_nan = master.isnan()
-    if is_nan.any():  # rounded, some have become 0 or infinity
+    if is_nan.any():  # rounding may have made them 0 or infinity
         halves[is_nan] |= 0x7FC0
 
 
 def join_master(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The fp32 master that `split_master` wrote, bit for bit."""
+    """Return the fp32 master that `split_master` split, bit for bit."""
     bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low)
     return bits.view(torch.float32) if out is None else out.copy_(bits.view(torch.float32))

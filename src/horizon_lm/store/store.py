@@ -1,4 +1,4 @@
-"""The slabs of a model in host memory: weights (and low halves) always, gradients once something is trained."""
+"""The slabs of a model in host memory: weights (and low halves), and gradients once training starts."""
 
 import math
 import mmap
@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from horizon_lm.constants import SLAB_ALIGNMENT
 from horizon_lm.store.precision import Precision, join_master, split_master
 
 PAGE = mmap.PAGESIZE
 
 
 class Arena:
-    """One mapping of exactly the bytes asked for. Pages cost memory only once they are written.
+    """A memory mapping of exactly the bytes asked for, whose pages are allocated when first written.
 
-    torch's own allocators round up (pinned memory to powers of two), which a byte budget cannot afford.
+    torch's own allocators round up (pinned memory to powers of two), which would break the byte budget.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -27,12 +28,12 @@ class Arena:
             if hasattr(mmap, advice):
                 try:
                     self._map.madvise(getattr(mmap, advice))
-                except OSError:  # a kernel without huge pages: slower, not wrong
+                except OSError:  # a kernel without huge pages, which is only slower
                     continue
         self._used = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next ``numel`` elements, page-aligned, as a 1-D tensor that keeps the mapping alive."""
+        """Return the next ``numel`` elements, page-aligned, as a 1-D tensor that keeps the mapping alive."""
         num_bytes = numel * dtype.itemsize
         if self._used + num_bytes > self.num_bytes:
             raise AssertionError(f"arena of {self.num_bytes} bytes: {self._used} used, {num_bytes} more asked for")
@@ -41,7 +42,7 @@ class Arena:
 
     @property
     def position(self) -> int:
-        """Where the next slab begins, in bytes."""
+        """Offset of the next slab in bytes."""
         return self._used
 
     def at(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -52,30 +53,29 @@ class Arena:
 
 
 def page_aligned(num_bytes: int) -> int:
-    """``num_bytes`` rounded up to whole pages."""
+    """Round ``num_bytes`` up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE
 
 
 def as_array(tensor: torch.Tensor) -> Any:
-    """The same memory as a numpy array; numpy has no bf16, so its 16 bits are shown as uint16."""
+    """Return the same memory as a numpy array; numpy has no bf16, so its 16 bits appear as uint16."""
     if tensor.dtype == torch.bfloat16:
         return tensor.detach().view(torch.int16).numpy().view(np.uint16)
     return tensor.detach().numpy()
 
 
-ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line, and enough for vector loads on a device
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
-    offset: int  # elements
+    """The position of a tensor in a slab. ``offset`` and ``numel`` count elements."""
+
+    offset: int
     shape: torch.Size
     strides: tuple[int, ...]
     numel: int
 
 
 class SlabLayout:
-    """Offsets of named tensors in one flat slab. The same layout serves weights, gradients, moments and device slots."""
+    """Offsets of named tensors in one flat slab. Weights, gradients, moments and device slots share a layout."""
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self.entries: dict[str, Entry] = {}
@@ -84,7 +84,7 @@ class SlabLayout:
             strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
             entry = Entry(offset, torch.Size(shape), strides, math.prod(shape))
             self.entries[name] = entry
-            offset += -(-entry.numel // ALIGNMENT) * ALIGNMENT
+            offset += -(-entry.numel // SLAB_ALIGNMENT) * SLAB_ALIGNMENT
         self.numel = offset
 
     def __contains__(self, name: str) -> bool:
@@ -95,44 +95,44 @@ class SlabLayout:
 
     @property
     def num_params(self) -> int:
-        """Elements without the padding between tensors."""
+        """The number of elements without the padding between tensors."""
         return sum(entry.numel for entry in self.entries.values())
 
     def restrict(self, names: Iterable[str]) -> "SlabLayout":
-        """The layout of a slab that holds only the given tensors, in this layout's order."""
+        """Return the layout of a slab that holds only the given tensors, in this layout's order."""
         names = set(names)
         return SlabLayout({name: entry.shape for name, entry in self.entries.items() if name in names})
 
     def view(self, slab: torch.Tensor, name: str) -> torch.Tensor:
-        """The named tensor inside a flat slab (or a device buffer bound to this layout)."""
+        """Return the named tensor as a view of a flat slab (or of a device buffer with this layout)."""
         entry = self.entries[name]
         return slab.as_strided(entry.shape, entry.strides, slab.storage_offset() + entry.offset)
 
     def gaps(self, slab: torch.Tensor) -> list[torch.Tensor]:
-        """The padding between tensors, which must hold zeros wherever a whole slab is reduced."""
+        """Return the padding between tensors, which must be zero if a whole slab is reduced."""
         ends = [entry.offset + entry.numel for entry in self.entries.values()]
         starts = [*[entry.offset for entry in self.entries.values()][1:], self.numel]
         return [slab[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 class UnitSlabs:
-    """The slabs of one unit. ``grads`` and ``grad_layout`` cover the trainable tensors only."""
+    """The slabs of one unit. ``grads`` and ``grad_layout`` cover only trainable tensors."""
 
     def __init__(self, layout: SlabLayout) -> None:
         self.layout = layout
         self.weights = torch.empty(0)
-        self.start = 0  # of the weights in their arena, in bytes
+        self.start = 0  # offset of the weights in their arena, in bytes
         self.low: torch.Tensor | None = None
         self.grad_layout = layout.restrict(())
         self.grads = torch.empty(0)
 
 
 class Store:
-    """Slabs by unit, cut from one arena per kind.
+    """The slabs of all units, cut from one arena per kind.
 
     Args:
-        shapes: for every unit the shapes of its tensors, by full parameter name. A tied tensor appears once.
-        precision: the storage mode.
+        shapes: shapes of each unit's tensors, by full parameter name. A tied tensor appears once.
+        precision: storage mode.
     """
 
     def __init__(self, shapes: Mapping[str, Mapping[str, torch.Size]], precision: Precision) -> None:
@@ -140,7 +140,7 @@ class Store:
         self.units = {unit: UnitSlabs(SlabLayout(tensors)) for unit, tensors in shapes.items()}
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
         self.source_dtypes: dict[str, torch.dtype] = {}
-        self.version = 0  # of the weights: counted up by every update
+        self.version = 0  # of the weights, incremented by every update
         self.has_grads = False
 
         weights = self.new_arena([s.layout for s in self.units.values()], precision.weight_dtype)
@@ -154,13 +154,13 @@ class Store:
 
     @staticmethod
     def new_arena(layouts: Iterable[SlabLayout], dtype: torch.dtype) -> Arena:
-        """An arena that holds exactly one slab for each layout."""
+        """Return an arena that holds exactly one slab for each layout."""
         return Arena(sum(page_aligned(layout.numel * dtype.itemsize) for layout in layouts))
 
     def allocate_grads(self, trainable: Iterable[str], units: Collection[str]) -> None:
-        """Make gradient slabs for these parameters (full names) of these units, as far as gradients are kept at all.
+        """Allocate gradient slabs of these units for these parameters (full names).
 
-        Once only: slots and moments of all units follow the layout.
+        Gradients can be allocated only once, because the slots and moments of all units have the same layout.
         """
         trainable = set(trainable)
         for slabs in self.units.values():
@@ -173,26 +173,26 @@ class Store:
         self.has_grads = True
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return the streamed form of a parameter: its part of the slab, as a tensor with a storage of its own.
+        """Return the streamed half of a parameter: its part of the slab, as a tensor with a storage of its own.
 
-        Parameters that shared a storage would be saved as one by safetensors, accelerate and torch.save.
+        Parameters with a shared storage would be saved as one by safetensors, accelerate and torch.save.
         """
         slabs = self.units[self.unit_of[name]]
         entry, dtype = slabs.layout.entries[name], self.precision.weight_dtype
         return self._weights.at(slabs.start + entry.offset * dtype.itemsize, entry.numel, dtype).view(entry.shape)
 
     def grad(self, name: str) -> torch.Tensor:
-        """The gradient of a trainable parameter: a view into its slab."""
+        """Return the gradient of a trainable parameter as a view into its slab."""
         slabs = self.units[self.unit_of[name]]
         return slabs.grad_layout.view(slabs.grads, name)
 
     def grad_address(self, name: str) -> int:
-        """Where the gradient of a trainable parameter begins in memory."""
+        """Return the memory address of a trainable parameter's gradient."""
         slabs = self.units[self.unit_of[name]]
         return slabs.grads.data_ptr() + slabs.grad_layout.entries[name].offset * slabs.grads.element_size()
 
     def write(self, name: str, source: torch.Tensor) -> None:
-        """Store a parameter's value, rounding only as the precision mode has to."""
+        """Store a parameter's value, rounding only as far as the precision requires."""
         slabs = self.units[self.unit_of[name]]
         target = slabs.layout.view(slabs.weights, name)
         if slabs.low is not None and source.dtype != target.dtype:
@@ -207,13 +207,13 @@ class Store:
         self.version += 1
 
     def reset_low(self, name: str) -> None:
-        """Make a parameter's fp32 master exactly its bfloat16 half."""
+        """Reset the low half of a parameter, so that its fp32 master equals its bf16 half."""
         slabs = self.units[self.unit_of[name]]
         assert slabs.low is not None
         slabs.layout.view(slabs.low, name).zero_()
 
     def master(self, name: str) -> torch.Tensor:
-        """A parameter in fp32, as exactly as it is kept. A new tensor, except in mode ``float32``."""
+        """Return a parameter's value in fp32, as exactly as it is stored. A new tensor, except in mode ``float32``."""
         slabs = self.units[self.unit_of[name]]
         weight = slabs.layout.view(slabs.weights, name)
         return weight.float() if slabs.low is None else join_master(weight, slabs.layout.view(slabs.low, name))

@@ -1,0 +1,13 @@
+"""Constants on which several packages must agree. Each has its only definition here."""
+
+IGNORE_INDEX = -100
+"""Label of a token without loss, as in torch.nn.functional.cross_entropy and in transformers."""
+
+SLAB_ALIGNMENT = 32
+"""Elements to which each tensor in a slab is padded: 64 bytes in bf16, a cache line, and enough for vector loads."""
+
+MOMENT_BLOCK = 256
+"""Elements of an 8-bit moment that share an fp32 scale, as in Dettmers et al. (arXiv 2110.02861)."""
+
+DEVICE_MARGIN = 0.05
+"""Share of the device memory that is left to fragmentation in the framework's allocator."""
