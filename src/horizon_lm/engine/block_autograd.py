@@ -39,7 +39,7 @@ class Graph(NamedTuple):
 
 
 class GraphUse(Enum):
-    """What a block's forward does with an autograd graph of its own.
+    """The use that a block's forward makes of an autograd graph of its own.
 
     Attributes:
         NONE: it makes none; the backward recomputes the block.
@@ -57,7 +57,7 @@ class GraphUse(Enum):
 
 
 class SavedForBackward:
-    """What a block's forward saves for its backward: random states, and its graph if there is room for it.
+    """The things that a block's forward saves for its backward: random states, and its graph if there is room for it.
 
     Attributes:
         rng_states: the random state that each micro-batch started from.
@@ -120,7 +120,7 @@ class SavedForBackward:
 
 
 class BlockAutograd:
-    """One block in one forward, and what its backward needs besides its boundary.
+    """The autograd state of one block in one forward, apart from the inputs, which autograd itself saves.
 
     Attributes:
         call: the block's arguments; without tensors once the forward is over, since autograd saves those.
@@ -161,7 +161,7 @@ class BlockAutograd:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the block's boundary waits for the backward in host memory."""
+        """True if the block's boundary is offloaded to host memory until the backward."""
         return self.index in self.forward_state.boundaries
 
     def forward(self, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
@@ -193,7 +193,7 @@ class BlockAutograd:
                 inputs[self.call.hidden] = self._fetched_boundary()
             input_grads, names = self._differentiate_all(inputs, grads)
             if not engine.memory.holds(self.index):
-                engine.device.poison(engine.memory.weights_of(unit))  # simulated devices: a late read would show
+                engine.device.poison(engine.memory.weights_of(unit))  # a late read yields NaN on a simulated device
             if engine.trained(unit) and not engine.memory.accumulates:
                 engine.landed(unit, names)
         # Sums over micro-batches are in float32 in a buffer of their own; here they are rounded into the outgoing slot.
