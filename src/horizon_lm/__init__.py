@@ -1,4 +1,4 @@
-"""Horizon-LM: train large language models from host RAM, with a GPU that holds only a few buffers."""
+"""Horizon-LM: train large language models whose weights stay in host RAM; the GPU holds a few buffers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -92,12 +92,12 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """List the public names, for people and their editors."""
+    """Return the public names, for ``dir()`` and completion in editors."""
     return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: torch and transformers take seconds, ``horizon-lm --help`` should not."""
+    """Import a public name on first use: torch and transformers take seconds to import, ``horizon-lm --help`` should not."""
     if name not in _HOME:
         raise AttributeError(f"module 'horizon_lm' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

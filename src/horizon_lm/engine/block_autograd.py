@@ -1,121 +1,175 @@
-"""The autograd node of a block: recompute one micro-batch at a time, differentiate it, keep nothing in between."""
+"""The autograd node of a block: its forward saves little, its backward recomputes and differentiates one micro-batch at a time.
+
+Shapes: B batch rows, T tokens of a row, H hidden size. A micro-batch is the row range [start, stop) of the batch.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.engine.grad_sink import GradSink, set_traps, trapped_graph
-from horizon_lm.engine.micro_batches import BlockCall, RowOutputs, slice_rows
+from horizon_lm.engine.micro_batches import (
+    BlockCall,
+    RowOutputs,
+    Rows,
+    rows_of_output,
+    run_block,
+    slice_all,
+    slice_rows,
+)
 from horizon_lm.engine.recompute import RecomputeContext, no_autocast_cache, replaying
 from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import RecomputeMismatchError, StreamingError
-from horizon_lm.model import capture
-from horizon_lm.model.attention import attending
+from horizon_lm.model.attention import Segments
 from horizon_lm.schedule.ops import Kind, block
 
 if TYPE_CHECKING:
     from horizon_lm.engine.blocks import Blocks
 
-Graph = tuple[list[torch.Tensor], list[torch.Tensor]]  # of one micro-batch: input leaves and outputs
+
+class Graph(NamedTuple):
+    """The autograd graph of one micro-batch: the leaves it starts from, and the outputs it ends in."""
+
+    leaves: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+class GraphUse(Enum):
+    """The use that a block's forward makes of an autograd graph of its own.
+
+    Attributes:
+        NONE: it makes none; the backward recomputes the block.
+        DROPPED: it makes one and drops it. A compiled block would otherwise be compiled a second time for the recompute,
+            whose results could differ from the forward's in the last bits.
+        TRAPPED: it drops it, too, but a hook inside the block may keep an activation. A loss that depends on such an
+            activation raises an error, where its gradient would otherwise be missing silently.
+        KEPT: the graph stays on the device, and the backward recomputes nothing.
+    """
+
+    NONE = "none"
+    DROPPED = "dropped"
+    TRAPPED = "trapped"
+    KEPT = "kept"
 
 
 class SavedForBackward:
-    """What the computation of a block leaves for its backward: random states, and where there is room its graph.
+    """The things that a block's forward saves for its backward: random states, and its graph if there is room for it.
 
     Attributes:
-        states: from which each micro-batch started.
-        sink: takes the gradients of a graph that the forward makes; None if it makes none.
-        graphs: of the micro-batches, if they are kept.
-
-    Some blocks run with a graph only to drop it. A compiled one would otherwise be compiled a second time, and its
-    recomputation might differ from it in the last bits. In one with hooks inside, a hook may keep an activation: its graph
-    is a trap, so that a loss that depends on it is an error instead of a gradient that is silently missing.
+        rng_states: the random state that each micro-batch started from.
+        graphs: the graph of each micro-batch, if graphs are kept.
+        sink: takes the gradients of the forward's graph; None if there is no graph.
     """
 
     def __init__(
         self, blocks: "Blocks", index: int, forward_state: ForwardState, needs_grad: Sequence[bool], hooked: bool
     ) -> None:
-        self.forward_state, self._needs_grad, self._hooked = forward_state, needs_grad, hooked
-        self.states: list[Any] = []
-        self._holds = index in forward_state.graphs and not hooked
-        with_graph = self._holds or hooked or blocks.engine.options.compile
-        self.sink = GradSink(blocks.engine, index) if with_graph else None
+        self.forward_state, self._needs_grad = forward_state, needs_grad
+        if hooked:
+            self.graph_use = GraphUse.TRAPPED
+        elif index in forward_state.graphs:
+            self.graph_use = GraphUse.KEPT
+        elif blocks.engine.options.compile:
+            self.graph_use = GraphUse.DROPPED
+        else:
+            self.graph_use = GraphUse.NONE
+        self.sink = None if self.graph_use is GraphUse.NONE else GradSink(blocks.engine, index)
+        self.rng_states: list[Any] = []
         self.graphs: list[Graph] = []
 
     def params(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return what the block computes with: leaves of a graph, if there is to be one."""
+        """Return the weights to compute the forward with: fresh leaves if it makes a graph."""
         if self.sink is None:
             return weights
-        return self.sink.traps(weights) if self._hooked else self.sink.leaves(weights)
+        return self.sink.traps(weights) if self.graph_use is GraphUse.TRAPPED else self.sink.leaves(weights)
 
     def inputs(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the inputs of one micro-batch, likewise."""
-        if self.sink is None:
+        """Return the inputs of one micro-batch to compute the forward with: fresh leaves if it makes a graph."""
+        if self.graph_use is GraphUse.NONE:
             return tensors
         leaves = self.leaves(tensors)
-        if self._hooked:
+        if self.graph_use is GraphUse.TRAPPED:
             set_traps(leaves)
         return leaves
 
     def leaves(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Inputs of a graph of its own."""
+        """Return fresh leaves over inputs. They require a gradient where the node's inputs did."""
         return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad, strict=True)]
 
     def computing(self) -> AbstractContextManager[None]:
         """Return the context in which the block's forward runs."""
-        return trapped_graph() if self._hooked else nullcontext()
+        return trapped_graph() if self.graph_use is GraphUse.TRAPPED else nullcontext()
 
-    def keep(self, state: Any, inputs: list[torch.Tensor], output: Any) -> Any:
-        """A micro-batch has been computed. Returns its output, without the graph if that is kept."""
-        self.states.append(state)
-        if self.sink is None:
-            return output
-        tree = Tree(output)
-        if self._holds:
-            self.graphs.append((inputs, tree.tensors))
-        return tree.rebuild([tensor.detach() for tensor in tree.tensors])
+    def save(self, rng_state: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Save what the backward of a computed micro-batch needs. Return its outputs without their graph."""
+        self.rng_states.append(rng_state)
+        if self.graph_use is GraphUse.NONE:
+            return outputs
+        if self.graph_use is GraphUse.KEPT:
+            self.graphs.append(Graph(inputs, outputs))
+        return [tensor.detach() for tensor in outputs]
+
+    def take_graph(self, number: int) -> Graph:
+        """Return the kept graph of a micro-batch, and forget it, so that its memory is free as soon as it was differentiated."""
+        graph, self.graphs[number] = self.graphs[number], Graph([], [])
+        return graph
 
 
 class BlockAutograd:
-    """One block of one forward, and what its backward needs besides its boundary."""
+    """The autograd state of one block in one forward, apart from the inputs, which autograd itself saves.
+
+    Attributes:
+        call: the block's arguments; without tensors once the forward is over, since autograd saves those.
+        keys: names of the outputs that transformers captures inside the block.
+        hooked: other code's hooks listen inside the block.
+        uncompiled: the block runs uncompiled, whatever the model's setting.
+        context: autocast, attention kernels and context variables of the forward.
+        mode: train or eval mode of each module in the block.
+        saved: what the forward saved.
+        dims: the row dimension of each input; None for an input without rows.
+        attributes: the modules' attributes in the forward.
+        outputs: the outputs of all micro-batches.
+        expected: copies of the outputs, with `EngineOptions.check_recompute`.
+        true_inputs: copies of the inputs, if the gradient check compares this block.
+    """
+
+    saved: SavedForBackward
+    outputs: RowOutputs
+    dims: list[int | None]
+    attributes: list[dict[str, Any]]
+    hidden_shape: torch.Size
+    hidden_dtype: torch.dtype
 
     def __init__(
-        self, blocks: "Blocks", index: int, call: BlockCall, keys: tuple[str, ...], forward_state: ForwardState
-    ) -> None:
+        self, blocks: "Blocks", index: int, call: BlockCall, keys: tuple[str, ...], forward_state: ForwardState,
+        hooked: bool, uncompiled: bool,
+    ) -> None:  # fmt: skip
         self.blocks, self.index, self.call, self.keys, self.forward_state = blocks, index, call, keys, forward_state
+        self.hooked, self.uncompiled = hooked, uncompiled
         self.module = blocks.blocks[index]
         self.context = RecomputeContext(blocks.engine.device.torch_device.type)
         self.mode = self.module.mode()
-        self.hooked = self.module.is_hooked()
-        self.segments, self.caching = blocks.segments, blocks.caching
-        self.micro_batches = blocks.engine.running.micro_batches
+        self.segments: Segments | None = blocks.segments
+        self.micro_batches: list[Rows] = blocks.engine.running.micro_batches
         self.num_rows = blocks.engine.running.num_rows
-        self.outputs: RowOutputs
-        self.dims: list[int | None]
-        self.kept: SavedForBackward
-        self.attributes: list[dict[str, Any]]
-        self.hidden_shape: torch.Size
-        self.hidden_dtype: torch.dtype
-        self.expected: list[torch.Tensor] | None = None  # outputs, with check_recompute
-        self.true_inputs: list[torch.Tensor] | None = None  # kept apart, with check_gradients
+        self.expected: list[torch.Tensor] | None = None
+        self.true_inputs: list[torch.Tensor] | None = None
 
     @property
     def offloaded(self) -> bool:
+        """True if the block's boundary is offloaded to host memory until the backward."""
         return self.index in self.forward_state.boundaries
 
-    @property
-    def plainly(self) -> bool:
-        """Uncompiled: what listens inside a block would not be called, and a cache knows each block by its number."""
-        return bool(self.keys) or self.hooked or self.caching
-
     def forward(self, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+        """Compute the block, and save what the backward needs. Return the tensors of its output."""
         blocks = self.blocks
-        self.kept = SavedForBackward(blocks, self.index, self.forward_state, needs_grad, self.hooked)
-        self.outputs = blocks.compute_forward(self.index, self.call, self.keys, self.plainly, self.kept)
-        self.dims = blocks.dims(self.index, self.call)
+        self.saved = SavedForBackward(blocks, self.index, self.forward_state, needs_grad, self.hooked)
+        self.outputs = blocks.compute_forward(self.index, self.call, self.keys, self.uncompiled, self.saved)
+        self.dims = blocks.row_dims(self.index, self.call)
         self.attributes = self.module.attributes()
         tensors = tuple(self.outputs.tensors)
         if blocks.gradient_check is not None and self.index in blocks.gradient_check.indices:
@@ -127,88 +181,99 @@ class BlockAutograd:
     def backward(
         self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
     ) -> list[torch.Tensor | None]:
-        """Gradients of the inputs; those of the parameters go into the outgoing slot."""
+        """Differentiate the block. Return the gradients of its inputs; those of its parameters go to a gradient slot.
+
+        Args:
+            inputs: the tensors of `call`; None in the place of an offloaded boundary.
+            grads: the gradient of each output; None for an output that no loss depends on.
+        """
         engine, unit = self.blocks.engine, block(self.index)
-        accumulates = engine.memory.accumulates
         with engine.cursor.compute(Kind.BACKWARD, unit):
             if self.offloaded:
-                inputs[self.call.hidden] = self._fetched()
-            got = self._differentiate_all(inputs, grads)
-            input_grads, names = got
+                inputs[self.call.hidden] = self._fetched_boundary()
+            input_grads, names = self._differentiate_all(inputs, grads)
             if not engine.memory.holds(self.index):
-                engine.device.poison(engine.memory.weights_of(unit))
-            if engine.trained(unit) and not accumulates:
+                engine.device.poison(engine.memory.weights_of(unit))  # a late read yields NaN on a simulated device
+            if engine.trained(unit) and not engine.memory.accumulates:
                 engine.landed(unit, names)
-        if engine.trained(unit) and accumulates:
+        # Sums over micro-batches are in float32 in a buffer of their own; here they are rounded into the outgoing slot.
+        if engine.trained(unit) and engine.memory.accumulates:
             with engine.cursor.compute(Kind.STAGE, unit):
                 engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
                 engine.landed(unit, names)
         if self.true_inputs is not None and self.blocks.gradient_check is not None:
             self.blocks.gradient_check.compare_block(self, self.true_inputs, grads, input_grads)
-        if not self.kept.graphs:
+        if self.saved.graph_use is not GraphUse.KEPT:
             engine.counts["block_forward_rows"] += self.num_rows
         return input_grads
 
     def _differentiate_all(
         self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
     ) -> tuple[list[torch.Tensor | None], list[str]]:
-        """Gradients of the inputs of all micro-batches, and the names of the parameters that got one."""
+        """Return the gradients of the inputs of all micro-batches, and the names of the parameters that got one."""
+        saved = self.saved
         input_grads: list[torch.Tensor | None] = [None] * len(inputs)
-        kept_graphs = self.kept.graphs
-        sink = self.kept.sink if kept_graphs and self.kept.sink else GradSink(self.blocks.engine, self.index)
-        params = sink.leaves(self.blocks.weights(self.index))
-        if not kept_graphs:
+        if saved.graph_use is GraphUse.KEPT:
+            assert saved.sink is not None
+            sink = saved.sink  # the one that the graphs' leaves report to
+        else:
+            sink = GradSink(self.blocks.engine, self.index)
             self._require_same_attributes()
         sink.open()
-        with self.module.bound(params):
-            for number, (start, stop) in enumerate(self.micro_batches):
-                if kept_graphs:
-                    leaves, tensors = kept_graphs[number]
-                    kept_graphs[number] = ([], [])
-                else:
-                    leaves, tensors = self._recompute(number, inputs)
-                self._differentiate(start, stop, leaves, tensors, inputs, grads, input_grads)
-                del leaves, tensors
+        # Weights were streamed in again, so the forward's leaves are gone: the recompute needs leaves of its own.
+        with self.module.bound(sink.leaves(self.blocks.weights(self.index))):
+            for number, rows in enumerate(self.micro_batches):
+                graph = saved.take_graph(number) if saved.graphs else self._recompute(number, inputs)
+                self._differentiate(rows, graph, inputs, grads, input_grads)
+                del graph  # before the next micro-batch makes its own
         return input_grads, sink.close()
 
     def _require_same_attributes(self) -> None:
-        """StreamingError if the block would be computed again with other attributes than in the forward."""
+        """Raise StreamingError if the block's modules have other attributes than in the forward."""
         before, now = self.attributes, self.module.attributes()
         if before != now:
             changed = next(name for a, b in zip(before, now, strict=True) for name in a | b if _differ(a, b, name))
             raise StreamingError(
                 f"{self.module.name}: {changed!r} of one of its modules changed between the forward and its backward, which "
-                "computes the block again. Change dropout rates, adapters and the like before the forward, and leave "
-                "context managers such as disable_adapter() after the backward."
+                "recomputes the block. Change dropout rates, adapters and the like before the forward, and leave context "
+                "managers such as disable_adapter() after the backward."
             )
 
-    def _fetched(self) -> torch.Tensor:
+    def _fetched_boundary(self) -> torch.Tensor:
+        """Return the boundary (B, T, H), which was copied from the host into the ring buffer."""
         ring = self.blocks.engine.memory.ring.get(self.forward_state.boundary_bytes, torch.uint8, self.index % 2)
         return ring.view(self.hidden_dtype).view(self.hidden_shape)
 
     def _recompute(self, number: int, inputs: Any) -> Graph:
-        """The forward of one micro-batch again, with a graph."""
-        start, stop = self.micro_batches[number]
-        leaves = self.kept.leaves([slice_rows(t, d, start, stop) for t, d in zip(inputs, self.dims, strict=True)])
-        with replaying(self.blocks.engine.device, self.kept.states[number]), attending(self.segments, start, stop):
-            tensors = self.context.run(lambda: self._forward_with_graph(leaves))
-        self._check(tensors, start, stop)
-        return leaves, tensors
+        """Run the forward of one micro-batch again, with a graph, in the context and with the random numbers of the first."""
+        rows = self.micro_batches[number]
+        leaves = self.saved.leaves(slice_all(inputs, self.dims, rows))
+
+        def forward() -> list[torch.Tensor]:
+            with torch.enable_grad(), no_autocast_cache(), self.module.in_mode(self.mode):
+                args, kwargs = self.call.rebuild(leaves)
+                output = run_block(self.module, args, kwargs, self.keys, self.segments, rows, self.uncompiled)
+            return Tree(output).tensors
+
+        with replaying(self.blocks.engine.device, self.saved.rng_states[number]):
+            outputs = self.context.run(forward)
+        if self.expected is not None:
+            self._require_equal(outputs, self.expected, rows)
+        return Graph(leaves, outputs)
 
     def _differentiate(
-        self, start: int, stop: int, leaves: Any, tensors: Any, inputs: Any, grads: Any, input_grads: Any
+        self, rows: Rows, graph: Graph, inputs: Any, grads: tuple[torch.Tensor | None, ...], input_grads: Any
     ) -> None:
-        """The backward of one micro-batch."""
-        per_row = [t.shape[0] // (stop - start) if t.ndim else 0 for t in tensors]
+        """Run the backward of one micro-batch, and put the gradients of its inputs into those of the whole batch."""
         pairs = [
-            (t, slice_rows(g, 0 if len(self.micro_batches) > 1 else None, start * n, stop * n))
-            for t, g, n in zip(tensors, grads, per_row, strict=True)
-            if g is not None and t.requires_grad
+            (output, grad if len(self.micro_batches) == 1 else rows_of_output(grad, output, rows))
+            for output, grad in zip(graph.outputs, grads, strict=True)
+            if grad is not None and output.requires_grad
         ]
         with torch.enable_grad():
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
-        for i, (leaf, dim) in enumerate(zip(leaves, self.dims, strict=True)):
+        for i, (leaf, dim) in enumerate(zip(graph.leaves, self.dims, strict=True)):
             if leaf.grad is None:
                 continue
             if len(self.micro_batches) == 1:
@@ -216,28 +281,16 @@ class BlockAutograd:
             else:
                 if input_grads[i] is None:
                     input_grads[i] = torch.zeros_like(inputs[i])
-                slice_rows(input_grads[i], dim, start, stop).add_(leaf.grad)
+                # An input without rows (dim None) is shared by all micro-batches: their gradients are summed.
+                slice_rows(input_grads[i], dim, rows).add_(leaf.grad)
 
-    def _forward_with_graph(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        with (
-            torch.enable_grad(),
-            no_autocast_cache(),
-            capture.capture(self.keys) as captured,
-            self.module.in_mode(self.mode),
-        ):
-            args, kwargs = self.call.rebuild(leaves)
-            output = self.module.forward(*args, plainly=self.plainly, **kwargs)
-        return Tree((output, captured)).tensors
-
-    def _check(self, tensors: list[torch.Tensor], start: int, stop: int) -> None:
-        if self.expected is None:
-            return
-        rows = self.num_rows
-        for tensor, whole in zip(tensors, self.expected, strict=True):
-            n = whole.shape[0] // rows if whole.ndim else 0
-            before = whole[start * n : stop * n] if len(self.micro_batches) > 1 else whole
-            if not torch.equal(tensor, before):
-                difference = (tensor.float() - before.float()).abs().max().item()
+    def _require_equal(self, outputs: list[torch.Tensor], expected: list[torch.Tensor], rows: Rows) -> None:
+        """Raise RecomputeMismatchError if recomputed outputs differ from the forward's in any bit."""
+        start, stop = rows
+        for output, whole in zip(outputs, expected, strict=True):
+            before = whole if len(self.micro_batches) == 1 else rows_of_output(whole, output, rows)
+            if not torch.equal(output, before):
+                difference = (output.float() - before.float()).abs().max().item()
                 raise RecomputeMismatchError(
                     f"{self.module.name}, rows {start} to {stop - 1}: the recomputed output differs from the forward's by up "
                     f"to {difference:.3g}"
@@ -249,7 +302,7 @@ def _differ(before: dict[str, Any], now: dict[str, Any], name: str) -> bool:
 
 
 class BlockFunction(torch.autograd.Function):
-    """One opaque node per block: the only autograd graph over the model."""
+    """The autograd function of a block: the one opaque node that autograd sees of it."""
 
     @staticmethod
     def forward(
@@ -258,13 +311,15 @@ class BlockFunction(torch.autograd.Function):
         ctx.node = node
         ctx.set_materialize_grads(False)
         outputs = node.forward(ctx.needs_input_grad[2:])
-        hidden = tensors[node.call.hidden]
+        hidden = tensors[node.call.hidden]  # (B, T, H)
         node.hidden_shape, node.hidden_dtype = hidden.shape, hidden.dtype
+        # Autograd holds the inputs from here on, and frees them after the backward. An offloaded boundary is held nowhere
+        # on the device: that is what keeps device memory independent of the number of blocks.
         node.call.drop_tensors()
-        kept = [None if node.offloaded and i == node.call.hidden else t for i, t in enumerate(tensors)]
-        ctx.save_for_backward(*kept)
+        saved = [None if node.offloaded and i == node.call.hidden else t for i, t in enumerate(tensors)]
+        ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
-        node.outputs.release()
+        node.outputs.release()  # autograd returns the outputs; the node keeping them would be a cycle
         return outputs
 
     @staticmethod

@@ -1,8 +1,10 @@
-"""Norm and head in chunks of tokens (head mode ``chunked``), so that logits never exist as a whole.
+"""Final norm and LM head over chunks of tokens (``head="chunked"``), so that the logits of a batch never exist at once.
 
-The model's own forward is called once per chunk, with a decoder that returns that chunk's hidden states: it is Hugging
-Face's code that scales and caps logits and computes the loss.
+The model's own forward runs once for the whole batch, without head, and then once per chunk, with a trunk that returns the
+hidden states of that chunk. So Hugging Face's own code scales and caps the logits and computes the loss.
 
+Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V vocabulary. Logits of a chunk are (1, N, V); all
+of them would be (B, T, V), often the largest tensor of a step. Only trained tokens, whose label is not ignored, are in chunks.
 """
 
 from abc import ABC, abstractmethod
@@ -23,17 +25,17 @@ from horizon_lm.model.functional import in_place
 from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.outer_trial import Decoded, hidden_of, is_same
 
-_ROW_BLOCK = 4096  # rows of the head's gradient formed at once when it has another dtype than its buffer
+_ROW_BLOCK = 4096  # rows of the head's gradient (V, H) that are formed at once if its buffer has another dtype
 
 
 @dataclass(slots=True)
 class LossInputs:
-    """What the loss of a batch is made of, besides hidden states.
+    """The inputs of a batch's loss other than hidden states.
 
     Attributes:
-        labels: (B, T), shifted: ``labels[b, t]`` is the target of hidden state ``[b, t]``.
-        trained: (n,) positions in the flattened labels of those that are not ignored.
-        num_items: by what the sum over tokens is divided.
+        labels: the target of each hidden state, shape (B, T): already shifted by one.
+        trained: positions of the labels that are not ignored, in the flattened labels; shape (trained tokens,).
+        num_items: the divisor of the sum over tokens.
     """
 
     labels: torch.Tensor
@@ -44,7 +46,8 @@ class LossInputs:
     def of(cls, call: dict[str, Any], device: torch.device) -> "LossInputs":
         """Take ``labels`` or ``shift_labels`` (B, T) and ``num_items_in_batch`` out of a call of the model.
 
-        Which tokens are trained is found where the labels are: looking it up on an accelerator would wait for it.
+        The trained positions are found before labels go to the device: on an accelerator, the host would have to wait for
+        their number.
         """
         labels, shifted = call.pop("labels", None), call.pop("shift_labels", None)
         if shifted is None:
@@ -58,65 +61,81 @@ class LossInputs:
 
 
 class ChunkedLmHead:
-    """Norm, head and loss of a model over chunks of its trained tokens. ``call_model`` is the model's own forward."""
+    """Computes final norm, head and loss of a model over chunks of its trained tokens.
+
+    Args:
+        head: the streamed head.
+        path: the way from hidden states to the loss in this model.
+        call_model: the model's own forward.
+    """
 
     def __init__(self, head: LmHead, path: ChunkedPath, call_model: Callable[..., Any]) -> None:
         self.head, self.engine, self.path, self.call_model = head, head.engine, path, call_model
         self.chunk_tokens = self.engine.options.head_chunk_tokens
-        self._leaves_norm = False  # the running forward leaves the norm to the chunks
-        self._given_to_norm: torch.Tensor | None = None
-        self._hidden: torch.Tensor | None = None  # what the trunk returned
-        self._active = False
-        self._chunk: _Chunk | None = None
+        self._active = False  # the forward of the whole batch is running, without head
+        self._skips_norm = False  # it skips the final norm, too, and leaves it to the chunks
+        self._norm_input: torch.Tensor | None = None  # (B, T, H)
+        self._hidden: torch.Tensor | None = None  # output of the trunk, (B, T, H)
+        self._chunk: _Chunk | None = None  # the chunk that the model's forward is computing now
         self._vocabulary = self.engine.parts.sizes().vocabulary
-        self._head_attributes = {
-            name: attribute for name, ref in self.engine.refs.items() for m, attribute in ref.places if m is head.module
-        }
-        norm, refs = self.engine.parts.final_norm, self.engine.refs
-        self._norm_attributes = {
-            name: attribute for name, ref in refs.items() for module, attribute in ref.places if module is norm
-        }
+        self._head_attributes = self._attributes_of(head.module)
+        self.norm_attributes = self._attributes_of(self.engine.parts.final_norm)
+
+    def _attributes_of(self, owner: Any) -> dict[str, str]:
+        """Return the attributes of a module that are parameters, by the parameter's full name."""
+        refs = self.engine.refs.items()
+        return {name: attribute for name, ref in refs for module, attribute in ref.places if module is owner}
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether the head's module is called for chunks now, or for a forward that leaves logits to them."""
+    def replaces_head(self) -> bool:
+        """True while this object answers calls of the head's module."""
         return self._active or self._chunk is not None
 
     @contextmanager
-    def instead_of_logits(self, with_norm: bool) -> Iterator[None]:
-        """Inside, the model's forward leaves the head to chunks. ``with_norm``: it computes the final norm all the same."""
-        self._active, self._leaves_norm = True, self.path.norm_is_last and not with_norm
+    def without_head(self, with_norm: bool) -> Iterator[None]:
+        """Context manager: run the model's forward over the whole batch without its head, and without the final norm.
+
+        Args:
+            with_norm: compute the final norm all the same, because somebody looks at its output.
+        """
+        self._active, self._skips_norm = True, self.path.norm_is_last and not with_norm
         try:
             yield
         finally:
             self._active = False
 
     def outer_names(self) -> list[str]:
-        """Full names of the outer parameters that chunks compute with: the norm's, and a bias of a tied head."""
-        norm = list(self._norm_attributes) if self._leaves_norm else []
+        """Return the full names of the outer parameters that chunks compute with: the norm's, and the bias of a tied head."""
+        norm = list(self.norm_attributes) if self._skips_norm else []
         return [*norm, *self.head.outer]
 
     def compute(self, run: "ChunkedRun", outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What ``run`` makes of the hidden states that the forward saw; differentiable when the forward records."""
-        hidden, self._hidden, self._given_to_norm = self._hidden, None, None
+        """Run the chunks over the hidden states of the last forward. Differentiable when that forward records.
+
+        Args:
+            run: the computation of the chunks.
+            outer: the outer parameters of `outer_names`, on the device.
+        """
+        hidden, self._hidden, self._norm_input = self._hidden, None, None
         assert hidden is not None
         if hidden.shape[:2] != run.inputs.labels.shape:
             raise TokenError(
-                f"labels have the shape {tuple(run.inputs.labels.shape)}, but the model computed {tuple(hidden.shape[:2])} tokens"
+                f"labels have shape {tuple(run.inputs.labels.shape)}, but the model computed {tuple(hidden.shape[:2])} tokens"
             )
         anchor = self.engine.anchor if self.engine.recording is not None else hidden.new_empty(0)
-        return _HeadFunction.apply(run, anchor, hidden, *outer)
+        return _ChunkedHeadFunction.apply(run, anchor, hidden, *outer)
 
-    # What stands in for modules while the model's forward runs
+    # Replacements of modules' forwards
 
     def trunk_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of the trunk's forward."""
+        """Run the trunk over the whole batch, or return the hidden states of the present chunk."""
         if self._chunk is not None:
             return Decoded(self._chunk.normalise())
         output = forward(*args, **kwargs)
         if self._active:
             self._hidden = hidden_of(output)
-            if self._leaves_norm and (self._given_to_norm is None or not is_same(self._hidden, self._given_to_norm)):
+            # A norm that was skipped must have been the last operation, or chunks would apply it in the wrong place.
+            if self._skips_norm and (self._norm_input is None or not is_same(self._hidden, self._norm_input)):
                 raise StreamingError(
                     f"{type(self.path.trunk).__name__} does more after its final norm than when the model was streamed; stream "
                     "with head='whole'"
@@ -124,74 +143,75 @@ class ChunkedLmHead:
         return output
 
     def norm_forward(self, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
-        """In the place of the final norm's: that is left to the chunks."""
-        if not (self._active and self._leaves_norm):
+        """Run the final norm, or skip it if it is left to the chunks: its float32 copy of (B, T, H) is never made then."""
+        if not (self._active and self._skips_norm):
             return forward(hidden)
-        self._given_to_norm = hidden
+        self._norm_input = hidden
         return hidden
 
     def head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Instead of logits of all tokens: those of a chunk, or one row of zeros for a loss without labels."""
+        """Return the logits of the present chunk (1, N, V); in the forward of the whole batch, zeros (1, 1, V).
+
+        The one ignored token that they stand for lets the model add what it adds to its loss besides cross-entropy.
+        """
         if self._chunk is not None:
             return self._chunk.project(hidden)
         return hidden.new_zeros((1, 1, self._vocabulary))
 
-    def linear(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a plain Linear calls these tensors of the head, which have their full names."""
+    def by_attribute(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Rename tensors of the head from full names to the attributes of its Linear: ``weight`` and ``bias``."""
         return {self._head_attributes[name]: tensor for name, tensor in tensors.items()}
 
     @contextmanager
     def computing(self, chunk: "_Chunk") -> Iterator[None]:
-        """Inside, the model's forward computes this chunk."""
+        """Context manager: run the model's forward for this chunk."""
         self._chunk = chunk
         try:
             yield
         finally:
             self._chunk = None
 
-    def chunk(
-        self,
-        names: list[str],
-        hidden: torch.Tensor,
-        outer: list[torch.Tensor],
-        grads: dict[str, torch.Tensor],
-        first: bool,
-    ) -> "_Chunk":
-        """Tokens (n, H) with the outer parameters of these names."""
-        given = dict(zip(names, outer, strict=True))
-        norm = {self._norm_attributes[name]: tensor for name, tensor in given.items() if name in self._norm_attributes}
-        bias = {name: given[name] for name in self.head.outer}
-        return _Chunk(self, hidden[None], norm, bias, grads, first)
-
 
 class _Chunk:
-    """Some trained tokens (1, n, H) on their way through norm and head; ``grads`` takes the head's gradients."""
+    """A chunk of trained tokens on its way through norm and head.
+
+    Args:
+        owner: the chunked head.
+        hidden: hidden states, shape (1, N, H): the model sees the chunk as a batch of one row.
+        outer: the outer parameters of `ChunkedLmHead.outer_names`, by full name.
+        grads: the buffers that the head's gradients are added to, by full name.
+        first: the buffers are overwritten, because this is the first chunk.
+    """
 
     def __init__(
-        self, owner: ChunkedLmHead, hidden: torch.Tensor, norm: dict[str, torch.Tensor], bias: dict[str, torch.Tensor],
-        grads: dict[str, torch.Tensor], first: bool,
+        self, owner: ChunkedLmHead, hidden: torch.Tensor, outer: dict[str, torch.Tensor], grads: dict[str, torch.Tensor],
+        first: bool,
     ) -> None:  # fmt: skip
-        self.owner, self.hidden, self.norm_weights, self.bias = owner, hidden, norm, bias
-        self.grads, self.first = grads, first
+        self.owner, self.hidden, self.outer, self.grads, self.first = owner, hidden, outer, grads, first
 
     def normalise(self) -> torch.Tensor:
-        norm = self.owner.engine.parts.final_norm
-        if norm is None or not self.norm_weights:
+        """Return the normed hidden states (1, N, H); as they are if the norm is not left to the chunks."""
+        norm, attributes = self.owner.engine.parts.final_norm, self.owner.norm_attributes
+        weights = {attributes[name]: tensor for name, tensor in self.outer.items() if name in attributes}
+        if norm is None or not weights:
             return self.hidden
-        with in_place((norm, attribute, weight) for attribute, weight in self.norm_weights.items()):
+        with in_place((norm, attribute, weight) for attribute, weight in weights.items()):
             hidden: torch.Tensor = type(norm).forward(norm, self.hidden)  # type: ignore[attr-defined]
         return hidden
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights = self.owner.linear(self.owner.head.weights() | self.bias)
-        grads = self.owner.linear(self.grads)
+        """Return the logits (1, N, V) of hidden states (1, N, H)."""
+        head = self.owner.head
+        weights = self.owner.by_attribute(head.weights() | {name: self.outer[name] for name in head.outer})
+        grads = self.owner.by_attribute(self.grads)
         return _ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), grads, self.first)
 
 
 class _ChunkLinear(torch.autograd.Function):
-    """``F.linear`` whose gradients are added into a buffer instead of being returned, chunk after chunk.
+    """``F.linear`` whose backward adds the gradients of weight and bias to buffers, instead of returning them.
 
-    The gradient of a bias that has no place in the buffer is returned.
+    Autograd would form a gradient (V, H) for each chunk and add it to the sum: two more tensors of the head's size. A bias
+    without a buffer (that of a tied head, which is an outer parameter) gets its gradient returned.
     """
 
     @staticmethod
@@ -199,6 +219,7 @@ class _ChunkLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grads: dict[str, torch.Tensor],
         first: bool,
     ) -> torch.Tensor:  # fmt: skip
+        # As autocast does, which does not reach into an autograd function.
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):
             x = x.to(torch.get_autocast_dtype(device_type))
@@ -209,7 +230,7 @@ class _ChunkLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        flat, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        flat, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # (N, V), (N, H)
         if "weight" in ctx.grads:
             _add_product(ctx.grads["weight"], flat, inputs, ctx.first)
         bias_grad = None
@@ -218,25 +239,39 @@ class _ChunkLinear(torch.autograd.Function):
             bias.copy_(flat.sum(0) if ctx.first else bias + flat.sum(0))
         elif ctx.needs_input_grad[2]:
             bias_grad = flat.sum(0)
-        return grad.matmul(weight.to(grad.dtype)), None, bias_grad, None, None
+        return grad.matmul(weight.to(grad.dtype)), None, bias_grad, None, None  # (1, N, V) x (V, H) -> (1, N, H)
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, first: bool) -> None:
-    """``total (+)= grad^T inputs`` with grad (n, V) and inputs (n, H); without a second (V, H) tensor."""
+    """Add ``grad^T inputs`` to ``total`` (V, H), from grad (N, V) and inputs (N, H), without a second (V, H) tensor.
+
+    Args:
+        total: the sum over chunks.
+        grad: gradient of the chunk's logits.
+        inputs: inputs of the projection.
+        first: overwrite ``total`` instead.
+    """
     if total.dtype == grad.dtype == inputs.dtype:
         torch.addmm(total, grad.t(), inputs, beta=0 if first else 1, out=total)
         return
+    # addmm cannot write to another dtype (a float32 sum of bfloat16 products), so some rows at a time are formed apart.
     for start in range(0, total.shape[0], _ROW_BLOCK):
         rows = total[start : start + _ROW_BLOCK]
         product = grad[:, start : start + _ROW_BLOCK].t().matmul(inputs)
         rows.copy_(product) if first else rows.add_(product)
 
 
-Grads = tuple[torch.Tensor, list[torch.Tensor]]  # of hidden states, and of outer parameters
+Grads = tuple[torch.Tensor, list[torch.Tensor]]  # of hidden states (B, T, H), and of outer parameters
 
 
 class ChunkedRun(ABC):
-    """Chunks of one forward's trained tokens. ``options``: further arguments of the model's own forward."""
+    """A computation over the chunks of one forward: a loss, or log-probabilities.
+
+    Args:
+        owner: the chunked head.
+        inputs: labels and the like.
+        options: further arguments of the model's own forward.
+    """
 
     def __init__(self, owner: ChunkedLmHead, inputs: LossInputs, options: dict[str, Any]) -> None:
         self.owner, self.engine, self.inputs, self.forward_state = owner, owner.engine, inputs, owner.engine.recording
@@ -246,42 +281,63 @@ class ChunkedRun(ABC):
 
     @abstractmethod
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """From hidden states (B, T, H) and the outer parameters of these names."""
+        """Compute all chunks from hidden states (B, T, H) and the outer parameters of `outer_names`."""
 
     @abstractmethod
     def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor]) -> Grads:
-        """From the gradients of what `forward` returned."""
+        """Return the gradients of `forward`'s arguments from those of its results."""
 
     def chunks(self) -> tuple[torch.Tensor, ...]:
-        """Positions of tokens that are computed together."""
+        """Return the positions of each chunk's tokens in the flattened batch, shape (N,) each."""
         return self.inputs.trained.split(self.owner.chunk_tokens) if len(self.inputs.trained) else ()
 
     def call_model(
         self, hidden: torch.Tensor, outer: list[torch.Tensor], grads: dict[str, torch.Tensor] | None, first: bool,
         **arguments: Any,
     ) -> Any:  # fmt: skip
-        """What the model makes of hidden states (n, H). The head's gradients will go into ``grads``."""
-        with self.owner.computing(self.owner.chunk(self.outer_names, hidden, outer, grads or {}, first)):
+        """Run the model's own forward on the hidden states (N, H) of a chunk.
+
+        Args:
+            hidden: the chunk's hidden states.
+            outer: the outer parameters of `outer_names`.
+            grads: the buffers that a backward adds the head's gradients to; None if there will be none.
+            first: overwrite these buffers.
+            arguments: arguments of the forward.
+        """
+        by_name = dict(zip(self.outer_names, outer, strict=True))
+        with self.owner.computing(_Chunk(self.owner, hidden[None], by_name, grads or {}, first)):
             return self.owner.call_model(**arguments, **self._options)
 
-    def differentiate(self, hidden: torch.Tensor, outer: list[torch.Tensor], of_chunk: Callable[..., None]) -> Grads:
-        """Run ``of_chunk(leaf, index, outer_leaves, head_grads, first)``, which calls backward, for each chunk."""
-        flat, grads = hidden.detach().reshape(-1, hidden.shape[-1]), self.owner.head.grads()
+    def differentiate(
+        self, hidden: torch.Tensor, outer: list[torch.Tensor], differentiate_chunk: Callable[..., None]
+    ) -> Grads:
+        """Compute and differentiate chunk by chunk, so that only one chunk's logits and graph exist at a time.
+
+        Args:
+            hidden: hidden states (B, T, H).
+            outer: the outer parameters of `outer_names`.
+            differentiate_chunk: called with hidden states (N, H), positions (N,), outer parameters, the head's gradient
+                buffers, and whether they are to be overwritten; computes the chunk and calls backward.
+        """
+        flat, grads = hidden.detach().reshape(-1, hidden.shape[-1]), self.owner.head.grads()  # (B * T, H)
         chunks = self.chunks()
-        for tensor in grads.values() if not chunks else ():
-            tensor.zero_()
+        if not chunks:  # no first chunk will overwrite the buffers
+            for tensor in grads.values():
+                tensor.zero_()
         hidden_grad = torch.zeros_like(flat)
         leaves = [w.detach().requires_grad_() for w in outer]
         with torch.enable_grad(), no_autocast_cache():
             for number, index in enumerate(chunks):
-                leaf = flat[index].requires_grad_()
-                of_chunk(leaf, index, leaves, grads, number == 0)
+                leaf = flat[index].requires_grad_()  # (N, H)
+                differentiate_chunk(leaf, index, leaves, grads, number == 0)
                 hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
         outer_grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in leaves]
         return hidden_grad.view(hidden.shape), outer_grads
 
 
-class _HeadFunction(torch.autograd.Function):
+class _ChunkedHeadFunction(torch.autograd.Function):
+    """The autograd node of all chunks of a forward."""
+
     @staticmethod
     def forward(
         ctx: Any, run: ChunkedRun, anchor: torch.Tensor, hidden: torch.Tensor, *outer: torch.Tensor

@@ -1,4 +1,7 @@
-"""Losses and log-probabilities over chunks of tokens, so that logits never exist as a whole."""
+"""Losses and log-probabilities over chunks of tokens, so that the logits of a batch never exist at once.
+
+Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V vocabulary.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -13,15 +16,22 @@ from horizon_lm.schedule.ops import HEAD, Kind
 
 
 class LossRun(ChunkedRun):
-    """The chunked loss of one forward, and its gradients: made at once where the buffer is free, else recomputed."""
+    """The loss of one forward over chunks, and its gradients.
 
-    made: Grads | None = None
+    If the head's gradient buffer is free, the forward computes the gradients at once: the backward then needs no second
+    pass over the chunks, which takes as long as several blocks. Otherwise the backward recomputes the chunks.
+
+    Attributes:
+        computed: gradients of a loss gradient of one, once they are computed.
+    """
+
+    computed: Grads | None = None
 
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         forward_state = self.forward_state
         with self.engine.cursor.compute(Kind.FORWARD, HEAD):
             if forward_state is not None and forward_state.head_grads:
-                loss, self.made = self._loss_and_grads(hidden, outer)
+                loss, self.computed = self._loss_and_grads(hidden, outer)
                 self.engine.head_buffer.take(forward_state)
             else:
                 loss = self._loss(hidden, outer)
@@ -34,55 +44,62 @@ class LossRun(ChunkedRun):
         assert self.forward_state is not None
         head, engine = self.owner.head, self.engine
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            if self.made is None or not self.forward_state.head_grads:  # never made, or evicted by another backward
-                _, self.made = self.context.run(lambda: self._loss_and_grads(hidden, outer))
+            # Not computed yet, or overwritten by the backward of another forward.
+            if self.computed is None or not self.forward_state.head_grads:
+                _, self.computed = self.context.run(lambda: self._loss_and_grads(hidden, outer))
                 engine.device.poison(engine.memory.head_weights[0])
-            (hidden_grad, outer_grads), self.made = self.made, None
-            if grad.device.type != "cpu" or grad != 1:  # reading it from an accelerator would cost a wait
+            (hidden_grad, outer_grads), self.computed = self.computed, None
+            # To read the loss gradient from an accelerator, the host would wait; there it is always multiplied by.
+            if grad.device.type != "cpu" or grad != 1:
                 for tensor in (hidden_grad, *outer_grads, *head.grads().values()):
                     tensor.mul_(grad)
             head.landed()
         return hidden_grad, outer_grads
 
     def _loss(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> torch.Tensor:
+        """Return the loss only."""
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
-                total = total + self._of_chunk(flat[index], index, outer, None, first=False)
+                total = total + self._chunk_loss(flat[index], index, outer, None, first=False)
+        # Chunks divide by the number of items themselves. Without any, 0 / 0 is NaN, as in Hugging Face.
         return total if len(self.inputs.trained) else total / self.inputs.num_items
 
     def _loss_and_grads(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, Grads]:
-        """Also the gradients for a loss gradient of one; those of the head go into its buffer."""
-        losses = [torch.zeros((), dtype=torch.float32, device=hidden.device)]
+        """Return the loss and the gradients of a loss gradient of one. The head's gradients go into its buffer."""
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
 
-        def of_chunk(*chunk: Any) -> None:
-            loss = self._of_chunk(*chunk)
+        def differentiate_chunk(*chunk: Any) -> None:
+            nonlocal total
+            loss = self._chunk_loss(*chunk)
             torch.autograd.backward([loss])
-            losses[0] = losses[0] + loss.detach()
+            total = total + loss.detach()
 
-        grads = self.differentiate(hidden, outer, of_chunk)
-        return losses[0] if len(self.inputs.trained) else losses[0] / self.inputs.num_items, grads
+        grads = self.differentiate(hidden, outer, differentiate_chunk)
+        return total if len(self.inputs.trained) else total / self.inputs.num_items, grads
 
-    def _of_chunk(
+    def _chunk_loss(
         self, hidden: torch.Tensor, index: torch.Tensor, outer: list[torch.Tensor],
         grads: dict[str, torch.Tensor] | None, first: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """The loss of the tokens at ``index``, whose hidden states (n, H) are given."""
-        target = self.inputs.labels.reshape(-1)[index][None]
+        """Return the loss of the tokens at these positions (N,), from their hidden states (N, H)."""
+        target = self.inputs.labels.reshape(-1)[index][None]  # (1, N)
         return self.call_model(
             hidden, outer, grads, first, labels=target, shift_labels=target, num_items_in_batch=self.inputs.num_items
         ).loss
 
 
 class TokenLogprobs(NamedTuple):
-    """Values (B, T) in fp32 of the token that follows each position, 0 where it is not trained.
+    """Log-probabilities of the token that follows each position, and statistics of the distribution it is drawn from.
+
+    Values have shape (B, T) and dtype float32; they are 0 at positions that are not trained.
 
     Attributes:
         logprobs: natural logarithm of the token's probability.
-        mean: of the log-probabilities of the whole vocabulary, for label smoothing; None unless asked for.
-        entropy: of the distribution, in nats; None unless asked for.
-        aux_loss: what the model adds to its loss for the balance of experts, weighed; None if it adds nothing.
+        mean: mean of the log-probabilities over the vocabulary, for label smoothing; None unless requested.
+        entropy: entropy of the distribution, in nats; None unless requested.
+        aux_loss: the model's weighted auxiliary loss, which balances its experts; None if it has none.
     """
 
     logprobs: torch.Tensor
@@ -94,22 +111,22 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(
     model: Any, *, temperature: float = 1.0, statistics: Collection[str] = (), **inputs: Any
 ) -> TokenLogprobs:
-    """Log-probabilities of labels, differentiable, without logits as a whole.
+    """Compute the log-probabilities of labels, differentiably, without the logits of the whole batch.
 
-    With ``head="chunked"`` logits exist for one chunk of tokens at a time, and are made again for the backward.
+    With ``head="chunked"`` logits exist for one chunk of tokens at a time, and are recomputed in the backward.
 
     Args:
         model: a streamed model.
-        temperature: logits are divided by it.
-        statistics: what is wanted besides: ``mean``, the mean log-probability over the vocabulary, and ``entropy``.
-        inputs: arguments of the model's forward, with ``labels`` (B, T) (the next token's, as for a loss) or
-            ``shift_labels`` (already shifted); -100 where a token does not count.
+        temperature: divides the logits.
+        statistics: further values to return: ``mean``, the mean log-probability over the vocabulary, and ``entropy``.
+        inputs: arguments of the model's forward, with ``labels`` (B, T), as for a loss, or ``shift_labels`` (B, T), already
+            shifted by one; -100 at positions to ignore.
 
     Returns:
-        Values (B, T) in fp32: at position t, of the token that follows it.
+        float32 values of shape (B, T): at position t, of the token that follows it.
 
     Raises:
-        ValueError: no labels, or statistics that there are not.
+        ValueError: labels are missing, or a statistic is unknown.
         StreamingError: the model is not streamed.
     """
     if not hasattr(model, "_horizon"):
@@ -121,7 +138,7 @@ def token_logprobs(
 
 
 class LogprobRun(ChunkedRun):
-    """Log-probabilities of one forward's trained tokens; logits are made again for the backward."""
+    """The log-probabilities of one forward's trained tokens. The backward recomputes the logits, chunk by chunk."""
 
     def __init__(
         self,
@@ -139,30 +156,30 @@ class LogprobRun(ChunkedRun):
         values = [flat.new_zeros(flat.shape[0], dtype=torch.float32) for _ in self._names]
         with self.engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
-                for whole, part in zip(values, self._of_chunk(flat[index], index, self._names, outer), strict=True):
-                    whole[index] = part
+                parts = self._chunk_values(flat[index], index, self._names, outer)
+                for whole, part in zip(values, parts, strict=True):
+                    whole[index] = part  # (B * T,) at (N,)
             self.engine.device.poison(self.engine.memory.head_weights[0])
         return tuple(values)
 
     def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor]) -> Grads:
         head, engine = self.owner.head, self.engine
+        grad_of = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
 
-        wanted = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
-
-        def of_chunk(leaf: torch.Tensor, index: torch.Tensor, *rest: Any) -> None:
-            torch.autograd.backward(
-                self._of_chunk(leaf, index, list(wanted), *rest), [grad[index] for grad in wanted.values()]
-            )
+        def differentiate_chunk(leaf: torch.Tensor, index: torch.Tensor, *rest: Any) -> None:
+            values = self._chunk_values(leaf, index, list(grad_of), *rest)
+            torch.autograd.backward(values, [grad[index] for grad in grad_of.values()])
 
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            result = self.context.run(lambda: self.differentiate(hidden, outer, of_chunk))
+            result = self.context.run(lambda: self.differentiate(hidden, outer, differentiate_chunk))
             engine.device.poison(engine.memory.head_weights[0])
             head.landed()
         return result
 
-    def _of_chunk(
+    def _chunk_values(
         self, hidden: torch.Tensor, index: torch.Tensor, names: Sequence[str], outer: list[torch.Tensor],
         grads: dict[str, torch.Tensor] | None = None, first: bool = False,
     ) -> list[torch.Tensor]:  # fmt: skip
-        logits = self.call_model(hidden, outer, grads, first).logits[0]
+        """Return the named values (N,) of the tokens at these positions (N,), from their hidden states (N, H)."""
+        logits = self.call_model(hidden, outer, grads, first).logits[0]  # (N, V)
         return logprobs_of_logits(logits, self.inputs.labels.reshape(-1)[index], self._temperature, names)

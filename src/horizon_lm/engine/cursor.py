@@ -1,7 +1,9 @@
-"""The engine's place in the schedule.
+"""The cursor: the position in the schedule of the running pass.
 
-Autograd and the model's forward drive: when they reach a computation, the cursor issues everything that stands before
-it in the pass, hands the computation to the device, and issues what follows up to the next computation.
+Autograd and the model's forward drive. When they reach a computation, the cursor issues all operations that the schedule
+lists before it, lets the computation run, and then issues the copies and updates up to the next computation. The schedule
+lists the copy of block i+1 before the computation of block i, so this is what prefetches weights: the host never decides
+when to copy, and no thread waits for a copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,25 +18,32 @@ MovesOf = Callable[[Op], Sequence[Move] | None]
 
 
 class Cursor:
-    """Runs one pass at a time and remembers which tasks of earlier passes a new one may have to wait for."""
+    """Runs one pass at a time, and remembers the tasks of earlier passes that a new one may have to wait for."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._last_use: dict[LastUse, Task] = {}
-        self._tasks: list[Task] = []
-        self._position = 0
-        self._reached_any = False
+        self._last_use: dict[LastUse, Task] = {}  # the last task that reads or writes a buffer, across passes
+        self._tasks: list[Task] = []  # those of the running pass, in its order
+        self._position = 0  # of the first task that is neither issued nor computed
+        self._reached_any = False  # the running pass has computed something
         self.schedule: Pass | None = None
 
     @property
     def active(self) -> bool:
+        """True while a pass is running."""
         return self.schedule is not None
 
     def start(self, schedule: Pass, moves_of: MovesOf) -> None:
-        """Begin a pass. ``moves_of`` gives what an operation moves, or None if that is known only later (`bind`)."""
+        """Begin a pass.
+
+        Args:
+            schedule: the operations of the pass and their waits.
+            moves_of: returns the data movements of an operation; None if they are known only later (see `bind`).
+        """
         assert self.schedule is None, f"{self.schedule} is still running"
         tasks: list[Task] = []
         for op in schedule.ops:
+            # A wait names an earlier operation of this pass, or the last use of a buffer in any pass before.
             found = [tasks[w.index] if isinstance(w, After) else self._last_use.get(w) for w in op.waits]
             moves = None if op.stream == Stream.COMPUTE else moves_of(op)
             tasks.append(Task(op, [t for t in found if t is not None and not t.done], moves))
@@ -44,7 +53,7 @@ class Cursor:
         self._device.announce(tasks)
 
     def bind(self, kind: Kind, unit: str, moves: Sequence[Move]) -> Task:
-        """Tell what a task moves, once it is known."""
+        """Set the data movements of an operation, once they are known."""
         assert self.schedule is not None
         task = self._tasks[self.schedule.positions[kind, unit]]
         task.moves = moves
@@ -52,7 +61,7 @@ class Cursor:
 
     @contextmanager
     def compute(self, kind: Kind, unit: str) -> Iterator[None]:
-        """The caller computes ``kind`` of ``unit`` inside. ScheduleMismatchError if it is not its turn."""
+        """Context manager: run a computation at its turn in the schedule. ScheduleMismatchError if it is not its turn."""
         index = self._advance_to(kind, unit)
         task = self._tasks[index]
         self._device.begin(task)
@@ -62,19 +71,19 @@ class Cursor:
         self._issue_copies()
 
     def landing_tasks(self) -> list[Task]:
-        """Tasks of the running pass that bring gradients to the host."""
+        """Return the tasks of the running pass that copy gradients to the host."""
         return [t for t in self._tasks if t.op.kind == Kind.STREAM_OUT]
 
     def update_tasks(self) -> list[Task]:
-        """Tasks of the running pass that update weights."""
+        """Return the tasks of the running pass that update weights."""
         return [t for t in self._tasks if t.op.kind == Kind.UPDATE]
 
     def update_begun(self) -> bool:
-        """Whether the running pass has given an update to the device."""
+        """Return whether the running pass has issued an update."""
         return any(t.issued for t in self._tasks if t.op.kind == Kind.UPDATE)
 
     def finish(self) -> bool:
-        """End the pass. False if computations were left out, in which case the device has been drained."""
+        """End the pass. Return false if computations were left out; then the device has been drained."""
         self._issue_copies()
         left = self._tasks[self._position :]
         if left:
@@ -84,19 +93,20 @@ class Cursor:
         return not left
 
     def abandon(self) -> None:
-        """Drop whatever the running pass has not done, and leave the device idle but for updates."""
+        """Cancel what the running pass has not done yet, except updates that have been issued: they must be completed."""
         if self.active:
             self._device.cancel([t for t in self._tasks if not t.done and not (t.issued and t.op.kind == Kind.UPDATE)])
             self._end()
 
     def forget(self) -> None:
-        """Everything is finished: nobody has to wait for earlier passes, nor keep their buffers alive."""
+        """Forget the tasks of earlier passes, all of which are finished, so that their buffers can be freed."""
         self._last_use.clear()
 
     def _end(self) -> None:
         self.schedule, self._tasks = None, []
 
     def _advance_to(self, kind: Kind, unit: str) -> int:
+        """Issue everything before a computation of the schedule, and return its position."""
         wanted = f"{kind} {unit}"
         index = self.schedule.positions.get((kind, unit), -1) if self.schedule is not None else -1
         if index < self._position:
@@ -110,7 +120,11 @@ class Cursor:
         return index
 
     def _skip(self, skipped: list[Op], index: int, wanted: str) -> None:
-        """A backward may start below the head, and leave out units whose gradient nobody asked for at its end."""
+        """Cancel the operations of units that the pass leaves out. ScheduleMismatchError if they cannot be left out.
+
+        A backward may start below the head, when the loss depends on hidden states only, and may leave out units at its end
+        that no gradient reaches. In a forward, or between two blocks, a missing computation is an error.
+        """
         blocks_left_out = self._reached_any and any(is_block(op.unit) for op in skipped)
         if skipped[0].kind == Kind.FORWARD or blocks_left_out:
             raise ScheduleMismatchError(str(skipped[0]), wanted)
@@ -118,7 +132,7 @@ class Cursor:
         self._device.cancel([t for t in self._tasks[self._position : index] if t.op.unit in units])
 
     def _issue_copies(self, up_to: int | None = None) -> None:
-        """Issue tasks from the present position on, as far as the next computation or unknown contents."""
+        """Issue tasks from the position on, up to the next computation or the first task without known movements."""
         stop = len(self._tasks) if up_to is None else up_to
         while self._position < stop:
             task = self._tasks[self._position]

@@ -1,4 +1,8 @@
-"""The engine's buffers on the device: slots of fixed size, and buffers that grow with the batch."""
+"""The engine's buffers on the device: slots of fixed size, and buffers that grow with the batch.
+
+Two slots of the largest block are enough for a model of any depth: while a block computes in one, the next block's weights
+are copied into the other (double buffering).
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,32 +25,40 @@ class Slots:
         self._buffers: list[torch.Tensor] = []
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        while not self._buffers:
+        if not self._buffers:
             self._buffers = [
                 self._device.allocate(self._numel, self._dtype, self._kind) for _ in range(self._count)
             ]  # fmt: skip
         return self._buffers[index]
 
     def release(self) -> None:
+        """Free the buffers; the next use allocates them again."""
         for buffer in self._buffers:
             self._device.free(buffer, self._kind)
         self._buffers = []
 
 
 class GrowingBuffers:
-    """Equal buffers that are replaced by larger ones when a batch needs more, once nothing uses them any more.
+    """Equal buffers that are replaced by larger ones when a batch needs more.
 
-    Replacing them waits for everything that runs, the optimizer's pass included, so whoever asks says how much room a batch
-    of such a shape can need. What is made anew after a release is as large as before.
+    To replace them, the host waits until the device is idle, running updates included. So callers also say how much room the
+    largest batch can need. After a release, buffers are allocated as large as before.
     """
 
     def __init__(self, device: Device, kind: str, count: int = 1) -> None:
         self._device, self._kind, self._count = device, kind, count
         self._slots: Slots | None = None
-        self._size: tuple[int, torch.dtype] = (0, torch.float32)
+        self._size: tuple[int, torch.dtype] = (0, torch.float32)  # elements of each buffer, and their dtype
 
     def get(self, numel: int, dtype: torch.dtype, index: int = 0, room: int = 0) -> torch.Tensor:
-        """The first ``numel`` elements of buffer ``index``, which is made for ``room`` elements at least."""
+        """Return the first ``numel`` elements of a buffer.
+
+        Args:
+            numel: elements that are needed now.
+            dtype: their dtype.
+            index: the buffer.
+            room: elements to allocate at least, if a buffer must be allocated.
+        """
         if self._slots is None or numel > self._size[0] or dtype != self._size[1]:
             if self._slots is not None:
                 self._device.synchronize()
@@ -56,6 +68,7 @@ class GrowingBuffers:
         return self._slots[index][:numel]
 
     def release(self) -> None:
+        """Free the buffers."""
         if self._slots is not None:
             self._slots.release()
             self._slots = None
@@ -63,18 +76,18 @@ class GrowingBuffers:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a model is streamed. None of these changes the result beyond the order of summation.
+    """The settings of the engine. Except for the dtype, none changes a result beyond the order of summation.
 
     Attributes:
-        compute_dtype: of weights on the device and of hidden states.
-        device_micro_batch_size: rows on the device at once inside a block; None for the whole batch.
+        compute_dtype: dtype of weights on the device and of hidden states.
+        device_micro_batch_size: rows that a block computes at once; None for the whole batch.
         head: ``whole`` (Hugging Face's own loss over all logits) or ``chunked`` (logits never exist as a whole).
         head_chunk_tokens: tokens whose logits exist at once in mode ``chunked``.
-        head_peak: bytes that norm, head and loss hold at once, by tokens, where that is planned.
-        residency: what stays on the device; None to plan it when the first batch is there.
+        head_peak: bytes that norm, head and loss hold at once, as a function of tokens; None if memory is not planned.
+        residency: what stays on the device between passes; None to plan it for the first batch.
         mlp_chunk_tokens: tokens whose feed-forward activations exist at once; None for all.
         compile: compile blocks, each structure once.
-        check_recompute: compare every recomputed output with the forward's (slow; for tests).
+        check_recompute: compare every recomputed output with the forward's; slow, for tests.
     """
 
     compute_dtype: torch.dtype
@@ -89,10 +102,19 @@ class EngineOptions:
 
 
 class DeviceBuffers:
-    """Slots of the largest block; buffers of the head and of the outer parameters; and what grows with the batch.
+    """All buffers of the engine on the device.
 
-    ``accumulates``: gradients of several micro-batches are summed in fp32 and staged in the dtype of the store. A store
-    in fp32 needs no accumulator: its slots are one.
+    Attributes:
+        weight_slots: two slots of the largest block, which blocks take turns in.
+        held_weights: a buffer of its own for each resident block.
+        grad_slots: slots from which blocks' gradients leave; two, unless there is an accumulator.
+        accumulator: the sum of a block's gradients over micro-batches.
+        accumulates: gradients are summed in float32 in the accumulator, then rounded into a slot. A store with float32
+            gradients needs no accumulator: they are summed in the slot.
+        head_weights, head_grads: the head; its gradients are float32 if they are summed over chunks.
+        outer_weights, outer_grads: the outer parameters.
+        table_rows, table_row_grads: rows of the embedding (R, H) for the tokens of a batch, and their gradients.
+        ring: two buffers that boundaries pass through on their way to host memory and back.
     """
 
     def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions) -> None:
@@ -107,7 +129,7 @@ class DeviceBuffers:
         self.grad_slots = Slots(device, "grad_slots", 1 if self.accumulates else 2, largest, grad_dtype)
         self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
         self.head_weights = Slots(device, "head_weights", 1, head, dtype)
-        head_grad_dtype = torch.float32 if options.head == "chunked" else dtype  # chunks are summed
+        head_grad_dtype = torch.float32 if options.head == "chunked" else dtype
         self.head_grads = Slots(device, "head_grads", 1, head, head_grad_dtype)
         self.outer_weights = Slots(device, "outer_weights", 1, outer, dtype)
         self.outer_grads = Slots(device, "outer_grads", 1, outer, grad_dtype)
@@ -116,7 +138,7 @@ class DeviceBuffers:
         self.ring = GrowingBuffers(device, "boundary_ring", count=2)
 
     def weights_of(self, unit: str) -> torch.Tensor:
-        """The buffer that a unit's weights are streamed into."""
+        """Return the buffer that a unit's weights are streamed into."""
         if unit == HEAD:
             return self.head_weights[0]
         if unit == OUTER:
@@ -125,22 +147,22 @@ class DeviceBuffers:
         return self.held_weights[index][0] if self.holds(index) else self.weight_slots[index % 2]
 
     def holds(self, index: int) -> bool:
-        """Whether a block's weights stay on the device."""
+        """Return whether a block's weights stay on the device."""
         return index in self.held_weights
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """From now on, these blocks' weights stay on the device. Nothing may be on its way."""
+        """Keep these blocks' weights, and no others, on the device from now on. No copy may be running."""
         for slots in (*self.held_weights.values(), self.weight_slots):
             slots.release()
-        self.ring.release()  # as the slots, it may not be needed any more
+        self.ring.release()  # not needed if all boundaries stay on the device, as the slots are not if all weights do
         self.held_weights = {index: self._new_held(index) for index in blocks}
 
     def grads_of(self, op: Op) -> torch.Tensor:
-        """The buffer that a unit's gradients leave from."""
+        """Return the buffer that a unit's gradients leave from."""
         if op.unit == HEAD:
             return self.head_grads[0]
         return self.outer_grads[0] if op.unit == OUTER else self.outgoing_grads(block_index(op.unit))
 
     def outgoing_grads(self, index: int) -> torch.Tensor:
-        """The slot from which a block's gradients leave."""
+        """Return the slot that a block's gradients leave from."""
         return self.grad_slots[0 if self.accumulates else index % 2]

@@ -1,4 +1,10 @@
-"""The embedding table: rows are gathered on the host, and only they travel."""
+"""The input embedding: the distinct rows of a batch are gathered on the host, and only they are copied to the device.
+
+Their gradients are summed per row on the device, and only these rows are copied back. A vocabulary of 150,000 rows would
+otherwise be the largest copy of a step, and its gradient nearly all zeros.
+
+Shapes: B batch rows, T tokens of a row, R distinct rows of the table that a batch reads, H hidden size, V vocabulary.
+"""
 
 from typing import Any
 
@@ -22,52 +28,55 @@ class StreamedEmbedding:
         self.is_linear = is_linear(self.module)
         (self._name,) = engine.store.units[EMBED].layout
         self.width = engine.store.weight(self._name).shape[1]
-        self.probe_rows: int | None = None  # answer a probe with zeros for so many rows
-        self._known: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        self.probe_rows: int | None = None  # rows of a probe, which is answered with zeros; None outside a probe
+        self._known: tuple[torch.Tensor, int, torch.Tensor] | None = (
+            None  # ids on the device, their version, ids on the host
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up ids (B, T), in the place of the embedding module's forward. Returns hidden states (B, T, H)."""
+        """Look up ids (B, T). Return hidden states (B, T, H). The model calls this instead of the embedding's forward."""
         engine = self.engine
         if not engine.cursor.active:
-            return self._alone(ids)
+            return self._look_up_on_host(ids)
         table = self._table(engine.store.units[EMBED].weights)
         if self.probe_rows is not None:
             return torch.zeros(
                 (*ids.shape, table.shape[1]), dtype=engine.options.compute_dtype, device=engine.device.torch_device
             )
-        rows, positions = torch.unique(self._on_host(ids), return_inverse=True)
+        rows, positions = torch.unique(self._on_host(ids), return_inverse=True)  # (R,), (B, T) with values below R
         self._require_rows(rows)
-        room = self._room(ids.numel(), table.shape[0])
+        room = self._max_rows(ids.numel(), table.shape[0])
         buffer = engine.memory.table_rows.get(
             rows.numel() * table.shape[1], engine.options.compute_dtype, room=room * table.shape[1]
         )
-        received = buffer.view(rows.numel(), table.shape[1])
+        received = buffer.view(rows.numel(), table.shape[1])  # (R, H)
+        # The last step's update of these rows must be done before they are read; the rest of the table can follow later.
         if engine.updates.table is not None:
             engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(rows))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
-        use = _Use(self, rows, send(positions, engine.device.torch_device), engine.recording, room)
+        lookup = _Lookup(self, rows, send(positions, engine.device.torch_device), engine.recording, room)
         if engine.recording is not None and engine.trained(EMBED):
-            return _TableFunction.apply(use, received, engine.anchor)
-        return use.forward(received)
+            return _LookupFunction.apply(lookup, received, engine.anchor)
+        return lookup.forward(received)
 
-    def _room(self, tokens: int, vocabulary: int) -> int:
-        """Distinct rows that a batch of so many tokens can read, or the largest that is expected, if this one is trained on.
+    def _max_rows(self, tokens: int, vocabulary: int) -> int:
+        """Return the most distinct rows that a batch of this size can read; in training, the largest batch expected.
 
-        A buffer for fewer would have to be replaced at the first batch with more distinct ids.
+        Buffers are made for so many, or the first batch with more distinct ids would have to replace them.
         """
         expected = self.engine.expected
         return expected.table_rows(max(tokens, expected.tokens if self.engine.recording is not None else 0), vocabulary)
 
     def _require_rows(self, rows: torch.Tensor) -> None:
-        """TokenError for ids that the table has no row for: a kernel that writes there would leave a partially updated model."""
+        """Raise TokenError for ids outside the table, before a kernel reads or writes outside of its memory."""
         count = self._table(self.engine.store.units[EMBED].weights).shape[0]
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
             wrong = int(rows[0]) if rows[0] < 0 else int(rows[-1])
             raise TokenError(
-                f"input_ids has {wrong}, but the input embedding has {count} rows; take the model's own tokenizer"
+                f"input_ids contains {wrong}, but the input embedding has {count} rows; use the model's own tokenizer"
             )
 
-    def _alone(self, ids: torch.Tensor) -> torch.Tensor:
+    def _look_up_on_host(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up ids outside a forward of the model, in host memory. StreamingError if a gradient is wanted."""
         engine = self.engine
         param = engine.refs[self._name].param
@@ -85,7 +94,7 @@ class StreamedEmbedding:
             return look_up(self.module, received, positions.to(device), None)
 
     def read(self, index: Any) -> torch.Tensor:
-        """Return some rows as the model's code asks for them besides its lookup; their gradient must be zero."""
+        """Return rows of the table that the model's code reads directly, outside of a lookup. Their gradient must be zero."""
         engine = self.engine
         engine.hand_out_weight()
         rows = self._table(engine.store.units[EMBED].weights)[index].to(
@@ -96,11 +105,17 @@ class StreamedEmbedding:
         return rows
 
     def expect(self, ids: torch.Tensor | None, on_host: torch.Tensor | None) -> None:
-        """The coming forward's ids, and the same ones where the caller had them: fetching them would wait for the device."""
+        """Remember that these ids of the next forward are on the host already, so that the host need not wait for a copy.
+
+        Args:
+            ids: the ids that the model's forward is given, on the device; None if it is given ``inputs_embeds``.
+            on_host: the caller's own tensor with the same ids.
+        """
         known = ids is not None and on_host is not None and on_host.device.type == "cpu"
         self._known = (ids, _version(ids), on_host) if known else None  # type: ignore[arg-type, assignment]
 
     def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ids on the host. They are copied from the device unless they are the expected ones, unchanged."""
         if self._known is not None:
             given, version, on_host = self._known
             same_place = given.data_ptr() == ids.data_ptr() and given.stride() == ids.stride()
@@ -112,13 +127,19 @@ class StreamedEmbedding:
         return self.engine.store.units[EMBED].layout.view(slab, self._name)
 
     def landing(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
-        """Gradients of distinct rows (R, H) on their way to host memory; ``room``: for so many at most."""
+        """Return the move that brings the gradients of distinct rows to host memory.
+
+        Args:
+            rows: the rows, shape (R,).
+            outgoing: their gradients on the device, shape (R, H).
+            room: the most rows that the buffer in host memory is made for.
+        """
         engine = self.engine
         if engine.grads.slots is not None and not engine.grads.slots.keeps(EMBED):
             report = engine.grads.squared_norms.landing(EMBED, whole=True)
-            engine.updates.finish()  # the last one of the table reads the slot
+            engine.updates.finish()  # the table's last update reads the slot that is written now
             return Land(engine.grads.slots.rows(rows, room).view(-1), outgoing.view(-1), False, report)
-        # A tied head's gradient has landed on the same table earlier in this pass.
+        # The gradient of a tied head lands in the same slab, earlier in this pass: then the rows are added to it.
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))
         report = engine.grads.squared_norms.landing(EMBED, whole=empty)
         clear = engine.grads.rows_to_clear(rows, empty)
@@ -128,8 +149,8 @@ class StreamedEmbedding:
 def _reject_gradient(grad: torch.Tensor) -> None:
     if grad.any():
         raise StreamingError(
-            "the model reads rows of its input embedding besides the lookup, and they have a gradient, which a streamed model "
-            "does not keep; freeze the embedding (requires_grad_(False))"
+            "the model reads rows of its input embedding outside of a lookup, and these rows got a gradient, which a streamed "
+            "model cannot keep; freeze the embedding (requires_grad_(False))"
         )
 
 
@@ -137,51 +158,55 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _Use:
-    """One lookup: which rows, where each token's row is among them, and for how many rows buffers are made."""
+class _Lookup:
+    """A lookup in the embedding, in one forward.
+
+    Args:
+        embedding: the streamed embedding.
+        rows: distinct rows of the table, shape (R,).
+        positions: the index of each token's row among them, shape (B, T).
+        forward_state: the state of the forward; None if no backward can follow.
+        room: the most rows that buffers are made for.
+    """
 
     def __init__(
         self,
-        table: StreamedEmbedding,
+        embedding: StreamedEmbedding,
         rows: torch.Tensor,
         positions: torch.Tensor,
         forward_state: ForwardState | None,
         room: int,
     ) -> None:
-        self.table, self.rows, self.positions, self.forward_state, self.room = (
-            table,
-            rows,
-            positions,
-            forward_state,
-            room,
-        )
-        padding: int | None = getattr(table.module, "padding_idx", None)
+        self.embedding, self.rows, self.positions = embedding, rows, positions
+        self.forward_state, self.room = forward_state, room
+        padding: int | None = getattr(embedding.module, "padding_idx", None)
         found = (rows == padding).nonzero() if padding is not None else rows.new_empty(0)
         self._padding_position = int(found[0]) if len(found) else None
-        self._weight: torch.Tensor | None = None  # the rows, where the gradient depends on them
+        self._weight: torch.Tensor | None = None  # a copy of the rows, if the gradient depends on their values
 
     def look_up(self, weight: torch.Tensor) -> torch.Tensor:
         """Run the model's own embedding module over these rows (R, H)."""
-        return look_up(self.table.module, weight, self.positions, self._padding_position)
+        return look_up(self.embedding.module, weight, self.positions, self._padding_position)
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        engine = self.table.engine
+        """Return hidden states (B, T, H) from the rows (R, H) on the device."""
+        engine = self.embedding.engine
         with engine.cursor.compute(Kind.FORWARD, EMBED), torch.no_grad():
             hidden = self.look_up(received)
-            if self.forward_state is not None and not self.table.is_linear:
+            if self.forward_state is not None and not self.embedding.is_linear:
                 self._weight = received.clone()
             engine.device.poison(received)
         return hidden
 
     def backward(self, grad: torch.Tensor) -> None:
-        """Sum the gradients of each row on the device, and send only these rows to the host."""
-        table, engine = self.table, self.table.engine
-        shape = (self.rows.numel(), table.width)
+        """Sum the gradient (B, T, H) of hidden states into one gradient per row (R, H), which is copied to the host."""
+        embedding, engine = self.embedding, self.embedding.engine
+        shape = (self.rows.numel(), embedding.width)
         dtype = engine.store.precision.grad_dtype
         outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], dtype, room=self.room * shape[1]).view(shape)
-        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [table.landing(self.rows, outgoing, self.room)])
+        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing(self.rows, outgoing, self.room)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
-            if table.is_linear:  # the gradient does not depend on the values, so one zero stands for all of them
+            if embedding.is_linear:  # the gradient does not depend on the values, so one zero stands for all of them
                 weight = torch.zeros((), dtype=engine.options.compute_dtype, device=grad.device).expand(shape)
             else:
                 assert self._weight is not None
@@ -190,19 +215,21 @@ class _Use:
             with torch.enable_grad():
                 (row_grads,) = torch.autograd.grad(self.look_up(weight), weight, grad)
             outgoing.copy_(row_grads)
-            engine.landed(EMBED, [table._name])
+            engine.landed(EMBED, [embedding._name])
 
 
-class _TableFunction(torch.autograd.Function):
+class _LookupFunction(torch.autograd.Function):
+    """The autograd node of the embedding."""
+
     @staticmethod
-    def forward(ctx: Any, use: _Use, received: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        ctx.use = use
-        return use.forward(received)
+    def forward(ctx: Any, lookup: _Lookup, received: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.lookup = lookup
+        return lookup.forward(received)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        use: _Use = ctx.use
-        assert use.forward_state is not None
-        with use.table.engine.backward_of(use.forward_state):
-            use.backward(grad)
+        lookup: _Lookup = ctx.lookup
+        assert lookup.forward_state is not None
+        with lookup.embedding.engine.backward_of(lookup.forward_state):
+            lookup.backward(grad)
         return None, None, None

@@ -133,11 +133,11 @@ class Engine:
             )
 
     def update_in_backward(self, optimizer: UpdatesInBackward) -> None:
-        """Update units as their gradients land from now on. ConfigError if gradients have been allocated already."""
+        """Update each unit as soon as its gradient lands, from now on. ConfigError if gradients are allocated already."""
         if self.store.has_grads:
             raise ConfigError(
-                "update_in_backward keeps no gradients, but this model has been trained with a gradient store; make the "
-                "optimizer before the first training forward"
+                "update_in_backward keeps no gradients, but this model has been trained with gradients in host memory; make "
+                "the optimizer before the first training forward"
             )
         self.updates.in_backward = optimizer
         self.allocate_grads()
@@ -158,7 +158,7 @@ class Engine:
         )
 
     def expect(self, batch: ExpectedBatch) -> None:
-        """Allocate buffers that grow with the batch for this one at once. A larger batch still gets larger ones."""
+        """Announce the largest batch to come, so that buffers that grow with the batch are allocated once, for this one."""
         self.expected = batch
 
     def awaits_backward(self) -> bool:
@@ -177,7 +177,10 @@ class Engine:
         self._resident_version = -1  # resident weights have to be streamed in
 
     def _drain_if_reshaped(self, keeps: frozenset[int], trained: Mapping[str, list[str]]) -> None:
-        """Drain between passes of different shapes: waits across passes are proven for equal ones. Shapes rarely change."""
+        """Drain if the training passes that follow have another shape, which rarely happens.
+
+        The waits between passes are proven sufficient for passes of equal shape only.
+        """
         shape = (keeps, self.residency, [name for names in trained.values() for name in names])
         if keeps and shape != self._shape:
             self.drain()
@@ -264,9 +267,8 @@ class Engine:
         state = ForwardState(self.store.version, keeps, trained, self._config(), self._find_anchor(trained))
         self._recorded.add(state)
         state.head_grads = head_grads
-        if (
-            self._graphs.holder is None
-        ):  # there is room for the graphs of one forward; a second one recomputes all blocks
+        # There is room for the graphs of one forward; another one before its backward recomputes all blocks.
+        if self._graphs.holder is None:
             first = self.parts.num_blocks - self.residency.graphs
             state.graphs = frozenset(index for index in keeps if index >= first)
             self._graphs.take(state)
@@ -336,7 +338,10 @@ class Engine:
         Variable._execution_engine.queue_callback(self._end_of_graph)
 
     def _free_head_buffer(self, state: ForwardState) -> None:
-        """Take the head's buffer for a backward. Gradients that another forward left there are computed again in its own."""
+        """Take the head's gradient buffer for a backward.
+
+        Gradients that another forward has left there are lost; that forward's own backward recomputes them.
+        """
         holder = self.head_buffer.holder
         if holder is not None and holder is not state:
             holder.head_grads = False
@@ -358,15 +363,15 @@ class Engine:
     def _end_of_graph(self) -> None:
         """End the pass, and call hooks. Autograd calls this when its graph is done."""
         self._finish_backward()
-        whole, self.after_next_backward = self.after_next_backward, None
-        if whole is not None:
-            whole()
+        callback, self.after_next_backward = self.after_next_backward, None
+        if callback is not None:
+            callback()
         names, self._after_grad = self._after_grad, {}
         for name in names:
             call_after_grad(self.refs[name].param)
 
     def _finish_backward(self) -> None:
-        """End the running backward, if there is one: its gradients are on their way, or have been applied."""
+        """End the running backward, if there is one. Its gradients are landing, or are being applied."""
         running, self.backward = self.backward, None
         if running is None:
             return
@@ -387,7 +392,7 @@ class Engine:
     # Update
 
     def run_update(self, schedule: Pass, moves: Mapping[str, Sequence[Move]], table: TableUpdate | None) -> None:
-        """Issue an update pass. A fault before an operation leaves the rest pending; the next use continues with it.
+        """Issue an update pass. If a fault interrupts it, the remaining operations stay pending until the next use.
 
         Args:
             schedule: the pass over all units except the embedding.
@@ -403,7 +408,7 @@ class Engine:
         self.cursor.finish()
 
     def _moves(self, op: Op) -> Sequence[Move] | None:
-        """Return what an operation of the starting pass moves; None if only the batch will tell (`Cursor.bind`)."""
+        """Return the moves of an operation of the starting pass; None if they depend on the batch (see `Cursor.bind`)."""
         if op.kind == Kind.UPDATE:  # the embedding's, or in a backward the unit's own, for which see `landed`
             return None if self.updates.table is None or self.backward is not None else self.updates.table.rest()
         if op.kind == Kind.STREAM_OUT and op.unit != EMBED:
@@ -429,7 +434,7 @@ class Engine:
             self.cursor.forget()
 
     def synchronize(self) -> None:
-        """Block until all updates are done, and take over what others have written, so that weights are current."""
+        """Block until all updates are done, and take over weights that other code has written."""
         self.check_alive()
         self.drain()
         self.foreign_writes.follow()
@@ -444,14 +449,14 @@ class Engine:
         self.hand_out_weight()
 
     def hand_out_weight(self) -> None:
-        """Wait for the updates of the weights before somebody reads or writes one."""
-        if self.cursor.active:  # only those that have begun in the running pass; the rest come after
+        """Wait for updates of the weights before other code reads or writes one."""
+        if self.cursor.active:  # updates of the running pass that are not issued yet come after the access
             self.updates.wait(self.cursor.update_tasks())
         else:
             self.updates.finish()
 
     def hand_out_grad(self, param: nn.Parameter) -> None:
-        """Wait until a gradient has landed and no update needs it any more, before somebody reads or writes it."""
+        """Wait until a gradient has landed, and no update reads it any more, before other code reads or writes it."""
         name = self._name_of.get(id(param))
         if name is None:
             return
@@ -477,14 +482,14 @@ class Engine:
             raise
 
     def clear_grads(self) -> None:
-        """Mark all gradients empty, and forget a fault that made them incomplete. No memory is written."""
+        """Mark all gradients empty, and valid again after a fault. No memory is written."""
         self.wait_for_grads()
         self.grads.clear()
 
     # Faults
 
     def check_alive(self) -> None:
-        """Continue an update pass that was broken off. PartialUpdateError if an update failed half-way."""
+        """Continue an update pass that was interrupted. PartialUpdateError if an update failed half-way."""
         self.updates.partial_update.require_complete()
         if self.cursor.schedule is not None and self.cursor.schedule.name == "update":
             self.cursor.finish()
@@ -506,7 +511,7 @@ class Engine:
         self._graphs.release()
 
     def _quiesce(self) -> None:
-        """Wait until nothing runs. An update that a fault kept from beginning raises it here, and stays pending."""
+        """Wait until the device is idle. An update that could not begin raises its error here, and stays pending."""
         for _ in self.store.units:
             # Raising the error of a failed update clears it. One that failed inside a kernel is a partial update already.
             with suppress(Exception):

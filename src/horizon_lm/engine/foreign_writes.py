@@ -1,4 +1,4 @@
-"""Detect what other code does to the weights of a streamed model.
+"""Detect writes by other code to the weights of a streamed model.
 
 Writes through torch increase a tensor's version counter, except those of fused optimizers, which torch announces with a
 hook. Memory that is written behind torch's back (numpy, raw pointers) goes unnoticed, as it does in plain autograd.
@@ -19,7 +19,7 @@ from horizon_lm.store.store import Store
 
 
 class ForeignWrites:
-    """Follows writes by other code to the parameters of a model."""
+    """Detects writes by other code to the parameters of a model, and takes them over."""
 
     def __init__(self, refs: Mapping[str, ParamRef], store: Store) -> None:
         self._store = store
@@ -31,10 +31,10 @@ class ForeignWrites:
         watch_optimizers()
 
     def follow(self, with_low_halves: bool = False) -> None:
-        """Take over the weights that others have written since the last call.
+        """Take over the weights that other code has written since the last call.
 
         Args:
-            with_low_halves: the low halves of their fp32 masters, if there are any, were written as well.
+            with_low_halves: the low halves of fp32 masters, in a precision that has them, were written as well.
         """
         written = self._find_written()
         if not written:
@@ -84,7 +84,7 @@ class ForeignWrites:
 
 @cache
 def watch_optimizers() -> None:
-    """Register hooks, once a process, that announce every optimizer's step to the engines of its parameters."""
+    """Register hooks, once per process, that announce every optimizer's step to the engines of its parameters."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -100,7 +100,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _engines(optimizer: Any) -> Iterator[Any]:
-    """Return the engines of the parameters that another optimizer than ours updates."""
+    """Return the engines whose parameters an optimizer updates; none for our own, which updates slabs directly."""
     if getattr(type(optimizer), "updates_slabs", False):
         return
     yield from _owners(param for group in optimizer.param_groups for param in group["params"])

@@ -1,4 +1,7 @@
-"""What a forward keeps for its backward: boundaries, leases of their buffers, and the anchor in the autograd graph."""
+"""The state of a forward that its backward needs: boundaries, leases of their buffers, and the anchor in autograd's graph.
+
+A boundary is the input of a block, kept from the forward to the backward: its activation checkpoint.
+"""
 
 import weakref
 from dataclasses import dataclass, field
@@ -13,7 +16,12 @@ from horizon_lm.errors import StreamingError
 
 
 class Anchor:
-    """See the module's description. One anchor serves every forward, until other parameters are trained."""
+    """A tensor that all autograd nodes of a streamed model take as an input, and that depends on the trained parameters.
+
+    Nodes do not take the parameters themselves, whose gradients never pass through autograd. Without the anchor, autograd
+    would skip a node whose other inputs need no gradient. Its sentinel tells whether a backward runs the whole graph. One
+    anchor serves every forward, until other parameters are trained.
+    """
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
@@ -22,11 +30,13 @@ class Anchor:
         self.tensor: torch.Tensor = _Anchor.apply(sentinel, *params)
 
     def sees_whole_backward(self) -> bool:
-        """Return false in a backward that was restricted to some tensors: ``backward(inputs=...)``, ``autograd.grad``."""
+        """Return false in a backward restricted to some tensors: ``backward(inputs=...)`` or ``torch.autograd.grad``."""
         return torch._C._will_engine_execute_node(self._sentinel)
 
 
 class _Anchor(torch.autograd.Function):
+    """The autograd node of an anchor; it gives no gradient to anything."""
+
     @staticmethod
     def forward(ctx: Any, sentinel: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
         ctx.num_inputs = 1 + len(params)
@@ -39,18 +49,20 @@ class _Anchor(torch.autograd.Function):
 
 
 class ForwardState:
-    """One recorded forward. Autograd's nodes hold it; when the last one is gone, what it holds is free again.
+    """The state of a recorded forward. Autograd's nodes hold it; when the last one is freed, so are its buffers.
 
     Attributes:
-        version: of the weights it was computed with.
-        keeps: blocks with a boundary.
-        trained: names of the parameters of each unit that were trained then.
-        config: the model's settings, as comparable values.
-        anchor: what its autograd nodes depend on.
-        graphs: of these blocks the whole computation is kept, so that it is not repeated.
-        boundaries: buffers in host memory, by block; a boundary is in the first bytes of its own.
-        boundary_bytes: of each boundary.
-        head_grads: the head's gradients were made in this forward and are in the head's buffer.
+        version: version of the weights that it was computed with.
+        keeps: blocks whose boundary is kept.
+        trained: full names of the parameters that were trained then, by unit.
+        config: the model's config, as comparable values.
+        anchor: the input that all its autograd nodes share.
+        graphs: blocks whose autograd graph is kept on the device, so that they are not recomputed.
+        boundaries: buffers in host memory, by block; a boundary takes the first bytes of its buffer.
+        boundary_bytes: bytes of each boundary.
+        offloads: the copies of boundaries to host memory, by block.
+        head_grads: the head's gradients were computed in this forward and are in the head's buffer.
+        consumed: its backward has run, or a fault made it impossible.
     """
 
     def __init__(
@@ -69,11 +81,16 @@ class ForwardState:
         self.consumed = False
 
     def boundary(self, block: int) -> torch.Tensor:
-        """The host copy of a block's boundary, as bytes."""
+        """Return the host copy of a block's boundary, as bytes."""
         return self.boundaries[block][: self.boundary_bytes]
 
     def check_usable(self, version: int, config: Any) -> None:
-        """StreamingError if a backward through this forward would be wrong."""
+        """Raise StreamingError if a backward through this forward would compute wrong gradients.
+
+        Args:
+            version: the present version of the weights.
+            config: the model's present config, as comparable values.
+        """
         if self.consumed:
             raise StreamingError(
                 "backward was called a second time on the same forward. A streamed model frees what it kept, so "
@@ -86,7 +103,7 @@ class ForwardState:
             )
         if self.config != config:
             raise StreamingError(
-                "the model's config was changed between this forward and its backward, which computes the blocks again; "
+                "the model's config was changed between this forward and its backward, which recomputes the blocks; "
                 "change it (set_attn_implementation, for example) before the forward"
             )
 
@@ -124,45 +141,52 @@ class RunningBackward:
 
     @property
     def trained(self) -> dict[str, list[str]]:
-        """Full names of the parameters that required a gradient in the forward, by unit."""
+        """The full names of the parameters that required a gradient in the forward, by unit."""
         return self.state.trained
 
 
 class BufferLease:
-    """Something of which there is one, taken by a forward until its backward is over or it is abandoned."""
+    """A resource that one forward at a time can hold, until its backward is over or the forward is dropped."""
 
     def __init__(self) -> None:
         self._holder: weakref.ref[ForwardState] | None = None
 
     @property
     def holder(self) -> ForwardState | None:
+        """The forward that holds the resource; None if it is free."""
         forward_state = self._holder() if self._holder is not None else None
         return None if forward_state is None or forward_state.consumed else forward_state
 
     def take(self, forward_state: ForwardState) -> None:
+        """Give the resource to a forward. The reference is weak, so a forward that is dropped gives it back."""
         self._holder = weakref.ref(forward_state)
 
     def release(self) -> None:
+        """Take the resource back."""
         self._holder = None
 
 
 class BoundaryPool:
-    """Host memory for boundaries: buffers of one size, that of the largest batch, whatever batches use of them.
+    """Host memory for boundaries: equal buffers, as large as the largest batch needs.
 
-    One buffer a block serves batches of every length. What an abandoned forward was still copying is waited for first.
+    So one buffer per block serves batches of every length, and page-locked memory does not grow with the variety of lengths.
+    A buffer that a dropped forward was still being copied to is reused only after that copy.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._size = 0  # bytes of a buffer
-        self._free: list[tuple[torch.Tensor, Task | None]] = []
+        self._free: list[tuple[torch.Tensor, Task | None]] = []  # buffers, and the last copy to each
         self.num_bytes = 0
 
     def take(self, forward_state: ForwardState, block: int, num_bytes: int, largest: int = 0) -> torch.Tensor:
-        """The first ``num_bytes`` of a uint8 buffer that returns to the pool when ``forward_state`` is gone.
+        """Return the first bytes of a uint8 buffer, which goes back to the pool when the forward's state is freed.
 
         Args:
-            largest: bytes that a later batch will ask for, if that is known: a larger buffer has to be made only once.
+            forward_state: the forward that takes it.
+            block: the block whose boundary it is for.
+            num_bytes: bytes of the boundary.
+            largest: bytes that a later batch will need, if known, so that buffers need not be replaced then.
         """
         self._size = max(self._size, num_bytes, largest)
         buffer = self._find()
@@ -177,7 +201,7 @@ class BoundaryPool:
         return forward_state.boundary(block)
 
     def _find(self) -> torch.Tensor | None:
-        """Return a free buffer that is large enough. Those that are not are freed on the way."""
+        """Return a free buffer that is large enough; free those that are not. None if there is none."""
         is_idle = False
         while self._free:
             buffer, task = self._free.pop()
@@ -193,7 +217,7 @@ class BoundaryPool:
         return None
 
     def release(self, forward_state: ForwardState) -> None:
-        """Take back now what a forward holds: it failed, though a traceback may keep it alive."""
+        """Take back a failed forward's buffers now: a traceback may keep its state alive for long."""
         self._give_back(forward_state.boundaries, forward_state.offloads)
 
     def _give_back(self, boundaries: dict[int, torch.Tensor], offloads: dict[int, Task]) -> None:

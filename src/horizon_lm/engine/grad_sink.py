@@ -1,4 +1,4 @@
-"""Gradients of a block's parameters on their way from autograd into a slot."""
+"""Take the gradients of a block's parameters from autograd, one by one, into a gradient slot."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,48 +13,51 @@ from horizon_lm.store.store import SlabLayout
 
 
 class GradSink:
-    """Takes each parameter's gradient as autograd finishes it, so that only one of them exists besides the slot."""
+    """Moves each parameter's gradient into the slot as soon as autograd has computed it.
+
+    So at most one gradient exists on the device in addition to the slot, however large the block is.
+    """
 
     def __init__(self, engine: Engine, index: int) -> None:
         self._engine, self._index = engine, index
         self._trained = set(engine.trained(block(index)))
-        self._taken = _Taken(engine.store.units[block(index)].grad_layout)
+        self._slot = _Slot(engine.store.units[block(index)].grad_layout)
         self._prefix = f"{engine.parts.block_prefix}.{index}."
 
     def leaves(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return fresh leaves over a block's weights on the device, by their names inside the block."""
-        return _fresh_leaves(views, self._prefix, self._trained, self._taken.hook)
+        return _fresh_leaves(views, self._prefix, self._trained, self._slot.hook)
 
     def traps(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return such leaves for a graph that nobody may differentiate."""
+        """Return leaves likewise, for a graph that must not be differentiated: a gradient that reaches one is an error."""
         leaves = _fresh_leaves(views, self._prefix, self._trained, None)
         set_traps(leaves.values())
         return leaves
 
     def open(self) -> None:
-        """The block's backward begins: the slot is its own now."""
+        """Take the slot for the block's backward, which begins now."""
         memory = self._engine.memory
         if self._trained:
             slot = memory.accumulator[0] if memory.accumulates else memory.outgoing_grads(self._index)
-            self._engine.device.poison(slot)
-            self._taken.slot = slot
+            self._engine.device.poison(slot)  # every element is to be written
+            self._slot.buffer = slot
 
     def close(self) -> list[str]:
-        """Return the parameters that got a gradient. The rest of the slot becomes zeros: unused ones, and padding."""
+        """Return the parameters that got a gradient, and fill the rest of the slot (unused parameters, padding) with zeros."""
         if self._trained:
-            self._taken.zero_the_rest()
-        return [name for name in self._taken.layout if name in self._taken.written]
+            self._slot.zero_the_rest()
+        return [name for name in self._slot.layout if name in self._slot.written]
 
 
 @contextmanager
 def trapped_graph() -> Iterator[None]:
-    """Inside, autograd saves nothing: differentiating what is computed there is an error."""
+    """Context manager: save nothing for a backward, so that to differentiate the graph made here is an error."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _reject_gradient):
         yield
 
 
 def set_traps(leaves: Iterable[torch.Tensor]) -> None:
-    """Make a gradient that reaches one of these leaves an error."""
+    """Raise StreamingError when a gradient reaches one of these leaves."""
     for leaf in leaves:
         if leaf.requires_grad:
             leaf.register_hook(_reject_gradient)
@@ -62,9 +65,9 @@ def set_traps(leaves: Iterable[torch.Tensor]) -> None:
 
 def _reject_gradient(_: Any) -> Any:
     raise StreamingError(
-        "a loss depends on an activation that a forward hook inside a block kept. A streamed block is computed again for "
-        "its backward, so such an activation has no gradient here. Use output_hidden_states=True, or a hook on the whole "
-        "block, whose output keeps its gradient."
+        "a loss depends on an activation that a forward hook inside a block kept. A streamed block is recomputed in the "
+        "backward, so the kept activation gets no gradient. Use output_hidden_states=True, or a hook on the whole block, "
+        "whose output keeps its gradient."
     )
 
 
@@ -82,31 +85,39 @@ def _fresh_leaves(
     return leaves
 
 
-class _Taken:
-    """What the hooks know. The leaves know the hooks, and a kept graph the leaves: an engine in here would never be freed."""
+class _Slot:
+    """The gradient slot of a block, and the parameters whose gradients are in it.
+
+    The hooks refer to this object instead of the sink. A kept graph refers to its leaves, and they to their hooks: a reference
+    from here to the engine would close a cycle, and the engine would never be freed.
+    """
+
+    buffer: torch.Tensor
 
     def __init__(self, layout: SlabLayout) -> None:
         self.layout = layout
         self.written: set[str] = set()
-        self.slot: torch.Tensor
 
     def hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        """Return the hook of a parameter's leaf."""
+
         def take(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
-            target = self.layout.view(self.slot, name)
+            target = self.layout.view(self.buffer, name)
             with torch.no_grad():
-                if name in self.written:
+                if name in self.written:  # by an earlier micro-batch
                     target.add_(leaf.grad)
                 else:
                     target.copy_(leaf.grad)
             self.written.add(name)
-            leaf.grad = None
+            leaf.grad = None  # its memory is free for the next gradient
 
         return take
 
     def zero_the_rest(self) -> None:
+        """Fill what no gradient was written to with zeros."""
         for name in self.layout:
             if name not in self.written:
-                self.layout.view(self.slot, name).zero_()
-        for gap in self.layout.gaps(self.slot):
+                self.layout.view(self.buffer, name).zero_()
+        for gap in self.layout.gaps(self.buffer):
             gap.zero_()

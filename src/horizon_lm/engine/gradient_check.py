@@ -1,8 +1,8 @@
-"""Comparing some blocks with plain autograd, on the device, in one training step.
+"""Compare some blocks with plain autograd, on the device, in one training step.
 
-A block is computed again the plain way: uncompiled, with weights copied straight from host memory, with attention by
-plain kernels, once in float32 and once in the dtype of training. What the engine made of it (outputs, gradients of
-inputs, gradients in host memory) may be off from float32 by a few times what plain computation in that dtype is.
+The reference is computed without the engine: the block uncompiled, its weights copied straight from host memory, attention
+by plain kernels; once in float32 and once in the dtype of training. The engine's gradients (of the block's inputs, and of
+its parameters in host memory) may differ from the float32 ones by a few times as much as plain autograd in that dtype does.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,34 +10,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horizon_lm.engine.executor import Engine
-from horizon_lm.engine.micro_batches import slice_rows
+from horizon_lm.engine.micro_batches import Rows, rows_of_output, run_block, slice_all
 from horizon_lm.engine.recompute import no_autocast_cache, replaying
 from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import GradientMismatchError
-from horizon_lm.model import capture
-from horizon_lm.model.attention import attending, plain_kernels
+from horizon_lm.model.attention import plain_kernels
 from horizon_lm.schedule.ops import block
 
 if TYPE_CHECKING:
     from horizon_lm.engine.block_autograd import BlockAutograd
 
-_TIMES = 4.0  # what plain computation in the dtype of training may be off by
-_FLOOR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of a tensor's norm; of less nothing is said
-_NOISE = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 1e-3,
-    torch.float16: 1e-3,
-}  # of a block's gradients, root mean square: zero but for rounding
+_TIMES = 4.0  # a gradient may be off by so many times the error of plain autograd in the dtype of training
+_FLOOR = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 2e-2,
+    torch.float16: 2e-3,
+}  # allowed at least, relative to the tensor's norm
+# Also allowed, relative to the root mean square of all the block's gradients: some gradients are zero but for rounding (the
+# bias of a key projection, for example), so their own norm is no measure.
+_NOISE = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 
-Values = dict[str, torch.Tensor]
+Grads = dict[str, torch.Tensor]  # by the parameter's name inside the block, or a description of the input
 
 
 class GradientCheck:
-    """See the module's description.
+    """Compares the gradients of some blocks with those of plain autograd; see the module's description.
 
     Args:
-        engine: of the model.
-        num_blocks: to compare, spread over the model.
+        engine: the model's engine.
+        num_blocks: the number of blocks to compare, spread evenly over the model.
     """
 
     def __init__(self, engine: Engine, num_blocks: int) -> None:
@@ -45,22 +46,25 @@ class GradientCheck:
         last = engine.parts.num_blocks - 1
         count = min(num_blocks, last + 1)
         self.indices = {round(i * last / max(1, count - 1)) for i in range(count)}
-        self._expected: dict[str, tuple[torch.Tensor, float]] = {}  # by parameter: gradient, and how far it may be off
+        self._expected: dict[str, tuple[torch.Tensor, float]] = {}  # by parameter: gradient, and the error allowed
 
     def compare_block(
         self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], input_grads: list[Any]
     ) -> None:
-        """Compare what a block's node computed; its parameters' gradients are compared when they have landed.
+        """Compare the gradients of a block's inputs now, and remember those expected of its parameters.
 
         Args:
-            node: after its backward.
-            inputs: of its forward, kept apart.
-            grads: that its outputs got.
-            input_grads: that it made.
+            node: the block's node, after its backward.
+            inputs: copies of the inputs of its forward.
+            grads: the gradients of its outputs.
+            input_grads: the gradients that it computed for its inputs.
+
+        Raises:
+            GradientMismatchError: a gradient differs by more than is allowed.
         """
         dtype = self._engine.options.compute_dtype
-        plain = self._plainly(node, inputs, grads, dtype)
-        exact = plain if dtype == torch.float32 else self._plainly(node, inputs, grads, torch.float32)
+        plain = self._plain_grads(node, inputs, grads, dtype)
+        exact = plain if dtype == torch.float32 else self._plain_grads(node, inputs, grads, torch.float32)
         bounds = _bounds(exact, plain, dtype)
         got = {_input(i): g for i, g in enumerate(input_grads) if g is not None}
         for name, tensor in got.items():
@@ -68,34 +72,40 @@ class GradientCheck:
         for name in self._engine.trained(block(node.index)):
             inner = name.removeprefix(f"{node.module.name}.")
             if inner in exact:
+                # In host memory a gradient has the store's dtype: one more rounding than on the device.
                 rounding = torch.finfo(self._engine.store.precision.grad_dtype).eps * float(exact[inner].norm())
                 self._expected[name] = exact[inner].cpu(), bounds[inner] + rounding
 
     def compare_landed(self) -> None:
-        """Compare gradients in host memory. They were empty before the backward."""
+        """Compare gradients in host memory, which must have been empty before the backward.
+
+        Raises:
+            GradientMismatchError: a gradient differs by more than is allowed.
+        """
         self._engine.wait_for_grads()
         for name, (expected, bound) in self._expected.items():
             _require_close(name, self._engine.store.grad(name), expected, bound)
         self._expected = {}
 
-    def _plainly(
+    def _plain_grads(
         self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype
-    ) -> Values:
-        """Return all gradients of a block in plain autograd, in that dtype; by name of the parameter, or of the input.
+    ) -> Grads:
+        """Return all gradients of a block in plain autograd, in that dtype.
 
-        All rows at once: that micro-batches are put together rightly is compared, too. Where a block draws numbers, they
-        follow the micro-batch, and so does this.
+        All rows are computed at once, so that the comparison covers how micro-batches are cut and put together, too. A block
+        that draws random numbers (dropout) draws them per micro-batch, so there the reference is computed likewise.
         """
         whole = [(0, node.num_rows)]
         try:
-            return self._of_rows(node, inputs, grads, dtype, whole)
+            return self._grads_of_rows(node, inputs, grads, dtype, whole)
         except _DrawsNumbersError:
-            return self._of_rows(node, inputs, grads, dtype, node.micro_batches)
+            return self._grads_of_rows(node, inputs, grads, dtype, node.micro_batches)
 
-    def _of_rows(
+    def _grads_of_rows(
         self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype,
-        ranges: list[tuple[int, int]],
-    ) -> Values:  # fmt: skip
+        ranges: list[Rows],
+    ) -> Grads:  # fmt: skip
+        """Return the gradients summed over these row ranges. Raise _DrawsNumbersError if their number matters."""
         engine = self._engine
         params = {
             name: engine.store.weight(f"{node.module.name}.{name}")
@@ -108,22 +118,19 @@ class GradientCheck:
             for t in inputs
         ]
         dims = node.dims if len(ranges) > 1 else [None] * len(leaves)
-        for number, (start, stop) in enumerate(ranges):
+        for number, rows in enumerate(ranges):
             with (
                 torch.enable_grad(), no_autocast_cache(), node.module.bound(params), node.module.in_mode(node.mode),
-                replaying(engine.device, node.kept.states[number]), attending(node.segments, start, stop),
-                plain_kernels(), capture.capture(node.keys) as captured,
+                replaying(engine.device, node.saved.rng_states[number]), plain_kernels(),
             ):  # fmt: skip
-                part = [slice_rows(t, d, start, stop) for t, d in zip(leaves, dims, strict=True)]
+                args, kwargs = node.call.rebuild(slice_all(leaves, dims, rows))
                 before = torch.get_rng_state()
-                args, kwargs = node.call.rebuild(part)
-                output = node.module.forward(*args, plainly=True, **kwargs)
+                output = run_block(node.module, args, kwargs, node.keys, node.segments, rows, uncompiled=True)
                 if len(ranges) < len(node.micro_batches) and not torch.equal(before, torch.get_rng_state()):
                     raise _DrawsNumbersError
-            tensors = Tree((output, captured)).tensors
             pairs = [
-                (t, _rows_of(g, t, start, stop, len(ranges)).to(t.dtype))
-                for t, g in zip(tensors, grads, strict=True)
+                (t, (g if len(ranges) == 1 else rows_of_output(g, t, rows)).to(t.dtype))
+                for t, g in zip(Tree(output).tensors, grads, strict=True)
                 if g is not None and t.requires_grad
             ]
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
@@ -132,20 +139,15 @@ class GradientCheck:
 
 
 class _DrawsNumbersError(Exception):
-    """A block's forward advances a generator, as dropout does."""
+    """A block's forward draws random numbers, as dropout does."""
 
 
 def _input(index: int) -> str:
     return f"gradient of input {index}"
 
 
-def _rows_of(grad: torch.Tensor, output: torch.Tensor, start: int, stop: int, ranges: int) -> torch.Tensor:
-    per_row = output.shape[0] // (stop - start) if output.ndim else 0
-    return grad if ranges == 1 else grad[start * per_row : stop * per_row]
-
-
-def _bounds(exact: Values, plain: Values, dtype: torch.dtype) -> dict[str, float]:
-    """How far a gradient may be off: a few times what plain computation in ``dtype`` is, and at least some rounding."""
+def _bounds(exact: Grads, plain: Grads, dtype: torch.dtype) -> dict[str, float]:
+    """Return the allowed error of each gradient, as a norm: a few times that of plain autograd in ``dtype``, and some rounding."""
     numel = sum(t.numel() for t in exact.values())
     rms = (sum(float(t.square().sum()) for t in exact.values()) / max(1, numel)) ** 0.5
     return {
@@ -163,6 +165,6 @@ def _require_close(name: str, got: torch.Tensor, expected: torch.Tensor, bound: 
     if not off <= bound:
         norm = float(expected.norm())
         raise GradientMismatchError(
-            f"check_gradients: {name} differs from plain autograd by {off:.3g}, where its norm is {norm:.3g} and {bound:.3g} is "
+            f"check_gradients: {name} differs from plain autograd by {off:.3g}; its norm is {norm:.3g}, and {bound:.3g} is "
             "allowed. Set compile=False, or another attn_implementation, to find the kernel that is wrong; please report it."
         )

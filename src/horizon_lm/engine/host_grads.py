@@ -1,4 +1,10 @@
-"""Gradients in host memory: which exist, which are landing, and how the next ones are added to them."""
+"""Gradients in host memory: which exist, which are still landing, and how the next ones are added to them.
+
+A gradient lands when it arrives in host memory. On the way, its squares are summed for the gradient norm, so that clipping
+does not read all gradients once more.
+
+Shapes: R distinct rows of the embedding, H hidden size, V vocabulary.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -15,35 +21,42 @@ from horizon_lm.store.store import Store
 
 
 class SquaredNorms:
-    """By unit, the sum of squares of its gradient slab as it is stored; unknown where somebody else may have written."""
+    """The sum of squares of each unit's gradient slab, as it is stored; unknown if other code may have written to the slab."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[SquaredNorm]] = {}
 
     def landing(self, unit: str, whole: bool) -> Callable[[SquaredNorm], None]:
-        """What reports of a landing go to: of the whole slab, or of a change to it."""
+        """Return the function to report the sum of squares of a landing to.
+
+        Args:
+            unit: the unit.
+            whole: the reports cover the whole slab; else they are the changes of its sum of squares.
+        """
         if whole:
             self._sums[unit] = []
         sums = self._sums.get(unit)
-        return (lambda value: None) if sums is None else sums.append
+        return (lambda value: None) if sums is None else sums.append  # a change of an unknown sum is of no use
 
     def forget(self, unit: str) -> None:
-        """The slab may be changed by others."""
+        """Forget the sum of a unit, whose slab other code may change from now on."""
         self._sums.pop(unit, None)
 
     def clear(self) -> None:
+        """Forget all sums."""
         self._sums.clear()
 
     def of(self, unit: str) -> float | None:
-        """The sum, or None if it is unknown. Every landing must be finished."""
+        """Return the sum of squares of a unit; None if it is unknown. All landings must be finished."""
         sums = self._sums.get(unit)
         return None if sums is None else float(sum(float(value) for value in sums))
 
 
 class LandingSlots:
-    """Two slots of the largest block, and one each for the head, the outer parameters, and the table's rows.
+    """The host buffers that gradients land in with ``update_in_backward``, which keeps no gradient slabs.
 
-    A tied table is the exception: gradients of the head and of the rows add up there, in a slab of its own.
+    Blocks take turns in two slots of the largest block; the head, the outer parameters and the embedding's rows have one each.
+    The exception is a tied embedding, which keeps its slab: the gradients of head and rows are added up there.
     """
 
     def __init__(self, store: Store, device: Device, parts: ModelParts) -> None:
@@ -56,19 +69,20 @@ class LandingSlots:
         (table,) = store.units[EMBED].layout.entries.values()
         self._width = table.shape[1]
         self._rows = self._new(0)
-        self._landed_rows: torch.Tensor | None = None
+        self._landed_rows: torch.Tensor | None = None  # (R,)
 
     def _new(self, numel: int) -> torch.Tensor:
+        """Return a new slot, and count its bytes."""
         num_bytes = numel * self._dtype.itemsize
         self._store.num_bytes["landing"] = self._store.num_bytes.get("landing", 0) + num_bytes
         return self._device.host_buffer(num_bytes).view(self._dtype) if numel else torch.empty(0, dtype=self._dtype)
 
     def keeps(self, unit: str) -> bool:
-        """Whether a unit has a gradient slab in the store all the same."""
+        """Return whether a unit has a gradient slab in the store all the same."""
         return self._tied and unit == EMBED
 
     def of(self, unit: str) -> torch.Tensor:
-        """The slot of a unit other than the table, as long as its gradient slab would be."""
+        """Return the slot of a unit other than the embedding, as long as its gradient slab would be."""
         if unit == HEAD:
             assert self._head is not None
             return self._head
@@ -76,18 +90,23 @@ class LandingSlots:
         return slot[: self._store.units[unit].grad_layout.numel]
 
     def rows(self, rows: torch.Tensor, room: int) -> torch.Tensor:
-        """The slot of an untied table's rows (R, H), made for ``room`` rows. No update may be reading it any more."""
+        """Return the slot (R, H) for gradients of an untied embedding's rows. No update may be reading it any more.
+
+        Args:
+            rows: the rows, shape (R,).
+            room: rows to allocate at least, if a slot must be allocated.
+        """
         width = self._width
-        numel = (rows.numel() + 1) * width
+        numel = (rows.numel() + 1) * width  # and a row of zeros, the gradient of all other rows
         if numel > self._rows.numel():
             self._release_rows()
             self._rows = self._new(max(numel, (room + 1) * width))
         self._landed_rows = rows
-        self._rows[rows.numel() * width : numel].zero_()  # for all rows that are not there
+        self._rows[rows.numel() * width : numel].zero_()
         return self._rows[: rows.numel() * width].view(rows.numel(), width)
 
     def _release_rows(self) -> None:
-        """Free the slot of rows: a larger one takes its place."""
+        """Free the slot of rows, which a larger one replaces."""
         old, self._rows = self._rows, torch.empty(0, dtype=self._dtype)
         if old.numel():
             self._device.synchronize()  # gradients of an earlier backward may still be landing in it
@@ -95,7 +114,7 @@ class LandingSlots:
             self._device.free_host(old)
 
     def table_grads(self) -> TableGrads:
-        """What has landed for the table."""
+        """Return the embedding's gradients that have landed."""
         width = self._width
         if self._tied:
             return TableGrads(self._store.grad(*self._store.units[EMBED].layout), None)
@@ -105,12 +124,15 @@ class LandingSlots:
 
 
 class HostGrads:
-    """A gradient is empty while its parameter's ``grad`` is None; what lands then overwrites, and adds otherwise.
+    """The gradients of a model in host memory.
+
+    A gradient is empty while its parameter's ``grad`` is None. The next one to land overwrites an empty gradient, and is
+    added to any other. So clearing gradients writes no memory.
 
     Attributes:
-        squared_norms: of what has landed, by unit.
-        slots: where gradients land that are not kept; None if all are kept.
-        invalid: a fault left some gradients incomplete, so that no step may use any of them.
+        squared_norms: sums of squares of the landed gradients, by unit.
+        slots: the buffers for gradients that are not kept; None if all are kept.
+        invalid: a fault left some gradients incomplete, so no step may use any of them.
     """
 
     def __init__(self, refs: Mapping[str, ParamRef], store: Store, device: Device) -> None:
@@ -119,32 +141,42 @@ class HostGrads:
         self.slots: LandingSlots | None = None
         self.invalid = False
         self._landing: list[Task] = []
-        self._table_rows: torch.Tensor | None = (
-            None  # of the table's gradient that may hold something; None for any row
-        )
-        self._table_is_ours = True  # nobody else has had the table's gradient in hand, and may write to it
+        # The rows of the embedding's gradient that may be nonzero; None if any may be.
+        self._table_rows: torch.Tensor | None = None
+        self._table_is_ours = True  # no other code has seen the embedding's gradient, and may write to it
 
     def allocate(self, trainable: list[str], units: Iterable[str]) -> None:
-        """Make room for the gradients of these parameters, kept for these units."""
+        """Allocate host memory for gradients.
+
+        Args:
+            trainable: full names of the parameters that get gradients.
+            units: the units whose gradients are kept.
+        """
         self._store.allocate_grads(trainable, set(units))
         self._device.register_host([s.grads for s in self._store.units.values() if s.grads.numel()])
 
     def is_empty(self, name: str) -> bool:
-        """Whether a parameter has no gradient yet, so that the next one overwrites."""
+        """Return whether a parameter has no gradient, so that the next one overwrites."""
         grad = landing_grad(self._refs[name].param)
         if grad is not None and grad.data_ptr() != self._store.grad_address(name):
             raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
         return grad is None
 
     def moves(self, unit: str, source: torch.Tensor) -> list[Move]:
-        """How the gradients in ``source``, laid out as the unit's, get to the host."""
-        if unit == EMBED:  # a tied head's
+        """Return the moves that bring a unit's gradients to host memory.
+
+        Args:
+            unit: the unit.
+            source: its gradients on the device, laid out as its gradient slab.
+        """
+        if unit == EMBED:  # the gradient of a tied head, which has no zero rows
             self._table_rows = None
         slabs = self._store.units[unit]
         report = self.squared_norms.landing(unit, whole=True)
         if self.slots is not None and not self.slots.keeps(unit):
             target = self.slots.of(unit)
             return [Land(target, source[: target.numel()], False, report)]
+        # Usually all gradients of a unit are empty, or none is: then the slab is copied, or added to, as a whole.
         empty = {name: self.is_empty(name) for name in slabs.grad_layout}
         if len(set(empty.values())) == 1:
             return [Land(slabs.grads, source[: slabs.grads.numel()], not next(iter(empty.values())), report)]
@@ -154,11 +186,13 @@ class HostGrads:
         ]
 
     def rows_to_clear(self, rows: torch.Tensor, empty: bool) -> torch.Tensor | slice | None:
-        """Return the rows of the table's gradient to clear before these land; a table is too large to clear every step.
+        """Return the rows of the embedding's gradient to set to zero before others land; None for none.
+
+        The whole gradient (V, H) is too large to clear in every step, so only the rows of the last landing are cleared.
 
         Args:
-            rows: that land; all others shall be zero if the gradient is empty now.
-            empty: see the class.
+            rows: the rows that will land, shape (R,).
+            empty: the gradient is empty, so all other rows must become zero.
         """
         before, self._table_rows = self._table_rows, None
         if not empty:
@@ -168,27 +202,27 @@ class HostGrads:
         return slice(None) if before is None else before
 
     def hand_out(self, unit: str) -> None:
-        """Somebody may read and write the gradients of a unit, now or later."""
+        """Note that other code may read and write a unit's gradients from now on."""
         self.squared_norms.forget(unit)
         if unit == EMBED:
             self._table_is_ours, self._table_rows = False, None
 
     def publish(self, names: Iterable[str]) -> None:
-        """A backward is over: parameters whose gradients are kept have them from now on."""
+        """Set ``grad`` of these parameters to their gradients in host memory, which may still be landing."""
         for name in names:
             param = self._refs[name].param
             if landing_grad(param) is None:
                 set_landing_grad(param, self._store.grad(name))
 
     def land(self, tasks: list[Task]) -> None:
-        """These bring the gradients of a backward that is over."""
+        """Remember the tasks that bring a backward's gradients to host memory, for `wait`."""
         self._landing = tasks
 
     def wait(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""
         try:
             self._device.wait(self._landing)
-        except Exception:  # a copy failed, so a gradient is incomplete; an interrupt only ends the waiting
+        except Exception:  # a copy failed, so a gradient is incomplete; after an interrupt, they land all the same
             self._device.cancel(self._landing)
             self._landing = []
             self.break_off()
@@ -196,17 +230,17 @@ class HostGrads:
         self._landing = []
 
     def break_off(self) -> None:
-        """A fault has left some gradients incomplete."""
+        """Mark the gradients invalid: a fault has left some of them incomplete."""
         self.invalid, self._table_rows = True, None
 
     def clear(self) -> None:
-        """All gradients are empty again, and a fault is forgiven. No memory is written."""
+        """Mark all gradients empty, and valid again. No memory is written."""
         for ref in self._refs.values():
             set_landing_grad(ref.param, None)
         self.squared_norms.clear()
         self.invalid = False
 
     def clear_error_if_no_grads(self) -> None:
-        """A fault does not matter any more once somebody has emptied all gradients by hand."""
+        """Mark the gradients valid again if other code has emptied all of them (``param.grad = None``) after a fault."""
         if self.invalid and all(landing_grad(ref.param) is None for ref in self._refs.values()):
             self.invalid = False

@@ -1,4 +1,7 @@
-"""The head: the output projection, called once with all hidden states (mode ``whole``, and wherever logits are wanted)."""
+"""The LM head over all hidden states at once: ``head="whole"``, and forwards whose caller wants logits.
+
+Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -20,30 +23,30 @@ class LmHead:
         self.engine = engine
         self.module = engine.parts.head
         self._layout = engine.slabs(HEAD).layout
-        modules = {id(module) for module in self.module.modules()}  # several, where an adapter wraps the projection
+        modules = {id(module) for module in self.module.modules()}  # several if an adapter wraps the projection
         places = {
             name: [(module, attribute) for module, attribute in ref.places if id(module) in modules]
             for name, ref in engine.refs.items()
         }
         self._places = {name: places[name] for name in self._layout if places[name]}
-        # A bias beside a tied weight is an outer parameter, which is on the device already.
+        # With a tied weight, the head's slab is the embedding's; a bias is then an outer parameter, on the device already.
         self.outer = {name: found for name, found in places.items() if found and name not in self._layout}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Views of the streamed weights, by full name."""
+        """Return views of the streamed weights, by full name."""
         buffer = self.engine.memory.head_weights[0]
         return {name: self._layout.view(buffer, name) for name in self._places}
 
     def streamed_places(self) -> list[tuple[nn.Module, str]]:
-        """Where the head's modules have streamed weights."""
+        """Return the modules and attributes that hold the head's streamed weights."""
         return [place for places in self._places.values() for place in places]
 
     def outer_weights(self) -> dict[str, torch.Tensor]:
-        """Outer parameters of the head's modules by full name, as they are on the device in a forward."""
+        """Return the outer parameters of the head's modules on the device, by full name."""
         return {name: module._parameters[a] for name, ((module, a), *_) in self.outer.items()}  # type: ignore[misc]
 
     def grads(self) -> dict[str, torch.Tensor]:
-        """Views of the gradient buffer by full name, for what is trained."""
+        """Return views of the gradient buffer for the trained weights, by full name."""
         trained = set(self.engine.trained(HEAD))
         if not trained:
             return {}
@@ -51,7 +54,11 @@ class LmHead:
         return {name: layout.view(buffer, name) for name in self._places if name in trained}
 
     def landed(self, names: Collection[str] | None = None) -> None:
-        """These gradients of the head are in their buffer (None: all of them), whose rest becomes zeros."""
+        """Report that the head's gradients are in their buffer, and fill the rest of it with zeros.
+
+        Args:
+            names: full names of the weights that got a gradient; None for all trained ones.
+        """
         grads = self.grads()
         if grads:
             unused = [grad for name, grad in grads.items() if names is not None and name not in names]
@@ -60,7 +67,7 @@ class LmHead:
             self.engine.landed(HEAD, [name for name in grads if names is None or name in names])
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of all hidden states, differentiable when the forward records."""
+        """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable when the forward records."""
         engine = self.engine
         engine.require_forward("the head")
         forward_state, outer = engine.recording, self.outer_weights()
@@ -74,7 +81,7 @@ class LmHead:
         return logits
 
     def run(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """The model's own head module with these weights, by full name."""
+        """Run the model's own head module with these weights, by full name."""
         places = self._places | self.outer
         with in_place((*place, weight) for name, weight in weights.items() for place in places[name]):
             logits: torch.Tensor = type(self.module).forward(self.module, hidden)
@@ -82,18 +89,27 @@ class LmHead:
 
 
 class _Projection:
-    """One call of the head, with its graph but without the weights: they are streamed in again for the backward."""
+    """A call of the head. Its graph is kept, but without the weights, which are streamed in again for the backward."""
 
     def __init__(self, head: LmHead, forward_state: ForwardState, outer: list[str]) -> None:
         self.head, self.forward_state, self._outer = head, forward_state, outer
-        self.graph: tuple[list[torch.Tensor], torch.Tensor]  # input leaves, logits
-        self._written: set[str] = set()  # weights that got a gradient
+        self.graph: tuple[list[torch.Tensor], torch.Tensor]  # leaves over the inputs, and logits
+        self._written: set[str] = set()  # full names of the weights that got a gradient
 
     def forward(self, needs_grad: tuple[bool, ...], hidden: torch.Tensor, *outer: torch.Tensor) -> torch.Tensor:
+        """Return the logits, and keep their graph.
+
+        Args:
+            needs_grad: the following tensors that need a gradient.
+            hidden: hidden states (B, T, H).
+            outer: outer parameters of the head's modules.
+        """
         head, engine = self.head, self.head.engine
         buffer = engine.memory.head_weights[0]
         storage = buffer.untyped_storage().data_ptr()
 
+        # What autograd saves of the weights is saved as a view's geometry: the backward finds the same values in the same
+        # buffer, but in between the buffer serves others.
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.untyped_storage().data_ptr() != storage:
                 return tensor
@@ -107,7 +123,7 @@ class _Projection:
             trained = head.grads()
             weights = {name: w.detach().requires_grad_(name in trained) for name, w in head.weights().items()}
             for name in trained:
-                weights[name].register_post_accumulate_grad_hook(_landing(head, name, self._written))
+                weights[name].register_post_accumulate_grad_hook(_moving_hook(head, name, self._written))
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 logits = head.run(weights | dict(zip(self._outer, leaves[1:], strict=True)), leaves[0])
             self.graph = (leaves, logits)
@@ -115,6 +131,7 @@ class _Projection:
         return logits.detach()
 
     def backward(self, grad: torch.Tensor) -> list[torch.Tensor | None]:
+        """Return the gradients of the inputs from that of the logits (B, T, V)."""
         head, engine = self.head, self.head.engine
         leaves, logits = self.graph
         del self.graph
@@ -126,8 +143,12 @@ class _Projection:
         return [leaf.grad for leaf in leaves]
 
 
-def _landing(head: LmHead, name: str, written: set[str]) -> Callable[[torch.Tensor], None]:
-    """A hook that moves a gradient into its buffer. It must not know the graph that knows it: nothing would free them."""
+def _moving_hook(head: LmHead, name: str, written: set[str]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that moves a gradient into the head's buffer.
+
+    It refers to the set of written names only, not to the projection: the graph refers to the hook, and a reference back to
+    the graph would close a cycle that nothing frees.
+    """
 
     def take(leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
@@ -140,6 +161,8 @@ def _landing(head: LmHead, name: str, written: set[str]) -> Callable[[torch.Tens
 
 
 class _ProjectFunction(torch.autograd.Function):
+    """The autograd node of the head."""
+
     @staticmethod
     def forward(
         ctx: Any, projection: _Projection, anchor: torch.Tensor, hidden: torch.Tensor, *outer: torch.Tensor

@@ -1,4 +1,4 @@
-"""Make a model streamed: one that is built already, one from a folder or hub id, or one from a config."""
+"""Make a streamed model: from a model in memory, from a folder or hub id, or from a config."""
 
 import difflib
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from horizon_lm.store.checkpoint_loader import Checkpoint, load_weights
 from horizon_lm.store.store import Store
 
 _DOWNLOAD = ("revision", "cache_dir", "token", "force_download", "local_files_only")
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # and the values with which that is so
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, and their values that change nothing here
     "low_cpu_mem_usage": (None, True, False),
     "use_safetensors": (None, True),
     "weights_only": (True,),
@@ -40,7 +40,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # and the values with which tha
     "key_mapping": (None,),
     "experts_implementation": (None,),
 }
-_QUANTIZED = "quantized weights are not streamed yet; leave it out, and take precision='bf16' for the least memory"
+_QUANTIZED = "quantized weights are not supported yet; leave it out, and use precision='bf16' for the least memory"
 _DEVICES = "several devices are not supported yet; leave it out"
 _REMEDIES = {
     "device_map": "the weights stay in host memory; leave it out, and choose the device with device='cuda'",
@@ -49,29 +49,29 @@ _REMEDIES = {
     "quantization_config": _QUANTIZED,
     "tp_plan": _DEVICES,
     "device_mesh": _DEVICES,
-    "max_memory": "use device_memory for the bytes that buffers on the device may take",
+    "max_memory": "use device_memory to limit the bytes on the device",
     "offload_folder": "all weights are in host memory already; leave it out",
     "use_safetensors": "only safetensors are read; convert the weights first",
-    "ignore_mismatched_sizes": "weights must fit the model; mend its config, or load it with transformers and stream() it",
-    "output_loading_info": "weights that are missing are an error; leave it out",
-    "variant": "only the usual names of files are read; load it with transformers and stream() it",
+    "ignore_mismatched_sizes": "weights must fit the model; fix its config, or load it with transformers and stream() it",
+    "output_loading_info": "missing weights are an error; leave it out",
+    "variant": "only files with the usual names are read; load it with transformers and stream() it",
     "state_dict": "load the folder's weights first, then use model.load_state_dict()",
     "key_mapping": "load it with transformers and stream() it",
-    "experts_implementation": "experts are computed as transformers does by default; leave it out",
-    "weights_only": "only safetensors are read, which hold nothing but weights; leave it out",
+    "experts_implementation": "experts are computed with the default of transformers; leave it out",
+    "weights_only": "only safetensors are read, which contain nothing but weights; leave it out",
 }
 
 
 def download_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Take what is for downloading out of the options: where a model comes from."""
+    """Remove the options for downloading a model, and return them."""
     return {name: options.pop(name) for name in _DOWNLOAD if name in options}
 
 
 def read_precision(precision: str | None, options: dict[str, Any]) -> str:
-    """Take ``dtype`` (or ``torch_dtype``) out of the options, and return the precision that goes with it.
+    """Remove ``dtype`` (or ``torch_dtype``) from the options, and return the precision that goes with it.
 
     Raises:
-        ConfigError: a dtype that no precision keeps, or another than that of the given precision.
+        ConfigError: no precision has this dtype, or the given precision has another.
     """
     dtype = options.pop("torch_dtype", None)
     dtype = options.pop("dtype", dtype)
@@ -88,7 +88,11 @@ def read_precision(precision: str | None, options: dict[str, Any]) -> str:
 
 
 def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Take what changes the model's config out of the options, as transformers does; ConfigError for what is unknown."""
+    """Remove the options that set attributes of the model's config, as transformers does, and return them.
+
+    Raises:
+        ConfigError: an option is unknown, or not supported.
+    """
     for name, allowed in _WITHOUT_EFFECT.items():
         value = options.pop(name, allowed[0])
         if not any(value is each for each in allowed):
@@ -128,41 +132,42 @@ def stream(
 ) -> Any:
     """Stream a Hugging Face causal language model that is in memory already.
 
-    Its parameters move into the store one by one, and each is freed where it was. The module stays the same object,
-    and so do its parameters.
+    Its parameters are moved into the store one by one, and the memory of each is freed at once. The module and its
+    parameters stay the same objects.
 
     Args:
         model: a transformers causal language model with its weights.
-        device: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` (or ``cuda:1``), ``simulated``, or a `Device`.
-        precision: how weights are kept: ``fp32_master`` (bf16 and 16 low bits, an exact fp32 master), ``bf16``
-            (stochastically rounded updates) or ``float32``.
-        device_micro_batch_size: rows on the device at once inside a block; None for the whole batch.
-        head: ``chunked`` (loss only, logits never whole) or ``whole`` (Hugging Face's own head and loss, with logits).
-        activation_checkpoints: where a block's input waits for the backward: ``device``, ``host``, a number for the device in so many of
-            the last blocks, or ``auto`` for the device as far as there is room. With ``auto``, what room is left then is
-            spent on held blocks, once the first batch is there.
-        resident_blocks: so many of the last blocks keep their weights on the device from forward to backward, so that they are
-            not streamed in a second time; None for none, or with ``auto`` as many as there is room for.
-        resident_graphs: so many of these keep their whole computation, so that it is not repeated in the backward.
+        device: ``auto`` (CUDA if available), ``cpu``, ``cuda`` (or ``cuda:1``), ``simulated``, or a `Device`.
+        precision: the format of weights in host memory: ``fp32_master`` (bf16 and 16 low bits, together an exact fp32
+            master), ``bf16`` (updates are rounded stochastically) or ``float32``.
+        device_micro_batch_size: rows that a block computes at once; None for the whole batch.
+        head: ``chunked`` (loss only; the logits of a batch never exist at once) or ``whole`` (Hugging Face's own head and
+            loss, with logits).
+        activation_checkpoints: the place where the inputs of blocks are kept for the backward: ``device``, ``host``, a number
+            (on the device for that many of the last blocks), or ``auto`` (on the device as far as memory allows). With
+            ``auto``, memory that is then left is used for resident blocks, as planned for the first batch.
+        resident_blocks: the number of blocks, from the last on, whose weights stay on the device from forward to backward, so
+            that they are not streamed in again; None for none, or with ``auto`` as many as fit.
+        resident_graphs: the number of these whose autograd graph stays as well, so that they are not recomputed.
         head_chunk_tokens: tokens whose logits exist at once with ``chunked``; None for about 64 MiB of logits in host memory,
-            and a sixteenth of the free memory elsewhere.
-        compute_dtype: on the device; None for float32 on the CPU and the stored dtype elsewhere.
-        grad_dtype: of the gradients in host memory, 2 or 4 bytes per parameter; None for float32 in precision ``float32``
-            and bfloat16 otherwise. Several backward calls per step add up with fewer roundings in float32.
-        device_memory: bytes that buffers on the device may take; None for no limit of ours.
-        mlp_chunk_tokens: tokens whose feed-forward activations exist at once, for very long rows; they are computed once more
-            in the backward. None for all.
-        compile: compile blocks with torch.compile, each structure once; ``auto`` on CUDA.
-        check_recompute: compare each recomputed output with the forward's (for tests; keeps all outputs).
-        attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, through flash-attn or
-            torch's own kernel on CUDA. None for what the model has, and on CUDA ``varlen`` instead of ``sdpa`` where it can.
-        check_gradients: in the first training backward, compare so many blocks with plain autograd on the device, and raise
-            GradientMismatchError at the first difference.
-        allow_unproven_model: stream a model, or use a feature, that is not in the table of ``docs/models.md``.
+            and a sixteenth of the free memory on other devices.
+        compute_dtype: the dtype of computations; None for float32 on the CPU and the stored dtype elsewhere.
+        grad_dtype: the dtype of gradients in host memory, 2 or 4 bytes per parameter; None for float32 in precision
+            ``float32`` and bfloat16 otherwise. With several backward calls per step, float32 rounds less often.
+        device_memory: the limit of bytes on the device; None for no limit.
+        mlp_chunk_tokens: tokens whose feed-forward activations exist at once, for very long rows; the backward recomputes
+            them. None for all.
+        compile: compile blocks with torch.compile, each structure once; ``auto`` for CUDA only.
+        check_recompute: compare each recomputed output with the forward's; keeps all outputs, for tests.
+        attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, with flash-attn or
+            torch's own kernel on CUDA. None for the model's own; on CUDA, ``varlen`` replaces ``sdpa`` if the model allows it.
+        check_gradients: the number of blocks to compare with plain autograd in the first training backward; the first
+            difference raises GradientMismatchError.
+        allow_unproven_model: allow models and features that are not in the table of ``docs/models.md``.
 
     Raises:
-        ConfigError: a setting that is not possible.
-        ModelNotSupportedError: a model that cannot be streamed exactly.
+        ConfigError: a setting is invalid.
+        ModelNotSupportedError: the model cannot be streamed exactly.
     """
     settings = StreamingOptions(
         device, precision, device_micro_batch_size, head, activation_checkpoints, resident_blocks, resident_graphs, head_chunk_tokens,
@@ -183,23 +188,23 @@ def from_pretrained(
     config: Any = None,
     **options: Any,
 ) -> Any:
-    """Open a folder of safetensors or a hub id, streamed. Weights go straight into the store, tensor by tensor.
+    """Load a folder of safetensors or a hub id as a streamed model. Weights are read straight into the store, one by one.
 
     Args:
         model_name_or_path: a Hugging Face folder or hub id.
         device: as in `stream`.
         precision: as in `stream`; None for ``fp32_master``, or ``float32`` with ``dtype=torch.float32``.
-        gguf_file: a GGUF file in it to read instead; the whole model is in memory once while it is dequantized.
-        trust_remote_code: allow the model's own code.
-        subfolder: of the folder or hub id, where the model is.
-        config: in the place of that in the folder.
-        options: the other arguments of `stream`, which raise what they raise there, and those of transformers'
-            ``from_pretrained``: ``dtype``, ``revision``, ``cache_dir``, ``token``, ``force_download``, ``local_files_only``,
-            and settings of the model's config. Those that have no place in streaming are rejected with what does their work.
+        gguf_file: a GGUF file in the folder to read instead; dequantizing needs memory for the whole model once more.
+        trust_remote_code: allow code that comes with the model.
+        subfolder: the folder of the model inside.
+        config: the config to use instead of the folder's.
+        options: the other arguments of `stream`, and those of transformers' ``from_pretrained``: ``dtype``, ``revision``,
+            ``cache_dir``, ``token``, ``force_download``, ``local_files_only``, and attributes of the model's config.
+            Arguments that streaming does not support are rejected; the message names an alternative.
 
     Raises:
-        ConfigError: an argument or a folder that cannot be used.
-        ModelNotSupportedError: a model that cannot be streamed exactly.
+        ConfigError: an argument or the folder is invalid.
+        ModelNotSupportedError: the model cannot be streamed exactly.
     """
     precision = read_precision(precision, options)
     folder = hub.local_folder(model_name_or_path, **download_arguments(options)) / subfolder
@@ -214,27 +219,33 @@ def from_pretrained(
     model = hub.open_skeleton(
         folder, config, trust_remote_code=trust_remote_code, attn_implementation=settings.attn_implementation
     )
-    parts, store = _empty(model, settings)
+    parts, store = _with_store(model, settings)
     load_weights(parts, store, Checkpoint(folder))
     return settings.attach(parts, store)
 
 
 def from_config(config: Any, device: str | Device = "auto", precision: str = "fp32_master", **options: Any) -> Any:
-    """Make a model with random weights; options as in `stream`.
+    """Make a streamed model with random weights.
 
-    Transformers' own initialisation draws them on the device, unit by unit: no more than the largest unit is there.
+    Transformers' own initialisation draws them on the device, unit by unit, so the device needs room for the largest unit.
+
+    Args:
+        config: the config of a transformers causal language model.
+        device: as in `stream`.
+        precision: as in `stream`.
+        options: the other arguments of `stream`.
     """
     settings = StreamingOptions(device, precision, **options)
     opened = open_device(settings.device, settings.device_memory)
     model = build_skeleton(config)
-    parts, store = _empty(model, settings)
+    parts, store = _with_store(model, settings)
     for refs in parts.units.values():
         _draw(parts.model, refs, store, opened.torch_device)
     return replace(settings, device=opened).attach(parts, store)
 
 
 def _draw(model: Any, refs: Sequence[ParamRef], store: Store, device: torch.device) -> None:
-    """Initialise the parameters of one unit on a device, and keep them in the store."""
+    """Initialise the parameters of one unit on a device, and write them to the store."""
     drawn = {ref.name: torch.zeros(ref.param.shape, dtype=store.weight(ref.name).dtype, device=device) for ref in refs}
     for ref in refs:
         for module, attribute in ref.places:
@@ -249,6 +260,7 @@ def _draw(model: Any, refs: Sequence[ParamRef], store: Store, device: torch.devi
 
 
 def _stream(model: Any, settings: StreamingOptions) -> Any:
+    """Move a model's parameters into a new store, and make it streamed."""
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
     parts = settings.take_apart(model)
@@ -260,16 +272,17 @@ def _stream(model: Any, settings: StreamingOptions) -> Any:
         for ref in refs:
             store.source_dtypes[ref.name] = ref.param.dtype
             store.write(ref.name, ref.param.data)
-            ref.param.data = store.weight(ref.name)  # frees what it pointed to before
+            ref.param.data = store.weight(ref.name)  # frees the parameter's own memory
     return settings.attach(parts, store)
 
 
 def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
+    """Return the shapes of all parameters, by unit and full name."""
     return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in parts.units.items()}
 
 
-def _empty(model: Any, settings: StreamingOptions) -> tuple[ModelParts, Store]:
-    """A skeleton whose parameters are views into a new store."""
+def _with_store(model: Any, settings: StreamingOptions) -> tuple[ModelParts, Store]:
+    """Make a new store for a skeleton on the meta device, and let its parameters be views into the store."""
     parts = settings.take_apart(model)
     store = Store(_shapes(parts), settings.get_precision())
     for refs in parts.units.values():

@@ -1,9 +1,10 @@
-"""Slicing the inputs of a block into device micro-batches.
+"""Cut the inputs of a block into micro-batches, run one, and put the outputs together again.
 
-Which dimension of an input runs over the rows of the batch cannot be told from one shape (a rope table may be (1, T, D)
-or (B, T, D), M-RoPE positions are (3, B, T)). It is found once per kind of call by running the model's outer forward
+The dimension of an input that runs over the rows of the batch cannot be told from one shape: a rope table may be (1, T, D)
+or (B, T, D), M-RoPE positions are (3, B, T). It is found once per kind of call by running the model's outer forward
 with one more row and comparing shapes.
 
+Shapes: B batch rows, T tokens of a row, D size of an attention head.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,10 +14,19 @@ import torch
 
 from horizon_lm.engine.tree import Path, Tree
 from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model import capture
+from horizon_lm.model.attention import Segments, attending
+from horizon_lm.model.block_template import StreamedBlock
+
+Rows = tuple[int, int]  # a micro-batch: the rows [start, stop) of the batch
 
 
 class BlockCall(Tree):
-    """The arguments of one block call, with their tensors apart."""
+    """The arguments of one block call, with the tensors taken out.
+
+    Attributes:
+        hidden: the index of the hidden states among the tensors.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__((args, kwargs))
@@ -24,24 +34,51 @@ class BlockCall(Tree):
         self.hidden = 0 if args else next(i for i, p in enumerate(self.paths) if "hidden_states" in p[0])
 
     def containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return what is in the containers among a block's arguments, as comparable values: it may put something there."""
+        """Return the contents of mutable arguments as comparable values, so that a change by the block is noticed."""
         return [_contents(value) for value in (*args, *kwargs.values()) if not isinstance(value, _IMMUTABLE)]
 
 
+def run_block(
+    module: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], keys: tuple[str, ...],
+    segments: Segments | None, rows: Rows, uncompiled: bool,
+) -> Any:  # fmt: skip
+    """Run a block's own forward on one micro-batch, with the weights that are bound to it.
+
+    Args:
+        module: the block.
+        args, kwargs: its arguments, cut to the micro-batch.
+        keys: names of the outputs that transformers captures inside the block.
+        segments: the documents in the batch's rows, if attention wants them.
+        rows: the micro-batch.
+        uncompiled: run the block uncompiled, whatever its setting.
+
+    Returns:
+        The block's output, and the captured outputs by key.
+    """
+    with capture.capture(keys) as captured, attending(segments, *rows):
+        return module.forward(*args, plainly=uncompiled, **kwargs), captured
+
+
 def compare_rows(
-    paths: list[Path], shapes: list[torch.Size], more: list[torch.Size], rows: int
+    paths: list[Path], shapes: list[torch.Size], more: list[torch.Size], num_rows: int
 ) -> dict[Path, int | None]:
-    """For each path the dimension that went from ``rows`` to ``rows + 1``, or None if none did.
+    """Return the row dimension of each input; None for an input without rows.
+
+    Args:
+        paths: where the inputs are.
+        shapes: their shapes in a batch of ``num_rows`` rows.
+        more: their shapes in a batch of one more row.
+        num_rows: rows of the batch (B).
 
     Raises:
-        ModelNotSupportedError: a shape changed in another way.
+        ModelNotSupportedError: a shape changed in another way than by one in one dimension.
     """
     dims: dict[Path, int | None] = {}
     for path, a, b in zip(paths, shapes, more, strict=True):
         changed = [d for d in range(len(a)) if a[d] != b[d]]
-        if changed and (len(changed) > 1 or (a[changed[0]], b[changed[0]]) != (rows, rows + 1)):
+        if changed and (len(changed) > 1 or (a[changed[0]], b[changed[0]]) != (num_rows, num_rows + 1)):
             raise ModelNotSupportedError(
-                f"the block input {path[0]} has shape {tuple(a)} for {rows} rows and {tuple(b)} for {rows + 1}, so it "
+                f"the block input {path[0]} has shape {tuple(a)} for {num_rows} rows and {tuple(b)} for {num_rows + 1}, so it "
                 "cannot be cut into micro-batches; leave device_micro_batch_size unset"
             )
         dims[path] = changed[0] if changed else None
@@ -52,6 +89,7 @@ _IMMUTABLE = (torch.Tensor, bool, int, float, str, tuple, type(None))
 
 
 def _contents(value: Any) -> Any:
+    # Items are compared by identity: comparing tensors by value would cost time, and wait for an accelerator.
     if isinstance(value, Mapping):
         return [(key, id(item)) for key, item in value.items()]
     if isinstance(value, list):
@@ -60,55 +98,77 @@ def _contents(value: Any) -> Any:
 
 
 class ProbeDoneError(Exception):
-    """Ends a forward that was only to reach a block, and to see what that is given."""
+    """Ends a forward that was run only to see the inputs of a block."""
 
 
-def slice_rows(tensor: torch.Tensor, dim: int | None, start: int, stop: int) -> torch.Tensor:
-    """Rows ``[start, stop)`` of a tensor; all of it when it has no row dimension."""
+def slice_rows(tensor: torch.Tensor, dim: int | None, rows: Rows) -> torch.Tensor:
+    """Return these rows of a tensor; all of it if it has no row dimension."""
+    start, stop = rows
     return tensor if dim is None else tensor.narrow(dim, start, stop - start)
 
 
+def slice_all(tensors: Iterable[torch.Tensor], dims: Iterable[int | None], rows: Rows) -> list[torch.Tensor]:
+    """Return these rows of each tensor."""
+    return [slice_rows(tensor, dim, rows) for tensor, dim in zip(tensors, dims, strict=True)]
+
+
+def rows_of_output(whole: torch.Tensor, output: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return the part of ``whole`` that belongs to a micro-batch, from the length of the micro-batch's own ``output``.
+
+    Dimension 0 of an output runs over rows, but may have several entries for each: (B * T, experts) of a router, for example.
+    """
+    start, stop = rows
+    per_row = output.shape[0] // (stop - start) if output.ndim else 0
+    return slice_rows(whole, 0, (start * per_row, stop * per_row))
+
+
 class RowOutputs:
-    """Outputs of micro-batches, assembled to those of the whole batch. Row-major: dimension 0 runs over rows."""
+    """The outputs of a block for the whole batch, put together from those of micro-batches.
+
+    Dimension 0 runs over rows, with one entry for each or several: (B, T, H), or (B * T, experts) of a router.
+
+    Attributes:
+        tensors: the tensors of the output; empty before the first micro-batch and after `release`.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self._tree: Tree | None = None  # of the first micro-batch
-        self.tensors: list[torch.Tensor] = []
+        self._tree: Tree | None = None  # the structure of the first micro-batch's output
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.tensors: list[torch.Tensor] = []
 
-    def add(self, start: int, stop: int, output: Any) -> None:
-        tree = Tree(output)
+    def add(self, rows: Rows, output: Tree) -> None:
+        """Add the output of a micro-batch. Its tensors are dropped from the tree."""
+        start, stop = rows
+        whole = stop - start == self._num_rows  # the only micro-batch: nothing is copied
         if self._tree is None:
-            self._tree = tree
-            if stop - start == self._num_rows:
-                self.tensors = tree.tensors
-            else:
-                self.tensors = [self._empty_whole(t, stop - start) for t in tree.tensors]
+            self._tree = output
+            self.tensors = output.tensors if whole else [self._empty_whole(t, stop - start) for t in output.tensors]
             self._like = [(t.shape, t.dtype, t.device) for t in self.tensors]
-        if stop - start != self._num_rows:
-            self._put(start, stop, tree.tensors)
-        tree.drop_tensors()
+        if not whole:
+            self._put(start, stop, output.tensors)
+        output.drop_tensors()
 
     def _put(self, start: int, stop: int, tensors: list[torch.Tensor]) -> None:
         for whole, part in zip(self.tensors, tensors, strict=True):
             per_row = part.shape[0] // (stop - start)
             whole[start * per_row : stop * per_row] = part
 
-    def _empty_whole(self, part: torch.Tensor, rows: int) -> torch.Tensor:
-        if part.ndim == 0 or part.shape[0] % rows:
+    def _empty_whole(self, part: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return an empty tensor for the whole batch, like the part that ``num_rows`` rows gave."""
+        if part.ndim == 0 or part.shape[0] % num_rows:
             raise ModelNotSupportedError(
                 f"a block's output of shape {tuple(part.shape)} does not follow the rows of the batch, so it cannot be "
                 "put together from micro-batches; leave device_micro_batch_size unset"
             )
-        return part.new_empty((part.shape[0] // rows * self._num_rows, *part.shape[1:]))
+        return part.new_empty((part.shape[0] // num_rows * self._num_rows, *part.shape[1:]))
 
     def release(self) -> None:
         """Keep the structure only."""
         self.tensors = []
 
     def imitate(self, num_rows: int) -> list[torch.Tensor]:
-        """Zeros in the shape that these outputs would have with another number of rows."""
+        """Return zeros in the shapes that the output would have with another number of rows."""
         return [
             torch.zeros(
                 (shape[0] // self._num_rows * num_rows, *shape[1:]) if shape else (), dtype=dtype, device=device

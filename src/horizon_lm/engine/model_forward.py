@@ -1,4 +1,7 @@
-"""What runs in the place of the forwards of a streamed model and its modules."""
+"""The forward of a streamed model: prepare the pass, run the model's own forward with streamed modules, compute the loss.
+
+Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
+"""
 
 import inspect
 import re
@@ -40,9 +43,17 @@ def modal_inputs(call: Mapping[str, Any]) -> list[str]:
 
 
 class ModelForward:
-    """A streamed model's connection to its engine: what runs in the place of its modules' forwards.
+    """Runs the forward of a streamed model, and replaces the forwards of its embedding, blocks, norm and head.
 
-    It belongs to the model, and refers to it weakly: a model that nobody has any more is freed at once, its slabs with it.
+    The model holds this object, which refers back to it weakly. A cycle would keep a dropped model's slabs, hundreds of
+    gigabytes, in memory until the garbage collector runs.
+
+    Args:
+        engine: the model's engine.
+        model_class: the model's own class, before it was streamed.
+        path: the way from hidden states to the loss in chunks; None for ``head="whole"``.
+        is_adapter: the model has adapters of PEFT.
+        takes_images: images, video and audio are accepted.
     """
 
     def __init__(
@@ -52,16 +63,12 @@ class ModelForward:
         parts = engine.parts
         self._model, self._class = weakref.ref(parts.model), model_class
         self._signature = inspect.signature(model_class.forward)
-        self.blocks, self.table, self.head, self.outer = (
-            Blocks(engine),
-            StreamedEmbedding(engine),
-            LmHead(engine),
-            OuterParameters(engine),
-        )
+        self.blocks, self.embedding = Blocks(engine), StreamedEmbedding(engine)
+        self.head, self.outer = LmHead(engine), OuterParameters(engine)
         self.blocks.probe_rows = _weakly(self._probe_rows)
         self.chunked = ChunkedLmHead(self.head, path, _weakly(self._call_model)) if path is not None else None
         self.planner = ResidencyPlanner(engine)
-        self._call: dict[str, Any] = {}
+        self._call: dict[str, Any] = {}  # arguments of the running forward, for a row probe
         self._replaced = self._replace_forwards(parts)
         inside = {id(module) for block in parts.blocks for module in block.modules()}
         self._structure = Structure(
@@ -70,7 +77,11 @@ class ModelForward:
         self._root = self._root_ids()
 
     def check_gradients(self, num_blocks: int) -> None:
-        """Compare so many blocks with plain autograd in the next training backward, whose gradients must be empty before."""
+        """Compare blocks with plain autograd in the next training backward. Gradients must be empty before it.
+
+        Args:
+            num_blocks: the number of blocks to compare, spread over the model.
+        """
         blocks, check = self.blocks, GradientCheck(self.engine, num_blocks)
 
         def compare() -> None:
@@ -80,11 +91,11 @@ class ModelForward:
         blocks.gradient_check, self.engine.after_next_backward = check, compare
 
     def _replace_forwards(self, parts: ModelParts) -> list[tuple[nn.Module, Any]]:
-        """Put ours in the place of modules' forwards. Returns which are where."""
+        """Replace the forwards of streamed modules. Return the modules with their new forwards."""
         forwards: dict[nn.Module, Any] = {
             module: _weakly(self.blocks.forward, index) for index, module in enumerate(parts.blocks)
         }
-        forwards |= {parts.embed: _weakly(self.table.forward), parts.head: _weakly(self._head_forward)}
+        forwards |= {parts.embed: _weakly(self.embedding.forward), parts.head: _weakly(self._head_forward)}
         if self.chunked is not None:
             path, norm = self.chunked.path, parts.final_norm
             forwards[path.trunk] = _weakly(self.chunked.trunk_forward, _own_forward(path.trunk))
@@ -98,8 +109,8 @@ class ModelForward:
     def _root_ids(self) -> list[int]:
         return [*map(id, self.model._modules.values()), *map(id, self.model._parameters.values())]
 
-    def _require_ours(self) -> None:
-        """StreamingError if somebody has replaced a module, parameter or forward of the model."""
+    def _require_unchanged(self) -> None:
+        """Raise StreamingError if other code has replaced a module, a parameter or a forward of the model."""
         self._structure.require_unchanged("outside of blocks")
         if self._root_ids() != self._root:
             raise StreamingError(
@@ -114,12 +125,12 @@ class ModelForward:
                 )
 
     def _head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.chunked is not None and self.chunked.is_wanted:
+        if self.chunked is not None and self.chunked.replaces_head:
             return self.chunked.head_forward(hidden)
         return self.head.project(hidden)
 
     def _call_model(self, **kwargs: Any) -> Any:
-        """The model's own forward."""
+        """Run the model's own forward."""
         return self._class.forward(self.model, **kwargs)
 
     @property
@@ -130,36 +141,47 @@ class ModelForward:
     # Forward
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One forward of the model through the engine. Arguments are those of the model's own forward."""
-        if torch.is_inference_mode_enabled():  # what it leaves in buffers could not be used by a training step
+        """Run one forward of the model through the engine. Arguments are those of the model's own forward."""
+        # Tensors made in inference mode, such as copies of buffers, could not be used by a training step later.
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(args, kwargs)
         call = self._bind(args, kwargs)
-        if not self._in_chunks(call) or (call.get("labels") is None and call.get("shift_labels") is None):
+        if not self._is_chunked(call) or (call.get("labels") is None and call.get("shift_labels") is None):
             return self._run(call, self._whole_forward, head_grads=False)
         inputs = LossInputs.of(call, self.engine.device.torch_device)
         return self._run(call, lambda call, outer: self._loss_forward(call, outer, inputs), head_grads=True)
 
     def token_logprobs(self, kwargs: dict[str, Any], temperature: float, names: Sequence[str]) -> TokenLogprobs:
-        """Log-probabilities of labels, instead of a loss. Arguments are those of the model's own forward."""
+        """Compute log-probabilities of labels instead of a loss.
+
+        Args:
+            kwargs: arguments of the model's own forward.
+            temperature: divides the logits.
+            names: the values to return, fields of TokenLogprobs.
+        """
         call = self._bind((), kwargs)
         if call.get("labels") is None and call.get("shift_labels") is None:
             raise ValueError("give labels or shift_labels")
         inputs = LossInputs.of(call, self.engine.device.torch_device)
-        if self._in_chunks(call):
+        if self._is_chunked(call):
             return self._run(
                 call, lambda call, outer: self._token_forward(call, outer, inputs, temperature, names), False
             )
         output = self._run(call, self._whole_forward, head_grads=False)
-        logits = output.logits
+        logits = output.logits  # (B, T, V)
         labels = inputs.labels.reshape(-1)[inputs.trained]
         values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, temperature, names)
-        nothing = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
-        by_token = [nothing.index_put((inputs.trained,), value) for value in values]
+        zeros = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
+        by_token = [zeros.index_put((inputs.trained,), value) for value in values]  # (B * T,) each
         return _by_name(names, by_token, inputs.labels.shape, self._aux_loss(output))
 
-    def _in_chunks(self, call: dict[str, Any]) -> bool:
-        """Whether a loss is computed in chunks: if that was found to be right, and nobody listens to what it leaves out."""
+    def _is_chunked(self, call: dict[str, Any]) -> bool:
+        """Return whether the loss is computed in chunks.
+
+        It is not if the model's loss function was replaced, for images (whose tokens are inserted inside the model), or if
+        hooks listen to modules that chunks call with other inputs.
+        """
         if (
             self.chunked is None
             or self.chunked.path.loss_function is not self.model.loss_function
@@ -170,23 +192,29 @@ class ModelForward:
         return not any(map(has_foreign_hooks, (self.chunked.path.trunk, parts.decoder, parts.head)))
 
     def _aux_loss(self, output: Any) -> torch.Tensor | None:
-        """What a forward without labels would have added to its loss."""
+        """Return the weighted auxiliary loss that the model adds to its loss, from the output of a forward without labels."""
         aux = getattr(output, "aux_loss", None)
         return None if aux is None else aux * self.model.router_aux_loss_coef
 
     def _run(
         self, call: dict[str, Any], compute: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], head_grads: bool
     ) -> Any:
-        """A pass of the engine around ``compute``. ``head_grads``: it makes the head's gradients where it can."""
+        """Run ``compute`` as one pass of the engine, after checks and, for a larger batch than any before, planning.
+
+        Args:
+            call: arguments of the model's forward, by name.
+            compute: takes them and the outer parameters on the device, and returns the output.
+            head_grads: the head's gradients may be computed in the forward.
+        """
         engine = self.engine
         device = engine.device.torch_device
         tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if tokens is None:
             raise ValueError("give input_ids or inputs_embeds")
-        self._require_ours()
+        self._require_unchanged()
         if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise StreamingError(
-                "DistributedDataParallel never sees the gradients of a streamed model, so its processes would train apart; "
+                "DistributedDataParallel never sees the gradients of a streamed model, so its processes would diverge; "
                 "several devices are not supported yet"
             )
         config = self.model.config.get_text_config()
@@ -194,23 +222,26 @@ class ModelForward:
         self.blocks.segments = attention.segments_of_call(call, device) if varlen else None
         rows, length = tokens.shape[:2]
         attention.reject_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
-        given = call.get("input_ids")
+        # The embedding needs the ids on the host. If the caller had them there, fetching them would only make the host wait.
+        host_ids = call.get("input_ids")
         call = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-        self.table.expect(call.get("input_ids"), given)
+        self.embedding.expect(call.get("input_ids"), host_ids)
         inputs_need_grad = bool(call.get("inputs_embeds") is not None and call["inputs_embeds"].requires_grad)
         recording = torch.is_grad_enabled() and (inputs_need_grad or any(engine.trainable().values()))
         if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
             call["use_cache"] = False
         if recording and call["use_cache"]:
-            raise StreamingError("use_cache=True is for generation; in training it would keep every block's keys")
+            raise StreamingError(
+                "use_cache=True is for generation; in training it would keep every block's keys; set it to False"
+            )
 
-        self._require_possible(call, rows)
-        # A cache has all rows, and compiled code of one block would not serve another that keeps its keys elsewhere.
+        self._require_supported(call, rows)
+        # A cache holds all rows at once, so its blocks compute the whole batch; see `Blocks.forward` for compiled code.
         self.blocks.caching = bool(call.get("use_cache")) or call.get("past_key_values") is not None
         self.blocks.signature = tuple(sorted((k, _rank(v)) for k, v in call.items()))
         embed = call.get("inputs_embeds") is None
-        at_once = min(rows, engine.options.device_micro_batch_size or rows) * length
-        size = BatchSize(rows * length, length, at_once, call.get("attention_mask") is not None)
+        tokens_at_once = min(rows, engine.options.device_micro_batch_size or rows) * length
+        size = BatchSize(rows * length, length, tokens_at_once, call.get("attention_mask") is not None)
         if recording and self.planner.is_needed(size):
             self._plan(lambda outer: compute(dict(call), outer), size, rows, embed)
         with engine.forward_pass(
@@ -227,8 +258,8 @@ class ModelForward:
                 output = compute(call, outer)
         return output
 
-    def _require_possible(self, call: dict[str, Any], rows: int) -> None:
-        """StreamingError for what a streamed model does not compute right."""
+    def _require_supported(self, call: dict[str, Any], rows: int) -> None:
+        """Raise StreamingError for inputs that a streamed model would not compute exactly."""
         modal = modal_inputs(call)
         if modal and not self._takes_images:
             raise StreamingError(
@@ -242,17 +273,20 @@ class ModelForward:
             )
 
     def _stand_ins(self) -> AbstractContextManager[None]:
-        """Inside, the weights of head and embedding look as they will on the device."""
+        """Context manager: replace the weights of head and embedding by stand-ins.
+
+        Models read the dtype and the device of these weights; the streamed parameters have those of host memory.
+        """
         options, device = self.engine.options, self.engine.device.torch_device
         head = [(module, name, None) for module, name in self.head.streamed_places()]
-        places: list[tuple[Any, str, Any]] = [*head, (self.table.module, "weight", self.table.read)]
+        places: list[tuple[Any, str, Any]] = [*head, (self.embedding.module, "weight", self.embedding.read)]
         return in_place(
             (module, name, StandIn.of(module._parameters[name], options.compute_dtype, device, read))
             for module, name, read in places
         )
 
     def _plan(self, compute: Callable[[dict[str, torch.Tensor]], Any], size: BatchSize, rows: int, embed: bool) -> None:
-        """Plan what may stay on the device: rehearse a forward up to the last block, and see what blocks take."""
+        """Plan what stays on the device, from a rehearsal: a forward up to the last block, which measures one of each kind."""
         engine = self.engine
         state = engine.device.rng_state()
         with self.planner.planning(size) as plans:
@@ -274,6 +308,7 @@ class ModelForward:
                 engine.device.set_rng_state(state)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call of the model's forward by name, those of ``**kwargs`` among them."""
         bound = self._signature.bind(None, *args, **kwargs).arguments
         bound.pop(next(iter(self._signature.parameters)))
         extra = {p.name for p in self._signature.parameters.values() if p.kind == p.VAR_KEYWORD}
@@ -283,7 +318,7 @@ class ModelForward:
         return call
 
     def _whole_forward(self, call: dict[str, Any], outer: Any = None) -> Any:
-        """The model's own forward, run so that a probe can repeat it."""
+        """Run the model's own forward, and remember its arguments meanwhile for a row probe."""
         self._call = call
         try:
             return self._call_model(**call)
@@ -291,15 +326,16 @@ class ModelForward:
             self._call = {}
 
     def _loss_forward(self, call: dict[str, Any], outer: dict[str, torch.Tensor], inputs: LossInputs) -> Any:
-        """Blocks once over the whole batch, then norm, head and loss over chunks of its trained tokens."""
+        """Run the trunk once over the whole batch, then norm, head and loss over chunks of its trained tokens."""
         assert self.chunked is not None
         if not isinstance(call.get("logits_to_keep", 0), int) or call.get("logits_to_keep", 0):
             raise StreamingError("logits_to_keep together with labels needs head='whole'")
         as_tuple = call.pop("return_dict", None) is False
-        # One token without a label: what is left of the loss is what the model adds to it (experts' balance).
-        nothing = inputs.labels.new_full((1, 1), IGNORE_INDEX)
-        unlabelled = {"labels": nothing, "shift_labels": nothing, "num_items_in_batch": inputs.num_items}
-        with self.chunked.instead_of_logits(with_norm=self._wants_normed(call)):
+        # With one ignored token in the place of all labels, the model's loss is what it adds to cross-entropy: the
+        # auxiliary loss of experts, or zero. The chunks compute the cross-entropy.
+        ignored = inputs.labels.new_full((1, 1), IGNORE_INDEX)
+        unlabelled = {"labels": ignored, "shift_labels": ignored, "num_items_in_batch": inputs.num_items}
+        with self.chunked.without_head(with_norm=self._needs_normed_hidden(call)):
             output = self._whole_forward(call | unlabelled)
             run = LossRun(self.chunked, inputs, self._head_options(call))
             (loss,) = self.chunked.compute(run, [outer[name] for name in run.outer_names])
@@ -311,17 +347,17 @@ class ModelForward:
         self, call: dict[str, Any], outer: dict[str, torch.Tensor], inputs: LossInputs, temperature: float,
         names: Sequence[str],
     ) -> TokenLogprobs:  # fmt: skip
-        """The same with log-probabilities in the place of the loss."""
+        """Run the trunk once over the whole batch, then norm, head and log-probabilities over chunks of trained tokens."""
         chunked = self.chunked
         assert chunked is not None
-        with chunked.instead_of_logits(with_norm=self._wants_normed(call)):
+        with chunked.without_head(with_norm=self._needs_normed_hidden(call)):
             output = self._whole_forward(call)
             run = LogprobRun(chunked, inputs, self._head_options(call), temperature, names)
             values = chunked.compute(run, [outer[name] for name in run.outer_names])
         return _by_name(names, values, inputs.labels.shape, self._aux_loss(output))
 
-    def _wants_normed(self, call: dict[str, Any]) -> bool:
-        """Whether somebody looks at the last hidden states, which the final norm must have made then."""
+    def _needs_normed_hidden(self, call: dict[str, Any]) -> bool:
+        """Return whether the caller or a hook looks at the last hidden states, which the final norm must then have computed."""
         norm = self.engine.parts.final_norm
         if norm is not None and has_foreign_hooks(norm):
             return True
@@ -332,7 +368,7 @@ class ModelForward:
         )
 
     def _head_options(self, call: dict[str, Any]) -> dict[str, Any]:
-        """What of a call the model's forward is given for each chunk, too."""
+        """Return the arguments of a call that are given to the model's forward for each chunk, too."""
         options = {k: v for k, v in call.items() if k not in self._signature.parameters and k not in _DECODER_ONLY}
         without_aux = {name: False for name in AUXILIARY if name in self._signature.parameters}
         return options | without_aux | {"use_cache": False}
@@ -340,36 +376,37 @@ class ModelForward:
     # Finding the rows of block inputs
 
     def _probe_rows(self, index: int) -> list[torch.Size]:
-        """Shapes of a block's inputs if the batch had one more row."""
+        """Return the shapes of a block's inputs if the batch had one more row."""
         rows = self.engine.running.num_rows
         call = {k: _one_more_row(k, v, rows) for k, v in self._call.items()}
         shapes: list[torch.Size] = []
         state = self.engine.device.rng_state()
-        self.blocks.probing, self.table.probe_rows = (index, shapes), rows + 1
+        self.blocks.probing, self.embedding.probe_rows = (index, shapes), rows + 1
         try:
             with torch.no_grad():
                 self._call_model(**call)
         except ProbeDoneError:
             return shapes
         finally:
-            self.blocks.probing, self.table.probe_rows = None, None
+            self.blocks.probing, self.embedding.probe_rows = None, None
             self.engine.device.set_rng_state(state)
         raise AssertionError(f"block {index} was not reached by the probe")
 
 
+# Arguments for the decoder, which chunks do not call.
 _DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
 
 
 def _by_name(
     names: Sequence[str], values: Sequence[torch.Tensor], shape: torch.Size, aux_loss: torch.Tensor | None
 ) -> TokenLogprobs:
-    """Flat values in the shape of the labels; None for those that nobody wanted."""
+    """Return flat values (B * T,) in the shape (B, T) of the labels; None for those that were not computed."""
     found = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
     return TokenLogprobs(found["logprobs"], found.get("mean"), found.get("entropy"), aux_loss)
 
 
 class MissingLogits:
-    """In the place of logits that were never there as a whole: an error for whoever looks at them."""
+    """Stands for logits that were computed in chunks only. Raises MissingLogitsError when they are used."""
 
     def __getattr__(self, name: str) -> Any:
         raise MissingLogitsError
@@ -390,10 +427,10 @@ def _rank(value: Any) -> Any:
 
 
 def _one_more_row(name: str, value: Any, rows: int) -> Any:
-    """An argument of the model's forward with its first row once more."""
+    """Return an argument of the model's forward with its first row repeated at the end."""
     if not isinstance(value, torch.Tensor) or value.ndim < 2:
         return value
-    # Hugging Face batches run over dimension 0, but for positions with several coordinates (M-RoPE).
+    # Rows are dimension 0, except in positions with several coordinates (M-RoPE), which are (3, B, T).
     dim = 1 if name == "position_ids" and value.ndim == 3 else 0
     if value.shape[dim] != rows:
         return value
@@ -401,7 +438,7 @@ def _one_more_row(name: str, value: Any, rows: int) -> Any:
 
 
 def _weakly(method: Callable[..., Any], *leading: Any) -> Callable[..., Any]:
-    """Return a function that calls a method with these arguments first, and does not keep its object alive."""
+    """Return a function that calls a method with these leading arguments, and refers to its object weakly."""
     ref = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -413,7 +450,7 @@ def _weakly(method: Callable[..., Any], *leading: Any) -> Callable[..., Any]:
 
 
 def _own_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return a function that runs a module's forward as it was, and does not keep the module alive."""
+    """Return a function that runs a module's original forward, and refers to the module weakly."""
     instance, ref = module.__dict__.get("forward"), weakref.ref(module)
     if instance is not None:
         return instance  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""How a model is to be streamed: the arguments of `horizon_lm.stream`, checked when they are made."""
+"""The arguments of `horizon_lm.stream`: check them, check the model against them, and attach the model to its device."""
 
 import warnings
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from horizon_lm.store.store import Store
 
 @dataclass(frozen=True)
 class StreamingOptions:
-    """The arguments of `horizon_lm.stream`."""
+    """The arguments of `horizon_lm.stream`, which describes them. Invalid ones raise ConfigError."""
 
     device: str | Device = "auto"
     precision: str = "fp32_master"
@@ -75,11 +75,11 @@ class StreamingOptions:
             )
 
     def get_precision(self) -> Precision:
-        """How weights and gradients are kept."""
+        """Return the formats of weights and gradients in host memory."""
         return get_precision(self.precision, self.grad_dtype)
 
     def take_apart(self, model: Any) -> ModelParts:
-        """Find the units of a model, and refuse it before anything of it is touched."""
+        """Return the units of a model. Reject a model that cannot be streamed before any of its parameters is moved."""
         capture.install_hooks(model)
         parts = find_parts(model)
         trial = try_outer(parts)
@@ -104,7 +104,10 @@ class StreamingOptions:
         return parts
 
     def _chunked_path(self, parts: ModelParts) -> ChunkedPath | None:
-        """How the loss is computed in chunks; None with head ``whole``, and with a warning where it cannot be."""
+        """Return the way from hidden states to the loss in chunks; None with ``head="whole"``.
+
+        Warn, and return None, if the model's loss cannot be computed in chunks.
+        """
         if self.head == "whole":
             return None
         path = find_chunked_path(parts)
@@ -120,12 +123,13 @@ class StreamingOptions:
 
     @property
     def _on_accelerator(self) -> bool:
+        """True if blocks compute on an accelerator. The device need not be open yet."""
         if isinstance(self.device, str):
             return self.device.partition(":")[0] not in ("cpu", "simulated")
         return self.device.torch_device.type != "cpu"
 
     def attach(self, parts: ModelParts, store: Store) -> Any:
-        """Put the model on its device."""
+        """Open the device, and make the model streamed on it."""
         device = open_device(self.device, self.device_memory)
         device.open_streams()
         on_host = device.torch_device.type == "cpu"
@@ -150,27 +154,24 @@ class StreamingOptions:
         return model
 
     def _residency(self, num_blocks: int, device: Device) -> Residency | None:
-        """What stays on the device, as far as that is said."""
-        asked = self.resident_blocks is not None or self.resident_graphs is not None
-        if self.activation_checkpoints == "auto" and not asked and device.spare_bytes() is not None:
+        """Return what the arguments keep on the device; None if that is to be planned."""
+        chosen = self.resident_blocks is not None or self.resident_graphs is not None
+        if self.activation_checkpoints == "auto" and not chosen and device.spare_bytes() is not None:
             return None
-        held = min(self.resident_blocks or 0, num_blocks)
-        graphs = min(self.resident_graphs or 0, held)
-        said = (
-            self.activation_checkpoints
-            if isinstance(self.activation_checkpoints, int)
-            else graphs
-            if self.activation_checkpoints == "host"
-            else num_blocks
-        )
-        return Residency(max(graphs, min(said, num_blocks)), held, graphs)
+        weights = min(self.resident_blocks or 0, num_blocks)
+        graphs = min(self.resident_graphs or 0, weights)
+        if isinstance(self.activation_checkpoints, int):
+            boundaries = min(self.activation_checkpoints, num_blocks)
+        else:
+            boundaries = 0 if self.activation_checkpoints == "host" else num_blocks
+        return Residency(max(graphs, boundaries), weights, graphs)  # a graph starts at its block's input
 
 
 def open_device(device: str | Device, capacity: int | None = None) -> Device:
-    """Return the device of that name, open; one that is open already as it is.
+    """Open a device by its name; return one that is open already.
 
     Raises:
-        ConfigError: no such device, or none of that kind here.
+        ConfigError: the name is unknown, or the device is not available.
     """
     if not isinstance(device, str):
         return device

@@ -1,4 +1,4 @@
-"""Outer parameters: everything that is neither table, block nor head. Small, and on the device during a pass."""
+"""Outer parameters: all that are not in the embedding, a block or the head. They are small, and on the device during a pass."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -13,12 +13,13 @@ from horizon_lm.schedule.ops import OUTER, Kind
 
 
 class OuterParameters:
-    """Puts device tensors in the place of outer parameters while the model's own forward runs."""
+    """Replaces outer parameters by tensors on the device while the model's own forward runs."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._layout = engine.store.units[OUTER].layout
         parts = engine.parts
+        # Buffers outside of blocks (rope frequencies, mostly) stay on the device for good.
         streamed = {id(m) for b in parts.blocks for m in b.modules()}
         for module in parts.model.modules():
             if id(module) not in streamed:
@@ -26,7 +27,7 @@ class OuterParameters:
                     module._buffers[name] = None if buffer is None else buffer.to(engine.device.torch_device)
 
     def load(self) -> dict[str, torch.Tensor]:
-        """Outer parameters on the device, by full name; differentiable where they are trained."""
+        """Return the outer parameters on the device, by full name; those that are trained are differentiable."""
         engine = self.engine
         if engine.recording is None or not engine.trained(OUTER):
             with engine.cursor.compute(Kind.FORWARD, OUTER):
@@ -36,7 +37,7 @@ class OuterParameters:
         return self._views() | dict(zip(trained, tensors, strict=True))
 
     def in_place(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Inside, the model's modules find these tensors as their parameters."""
+        """Context manager: use these tensors, by full name, as the parameters of the model's modules."""
         return in_place(
             (module, attribute, tensor)
             for name, tensor in tensors.items()
@@ -44,15 +45,18 @@ class OuterParameters:
         )
 
     def _views(self) -> dict[str, torch.Tensor]:
+        """Return views of the buffer, by full name."""
         buffer = self.engine.memory.outer_weights[0]
         return {name: self._layout.view(buffer, name).detach() for name in self._layout}
 
     def forward(self, trained: list[str]) -> tuple[torch.Tensor, ...]:
+        """Return the trained parameters on the device."""
         with self.engine.cursor.compute(Kind.FORWARD, OUTER):
             views = self._views()
             return tuple(views[name] for name in trained)
 
     def backward(self, trained: list[str], grads: tuple[torch.Tensor | None, ...]) -> None:
+        """Write the gradients of the trained parameters to the buffer that is copied to the host; zeros where there is none."""
         engine = self.engine
         layout, buffer = engine.store.units[OUTER].grad_layout, engine.memory.outer_grads[0]
         by_name = dict(zip(trained, grads, strict=True))
@@ -66,6 +70,8 @@ class OuterParameters:
 
 
 class _OuterFunction(torch.autograd.Function):
+    """The autograd node of all outer parameters."""
+
     @staticmethod
     def forward(
         ctx: Any, outer: OuterParameters, forward_state: ForwardState, trained: list[str], anchor: torch.Tensor

@@ -1,7 +1,7 @@
-"""Parameters as the user sees them: views into host memory that updates and gradients may still be on their way to.
+"""The parameters of a streamed model as users see them: views into host memory that synchronize when they are used.
 
-Whoever reads or writes a weight waits for its update, whoever reads a gradient waits until it has landed. What would
-be ignored by a streamed model, because its parameters are not in the graph of its blocks, is rejected.
+Reading or writing a weight waits for its update; reading a gradient waits until it has landed. Uses that a streamed model
+would silently ignore, because its parameters are not in autograd's graph, are rejected.
 """
 
 import weakref
@@ -35,18 +35,18 @@ def set_landing_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
 
 
 class ParameterOwner(Protocol):
-    """What a streamed parameter asks of the engine that updates it."""
+    """The interface between a streamed parameter and the engine that updates it."""
 
     def hand_out_weight(self) -> None:
-        """Somebody may read a weight, or write to it: its update must be done."""
+        """Wait for updates of weights, because a weight may now be read or written."""
         ...
 
     def hand_out_grad(self, param: nn.Parameter) -> None:
-        """Somebody may read a gradient, or write to it: it must have landed."""
+        """Wait until a gradient has landed, because it may now be read or written."""
         ...
 
 
-# Functions that look at a parameter without looking at its values.
+# Functions that read a parameter's metadata and not its values, so that they need not wait for an update.
 _METADATA = {
     getattr(torch.Tensor, name).__get__
     for name in (
@@ -65,7 +65,7 @@ _METADATA = {
 
 
 class StreamedParameter(nn.Parameter):
-    """A view into a host slab."""
+    """A parameter whose values are a view into a host slab, and which waits for its update before torch uses them."""
 
     _owner: "weakref.ref[ParameterOwner] | None" = None
     _after_grad: "OrderedDict[int, Callable[[nn.Parameter], None]] | None" = None  # hooks, called after a backward
@@ -85,7 +85,7 @@ class StreamedParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The values, in a tensor through which a change is noticed."""
+        """The values, in a tensor that shares the parameter's version counter, so that a change through it is noticed."""
         return self.detach()
 
     @data.setter
@@ -116,6 +116,7 @@ class StreamedParameter(nn.Parameter):
         self.grad = None
 
     def _hand_out_grad(self) -> None:
+        """Wait until the gradient has landed."""
         owner = self.owner()
         if owner is not None:
             owner.hand_out_grad(self)
@@ -128,7 +129,7 @@ class StreamedParameter(nn.Parameter):
         )
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
-        """Call ``hook(param)`` at the end of each backward that gave this parameter a gradient."""
+        """Call ``hook(param)`` at the end of each backward in which this parameter got a gradient."""
         if self._after_grad is None:
             self._after_grad = OrderedDict()
         handle = RemovableHandle(self._after_grad)
@@ -143,6 +144,7 @@ class StreamedParameter(nn.Parameter):
 
 
 def _hand_out_weights(values: Iterable[Any]) -> None:
+    """Wait for the updates of all streamed parameters among these values."""
     for value in values:
         if isinstance(value, StreamedParameter):
             owner = value.owner()
@@ -169,7 +171,7 @@ _PRODUCTS = {
 
 
 class HeadParameter(StreamedParameter):
-    """The head's weight. Code that multiplies by it directly would silently compute on the host, so that is rejected."""
+    """The weight of the head. To multiply by it directly is rejected: that would silently compute on the host."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,16 +181,17 @@ class HeadParameter(StreamedParameter):
 
 
 _DIRECT_PRODUCT = (
-    "something computes with the weight of the language model's head or embedding directly (a fused or chunked loss of a "
-    "trainer, usually). The weight of a streamed model lives in host memory. Call model(input_ids, labels=...) for the loss, "
+    "code computes with the weight of the language model's head or embedding directly (usually a trainer's fused or chunked "
+    "loss). The weight of a streamed model lives in host memory. Call model(input_ids, labels=...) for the loss, "
     "or stream with head='whole' for logits, and turn the fused loss off (TRL: use_liger_kernel=False and loss_type='nll')."
 )
 
 
 class StandIn(torch.Tensor):
-    """What the model's code finds as the head's and the embedding's weight in a forward: a shape, a dtype and a device.
+    """A tensor that replaces the weight of the head or the embedding in a forward; it has metadata, but no values.
 
-    The weight itself is in host memory, in the dtype that it is stored in, which the code would otherwise adapt to.
+    Models read the dtype and device of these weights and cast hidden states to them. Those of the real weight are the dtype
+    it is stored in and host memory; those of the stand-in are the ones that the device computes with.
     """
 
     _read: Callable[[Any], torch.Tensor] | None = None
@@ -197,7 +200,14 @@ class StandIn(torch.Tensor):
     def of(
         param: nn.Parameter, dtype: torch.dtype, device: torch.device, read: Callable[[Any], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Return one for a parameter as it is on the device. ``read(index)``: gives some of its rows, if that is possible."""
+        """Return a stand-in for a parameter.
+
+        Args:
+            param: the parameter.
+            dtype: the dtype of computations.
+            device: the device of computations.
+            read: returns rows of the parameter on the device, by index; None if it cannot be indexed.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             shape, needs_grad = param.shape, param.requires_grad
         stand_in = torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(StandIn)
@@ -215,10 +225,10 @@ class StandIn(torch.Tensor):
 
 
 def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: ParameterOwner) -> None:
-    """Turn a parameter into a streamed one; the object stays the same, and so do its post-accumulate hooks."""
+    """Turn a parameter into a streamed one. It stays the same object and keeps its post-accumulate hooks."""
     require_plain(param)
     after = param._post_accumulate_grad_hooks
-    param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch would call them before it has landed
+    param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch would call them before the gradient has landed
     param.__class__ = cls
     param._owner = weakref.ref(owner)  # type: ignore[attr-defined]
     for hook in (after or {}).values():
@@ -226,7 +236,7 @@ def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: ParameterOwn
 
 
 def require_plain(param: nn.Parameter) -> None:
-    """StreamingError for a parameter that cannot be streamed: of another class, or with a hook."""
+    """Raise StreamingError if a parameter cannot be streamed: if it has another class, or a hook."""
     if type(param) is not nn.Parameter and not isinstance(param, StreamedParameter):
         raise StreamingError(f"a parameter of type {type(param).__name__} cannot be streamed; load the model plainly")
     if param._backward_hooks:

@@ -1,12 +1,11 @@
-"""The context of a block's forward, so that its recompute sees the same ones.
+"""Record the context of a block's forward, so that its recompute runs in the same one.
 
-A recompute in another context is silently wrong: another random state changes dropout, a backward outside
-autocast recomputes in fp32 what the forward did in bf16.
-
+A recompute in another context would be silently wrong: another random state changes dropout, and a backward outside of
+autocast would compute in float32 what the forward computed in bfloat16.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 class RecomputeContext:
-    """Context variables, autocast and attention backends at the time of construction."""
+    """The context variables, autocast settings and attention backends at the time of its construction."""
 
     def __init__(self, device_type: str) -> None:
         self._variables = capture.copy_context()
@@ -29,11 +28,9 @@ class RecomputeContext:
         self._sdp = _sdp_flags()
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call ``function`` in this context, whatever they are now."""
+        """Call ``function`` in the recorded context, and return its result."""
 
-        def inside() -> T:
-            from contextlib import ExitStack
-
+        def call() -> T:
             with ExitStack() as stack:
                 for device_type, (enabled, dtype) in self._autocast.items():
                     stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
@@ -43,7 +40,7 @@ class RecomputeContext:
                     _set_sdp_flags(self._sdp)
                 return function()
 
-        return self._variables.run(inside)
+        return self._variables.run(call)
 
 
 def _sdp_flags() -> tuple[bool, ...]:
@@ -57,7 +54,7 @@ def _set_sdp_flags(flags: tuple[bool, ...]) -> None:
 
 @contextmanager
 def no_autocast_cache() -> Iterator[None]:
-    """Autocast caches casts by tensor identity, which re-pointed parameters do not have."""
+    """Context manager: turn autocast's cache off. It knows casts by tensor identity, and slots hold other weights each time."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -67,21 +64,21 @@ def no_autocast_cache() -> Iterator[None]:
 
 
 class MicroBatchRandomness:
-    """Random states of the micro-batches of one forward.
+    """The random states of the micro-batches of one forward.
 
-    One micro-batch uses the global generators as plain Hugging Face does. Several have a stream each, seeded by one
-    draw from the global generator (`micro_batch_seeds`), so that dropout follows the micro-batch through all blocks.
+    A single micro-batch uses the global generators, as plain Hugging Face does. Several have a random stream each, seeded by
+    one draw from the global generator (`micro_batch_seeds`), which goes on from block to block.
 
     Args:
-        device: of the model.
-        num_micro_batches: of the forward.
-        draws: whether the draw advances the global generator. In evaluation, where plain Hugging Face draws nothing, it
-            does not, so that training goes on as if there had been none.
+        device: the model's device.
+        num_micro_batches: the number of micro-batches.
+        draws: let the draw advance the global generator. In evaluation plain Hugging Face draws nothing, so there the
+            generator is set back, and training continues as if there had been no evaluation.
     """
 
     def __init__(self, device: Device, num_micro_batches: int, draws: bool = True) -> None:
         self._device = device
-        self._own: list[Any] | None = None
+        self._own: list[Any] | None = None  # the state of each micro-batch's stream
         if num_micro_batches > 1:
             before = None if draws else torch.get_rng_state()
             self._own = [device.seeded_rng_state(seed) for seed in micro_batch_seeds(num_micro_batches)]
@@ -90,7 +87,7 @@ class MicroBatchRandomness:
 
     @contextmanager
     def drawing(self, index: int) -> Iterator[Any]:
-        """Run a micro-batch's forward inside; yields the state it starts from, for `replaying`."""
+        """Context manager: draw from a micro-batch's random stream. Yield the state that it starts from, for `replaying`."""
         if self._own is None:
             yield self._device.rng_state()
             return
@@ -104,13 +101,13 @@ class MicroBatchRandomness:
 
 
 def micro_batch_seeds(num_micro_batches: int) -> list[int]:
-    """Seeds of the micro-batches of the next forward; draws once from the global host generator."""
+    """Return seeds for the micro-batches of a forward, from one draw from the global host generator."""
     return torch.randint(2**62, (num_micro_batches,), dtype=torch.int64).tolist()
 
 
 @contextmanager
 def replaying(device: Device, state: Any) -> Iterator[None]:
-    """Run inside from a random state, and leave the present one as it was."""
+    """Context manager: draw from this random state on, and restore the present one afterwards."""
     outside = device.rng_state()
     device.set_rng_state(state)
     try:

@@ -1,4 +1,7 @@
-"""Plan what stays on the device, from what blocks take for a batch and the memory that is left."""
+"""Plan what stays on the device, from the memory that blocks take for a batch and the memory that is left.
+
+Shapes: B batch rows, T tokens of a row, H hidden size.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +14,9 @@ from torch.utils._pytree import tree_map
 from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.cost.block_probe import measured_footprint, run_on_meta
 from horizon_lm.engine.executor import Engine
-from horizon_lm.engine.micro_batches import BlockCall, ProbeDoneError, RowOutputs, slice_rows
+from horizon_lm.engine.micro_batches import BlockCall, ProbeDoneError, RowOutputs, slice_all
 from horizon_lm.engine.recompute import no_autocast_cache
+from horizon_lm.engine.tree import Tree
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
@@ -25,11 +29,11 @@ from horizon_lm.plan.residency import BatchSize, DevicePlan, Residency, spend
 def plan_device(
     engine: Engine, footprints: Sequence[Footprint], hidden: torch.Tensor, num_micro_batches: int
 ) -> DevicePlan:
-    """Plan what stays on the device in steps like this one, and how much memory they will take.
+    """Plan what stays on the device in steps like this one, and how much memory such steps will take.
 
     Args:
         engine: the model's engine.
-        footprints: what each block takes for one micro-batch.
+        footprints: the memory that each block takes for one micro-batch.
         hidden: input of the first block for the whole batch, shape (B, T, H).
         num_micro_batches: micro-batches inside a block.
     """
@@ -38,7 +42,7 @@ def plan_device(
     assert options.head_peak is not None
     boundary, tokens = hidden.numel() * hidden.element_size(), hidden.numel() // hidden.shape[-1]
     num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
-    most_tokens = max(tokens, engine.expected.tokens)  # for which buffers are made
+    most_tokens = max(tokens, engine.expected.tokens)  # buffers are made for the largest batch at once
     settings = BufferSettings(
         tokens=most_tokens,
         compute_bytes=options.compute_dtype.itemsize,
@@ -59,31 +63,29 @@ def plan_device(
 
     spare = engine.device.spare_bytes()
     assert spare is not None
-    # Scratch memory of the links is there already.
+    # Buffers that are still to be allocated; the links' scratch memory has been allocated already.
     taken = max(0, sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total)
     left = int(spare * (1 - DEVICE_MARGIN)) - taken
     weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
     residency = options.residency
     if residency is not None:
         held = sum(weights[num_blocks - residency.weights :])
-        if (
-            needed.most(residency.boundaries, residency.graphs) + held > spare - taken
-        ):  # what was asked for cannot be had
+        # The user's own choice is kept if it fits to the byte, without the margin; else it is cut to the plan.
+        if needed.most(residency.boundaries, residency.graphs) + held > spare - taken:
             residency = Residency(*map(min, astuple(residency), astuple(spend(left, weights, needed))))
     else:
         residency = spend(left, weights, needed)
-    kept = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), held=residency.weights)
-    peak = sum(device_buffers(sizes, kept, trained).values()) + needed.most(residency.boundaries, residency.graphs)
+    final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), held=residency.weights)
+    peak = sum(device_buffers(sizes, final, trained).values()) + needed.most(residency.boundaries, residency.graphs)
     return DevicePlan(residency, peak + engine.device.scratch_bytes)
 
 
 def find_footprint(
     engine: Engine, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Footprint, Any]:
-    """What a block takes when it is called so: tried on the device where that can tell, else found by its shapes.
+    """Return the memory that a block takes for these arguments, and an output of the block's structure.
 
-    Returns:
-        That, and an output of the block's structure.
+    The block is run on the device if the device can measure memory. Otherwise it is run on meta tensors, whose shapes tell.
     """
     meter, dtype, device = engine.device.meter(), engine.options.compute_dtype, engine.device.torch_device
     if meter is None:
@@ -98,10 +100,10 @@ def find_footprint(
 
 
 class ResidencyPlanner:
-    """Plans what stays on the device before the first training step, and before a step that is larger than any before.
+    """Plans what stays on the device before the first training step, and before each step that is larger than all earlier ones.
 
     Attributes:
-        plan: for all batches planned so far; None before the first.
+        plan: the plan for all batches so far; None before the first.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -118,7 +120,7 @@ class ResidencyPlanner:
     def planning(self, size: BatchSize) -> Iterator[list[DevicePlan]]:
         """Context manager: keep nothing resident while planning. A plan that is appended to the list takes effect.
 
-        It holds for batches of this size and of all sizes planned before.
+        The plan covers batches of this size and of all sizes planned before.
         """
         engine = self._engine
         engine.check_alive()
@@ -130,60 +132,62 @@ class ResidencyPlanner:
                 self.plan = plans[0] if self.plan is None else self.plan.together_with(plans[0])
                 self._planned = self._planned.together_with(size)
         finally:
-            engine.device.trim()  # a rehearsal leaves pieces of its own sizes behind
+            engine.device.trim()  # the allocator has cached blocks of sizes that only the rehearsal needs
             if self.plan is not None:
                 engine.reside(self.plan.residency)
 
 
 class Rehearsal:
-    """Stands in for the blocks in one forward. Of each structure one block is tried; what the others give is made up.
+    """Computes in the place of the blocks in one forward, to measure the memory that they take.
+
+    One block of each structure is run; the others return zeros of the same shapes.
 
     Args:
-        engine: of the model.
-        blocks: of the model.
-        dims_of: the row dimensions of a block's inputs.
-        outputs: by block, takes the structure of what it gives.
-        segments: of the batch's rows.
+        engine: the model's engine.
+        blocks: the model's blocks.
+        row_dims: returns the row dimensions of a block's inputs.
+        outputs: takes the structure of each block's output.
+        segments: the documents in the batch's rows, if attention wants them.
     """
 
     def __init__(
-        self, engine: Engine, blocks: Sequence[StreamedBlock], dims_of: Callable[[int, BlockCall], list[int | None]],
+        self, engine: Engine, blocks: Sequence[StreamedBlock], row_dims: Callable[[int, BlockCall], list[int | None]],
         outputs: dict[int, RowOutputs], segments: Segments | None,
     ) -> None:  # fmt: skip
-        self._engine, self._blocks, self._dims_of, self._outputs = engine, blocks, dims_of, outputs
-        self._kinds = [structure_key(each.module) for each in blocks]
+        self._engine, self._blocks, self._row_dims, self._outputs = engine, blocks, row_dims, outputs
+        self._structures = [structure_key(each.module) for each in blocks]
         self._segments = segments
-        self._tried: dict[Any, RowOutputs] = {}  # by kind of block
-        self._footprints: dict[Any, Footprint] = {}
+        self._measured: dict[Any, RowOutputs] = {}  # by structure
+        self._footprints: dict[Any, Footprint] = {}  # likewise
         self._hidden: torch.Tensor | None = None  # input of the first block, for the whole batch (B, T, H)
         self._num_micro_batches = 0
 
     def forward(self, index: int, call: BlockCall) -> Any:
-        """In the place of a block's forward. ProbeDoneError at the last one."""
-        kind = self._kinds[index]
+        """Return an output for a block. Raise ProbeDoneError at the last one: all blocks are measured."""
+        structure = self._structures[index]
         if self._hidden is None:
             self._hidden, self._num_micro_batches = call.tensors[call.hidden], len(self._engine.running.micro_batches)
-        if kind not in self._tried:
-            self._tried[kind] = self._try(index, call)
+        if structure not in self._measured:
+            self._measured[structure] = self._measure(index, call)
         if index == len(self._blocks) - 1:
             raise ProbeDoneError
-        outputs = self._outputs[index] = self._tried[kind]
+        outputs = self._outputs[index] = self._measured[structure]
         return outputs.rebuild(outputs.imitate(self._engine.running.num_rows))[0]
 
-    def _try(self, index: int, call: BlockCall) -> RowOutputs:
-        (start, stop), *_ = self._engine.running.micro_batches
-        dims = self._dims_of(index, call)
-        part = [slice_rows(t, d, start, stop) for t, d in zip(call.tensors, dims, strict=True)]
-        with attending(self._segments, start, stop), capture.capture(()):
-            footprint, output = find_footprint(self._engine, self._blocks[index], *call.rebuild(part))
-        self._footprints[self._kinds[index]] = footprint
+    def _measure(self, index: int, call: BlockCall) -> RowOutputs:
+        """Measure a block on the first micro-batch, the largest one. Return the structure of its output."""
+        rows, *_ = self._engine.running.micro_batches
+        inputs = slice_all(call.tensors, self._row_dims(index, call), rows)
+        with attending(self._segments, *rows), capture.capture(()):
+            footprint, output = find_footprint(self._engine, self._blocks[index], *call.rebuild(inputs))
+        self._footprints[self._structures[index]] = footprint
         outputs = RowOutputs(self._engine.running.num_rows)
-        outputs.add(start, stop, (output, {}))  # as a block that captured nothing
+        outputs.add(rows, Tree((output, {})))  # as a block that captured nothing
         outputs.release()
         return outputs
 
     def plan(self) -> DevicePlan:
-        """What may stay on the device."""
+        """Return the plan for the batch of the rehearsal."""
         assert self._hidden is not None
-        footprints = [self._footprints[kind] for kind in self._kinds]
+        footprints = [self._footprints[structure] for structure in self._structures]
         return plan_device(self._engine, footprints, self._hidden, self._num_micro_batches)

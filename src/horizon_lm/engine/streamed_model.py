@@ -1,4 +1,4 @@
-"""A Hugging Face model, streamed: the same module, whose forward runs through the engine."""
+"""A streamed Hugging Face model: the same module, whose forward runs through the engine."""
 
 import functools
 import inspect
@@ -29,10 +29,10 @@ def _engine(model: Any) -> Engine:
 
 
 def synchronize(model: Any) -> None:
-    """Block until every update is in ``p.data`` and every gradient in ``p.grad``.
+    """Block until all updates and gradients are in host memory, in ``param.data`` and ``param.grad``.
 
-    Reading a parameter through torch waits by itself. Memory that is reached otherwise (numpy views, raw pointers) is ready
-    after this call; call it after writing there, too, and the next forward takes what was written.
+    Reading a parameter through torch waits by itself. Call this before you read its memory in another way (numpy views, raw
+    pointers), and after you wrote to it, so that the next forward uses the new values.
     """
     engine = _engine(model)
     engine.synchronize()
@@ -40,13 +40,13 @@ def synchronize(model: Any) -> None:
 
 
 def stats(model: Any) -> dict[str, Any]:
-    """Bytes and counts since the model was streamed.
+    """Return the bytes that a streamed model takes, and counts since it was streamed.
 
     Returns:
-        ``device_bytes`` and ``device_bytes_peak``: in buffers of the engine; ``device_bytes_by_kind``;
-        ``host_bytes`` and ``host_bytes_by_kind``: slabs, moments and boundaries;
-        ``moved_bytes``: over the link, by kind of operation and unit (``"stream_in:block0"``), in host dtypes;
-        ``block_forward_rows``: rows of the batch times blocks that a block's forward was computed for.
+        ``device_bytes``, ``device_bytes_peak`` and ``device_bytes_by_kind``: bytes of the engine's buffers on the device;
+        ``host_bytes`` and ``host_bytes_by_kind``: bytes of slabs, moments and boundaries;
+        ``moved_bytes``: bytes copied over the link in host dtypes, by operation and unit (``"stream_in:block0"``);
+        ``block_forward_rows``: rows that blocks' forwards were computed for, summed over blocks.
     """
     engine = _engine(model)
     counters = engine.device.counters
@@ -65,7 +65,7 @@ def stats(model: Any) -> dict[str, Any]:
 
 
 class StreamedModel:
-    """Mixed into the model's own class by `attach`; overrides what streaming changes, rejects what it cannot do."""
+    """The class that `attach` mixes into the model's own. It overrides what streaming changes, and rejects what it cannot do."""
 
     _horizon: ModelForward
 
@@ -76,12 +76,12 @@ class StreamedModel:
     # Weights in and out
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, once all updates are done. Tensors are the model's own memory, in the dtype of its precision."""
+        """Wait for updates, and return torch's state dict. Its tensors share the model's memory, in its precision's dtype."""
         self._horizon.engine.synchronize()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's. In precision ``fp32_master``, float32 values keep all their bits."""
+        """Load weights, as in torch. In precision ``fp32_master``, float32 values keep all their bits."""
         if assign:
             raise StreamingError(
                 "load_state_dict(assign=True) would detach parameters from the store; use assign=False"
@@ -96,7 +96,7 @@ class StreamedModel:
         if engine.store.precision.low_half and any(state_dict[name].dtype == torch.bfloat16 for name in loaded):
             warnings.warn(
                 "bfloat16 weights were loaded into a model in precision 'fp32_master': the 16 low bits of their fp32 masters "
-                "are zero now. To go on with a training, load the optimizer's state after the model's: it brings them back.",
+                "are zero now. To continue a training, load the optimizer's state after the model's: it restores them.",
                 ForeignWriteWarning,
                 stacklevel=2,
             )
@@ -117,17 +117,17 @@ class StreamedModel:
         """Write a Hugging Face folder, one tensor at a time.
 
         Args:
-            save_directory: the folder; made if missing.
+            save_directory: the folder; it is made if missing.
             is_main_process: write nothing if false.
-            state_dict: values to write in the place of the model's own, by name.
+            state_dict: values to write instead of the model's own, by name.
             push_to_hub: upload the folder afterwards; ``repo_id``, ``token`` and the like as in transformers.
-            max_shard_size: largest size of one file.
-            variant: part of the files' names.
-            dtype: of the written weights; None for the dtype they were loaded with.
-            kwargs: as in transformers; what cannot be done is rejected.
+            max_shard_size: the largest size of a file.
+            variant: a part of the files' names.
+            dtype: the dtype of the written weights; None for the dtype they were loaded with.
+            kwargs: as in transformers; those that are not supported are rejected.
         """
         self._horizon.engine.synchronize()
-        if self._horizon.is_adapter:  # a folder of PEFT's own
+        if self._horizon.is_adapter:  # PEFT writes a folder of its own, with the adapters only
             super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
             return
         hub = _hub_arguments(kwargs)
@@ -142,16 +142,16 @@ class StreamedModel:
         if push_to_hub:
             _upload(Path(save_directory), hub)
 
-    # What has no effect
+    # Methods without effect
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """No effect: every block is recomputed already."""
+        """Warn that this has no effect: every block is recomputed already."""
         warnings.warn("gradient checkpointing has no effect: a streamed model recomputes every block", stacklevel=2)
 
     def gradient_checkpointing_disable(self) -> None:
-        """No effect: a streamed model always recomputes its blocks."""
+        """Do nothing: a streamed model always recomputes its blocks."""
 
-    # Moving and casting: no effect where nothing would change, else rejected
+    # Moving and casting: nothing to do, or rejected
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model if the call changes nothing; StreamingError otherwise."""
@@ -177,9 +177,10 @@ class StreamedModel:
         return self._unless_changed("double", None, torch.float64)
 
     def _unless_changed(self, method: str, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+        """Return the model if it has this device and dtype already; StreamingError otherwise."""
         engine = self._horizon.engine
-        is_there = device is None or device.type in ("cpu", engine.device.torch_device.type)
-        if is_there and dtype in (None, engine.store.precision.weight_dtype):
+        same_device = device is None or device.type in ("cpu", engine.device.torch_device.type)
+        if same_device and dtype in (None, engine.store.precision.weight_dtype):
             return self
         _reject_move(f"{method}()")
 
@@ -188,7 +189,7 @@ class StreamedModel:
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         raise StreamingError(
-            "resize_token_embeddings() is not possible on a streamed model, whose weights have a fixed place in host memory; "
+            "resize_token_embeddings() is not supported: the weights of a streamed model have a fixed place in host memory; "
             "resize the model first, then call horizon_lm.stream()"
         )
 
@@ -196,8 +197,8 @@ class StreamedModel:
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise StreamingError(
-            "a streamed model cannot be copied: its slabs are most of the machine's memory. Stream the copy of a plain "
-            "model, or load a second one."
+            "a streamed model cannot be copied: it takes most of the machine's memory. Stream a copy of a plain model, or "
+            "load a second one."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -218,17 +219,18 @@ _HUB_ARGUMENTS = ("repo_id", "token", "private", "commit_message", "create_pr", 
 
 
 def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take what is for the hub out of the arguments of transformers' save_pretrained, and check the others."""
+    """Return the arguments of transformers' save_pretrained that are for the hub, and reject those that are not supported."""
     ignored = {"safe_serialization": True, "save_original_format": True, "distributed_checkpoint": False}
     for name, value in kwargs.items():
         if name in ignored and value != ignored[name]:
             raise ConfigError(f"save_pretrained: {name}={value!r} is not supported by a streamed model; remove it")
         if name not in (*ignored, *_HUB_ARGUMENTS, "save_peft_format"):
-            raise ConfigError(f"save_pretrained of a streamed model does not know {name}")
+            raise ConfigError(f"save_pretrained of a streamed model does not know {name}; remove it")
     return {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS and value is not None}
 
 
 def _upload(folder: Path, arguments: dict[str, Any]) -> None:
+    """Upload a folder to the hub."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=arguments.pop("token", None))
@@ -241,7 +243,10 @@ def _upload(folder: Path, arguments: dict[str, Any]) -> None:
 
 @cache
 def _streamed_class(cls: Any) -> Any:
-    """Return the class of a streamed model. Its name, module and signatures are the original's: others look at them."""
+    """Return the class of a streamed model.
+
+    Its name, module and signatures are those of the original class, because trainers and transformers look at them.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._horizon.forward(args, kwargs)
@@ -252,7 +257,7 @@ def _streamed_class(cls: Any) -> Any:
     for name in functools.WRAPPER_ASSIGNMENTS:
         if hasattr(cls.forward, name):
             setattr(forward, name, getattr(cls.forward, name))
-    # Without __wrapped__, by which others would find their way around this function.
+    # Without __wrapped__, through which other code would bypass this function.
     forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
     namespace = {
         "__module__": cls.__module__,
@@ -267,14 +272,15 @@ def _streamed_class(cls: Any) -> Any:
 def attach(
     parts: ModelParts, store: Store, device: Device, options: EngineOptions, path: ChunkedPath | None, images: bool
 ) -> Any:
-    """Make a model streamed. Its parameters must already be views into ``store``.
+    """Make a model streamed. Its parameters must be views into ``store`` already.
 
     Args:
-        parts: of the model.
-        store: with its weights.
-        device, options: where and how it computes.
-        path: how its loss is computed in chunks; None for ``head="whole"``.
-        images: whether it may be given images, video or audio.
+        parts: the model's units.
+        store: host memory with its weights.
+        device: the device that computes.
+        options: settings of the engine.
+        path: the way from hidden states to the loss in chunks; None for ``head="whole"``.
+        images: accept images, video and audio.
     """
     model = parts.model
     if isinstance(model, StreamedModel):

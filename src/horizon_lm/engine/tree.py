@@ -1,7 +1,7 @@
-"""Nested tuples, lists and dicts with their tensors apart.
+"""Take the tensors out of nested tuples, lists and dicts, and put others in.
 
-It is what torch's pytree does. That takes 0.1 ms for the arguments of one block, which is more than everything else that
-the engine does in Python for its forward; here plain containers take a tenth of it, and others are left to pytree.
+This is what torch's pytree does, but pytree takes 0.1 ms for the arguments of one block, more than all other Python code of
+the engine in the block's forward. Here plain containers take a tenth of that; other containers are left to pytree.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-Path = tuple[str, int]  # where a tensor is, and its number of dimensions
+Path = tuple[str, int]  # the place of a tensor in its tree, and its number of dimensions
 
 _TENSOR = object()  # stands in a template where a tensor was
 
 
 class _Other:
-    """A container of another class, such as an output of transformers."""
+    """A container of a class that pytree has registered, such as an output of transformers."""
 
     def __init__(self, spec: Any, leaves: list[Any]) -> None:
         self.spec, self.leaves = spec, leaves
 
 
 class Tree:
-    """Tensors of a tree, and what is left of it without them.
+    """The tensors of a tree, and its structure without them.
 
     Attributes:
-        tensors: in order.
-        paths: where they are.
+        tensors: the tensors, in the order of the tree.
+        paths: their places, in the same order.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -36,7 +36,7 @@ class Tree:
         self._template = self._take(tree, "")
 
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """Return the tree with these tensors in the place of its own."""
+        """Return a tree of this structure with these tensors in it."""
         return _fill(self._template, iter(tensors))
 
     def drop_tensors(self) -> None:
@@ -44,6 +44,7 @@ class Tree:
         self.tensors = []
 
     def _take(self, value: Any, path: str) -> Any:
+        """Return a value with a marker for each tensor, and append the tensors and their paths."""
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             self.paths.append((path, value.ndim))
@@ -64,6 +65,7 @@ class Tree:
 
 
 def _fill(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Return a template with the next tensors in the place of its markers."""
     if template is _TENSOR:
         return next(tensors)
     kind = type(template)

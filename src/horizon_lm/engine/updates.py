@@ -13,14 +13,14 @@ from horizon_lm.schedule.ops import EMBED, Kind, Op, Stream
 
 
 class TableUpdate(Protocol):
-    """One step's update of the embedding, which can begin with the rows of the next batch. Every row is updated once."""
+    """The update of the embedding in one step. It can begin with the rows of the next batch; each row is updated once."""
 
     def rows(self, rows: torch.Tensor) -> Sequence[Move]:
         """Return the update of these rows."""
         ...
 
     def rest(self) -> Sequence[Move]:
-        """Return the update of all rows that are not updated yet when it runs."""
+        """Return the update of all rows that have not been updated yet when it runs."""
         ...
 
 
@@ -35,7 +35,7 @@ class UpdatesInBackward(Protocol):
     """An optimizer that updates each unit as soon as its gradient has landed."""
 
     def begin(self) -> None:
-        """Begin the step of a backward, with the present hyperparameters."""
+        """Begin the step of a backward, with the current hyperparameters."""
         ...
 
     @property
@@ -75,8 +75,8 @@ class PendingUpdates:
     """Updates that may still be running, and the embedding's, whose rows for the next batch are updated first.
 
     Attributes:
-        table: the part of the embedding's update that is still to be issued; None if nothing is.
-        partial_update: whether an update failed half-way. Pieces of updates hold a reference to it, and to nothing else here.
+        table: the part of the embedding's update that is still to be issued; None if there is none.
+        partial_update: records an update that failed half-way. Pieces of updates refer to it, and to nothing else here.
     """
 
     def __init__(self, device: Device) -> None:
