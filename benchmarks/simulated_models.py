@@ -72,7 +72,7 @@ CASES = [
 def _source(name: str, changes: tuple[tuple[str, Any], ...]) -> Source:
     known = find_known(name)
     assert known is not None
-    return Source(name, known_config(replace(known, config={**known.config, **dict(changes)})), 2, is_here=False)
+    return Source(name, known_config(replace(known, config={**known.config, **dict(changes)})), 2, is_local=False)
 
 
 def source_of(name: str, **changes: Any) -> Source:

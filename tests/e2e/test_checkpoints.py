@@ -71,10 +71,10 @@ def copy_of_the_table(found: dict[str, torch.Tensor]) -> None:
 
 
 REJECTED: dict[str, tuple[Edit, str]] = {
-    "int64": (cast(torch.int64), f"{UP} is I64 in .*model.safetensors.*copy of the model in bf16"),
-    "int8": (cast(torch.int8), f"{UP} is I8 in .*copy of the model in bf16"),
-    "bool": (cast(torch.bool), f"{UP} is BOOL in .*copy of the model in bf16"),
-    "fp8": (cast(torch.float8_e4m3fn), f"{UP} is F8_E4M3 in .*copy of the model in bf16"),
+    "int64": (cast(torch.int64), f"{UP} is I64 in .*model.safetensors.*bf16 copy of the model"),
+    "int8": (cast(torch.int8), f"{UP} is I8 in .*bf16 copy of the model"),
+    "bool": (cast(torch.bool), f"{UP} is BOOL in .*bf16 copy of the model"),
+    "fp8": (cast(torch.float8_e4m3fn), f"{UP} is F8_E4M3 in .*bf16 copy of the model"),
     "missing": (tensors(lambda found: found.pop(UP)), f"lacks 1 of .*{UP}"),
     "other shape": (tensors(lambda found: found.update({UP: found[UP][:40]})), rf"{UP} has shape \(40, 32\)"),
     "broadcastable shape": (tensors(lambda found: found.update({UP: found[UP][:1]})), rf"{UP} has shape \(1, 32\)"),
@@ -107,7 +107,7 @@ WARNED: dict[str, tuple[Edit, str]] = {
     ),
     "old buffers": (
         tensors(lambda found: found.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})),
-        r"1 tensor \(for example model\.layers\.0\.self_attn\.rotary_emb\.inv_freq\) .* known not to belong .* left out of exports",
+        r"1 tensor \(for example model\.layers\.0\.self_attn\.rotary_emb\.inv_freq\) .* known not to belong .* will not be exported",
     ),
 }
 

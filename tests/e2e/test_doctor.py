@@ -125,7 +125,7 @@ def test_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert page_locking(None) == "works (64.00 MiB tried, no limit)"
         assert page_locking(8 * 2**20) == "works, beyond RLIMIT_MEMLOCK (64.00 MiB tried)"
         assert page_locking(99 * 2**20) == "works, beyond RLIMIT_MEMLOCK (100.00 MiB tried)"
-        assert page_locking(2**40).startswith("works (1.00 GiB tried); beyond")
+        assert page_locking(2**40).startswith("works (1.00 GiB tried); not tried beyond")
         gpu.lockable = 2**20
         assert page_locking(8 * 2**20).startswith("fails (out of memory; 64.00 MiB tried), so every copy")
         del gpu
@@ -135,8 +135,8 @@ def test_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_programs() -> None:
     others = OtherPrograms()
     assert 0 <= others.cores() < 10_000
-    assert others.were_missing(float(os.cpu_count() or 1))
-    assert not others.were_missing(0.0)
+    assert others.leave_too_few(float(os.cpu_count() or 1))
+    assert not others.leave_too_few(0.0)
 
 
 def test_slow_work_is_timed_once() -> None:

@@ -213,7 +213,7 @@ def test_eager_scores_are_planned_quadratically() -> None:
     batch = ForwardBatch(1, 512)
     settings = {"per_device_train_batch_size": 1, "forwards": (batch,)}
     planned, exact = (choose(each, Request(**settings), HERE).step for each in (short, long))
-    assert device_use(planned).for_a_while >= max(kind.forward_peak.at(1) for kind in exact.outline.kinds)
+    assert device_use(planned).activations >= max(kind.forward_peak.at(1) for kind in exact.outline.kinds)
 
 
 @pytest.mark.parametrize("values", [("logprobs",), ("logprobs", "mean")])

@@ -1,4 +1,4 @@
-"""The computed device capacity is what the engine allocates, to the byte."""
+"""The planned device capacity equals the allocated bytes of the engine."""
 
 import itertools
 

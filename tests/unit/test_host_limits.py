@@ -62,7 +62,7 @@ def _plan(**changes: Any) -> Any:
 
 
 def test_plan_without_page_locking_is_slower_and_says_why() -> None:
-    locked, unlocked = _plan(), _plan(lock_refusal="out of memory; RLIMIT_MEMLOCK is 8.00 MiB")
+    locked, unlocked = _plan(), _plan(page_lock_error="out of memory; RLIMIT_MEMLOCK is 8.00 MiB")
     assert not [reason for reason in locked.reasons if "page-locked" in reason]
     (said,) = (reason for reason in unlocked.reasons if "page-locked" in reason)
     assert "out of memory; RLIMIT_MEMLOCK is 8.00 MiB" in said

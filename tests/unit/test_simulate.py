@@ -106,7 +106,7 @@ def test_inline_copies_run_in_turn() -> None:
 
 def test_updates_and_compute_slow_each_other() -> None:
     ops = (op(Kind.FORWARD, Stream.COMPUTE), update())
-    rates = replace(RATES, computing_beside=0.5, updating_beside=0.25)
+    rates = replace(RATES, compute_share=0.5, update_share=0.25)
     # At half its speed while the update has 5 a second, until 8; then the rest alone.
     assert times(simulate([Pass("forward", ops)], priced(forward=5.0, update=40.0), rates)) == [(0, 9), (0, 8)]
     assert times(simulate([Pass("forward", ops)], priced(forward=1.0, update=40.0), rates)) == [(0, 2), (0, 3.5)]

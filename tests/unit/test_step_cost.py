@@ -105,10 +105,10 @@ def test_update_and_compute_threads_share_cores() -> None:
     here = machine(device="cpu", cores=2, host_bandwidth={"1": 20e9, "2": 30e9})
     shared = rates(here, computing_threads=2)
     assert shared.inline
-    assert shared.computing_beside == pytest.approx(2 / 3)  # three threads on two cores
-    assert shared.updating_beside == pytest.approx(2 / 3 * 20 / 30)
+    assert shared.compute_share == pytest.approx(2 / 3)  # three threads on two cores
+    assert shared.update_share == pytest.approx(2 / 3 * 20 / 30)
     apart = rates(replace(here, cores=8, host_bandwidth={"1": 20e9, "4": 60e9, "8": 80e9}), computing_threads=4)
-    assert (apart.computing_beside, apart.updating_beside) == (1.0, pytest.approx(60 / 80))
+    assert (apart.compute_share, apart.update_share) == (1.0, pytest.approx(60 / 80))
 
 
 # Exposed optimizer time

@@ -58,7 +58,7 @@ def doctor(
             print(section(title, facts.items()))
         print(section(hardware.name, describe_profile(hardware)))
         print(f"profile: {path}" if path is not None else "profile: not kept")
-    if others.were_missing(busy):
+    if others.leave_too_few(busy):
         _say(f"warning: other programs took {busy:.1f} cores, so the figures are too low; measure again when they rest")
 
 

@@ -64,7 +64,7 @@ class OtherPrograms:
         return max(0.0, everybody - own) / max(seconds, 1e-9)
 
     @staticmethod
-    def were_missing(cores: float) -> bool:
+    def leave_too_few(cores: float) -> bool:
         """Return whether other programs that use this many cores leave too few for this one."""
         return cores + usable_cores() > (os.cpu_count() or 1) + _SPARE_CORES
 

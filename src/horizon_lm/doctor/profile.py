@@ -42,9 +42,9 @@ def check_writable(path: Path) -> None:
             raise PermissionError(0, "it is not writable")
         tempfile.TemporaryFile(dir=path.parent).close()
     except FileExistsError as error:
-        raise _refused(path, NotADirectoryError(0, f"{error.filename} is not a folder")) from error
+        raise _unwritable(path, NotADirectoryError(0, f"{error.filename} is not a folder")) from error
     except OSError as error:
-        raise _refused(path, error) from error
+        raise _unwritable(path, error) from error
 
 
 def keep(hardware: Hardware, path: Path) -> None:
@@ -52,10 +52,10 @@ def keep(hardware: Hardware, path: Path) -> None:
     try:
         hardware.save(path)
     except OSError as error:
-        raise _refused(path, error) from error
+        raise _unwritable(path, error) from error
 
 
-def _refused(path: Path, error: OSError) -> ConfigError:
+def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--output: {path}: {error.strerror or error}; choose a writable file, or use --no-save")
 
 
@@ -131,7 +131,7 @@ def measure_machine(
         ConfigError: the folder is not writable.
     """
     where = open_device().torch_device
-    notes = _Notes(say)
+    notes = _Figures(say)
     _measure_disk(notes, folder, rounds)  # first, because it fails if the folder is not writable
     _measure_device(notes, open_device, where, rounds)
     _measure_host(notes, open_device, rounds)
@@ -147,7 +147,7 @@ def measure_machine(
     )
 
 
-class _Notes:
+class _Figures:
     """The figures measured so far, with their sources."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -164,13 +164,13 @@ class _Notes:
         self._say("\n".join(f"{what}: {text}" for what, text in describe_figure(field, value)))
 
 
-def _measure_disk(notes: _Notes, folder: Path, rounds: Rounds) -> None:
+def _measure_disk(notes: _Figures, folder: Path, rounds: Rounds) -> None:
     write, read = disk_rates(folder, rounds)
     notes.add("disk_write", write, "a new file with fsync")
     notes.add("disk_read", read, "the same file after dropping its page cache")
 
 
-def _measure_device(notes: _Notes, open_device: Callable[[], Device], where: torch.device, rounds: Rounds) -> None:
+def _measure_device(notes: _Figures, open_device: Callable[[], Device], where: torch.device, rounds: Rounds) -> None:
     on_gpu = where.type == "cuda"
     notes.add(
         "device_memory", torch.cuda.get_device_properties(where).total_memory if on_gpu else 0, "reported by CUDA"
@@ -190,7 +190,7 @@ def _measure_device(notes: _Notes, open_device: Callable[[], Device], where: tor
     notes.add("link_both", link.both, "both at once" if on_gpu else "one after the other")
 
 
-def _measure_host(notes: _Notes, open_device: Callable[[], Device], rounds: Rounds) -> None:
+def _measure_host(notes: _Figures, open_device: Callable[[], Device], rounds: Rounds) -> None:
     cores = usable_cores()
     notes.add("host_memory", host_memory(), "reported by the system, before any limit")
     notes.add("cores", cores, "affinity and quotas of this process")

@@ -39,7 +39,7 @@ def requested_keys() -> tuple[str, ...]:
 
 @contextmanager
 def capture(keys: tuple[str, ...]) -> Iterator[Captured]:
-    """Record these outputs of whatever runs inside."""
+    """Context manager: capture these outputs."""
     collected: Captured = {key: [] for key in keys}
     token = _active_collector.set(collected)
     try:

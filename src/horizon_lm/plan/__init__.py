@@ -1,1 +1,1 @@
-"""What a run needs, by arithmetic alone."""
+"""Compute the memory and time of a run by arithmetic alone."""

@@ -41,7 +41,7 @@ def working(
     return Working(
         graphs=[graph - output for graph in graphs],
         peaks=[each.peak + together for each in footprints[0]],
-        besides=[each.peak - each.graph + together + output for each in footprints[0]],
+        backward_peaks=[each.peak - each.graph + together + output for each in footprints[0]],
         head=head_peak.at(at_once) + hidden,
         boundary=boundary,
         first=first,
@@ -54,19 +54,19 @@ class DeviceUse:
 
     Attributes:
         buffers: the engine's buffers, by kind.
-        kept: activation checkpoints that stay on the device between forward and backward.
-        for_a_while: peak of computations and resident graphs on top of them.
+        checkpoints: activation checkpoints that stay on the device between forward and backward.
+        activations: peak of computations and resident graphs on top of them.
         shared: masks and rotary tables.
     """
 
     buffers: Mapping[str, int]
-    kept: int
-    for_a_while: int
+    checkpoints: int
+    activations: int
     shared: int
 
     @property
     def total(self) -> int:
-        return sum(self.buffers.values()) + self.kept + self.for_a_while + self.shared
+        return sum(self.buffers.values()) + self.checkpoints + self.activations + self.shared
 
 
 def step_working(step: Step) -> Working:
@@ -85,13 +85,13 @@ def step_working(step: Step) -> Working:
 def device_use(step: Step) -> DeviceUse:
     """Return the bytes of a step on the device."""
     residency = step.settings.residency
-    kept = step.staying * step.boundary
+    checkpoints = step.staying * step.boundary
     in_training = step_working(step).most(residency.boundaries, residency.graphs)
     most = max([in_training, *(_forward(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(
         buffers=device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained),
-        kept=kept,
-        for_a_while=most - kept,
+        checkpoints=checkpoints,
+        activations=most - checkpoints,
         shared=step.outline.shared.at(step.settings.rows),
     )
 
@@ -161,7 +161,7 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
             changes += [(span.start, of_slice[index].graph), (span.end, stays - of_slice[index].graph)]
         if span.op.kind == Kind.BACKWARD:
             has_graph = index >= num_blocks - residency.graphs
-            peak = needed.besides[index] if has_graph else needed.peaks[index]
+            peak = needed.backward_peaks[index] if has_graph else needed.peaks[index]
             changes += [(span.start, peak), (span.end, -stays - peak)]
     changes.sort()
     use = device_use(step)

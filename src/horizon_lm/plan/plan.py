@@ -103,7 +103,7 @@ def make_plan(
     host = _host_items(step, use, request, machine)
     typical = step if usual is None else replace(step, outline=usual)
     hardware, time = machine.hardware, None
-    if hardware is not None and machine.lock_refusal:
+    if hardware is not None and machine.page_lock_error:
         hardware = staged(hardware)
     if priced and hardware is not None and not outline.unknown:
         time = step_time(typical, hardware, machine.computing_threads, request.tokens_per_step)
@@ -179,10 +179,10 @@ def _device_items(step: Step, use: DeviceUse) -> list[Item]:
     stay = f"inputs of {step.staying} blocks, {format_bytes(step.boundary)} each"
     return [
         *named,
-        *([Item("activation checkpoints", use.kept, stay)] if use.kept else []),
+        *([Item("activation checkpoints", use.checkpoints, stay)] if use.checkpoints else []),
         Item(
             "activations and head workspace",
-            use.for_a_while,
+            use.activations,
             f"peak, {rows} × {step.outline.length:,} tokens in a block"
             + (f", {residency.graphs} resident graphs" if residency.graphs else "")
             + (f", logits of {settings.head_chunk_tokens:,} tokens" if settings.chunked_head else ", all logits"),
@@ -225,7 +225,7 @@ def _host_items(step: Step, use: DeviceUse, request: Request, machine: Machine) 
     workers = machine.compile_workers if request.compiled else 0
     largest = max(map(slab_elements, step.outline.sizes.units)) * request.export_bytes
     # The export comes after the last step, when the memory of activations is free again.
-    export = max(0, largest - (use.for_a_while if machine.on_host else 0))
+    export = max(0, largest - (use.activations if machine.on_host else 0))
     return [
         *items,
         Item("staging", machine.staging_bytes, "page-locked transfer buffers"),
@@ -236,11 +236,11 @@ def _host_items(step: Step, use: DeviceUse, request: Request, machine: Machine) 
 
 
 def _staging_reasons(host: Sequence[Item], machine: Machine) -> list[str]:
-    if not machine.lock_refusal:
+    if not machine.page_lock_error:
         return []
     moved = sum(item.num_bytes for item in host if item.name in {_HOST_NAMES[kind][0] for kind in _TRANSFERRED})
     return [
-        f"{format_bytes(moved)} of host memory cannot be page-locked ({machine.lock_refusal}); transfers use staging buffers, "
+        f"{format_bytes(moved)} of host memory cannot be page-locked ({machine.page_lock_error}); transfers use staging buffers, "
         "which are slower"
     ]
 

@@ -143,6 +143,8 @@ def _value(value: Any) -> str:
 
 
 def _billions(number: float) -> str:
+    if number < 1e6:
+        return f"{number / 1e3:.0f}K"
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.0f}M"
 
 

@@ -154,7 +154,7 @@ class Machine:
         device_context_bytes: device bytes of the driver and its libraries.
         scratch_bytes: device bytes for transfers, at most.
         staging_bytes: bytes of page-locked host memory for transfers.
-        lock_refusal: why host memory cannot be page-locked, so that transfers are staged; empty if it can.
+        page_lock_error: why host memory cannot be page-locked, so that transfers are staged; empty if it can.
         notes: further remarks for the run's log, as sentences.
         compile_workers: number of compiler processes, if blocks are compiled.
         computing_threads: number of host threads that compute; None for all cores.
@@ -171,7 +171,7 @@ class Machine:
     device_context_bytes: int = 0
     scratch_bytes: int = 0
     staging_bytes: int = 0
-    lock_refusal: str = ""
+    page_lock_error: str = ""
     notes: Sequence[str] = field(default=())
     compile_workers: int = 0
     computing_threads: int | None = None

@@ -46,7 +46,7 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedBatch:
-    """What is known about future batches.
+    """Known properties of future batches.
 
     Attributes:
         tokens: sequences times length of the largest training batch; 0 if unknown.
@@ -101,7 +101,7 @@ class Working:
     Attributes:
         graphs: activations kept by each block, without its input and output.
         peaks: peak of each block's forward and backward.
-        besides: peak of each block's backward on top of a resident graph.
+        backward_peaks: peak of each block's backward on top of a resident graph.
         head: peak of the head.
         boundary: bytes of a block's input.
         first: the first block with a gradient; earlier blocks keep nothing.
@@ -109,7 +109,7 @@ class Working:
 
     graphs: Sequence[int]
     peaks: Sequence[int]
-    besides: Sequence[int]
+    backward_peaks: Sequence[int]
     head: int
     boundary: int
     first: int = 0
@@ -126,7 +126,7 @@ class Working:
             kept += (self.boundary if u >= max(self.first, num_blocks - boundaries) else 0) + (
                 self.graphs[u] if has_graph else 0
             )
-            most = max(most, kept + (self.besides[u] if has_graph else self.peaks[u]))
+            most = max(most, kept + (self.backward_peaks[u] if has_graph else self.peaks[u]))
         return max(most, kept + self.head)
 
 

@@ -287,6 +287,6 @@ def rates(hardware: Hardware, computing_threads: int | None = None) -> Rates:
     known = [bandwidth for threads, bandwidth in hardware.host_bandwidth.items() if int(threads) <= updating]
     alone = max(known, default=hardware.host_rate)
     return Rates(
-        hardware.link_in, hardware.link_out, hardware.host_rate, inline=True, computing_beside=share,
-        updating_beside=share * alone / hardware.host_rate,
+        hardware.link_in, hardware.link_out, hardware.host_rate, inline=True, compute_share=share,
+        update_share=share * alone / hardware.host_rate,
     )  # fmt: skip

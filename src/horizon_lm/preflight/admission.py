@@ -102,7 +102,7 @@ def make_request(
         num_checkpoints=num_checkpoints,
         export_bytes=_ITEMSIZE[run.exported_dtype] if run.exported_dtype else source.stored_bytes,
         stored_bytes=source.stored_bytes,
-        download_bytes=0 if source.is_here else num_parameters * source.stored_bytes,
+        download_bytes=0 if source.is_local else num_parameters * source.stored_bytes,
     )
 
 

@@ -21,13 +21,13 @@ class Source:
         name: name as given in the settings.
         config: Hugging Face config.
         stored_bytes: bytes of an element of the checkpoint.
-        is_here: the weights are on this machine.
+        is_local: the weights are on this machine.
     """
 
     name: str
     config: Any
     stored_bytes: int
-    is_here: bool
+    is_local: bool
     _outlines: dict[Any, ModelOutline] = field(default_factory=dict)
 
     def cache_bytes_per_token(self, run: RunConfig) -> int:
@@ -98,7 +98,7 @@ def open_source(run: RunConfig) -> Source:
         folder = Path(name).expanduser()
         config = hub.load_config(folder, run.trust_remote_code, run.gguf_file)
         stored = 2 if run.gguf_file else hub.stored_bytes(folder, config)
-        return Source(name, config, stored, is_here=True)
+        return Source(name, config, stored, is_local=True)
     known = find_known(name)
     hub_id = hub.full_name(name)
     config = hub.known_config(known) if known else hub.fetch_config(name, run.trust_remote_code)

@@ -28,7 +28,7 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
 
     on_host = run.device == "cpu"
     # The device comes first: opening it creates a context, which adds to the process.
-    gpu, device_limits, refusal = ("", [], "") if on_host else _look_at_device(run.device)
+    gpu, device_limits, lock_error = ("", [], "") if on_host else _probe_device(run.device)
     gc.collect()  # do not count a previous model as part of the process
     limits, notes = _host_limits(run.host_memory)
     disk, download = _disk_limits(Path(run.output_dir).expanduser())
@@ -44,7 +44,7 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
         device_context_bytes=0 if on_host else WORKSPACE_BYTES,
         scratch_bytes=0 if on_host else SCRATCH_BYTES,
         staging_bytes=0 if on_host else STAGING_BYTES,
-        lock_refusal=refusal,
+        page_lock_error=lock_error,
         notes=notes,
         compile_workers=min(32, usable_cores()),
         computing_threads=torch.get_num_threads() if on_host else None,
@@ -74,7 +74,7 @@ def _host_limits(host_memory: int | None) -> tuple[list[Limit], list[str]]:
     return sorted(limits, key=lambda limit: limit.num_bytes), notes
 
 
-def _look_at_device(device: str) -> tuple[str, list[Limit], str]:
+def _probe_device(device: str) -> tuple[str, list[Limit], str]:
     """Return a GPU's name, the bytes that torch can allocate on it, and why host memory cannot be page-locked, or "".
 
     A trial decides about page-locking, because RLIMIT_MEMLOCK does not bind every driver.
@@ -84,15 +84,15 @@ def _look_at_device(device: str) -> tuple[str, list[Limit], str]:
     from horizon_lm.device.cuda import CudaDevice, allocatable_bytes
     from horizon_lm.resources import memlock_limit
 
-    refusal = ""
+    lock_error = ""
     opened = CudaDevice(device)
     where = opened.torch_device
     if error := opened.try_registering(_TRIAL_BYTES):
         limit = memlock_limit()
         allowed = "unlimited" if limit is None else format_bytes(limit)
-        refusal = f"{error}; RLIMIT_MEMLOCK is {allowed}"
+        lock_error = f"{error}; RLIMIT_MEMLOCK is {allowed}"
     gpu, (_, total) = torch.cuda.get_device_properties(where).name, torch.cuda.mem_get_info(where)
-    return gpu, [Limit(f"free of {total:,} bytes on {gpu}", allocatable_bytes(where))], refusal
+    return gpu, [Limit(f"free of {total:,} bytes on {gpu}", allocatable_bytes(where))], lock_error
 
 
 def _disk_limits(output_dir: Path) -> tuple[list[Limit], list[Limit]]:

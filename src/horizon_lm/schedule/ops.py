@@ -129,7 +129,7 @@ class Pass:
 
     @cached_property
     def uses(self) -> tuple[tuple[LastUse, ...], ...]:
-        """For each operation, the waits of later passes that it satisfies, unless a later operation supersedes it."""
+        """The waits of later passes that each operation satisfies, unless a later operation supersedes it."""
         return tuple(map(uses, self.ops))
 
     def __str__(self) -> str:

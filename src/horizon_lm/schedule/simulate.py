@@ -26,8 +26,8 @@ class Rates:
         host: host memory, reads and writes together.
         link_both: both directions of the link together; None if each keeps its full rate.
         inline: transfers run in the computing thread.
-        computing_beside: share of its speed that computation keeps during an update.
-        updating_beside: share of the host memory's rate that updates get during computation.
+        compute_share: share of its speed that computation keeps during an update.
+        update_share: share of the host memory's rate that updates get during computation.
     """
 
     link_in: float
@@ -35,8 +35,8 @@ class Rates:
     host: float
     link_both: float | None = None
     inline: bool = False
-    computing_beside: float = 1.0
-    updating_beside: float = 1.0
+    compute_share: float = 1.0
+    update_share: float = 1.0
 
     def lane(self, op: Op) -> Stream:
         """Return the lane of an operation. Operations in one lane run one after the other."""
@@ -141,11 +141,11 @@ def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     share = min(1.0, both / wanted, rates.host / wanted) if wanted else 1.0
     num_updates = sum(op.kind in UPDATES for op in running)
     computes = any(op.stream == Stream.COMPUTE for op in running)
-    for_updates = (rates.host - wanted * share) * (rates.updating_beside if computes else 1.0)
+    for_updates = (rates.host - wanted * share) * (rates.update_share if computes else 1.0)
 
     def speed(op: Op) -> float:
         if op.stream == Stream.COMPUTE:
-            return rates.computing_beside if num_updates else 1.0
+            return rates.compute_share if num_updates else 1.0
         if op.kind in UPDATES:
             return max(0.0, for_updates) / num_updates
         return links[op.stream] * share

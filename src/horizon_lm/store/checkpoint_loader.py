@@ -19,7 +19,7 @@ from horizon_lm.store.store import Store
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # saved by old versions of transformers, now computed
 
 
-def is_left_out(model: Any, name: str) -> bool:
+def is_ignored(model: Any, name: str) -> bool:
     """Return whether transformers ignores a checkpoint tensor of this name without a warning."""
     patterns = (*_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
     return any(re.search(pattern, name) for pattern in patterns)
@@ -70,7 +70,7 @@ def check_headers(model: Any, checkpoint: Checkpoint, conversion: Conversion) ->
     sentences = list(_unused(model, checkpoint.folder, conversion.unused))
     if unset := {name for name in unset if not may_be_missing(model, name)}:
         sentences.append(
-            f"{checkpoint.folder}: {_some(list(unset))} missing and will have the values of a new model; check that "
+            f"{checkpoint.folder}: {_tensors_are(list(unset))} missing and will have the values of a new model; check that "
             "config.json belongs to these weights"
         )
     return sentences
@@ -126,21 +126,21 @@ def _unused(model: Any, folder: Path, unused: Mapping[str, str]) -> Iterator[str
     """Yield warnings about tensors that the model does not have; reject those of blocks that it does not have."""
     buffers = {name for name, _ in model.named_buffers()}
     rest = {name: target for name, target in unused.items() if target not in buffers and name not in buffers}
-    known = [name for name, target in rest.items() if is_left_out(model, name) or is_left_out(model, target)]
+    known = [name for name, target in rest.items() if is_ignored(model, name) or is_ignored(model, target)]
     for name in known:
         del rest[name]
     _reject_dropped(model, folder, rest)
     kind = type(model).__name__
     if known:
-        yield f"{folder}: {_some(known)} known not to belong to a {kind}, and will not be exported"
+        yield f"{folder}: {_tensors_are(known)} known not to belong to a {kind}, and will not be exported"
     if rest:
         yield (
-            f"{folder}: {_some(list(rest))} not part of a {kind} and will be neither trained nor exported; check that "
+            f"{folder}: {_tensors_are(list(rest))} not part of a {kind} and will be neither trained nor exported; check that "
             "config.json belongs to these weights"
         )
 
 
-def _some(names: list[str]) -> str:
+def _tensors_are(names: list[str]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) > 1)} (for example {min(names)}) {'are' if len(names) > 1 else 'is'}"
 
 
