@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from horizon_lm.device.base import Device
-from horizon_lm.engine.options import StreamingOptions, open_device
+from horizon_lm.engine.options import StreamArguments, open_device
 from horizon_lm.engine.parameters import require_plain
 from horizon_lm.engine.streamed_model import StreamedModel
 from horizon_lm.errors import ConfigError, StreamingError
@@ -99,7 +99,7 @@ def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
             raise ConfigError(
                 f"from_pretrained: {name}={value!r} is not supported by a streamed model: {_REMEDIES[name]}"
             )
-    ours = {field.name for field in fields(StreamingOptions)}
+    ours = {field.name for field in fields(StreamArguments)}
     changes = {name: options.pop(name) for name in list(options) if name not in ours and hasattr(config, name)}
     for name in options.keys() - ours:
         close = difflib.get_close_matches(name, [*ours, *_DOWNLOAD], n=1)
@@ -121,7 +121,7 @@ def stream(
     resident_graphs: int | None = None,
     head_chunk_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | str | None = None,
     device_memory: int | None = None,
     mlp_chunk_tokens: int | None = None,
     compile: bool | str = "auto",
@@ -169,10 +169,13 @@ def stream(
         ConfigError: a setting is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
-    settings = StreamingOptions(
-        device, precision, device_micro_batch_size, head, activation_checkpoints, resident_blocks, resident_graphs, head_chunk_tokens,
-        compute_dtype, grad_dtype, device_memory, mlp_chunk_tokens, compile, check_recompute, attn_implementation,
-        check_gradients, allow_unproven_model,
+    settings = StreamArguments(
+        device=device, precision=precision, device_micro_batch_size=device_micro_batch_size, head=head,
+        activation_checkpoints=activation_checkpoints, resident_blocks=resident_blocks, resident_graphs=resident_graphs,
+        head_chunk_tokens=head_chunk_tokens, compute_dtype=compute_dtype, grad_dtype=grad_dtype,
+        device_memory=device_memory, mlp_chunk_tokens=mlp_chunk_tokens, compile=compile, check_recompute=check_recompute,
+        attn_implementation=attn_implementation, check_gradients=check_gradients,
+        allow_unproven_model=allow_unproven_model,
     )  # fmt: skip
     return _stream(model, settings)
 
@@ -210,7 +213,7 @@ def from_pretrained(
     folder = hub.local_folder(model_name_or_path, **download_arguments(options)) / subfolder
     config = hub.load_config(folder, trust_remote_code) if config is None and gguf_file is None else config
     changes = config_arguments(options, config)
-    settings = StreamingOptions(device, precision, **options)
+    settings = StreamArguments(device=device, precision=precision, **options)
     if gguf_file is not None:
         return _stream(hub.load_gguf(folder, gguf_file), settings)
     for name, value in changes.items():
@@ -235,7 +238,7 @@ def from_config(config: Any, device: str | Device = "auto", precision: str = "fp
         precision: as in `stream`.
         options: the other arguments of `stream`.
     """
-    settings = StreamingOptions(device, precision, **options)
+    settings = StreamArguments(device=device, precision=precision, **options)
     opened = open_device(settings.device, settings.device_memory)
     model = build_skeleton(config)
     parts, store = _with_store(model, settings)
@@ -259,7 +262,7 @@ def _draw(model: Any, refs: Sequence[ParamRef], store: Store, device: torch.devi
             module._parameters[attribute] = ref.param
 
 
-def _stream(model: Any, settings: StreamingOptions) -> Any:
+def _stream(model: Any, settings: StreamArguments) -> Any:
     """Move a model's parameters into a new store, and make it streamed."""
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
@@ -281,7 +284,7 @@ def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
     return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in parts.units.items()}
 
 
-def _with_store(model: Any, settings: StreamingOptions) -> tuple[ModelParts, Store]:
+def _with_store(model: Any, settings: StreamArguments) -> tuple[ModelParts, Store]:
     """Make a new store for a skeleton on the meta device, and let its parameters be views into the store."""
     parts = settings.take_apart(model)
     store = Store(_shapes(parts), settings.get_precision())

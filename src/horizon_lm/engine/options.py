@@ -22,61 +22,32 @@ from horizon_lm.model.units import ModelParts, find_parts
 from horizon_lm.plan.residency import Residency, head_chunk_tokens
 from horizon_lm.store.precision import Precision, get_precision
 from horizon_lm.store.store import Store
+from horizon_lm.streaming_options import StreamingOptions
 
 
-@dataclass(frozen=True)
-class StreamingOptions:
+@dataclass(frozen=True, kw_only=True)
+class StreamArguments(StreamingOptions):
     """The arguments of `horizon_lm.stream`, which describes them. Invalid ones raise ConfigError."""
 
     device: str | Device = "auto"
-    precision: str = "fp32_master"
-    device_micro_batch_size: int | None = None
-    head: str = "chunked"
-    activation_checkpoints: str | int = "auto"
-    resident_blocks: int | None = None
-    resident_graphs: int | None = None
-    head_chunk_tokens: int | None = None
     compute_dtype: torch.dtype | None = None
-    grad_dtype: torch.dtype | None = None
-    device_memory: int | None = None
-    mlp_chunk_tokens: int | None = None
-    compile: bool | str = "auto"
     check_recompute: bool = False
     attn_implementation: str | None = None
     check_gradients: int = 0
     allow_unproven_model: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.device == "auto":
             object.__setattr__(self, "device", "cuda" if torch.cuda.is_available() else "cpu")
         self.get_precision()
-        for name in ("device_micro_batch_size", "head_chunk_tokens", "mlp_chunk_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1, or unset")
-        if self.head not in ("chunked", "whole"):
-            raise ConfigError(f"head is {self.head!r}; choose 'chunked' or 'whole'")
-        is_number = (
-            isinstance(self.activation_checkpoints, int)
-            and not isinstance(self.activation_checkpoints, bool)
-            and self.activation_checkpoints >= 0
-        )
-        if self.activation_checkpoints not in ("auto", "device", "host") and not is_number:
-            raise ConfigError(
-                f"activation_checkpoints is {self.activation_checkpoints!r}; choose 'auto', 'device', 'host', or a number of blocks"
-            )
         if self.check_gradients < 0:
             raise ConfigError(f"check_gradients is {self.check_gradients}; it is a number of blocks, 0 for none")
-        if self.compile not in (True, False, "auto"):
-            raise ConfigError(f"compile is {self.compile!r}; choose True, False or 'auto'")
-        if not 0 <= (self.resident_graphs or 0) <= (self.resident_blocks or 0):
-            raise ConfigError(
-                f"resident_graphs is {self.resident_graphs}, but resident_blocks is {self.resident_blocks}; a graph needs its block's weights"
-            )
 
     def get_precision(self) -> Precision:
         """Return the formats of weights and gradients in host memory."""
-        return get_precision(self.precision, self.grad_dtype)
+        dtype = self.grad_dtype
+        return get_precision(self.precision, getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype)
 
     def take_apart(self, model: Any) -> ModelParts:
         """Return the units of a model. Reject a model that cannot be streamed before any of its parameters is moved."""
@@ -158,13 +129,7 @@ class StreamingOptions:
         chosen = self.resident_blocks is not None or self.resident_graphs is not None
         if self.activation_checkpoints == "auto" and not chosen and device.spare_bytes() is not None:
             return None
-        weights = min(self.resident_blocks or 0, num_blocks)
-        graphs = min(self.resident_graphs or 0, weights)
-        if isinstance(self.activation_checkpoints, int):
-            boundaries = min(self.activation_checkpoints, num_blocks)
-        else:
-            boundaries = 0 if self.activation_checkpoints == "host" else num_blocks
-        return Residency(max(graphs, boundaries), weights, graphs)  # a graph starts at its block's input
+        return Residency(*self.residency(num_blocks, auto_on_device=True))
 
 
 def open_device(device: str | Device, capacity: int | None = None) -> Device:

@@ -118,15 +118,7 @@ def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> b
 
 def _smallest_residency(outline: ModelOutline, request: Request, room: int | None) -> Residency:
     """Return the residency that the request asks for, and nothing beyond it if device memory is limited."""
-    num_blocks = outline.num_blocks
-    held = min(request.resident_blocks or 0, num_blocks)
-    graphs = min(request.resident_graphs or 0, held)
-    if isinstance(request.activation_checkpoints, int):
-        return Residency(max(graphs, min(request.activation_checkpoints, num_blocks)), held, graphs)
-    on_device = request.activation_checkpoints == "device" or (
-        request.activation_checkpoints == "auto" and room is None
-    )
-    return Residency(num_blocks if on_device else graphs, held, graphs)
+    return Residency(*request.residency(outline.num_blocks, auto_on_device=room is None))
 
 
 def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[Residency, str]:

@@ -187,7 +187,7 @@ def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
     if request.precision != "bf16":
         less = 4 if request.precision == "float32" else 2
         cost = f"bf16 weights with stochastic rounding instead of exact fp32 masters: {less} bytes less per parameter"
-        grad_bytes = request.grad_bytes if request.has_grad_dtype else 2
+        grad_bytes = 2 if request.grad_dtype is None else request.grad_bytes
         yield Change({"precision": "bf16"}, cost, {"precision": "bf16", "grad_bytes": grad_bytes}, {})
     if not request.update_in_backward and not request.skips_steps:
         settings = {"update_in_backward": True, "max_grad_norm": 0}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from horizon_lm.plan.catalog import Hardware
+from horizon_lm.streaming_options import StreamingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class ForwardBatch:
     kept_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FixedSettings:
     """Step settings fixed by the run; the planner may not change them.
 
@@ -100,8 +101,8 @@ class FixedSettings:
         return {each.name: getattr(self, each.name) for each in fields(FixedSettings)}
 
 
-@dataclass(frozen=True, slots=True)
-class Request(FixedSettings):
+@dataclass(frozen=True)
+class Request(StreamingOptions, FixedSettings):
     """Settings of a run by their names there; None leaves the choice to the planner.
 
     Attributes:
@@ -111,27 +112,18 @@ class Request(FixedSettings):
         export_bytes, stored_bytes: bytes of an element of the exported model, and of the checkpoint to start from.
         num_checkpoints: number of intermediate exports kept at once.
         download_bytes: bytes of the checkpoint to start from; 0 if it is on this machine.
-        has_grad_dtype: the run sets the dtype of gradients.
         skips_steps: steps with non-finite gradients are skipped.
     """
 
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     sequences: int = 1
-    device_micro_batch_size: int | None = None
-    head: str = "chunked"
-    head_chunk_tokens: int | None = None
-    activation_checkpoints: str | int = "auto"
-    resident_blocks: int | None = None
-    resident_graphs: int | None = None
-    device_memory: int | None = None
     tokens_per_step: float | None = None
     num_steps: int | None = None
     export_bytes: int = 2
     stored_bytes: int = 2
     num_checkpoints: int = 0
     download_bytes: int = 0
-    has_grad_dtype: bool = False
     skips_steps: bool = False
 
     @property

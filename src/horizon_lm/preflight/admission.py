@@ -15,6 +15,7 @@ from horizon_lm.plan.render import remedy_lines
 from horizon_lm.plan.request import ForwardBatch, Machine, Request
 from horizon_lm.preflight.inputs import RowShape, Source, open_source
 from horizon_lm.preflight.this_machine import this_machine
+from horizon_lm.streaming_options import StreamingOptions
 
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -78,22 +79,14 @@ def make_request(
     """Return a run's settings as a request to the planner."""
     grad = run.grad_dtype or ("float32" if run.precision == "float32" else "bfloat16")
     return Request(
+        **StreamingOptions.of(run),
         per_device_train_batch_size=run.per_device_train_batch_size,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         sequences=_sequences(run),
-        device_micro_batch_size=run.device_micro_batch_size,
-        precision=run.precision,
         moments=run.moments,
         grad_bytes=4 if grad == "float32" else 2,
-        has_grad_dtype=run.grad_dtype is not None,
         update_in_backward=run.update_in_backward,
         skips_steps=run.non_finite == "skip",
-        head=run.head,
-        head_chunk_tokens=run.head_chunk_tokens,
-        activation_checkpoints=run.activation_checkpoints,
-        resident_blocks=run.resident_blocks,
-        resident_graphs=run.resident_graphs,
-        device_memory=run.device_memory,
         compiled=run.device != "cpu" if run.compile == "auto" else bool(run.compile),
         forwards=tuple(_forwards(run, source, rows)),
         distinct_tokens=rows.distinct_tokens,

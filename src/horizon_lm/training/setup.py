@@ -14,6 +14,7 @@ from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarni
 from horizon_lm.objective.base import Objective, OwnObjective
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.residency import ExpectedBatch
+from horizon_lm.streaming_options import StreamingOptions
 from horizon_lm.training.metrics import Reporter
 from horizon_lm.training.rows import RunData
 
@@ -125,28 +126,16 @@ def expect(model: Any, plan: Plan) -> None:
 
 
 def _open(config: RunConfig) -> Any:
-    import torch
-
     import horizon_lm
 
     return horizon_lm.from_pretrained(
         config.model_name_or_path,
         device=choose_device(config.device),
-        precision=config.precision,
-        device_micro_batch_size=config.device_micro_batch_size,
-        head=config.head,
-        head_chunk_tokens=config.head_chunk_tokens,
-        activation_checkpoints=config.activation_checkpoints,
-        resident_blocks=config.resident_blocks,
-        resident_graphs=config.resident_graphs,
-        mlp_chunk_tokens=config.mlp_chunk_tokens,
-        compile=config.compile,
-        device_memory=config.device_memory,
+        **StreamingOptions.of(config),
         gguf_file=config.gguf_file,
         trust_remote_code=config.trust_remote_code,
         attn_implementation=config.attn_implementation,
         allow_unproven_model=config.allow_unproven_model,
-        grad_dtype=None if config.grad_dtype is None else getattr(torch, config.grad_dtype),
     )
 
 

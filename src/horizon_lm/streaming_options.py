@@ -1,0 +1,72 @@
+"""The options that `horizon_lm.stream`, the settings of a run and the planner share. Nothing here imports torch."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from horizon_lm.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingOptions:
+    """How a model is streamed. `horizon_lm.stream` describes each option; None and ``auto`` leave the choice to us.
+
+    Raises:
+        ConfigError: a value that is not possible.
+    """
+
+    precision: str = "fp32_master"
+    grad_dtype: Any = None
+    device_memory: int | None = None
+    device_micro_batch_size: int | None = None
+    head: str = "chunked"
+    head_chunk_tokens: int | None = None
+    activation_checkpoints: str | int = "auto"
+    resident_blocks: int | None = None
+    resident_graphs: int | None = None
+    mlp_chunk_tokens: int | None = None
+    compile: bool | str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("device_micro_batch_size", "head_chunk_tokens", "mlp_chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1, or unset")
+        if self.head not in ("chunked", "whole"):
+            raise ConfigError(f"head is {self.head!r}; choose 'chunked' or 'whole'")
+        kept = self.activation_checkpoints
+        is_number = isinstance(kept, int) and not isinstance(kept, bool) and kept >= 0
+        if kept not in ("auto", "device", "host") and not is_number:
+            raise ConfigError(
+                f"activation_checkpoints is {kept!r}; choose 'auto', 'device', 'host', or a number of blocks"
+            )
+        if self.compile not in (True, False, "auto"):
+            raise ConfigError(f"compile is {self.compile!r}; choose True, False or 'auto'")
+        if not 0 <= (self.resident_graphs or 0) <= (self.resident_blocks or 0):
+            raise ConfigError(
+                f"resident_graphs is {self.resident_graphs}, but resident_blocks is {self.resident_blocks}; a graph needs "
+                "its block's weights"
+            )
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of the options."""
+        return [each.name for each in fields(cls)]
+
+    @staticmethod
+    def of(settings: Any) -> dict[str, Any]:
+        """Return the options among the settings of a run, by name."""
+        return {name: getattr(settings, name) for name in StreamingOptions.names()}
+
+    def residency(self, num_blocks: int, auto_on_device: bool) -> tuple[int, int, int]:
+        """Return for how many of the last blocks checkpoints, weights and graphs are asked to stay on the device.
+
+        Args:
+            num_blocks: blocks of the model.
+            auto_on_device: ``activation_checkpoints="auto"`` means the device; else host memory.
+        """
+        weights = min(self.resident_blocks or 0, num_blocks)
+        graphs = min(self.resident_graphs or 0, weights)
+        kept = self.activation_checkpoints
+        if not isinstance(kept, int):
+            kept = num_blocks if kept == "device" or (kept == "auto" and auto_on_device) else graphs
+        return max(graphs, min(kept, num_blocks)), weights, graphs
