@@ -1,4 +1,4 @@
-"""``horizon-lm doctor`` as a user has it. Its figures are of no interest here, only that there are some."""
+"""``horizon-lm doctor``. Only the presence of its figures is tested, not their values."""
 
 import gc
 import json
@@ -28,7 +28,7 @@ RATES = ("device_bandwidth", "op_seconds", "link_in", "link_out", "link_both", "
 
 
 def doctor(*arguments: Any, home: Path, code: int = 0) -> "subprocess.CompletedProcess[str]":
-    """The command in a process of its own, with that home and that folder to work in."""
+    """Run the command in a subprocess with ``home`` as home and working directory."""
     environment = os.environ | {"HOME": str(home), "OMP_NUM_THREADS": "1"}
     environment.pop("XDG_CONFIG_HOME", None)
     command = [sys.executable, "-m", "horizon_lm.cli", "doctor", *map(str, arguments)]
@@ -41,10 +41,10 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_profile_of_this_machine(tmp_path: Path) -> None:
+def test_profile_of_this_machine(tmp_path: Path) -> None:
     done = doctor("--quick", "--device", "cpu", "--json", home=tmp_path)
     own = tmp_path / ".config" / "horizon-lm" / "profile.json"
-    assert files(tmp_path) == [".config/horizon-lm/profile.json"]  # and not the one that the disk was tried with
+    assert files(tmp_path) == [".config/horizon-lm/profile.json"]  # the temporary file of the disk benchmark is gone
 
     profile = read_profile(own)
     assert (profile.device, profile.gpu, profile.device_memory) == ("cpu", "", 0)
@@ -57,18 +57,18 @@ def test_a_profile_of_this_machine(tmp_path: Path) -> None:
     assert set(RATES) | {"matmul", "attention", "host_bandwidth"} <= profile.sources.keys()
     assert all(measured.fullmatch(source) for source in profile.sources.values())
 
-    said = json.loads(done.stdout)  # nothing else is on standard output
-    assert said["profile"] == json.loads(own.read_text())
-    assert said["saved"] == str(own)
-    assert {"torch", "numba", "python", "horizon-lm"} <= said["machine"]["versions"].keys()
-    assert "RLIMIT_MEMLOCK" in said["machine"]["limits"]
+    output = json.loads(done.stdout)  # nothing else is on standard output
+    assert output["profile"] == json.loads(own.read_text())
+    assert output["saved"] == str(own)
+    assert {"torch", "numba", "python", "horizon-lm"} <= output["machine"]["versions"].keys()
+    assert "RLIMIT_MEMLOCK" in output["machine"]["limits"]
     assert "host memory, threads: 1:" in done.stderr  # progress
 
 
-# What cannot be done is said before anything is measured
+# Errors come before the measurement
 
 
-def refused(message: str, *arguments: Any, home: Path) -> None:
+def assert_rejected(message: str, *arguments: Any, home: Path) -> None:
     done = doctor("--quick", "--device", "cpu", *arguments, home=home, code=2)
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
@@ -76,16 +76,16 @@ def refused(message: str, *arguments: Any, home: Path) -> None:
     assert done.stdout == ""
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_paths(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    refused(f"{tmp_path}/file is not a folder", "--output", tmp_path / "file/profile.json", home=tmp_path)
-    refused("Not a directory", "--output", tmp_path / "file/sub/profile.json", home=tmp_path)
-    refused(f"{tmp_path}: it is a folder", "--output", tmp_path, home=tmp_path)
-    refused("nowhere is not a folder", "--folder", "nowhere", "--no-save", home=tmp_path)
+    assert_rejected(f"{tmp_path}/file is not a folder", "--output", tmp_path / "file/profile.json", home=tmp_path)
+    assert_rejected("Not a directory", "--output", tmp_path / "file/sub/profile.json", home=tmp_path)
+    assert_rejected(f"{tmp_path}: it is a folder", "--output", tmp_path, home=tmp_path)
+    assert_rejected("nowhere is not a folder", "--folder", "nowhere", "--no-save", home=tmp_path)
     assert files(tmp_path) == ["file"]
 
 
-# Parts that the quick run leaves out, and what they do in want
+# Benchmarks that the quick run skips
 
 
 def test_updates() -> None:
@@ -107,10 +107,10 @@ def test_threads() -> None:
     assert list(host_bandwidth(6, 2**30, QUICK)) == ["1", "2", "4", "6"]
 
 
-# On a GPU: its own code, on one that is emulated
+# The CUDA code on an emulated GPU
 
 
-def test_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with emulated_gpu(free_bytes=24 * 10**9) as gpu:
         profile = measure_machine(CudaDevice, tmp_path, QUICK, lambda line: None)
         profile.save(tmp_path / "profile.json")
@@ -129,7 +129,7 @@ def test_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         gpu.lockable = 2**20
         assert page_locking(8 * 2**20).startswith("fails (out of memory; 64.00 MiB tried), so every copy")
         del gpu
-        gc.collect()  # what devices do when they are gone belongs in here
+        gc.collect()  # finalizers of devices must run while the GPU is emulated
 
 
 def test_other_programs() -> None:
@@ -139,10 +139,10 @@ def test_other_programs() -> None:
     assert not others.were_missing(0.0)
 
 
-def test_slow_work_is_timed_once() -> None:
+def test_slow_function_is_timed_once() -> None:
     times: list[int] = []
     Rounds(seconds=0.0, at_least=3).median(lambda: times.append(1))
-    assert len(times) == 2  # with the one that is not timed
+    assert len(times) == 2  # one of them is the untimed warm-up
     Rounds(seconds=0.01, at_least=3).median(lambda: times.append(1), prepare=lambda: times.append(0))
     assert times[2:6] == [0, 1, 0, 1]
     assert len(times) >= 2 + 4 * 2
