@@ -26,3 +26,9 @@ def test_steps_much_slower_than_planned_are_reported(of_planned: float | None, r
 
 def test_skipped_step_has_no_loss() -> None:
     assert "loss none" in format_line({**LINE, "loss": None}, 8)
+
+
+@pytest.mark.parametrize(("rate", "text"), [(0.42, "0.4"), (10.0, "10.0"), (99.96, "100"), (12345.6, "12,346")])
+def test_slow_rates_have_decimals(rate: float, text: str) -> None:
+    line = {**LINE, "tokens_per_second": rate, "trained_tokens_per_second": rate / 2}
+    assert f"tokens/s {text} (" in format_line(line, 8)

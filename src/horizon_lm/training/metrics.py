@@ -131,7 +131,7 @@ def format_line(line: dict[str, Any], num_steps: int) -> str:
     return (
         f"{start}epoch {line['epoch']:.2f}  loss {_format_or_none(line['loss'], '.4f')}{_extra_metrics(line, '')}  "
         f"grad norm {_format_or_none(line['grad_norm'], '.2f')}  lr {line['learning_rate']:.2e}  "
-        f"tokens/s {line['tokens_per_second']:.0f} ({line['trained_tokens_per_second']:.0f} trained)  "
+        f"tokens/s {_format_rate(line['tokens_per_second'])} ({_format_rate(line['trained_tokens_per_second'])} trained)  "
         f"device {format_bytes(line['device_bytes_peak'])}  host {format_bytes(line['host_bytes'])}  "
         f"ETA {format_seconds(line['eta_seconds'])}{_slow_note(line['of_planned_speed'])}"
     )
@@ -153,6 +153,11 @@ def _extra_metrics(line: dict[str, Any], prefix: str) -> str:
 def _three_digits(value: float) -> str:
     """Format with three decimals, small numbers with three significant digits."""
     return f"{value:z.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+
+
+def _format_rate(rate: float) -> str:
+    """Format a rate with a thousands separator, below 100 with one decimal."""
+    return f"{rate:.1f}" if rate < 99.95 else f"{rate:,.0f}"
 
 
 def _format_or_none(value: float | None, spec: str) -> str:
