@@ -107,7 +107,7 @@ class Plain:
         """Held-out figures."""
         model.eval()
         total, weight, margins = 0.0, 0, []
-        (rows,) = self.data.held_out.values()
+        (rows,) = self.data.eval_sets.values()
         for batch in in_order(rows, 4):
             if self.config.objective == "dpo":
                 margins += self.margins(model, batch).tolist()
@@ -164,14 +164,14 @@ def run_task(
             working = None if dtype == torch.float32 else open_plain(model, dtype)
             Plain(config, data, open_plain(model, dtype)).train(theirs, working)
             return theirs
-        return open_plain(horizon_lm.train({**run, "precision": system}, say=lambda text: None).model_dir)
+        return open_plain(horizon_lm.train({**run, "precision": system}, print_fn=lambda text: None).model_dir)
 
     names = judge("base", open_plain(model), 0.0)
     for system in systems or SYSTEMS[name]:
         begun = time.perf_counter()
         found = trained(system)
         judge(system if system in PLAIN else f"Horizon-LM `{system}`", found, time.perf_counter() - begun)
-    rows, held = len(data.loader.rows), sum(map(len, data.held_out.values()))
+    rows, held = len(data.loader.rows), sum(map(len, data.eval_sets.values()))
     heading = [
         f"## {name}", "",
         f"{config.max_steps} steps of {config.rows_per_step} of {rows} rows, max_length {config.max_length}, learning rate "

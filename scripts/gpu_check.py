@@ -1,15 +1,15 @@
-"""What needs a GPU, in the order of docs/first-contact.md. Run by ``make gpu-check``, which is its first two parts.
+"""Run everything that needs a GPU, in the order of docs/first-contact.md. ``make gpu-check`` runs the first two parts.
 
     python scripts/gpu_check.py [PART ...] [--device cuda] [--output runs/gpu-check] [--minutes 8]
 
-Parts: first (what the machine can do, and three steps of a small model in each way of running), tests (those marked ``gpu`` but
-``compiled``), compiled (those that compile, too), toys (with ``--device cpu``: the benchmark's systems). It stops at the
-first that fails. A Python that has what is needed runs the package from the checkout, without a network; wheels that lie in
-.whl/ are installed for this run alone. Any other Python leaves it to the one that scripts/bootstrap.sh makes.
+Parts: first (benchmarks of the machine, and three steps of a small model in each mode), tests (those marked ``gpu`` but not
+``compiled``), compiled (those that compile), toys (with ``--device cpu``: the systems of the benchmark). It stops at the
+first failure. A Python with all dependencies runs the package from the checkout, without a network; wheels in .whl/ are
+installed for this run only. Otherwise the Python of scripts/bootstrap.sh is used.
 
-Leaves environment.txt, a log of each command, and what commands write themselves. A command that does not end is stopped, and
-its log ends with the stack of each thread. Exit code 1 if anything failed. With ``--device cpu`` toys stand in for all of it, to
-try the check itself.
+Writes environment.txt, a log of each command, and the files of the commands. A command that exceeds its time is stopped, and
+its log ends with the stack of each thread. The exit code is 1 if anything failed. With ``--device cpu`` tiny models replace
+the real ones, to test the check itself.
 """
 
 import argparse
@@ -30,14 +30,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["torch", "triton", "transformers", "numba", "numpy", "safetensors", "pytest", "deepspeed", "flash-attn"]
-NEEDED = ["torch", "transformers", "numpy", "numba", "safetensors", "psutil", "pytest"]  # the engine's, and pytest
-PROCESSES = {"cuda": 4, "cpu": 2}  # of tests, where pytest-xdist is installed
-HANGS = 120  # seconds after which a test is taken to hang
+NEEDED = [
+    "torch",
+    "transformers",
+    "numpy",
+    "numba",
+    "safetensors",
+    "psutil",
+    "pytest",
+]  # the engine's dependencies and pytest
+PROCESSES = {"cuda": 4, "cpu": 2}  # of pytest, if pytest-xdist is installed
+HANGS = 120  # seconds after which a test counts as hanging
 
 
 @dataclass(frozen=True)
 class Command:
-    """One of a part: its name, which its log has, its arguments for Python, and after how many minutes it is given up."""
+    """A command of a part: the name of its log, the arguments for Python, and its time limit in minutes."""
 
     name: str
     arguments: list[str]
@@ -45,7 +53,7 @@ class Command:
 
 
 def commands(part: str, device: str, output: Path) -> list[Command]:
-    """The commands of a part, in order."""
+    """Return the commands of a part, in order."""
     parallel = is_installed("xdist")
     tests = [
         "-m", "pytest", "tests/gpu", "--device", device, "-m", "gpu and not compiled" if part == "tests" else "compiled",
@@ -58,7 +66,7 @@ def commands(part: str, device: str, output: Path) -> list[Command]:
         "benchmarks/gpu.py", "toys", "--device", device, "--steps", "1", "--minutes", "8", "--output", str(output / "benchmark.md"),
         "--trace-dir", str(output),
     ]  # fmt: skip
-    slower = 1.0 if device == "cuda" else 3.0  # and in one process
+    slower = 1.0 if device == "cuda" else 3.0  # a CPU runs the tests in fewer processes
     return {
         "first": [
             Command("ceilings", ["benchmarks/gpu_ceilings.py", device], 0.7 * slower),
@@ -72,13 +80,13 @@ def commands(part: str, device: str, output: Path) -> list[Command]:
 
 
 def when_it_hangs() -> list[str]:
-    """Options of pytest by which a test that hangs, in C code as well, says where, and ends where pytest can end it."""
+    """Return pytest options that print the stacks of a hanging test, also in C code, and end it if pytest can."""
     exits = int(version("pytest").partition(".")[0]) >= 9
     return ["-o", f"faulthandler_timeout={HANGS}", *(["-o", "faulthandler_exit_on_timeout=true"] if exits else [])]
 
 
 def make_environment(paths: list[Path], processes: int) -> dict[str, str]:
-    """Of all commands: the checkout's package, stacks on SIGABRT, and no more compilers than cores."""
+    """Return the environment of all commands: the checkout's package, stacks on SIGABRT, at most one compiler per core."""
     workers = max(1, (os.cpu_count() or 1) // processes)
     own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     return os.environ | own | {"TORCHINDUCTOR_COMPILE_THREADS": str(workers)}
@@ -86,18 +94,14 @@ def make_environment(paths: list[Path], processes: int) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", help="first, tests, compiled, toys; the first two if none is named"
-    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="first, tests, compiled or toys; default: first tests")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu-check", help="a folder for the results")
-    parser.add_argument(
-        "--minutes", type=float, default=8.0, help="with a GPU: what is not done after so long is given up"
-    )
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu-check", help="folder for the results")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit with a GPU")
     arguments = parser.parse_args()
     parts = arguments.parts or ["first", "tests", *(["compiled", "toys"] if arguments.device == "cpu" else [])]
     if unknown := set(parts) - {"first", "tests", "compiled", "toys"}:
-        parser.error(f"there is no part {', '.join(sorted(unknown))}")
+        parser.error(f"unknown part: {', '.join(sorted(unknown))}")
     began, output = time.monotonic(), arguments.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as site:
@@ -112,7 +116,7 @@ def main() -> int:
             if arguments.device == "cuda":
                 seconds = min(seconds, 60 * arguments.minutes - (time.monotonic() - began))
             if not run(command.name, command.arguments, output, seconds, environment):
-                print(f"Stopped at {command.name}. What there is to know of it is in {os.path.relpath(output)}.")
+                print(f"Stopped at {command.name}. Its log is in {os.path.relpath(output)}.")
                 return 1
     print(f"Results are in {os.path.relpath(output)}; {time.monotonic() - began:.0f} s.")
     return 0
@@ -123,8 +127,8 @@ def is_installed(module: str) -> bool:
 
 
 def run_elsewhere(missing: list[str]) -> int:
-    """This Python lacks something: the same with the one that bootstrap.sh finds or makes, which needs a network."""
-    print(f"{sys.executable} lacks {', '.join(missing)}. Without a network: put their wheels into .whl/.", flush=True)
+    """Run this script with the Python of bootstrap.sh, which may need a network, because this one lacks packages."""
+    print(f"{sys.executable} lacks {', '.join(missing)}. Without a network, put their wheels into .whl/.", flush=True)
     found = subprocess.run([ROOT / "scripts" / "bootstrap.sh", "dev"], stdout=subprocess.PIPE, text=True)
     python = found.stdout.strip()
     if found.returncode or Path(python) == Path(sys.executable):
@@ -133,7 +137,7 @@ def run_elsewhere(missing: list[str]) -> int:
 
 
 def install_wheels(site: Path) -> list[Path]:
-    """Wheels that travel with the checkout, into a folder of this run; nothing if there are none."""
+    """Install the wheels of .whl/ into a temporary folder and return it; nothing if there are none."""
     wheels = sorted(map(str, (ROOT / ".whl").glob("*.whl")))
     if not wheels:
         return []
@@ -143,7 +147,7 @@ def install_wheels(site: Path) -> list[Path]:
 
 
 def describe_machine() -> str:
-    """What a result depends on, for people."""
+    """Return the versions and hardware that results depend on, as text."""
     lines = [f"Python {platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"]
     for name in PACKAGES:
         try:
@@ -160,7 +164,7 @@ def describe_machine() -> str:
 
 
 def run(name: str, command: list[str], output: Path, seconds: float, environment: dict[str, str]) -> bool:
-    """A Python command, its output into a file; stopped with everything it started when its time is over."""
+    """Run a Python command with its output in a file. At its time limit, stop it and all its processes."""
     print(f"{name} ...", flush=True)
     began = time.monotonic()
     log = output / f"{name}.txt"
@@ -174,7 +178,7 @@ def run(name: str, command: list[str], output: Path, seconds: float, environment
             ending = "passed" if process.returncode == 0 else f"FAILED with exit code {process.returncode}"
         except subprocess.TimeoutExpired:
             ending = f"STOPPED after {seconds:.0f} s"
-            os.killpg(process.pid, signal.SIGABRT)  # each process of it writes the stacks of its threads
+            os.killpg(process.pid, signal.SIGABRT)  # each process writes the stacks of its threads
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(5)
         finally:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build wheel and sdist, install the wheel into a throw-away environment, and use it outside the checkout.
+# Build wheel and sdist, install the wheel into a temporary environment, and run it outside the checkout.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -9,7 +9,7 @@ ls -l dist
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$python" -m venv --without-pip "$work/env"
-# The packages that the wheel needs come from the present environment; the checkout must not.
+# Dependencies come from the active environment, but the package itself must come from the wheel.
 site=$("$work/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$python" -m pip --disable-pip-version-check --quiet install --no-deps --target "$site" dist/*.whl
 "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/borrowed.pth"

@@ -1,4 +1,4 @@
-"""``horizon-lm`` in this process."""
+"""Run ``horizon-lm`` in this process."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from horizon_lm.cli import app
 
 
 def run(*arguments: Any) -> Any:
-    """A command's result; whatever is not an error of ours comes through."""
+    """Run a command and return its result. Exceptions other than SystemExit are raised."""
     result = CliRunner().invoke(app, [str(a) for a in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

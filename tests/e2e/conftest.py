@@ -1,4 +1,4 @@
-"""What the tests of the command line share."""
+"""Fixtures of the command-line tests."""
 
 from pathlib import Path
 
@@ -9,5 +9,5 @@ from tests.e2e import tiny
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model, for tests that leave it as it is."""
+    """Return the folder of a tiny model, for tests that do not change it."""
     return tiny.save_model(tmp_path_factory.mktemp("model"))

@@ -1,4 +1,4 @@
-"""Load, train two steps, save; print the resident memory at each point. Run by test_host_memory in a process of its own."""
+"""Load, train two steps, save; print the resident memory at each point. Run by test_host_memory in a subprocess."""
 
 import json
 import re
@@ -16,7 +16,7 @@ ROWS, LENGTH, CHUNK = 2, 64, 64
 
 
 def resident() -> int:
-    """Anonymous resident bytes: page cache of files is not ours to keep."""
+    """Return the anonymous resident bytes, without the page cache of files."""
     return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
@@ -45,7 +45,7 @@ def main(folder: str, precision: str, output: str) -> None:
     tiny = horizon_lm.stream(families.build("llama", tie_word_embeddings=True), precision=precision)
     tiny_optimizer = horizon_lm.AdamW(tiny)
     for _ in range(2):
-        step(tiny, tiny_optimizer, 90)  # every import and kernel that training needs
+        step(tiny, tiny_optimizer, 90)  # load every import and kernel that training needs
     del tiny, tiny_optimizer
     interpreter = resident()
     peak = Peak()

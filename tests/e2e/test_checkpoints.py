@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit its config is rejected by its headers: when it is opened, planned, or trained on."""
+"""Checkpoints that do not match their config are rejected by their headers, before weights are read."""
 
 import json
 import os
@@ -24,7 +24,7 @@ Edit = Callable[[Path], None]
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Edit:
-    """Change what is in the file of weights."""
+    """Return an edit that changes the tensors of the weights file."""
 
     def edit(folder: Path) -> None:
         found = load_file(folder / "model.safetensors")
@@ -52,7 +52,7 @@ def cut_off(folder: Path) -> None:
 
 
 def shards(change: Callable[[dict[str, str], Path], None]) -> Edit:
-    """Cut the weights into two files, and change their index."""
+    """Return an edit that splits the weights into two files and changes their index."""
 
     def edit(folder: Path) -> None:
         found = load_file(folder / "model.safetensors")
@@ -124,10 +124,10 @@ def opened(folder: Path) -> None:
         raise SystemExit(str(error)) from error
 
 
-def commanded(command: str) -> Callable[[Path], None]:
+def run_command(command: str) -> Callable[[Path], None]:
     def use(folder: Path) -> None:
         rows = folder.parent / "rows.jsonl"
-        rows.write_text("no JSON\n")  # tokenizing them would end with another error
+        rows.write_text("no JSON\n")  # reading the rows would raise another error
         arguments = ["--model", folder] if command == "plan" else ["--model_name_or_path", folder, "--datasets", rows]
         result = run(command, *arguments, "--device", "cpu", "--output_dir", folder.parent / "run")
         if result.exit_code:
@@ -139,29 +139,29 @@ def commanded(command: str) -> Callable[[Path], None]:
     return use
 
 
-WAYS = {"from_pretrained": opened, "train": commanded("train"), "plan": commanded("plan")}
+ENTRY_POINTS = {"from_pretrained": opened, "train": run_command("train"), "plan": run_command("plan")}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("name", REJECTED)
-def test_rejected(name: str, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected(name: str, entry_point: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit, message = REJECTED[name]
     edit(folder)
     monkeypatch.setattr(Checkpoint, "read", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(SystemExit, match=f"(?s){message}"):
-        WAYS[way](folder)
+        ENTRY_POINTS[entry_point](folder)
 
 
-@pytest.mark.parametrize("way", ["from_pretrained", "plan"])
+@pytest.mark.parametrize("entry_point", ["from_pretrained", "plan"])
 @pytest.mark.parametrize("name", WARNED)
-def test_warned(name: str, way: str, folder: Path) -> None:
+def test_warned(name: str, entry_point: str, folder: Path) -> None:
     edit, message = WARNED[name]
     edit(folder)
     with pytest.warns(CheckpointWarning, match=f"(?s){message}"):
-        WAYS[way](folder)
+        ENTRY_POINTS[entry_point](folder)
 
 
-def test_a_run_says_what_is_left_out(folder: Path, tmp_path: Path) -> None:
+def test_run_reports_unused_tensors(folder: Path, tmp_path: Path) -> None:
     WARNED["another head"][0](folder)
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
     result = run("train", "--model_name_or_path", folder, "--datasets", rows, "--device", "cpu", "--max_steps", 1,
@@ -170,12 +170,12 @@ def test_a_run_says_what_is_left_out(folder: Path, tmp_path: Path) -> None:
     assert result.stdout.count("neither trained nor exported") == 1
 
 
-def test_what_is_right_is_said_nothing_of(folder: Path) -> None:
-    """Names of the model without its prefix, and buffers in any dtype."""
+def test_valid_checkpoints_are_not_warned_about(folder: Path) -> None:
+    """Names may lack the prefix of the model, and buffers may have any dtype."""
     rename = tensors(lambda found: found.update({n.removeprefix("model."): found.pop(n) for n in list(found)}))
     rename(folder)
     tensors(lambda found: found.update({"model.rotary_emb.inv_freq": torch.ones(4, dtype=torch.float64)}))(folder)
-    for use in (opened, commanded("plan")):
+    for use in (opened, run_command("plan")):
         use(folder)
 
 
@@ -188,8 +188,8 @@ def test_what_is_right_is_said_nothing_of(folder: Path) -> None:
         *[pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_next", "deepseek_v3", "phi3")],
     ],
 )
-def test_converted_shapes_are_checked_too(family: str, tmp_path: Path) -> None:
-    """A dimension less in one tensor that others are stacked with, split from or renamed to."""
+def test_shapes_of_converted_tensors_are_checked(family: str, tmp_path: Path) -> None:
+    """Each tensor in turn is one element too short, including those that are stacked, split or renamed."""
     families.build(family).save_pretrained(tmp_path)
     opened(tmp_path)
     for name in list(load_file(tmp_path / "model.safetensors")):
@@ -200,7 +200,7 @@ def test_converted_shapes_are_checked_too(family: str, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(before)
 
 
-def test_a_missing_buffer_is_warned_about(tmp_path: Path) -> None:
+def test_missing_buffer_is_warned_about(tmp_path: Path) -> None:
     families.build("deepseek_v3").save_pretrained(tmp_path)
     tensors(lambda found: found.pop("model.layers.1.mlp.gate.e_score_correction_bias"))(tmp_path)
     with pytest.warns(
@@ -212,8 +212,8 @@ def test_a_missing_buffer_is_warned_about(tmp_path: Path) -> None:
 # A tied head
 
 
-def test_a_tied_head_with_other_weights_is_rejected(tmp_path: Path) -> None:
-    """transformers unties them then, with a warning."""
+def test_tied_head_with_other_weights_is_rejected(tmp_path: Path) -> None:
+    """transformers would untie them, with a warning."""
     families.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     tensors(copy_of_the_table)(tmp_path)
     with pytest.raises(SystemExit, match=r"lm_head\.weight .*tie_word_embeddings: false"):
@@ -222,7 +222,7 @@ def test_a_tied_head_with_other_weights_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]])
 @pytest.mark.parametrize("precision", ["fp32_master", "bf16", "float32"])
-def test_a_tied_head_under_its_other_name(names: list[str], precision: str, tmp_path: Path) -> None:
+def test_tied_head_under_its_other_name(names: list[str], precision: str, tmp_path: Path) -> None:
     reference = families.build("llama", tie_word_embeddings=True)
     reference.save_pretrained(tmp_path)
 
@@ -239,7 +239,7 @@ def test_a_tied_head_under_its_other_name(names: list[str], precision: str, tmp_
 
 
 def test_only_headers_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that are all a hole in the file: a plan says nothing against them."""
+    """A plan accepts a file whose weights are a hole."""
     file = folder / "model.safetensors"
     content = file.read_bytes()
     length = struct.unpack("<Q", content[:8])[0] + 8
@@ -247,4 +247,4 @@ def test_only_headers_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         stream.write(content[:length])
         stream.truncate(len(content))
     monkeypatch.setattr(Checkpoint, "read", lambda *args: pytest.fail("weights were read"))
-    commanded("plan")(folder)
+    run_command("plan")(folder)

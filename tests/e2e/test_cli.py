@@ -1,4 +1,4 @@
-"""The command line as a user has it: what a run leaves behind, and how each kind of trouble ends."""
+"""The command line: the files of a run, exit codes and error messages."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_train_then_use(tmp_path: Path, model: Path, run_file: Path) -> None:
+def test_train_and_use_the_model(tmp_path: Path, model: Path, run_file: Path) -> None:
     result = run("train", run_file, "--precision", "float32")
     assert result.exit_code == 0, result.output
     folder = tmp_path / "run"
@@ -53,7 +53,7 @@ def test_train_then_use(tmp_path: Path, model: Path, run_file: Path) -> None:
     needed = {"grad_norm", "learning_rate", "tokens_per_second", "trained_tokens_per_second", "device_bytes_peak"}
     assert needed | {"host_bytes", "seconds", "eta_seconds"} <= set(steps[0])
 
-    # what was exported is what was trained: Hugging Face computes the same held-out loss from it
+    # the exported model has the trained weights: Hugging Face computes the same eval loss from it
     exported = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     assert tokenizer.chat_template == tiny.CHATML
@@ -63,7 +63,7 @@ def test_train_then_use(tmp_path: Path, model: Path, run_file: Path) -> None:
         whole = [question, {"role": "assistant", "content": row["output"]}]
         prefix = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True)["input_ids"]
         ids = tokenizer.apply_chat_template(whole, return_dict=True, return_tensors="pt")["input_ids"]
-        targets = slice(len(prefix), ids.shape[1] - 1)  # the answer and its end, without the line feed after it
+        targets = slice(len(prefix), ids.shape[1] - 1)  # the answer and its end token, without the newline after it
         with torch.no_grad():
             logits = exported(input_ids=ids).logits[0]
         total += torch.nn.functional.cross_entropy(
@@ -82,7 +82,7 @@ def test_train_then_use(tmp_path: Path, model: Path, run_file: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_sampling_follows_the_seed(model: Path) -> None:
+def test_sampling_uses_the_seed(model: Path) -> None:
     texts = [
         run("generate", model, "Who?", "--max_new_tokens", 8, "--temperature", 1, "--seed", seed).stdout
         for seed in (1, 1, 2)
@@ -96,7 +96,7 @@ def test_finished_run_is_not_overwritten(tmp_path: Path, run_file: Path) -> None
     refused = run("train", run_file)
     assert refused.exit_code == 2
     assert "holds a finished run" in refused.stderr
-    # a run that there is no room for leaves all as it was
+    # a run that does not fit changes nothing
     failed = run("train", run_file, "--overwrite_output_dir", "true", "--device_memory", "8KiB")
     assert failed.exit_code == 3
     assert (tmp_path / "run/model/model.safetensors").read_bytes() == before
@@ -108,7 +108,7 @@ def test_finished_run_is_not_overwritten(tmp_path: Path, run_file: Path) -> None
     ]  # fmt: skip
 
 
-# Bad input: an exit code, a place, a remedy
+# Bad input: exit code, place, remedy
 
 
 def bad_setting(files: Path) -> list[str]:
@@ -147,7 +147,7 @@ def no_weights(files: Path) -> list[str]:
     return ["--model_name_or_path", str(files / "empty")]
 
 
-def torn_weights(files: Path) -> list[str]:
+def truncated_weights(files: Path) -> list[str]:
     file = tiny.save_model(files / "torn") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     return ["--model_name_or_path", str(files / "torn")]
@@ -185,7 +185,7 @@ def output_is_a_file(files: Path) -> list[str]:
     return ["--output_dir", str(files / "taken")]
 
 
-def known_name_without_its_folder(files: Path) -> list[str]:
+def unknown_model_name(files: Path) -> list[str]:
     return ["--model_name_or_path", "smollm2-135m-instruct"]
 
 
@@ -198,7 +198,7 @@ def no_cuda(files: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "code", "message"),
+    ("prepare_input", "code", "message"),
     [
         (bad_setting, 2, "did you mean learning_rate?"),
         (missing_model, 2, "nowhere/model is not a folder"),
@@ -206,7 +206,7 @@ def no_cuda(files: Path) -> list[str]:
         (cross_layer_state, 2, "shares keys and values"),
         (config_that_contradicts_itself, 2, "transformers cannot build this model"),
         (no_weights, 2, "safetensors"),
-        (torn_weights, 2, "model.safetensors"),
+        (truncated_weights, 2, "model.safetensors"),
         (missing_tensor, 2, "model.layers.1.mlp.up_proj.weight"),
         (no_template, 2, "has no chat template"),
         (no_tokenizer, 2, "has no tokenizer that can be read"),
@@ -214,7 +214,7 @@ def no_cuda(files: Path) -> list[str]:
         (malformed_row, 4, "bad.jsonl:3: field 'output' is missing"),
         (output_is_a_file, 2, "taken cannot be written to"),
         (
-            known_name_without_its_folder,
+            unknown_model_name,
             2,
             "smollm2-135m-instruct is neither a folder nor a model that could be fetched",
         ),
@@ -227,8 +227,8 @@ def no_cuda(files: Path) -> list[str]:
         pytest.param(no_cuda, 2, "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
     ],
 )
-def test_bad_input(tmp_path: Path, run_file: Path, trouble: Any, code: int, message: str) -> None:
-    result = run("train", run_file, *trouble(tmp_path))
+def test_bad_input(tmp_path: Path, run_file: Path, prepare_input: Any, code: int, message: str) -> None:
+    result = run("train", run_file, *prepare_input(tmp_path))
     assert result.exit_code == code
     assert message in result.stderr
     assert result.stderr.startswith("error: ")
@@ -249,23 +249,21 @@ def test_bad_arguments_of_generate(model: Path) -> None:
     assert run("generate", model / "nowhere/there", "Who?").exit_code == 2
 
 
-def test_generate_names_the_model_of_a_run(tmp_path: Path) -> None:
+def test_generate_points_to_the_model_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-4").mkdir()
     stopped = run("generate", tmp_path, "Who?")
-    assert f"has not left its model yet; as it was on the way, it is in {tmp_path / 'checkpoint-4'}" in stopped.stderr
-    (tmp_path / "config.json").write_text("{}")  # beside its checkpoints, as transformers leaves a model
-    assert "has not left its model yet" not in run("generate", tmp_path, "Who?").stderr
+    assert f"has not exported its model yet; its last checkpoint is {tmp_path / 'checkpoint-4'}" in stopped.stderr
+    (tmp_path / "config.json").write_text("{}")  # a model beside checkpoints, as transformers writes them
+    assert "has not exported its model yet" not in run("generate", tmp_path, "Who?").stderr
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     finished = run("generate", tmp_path, "Who?")
-    assert f"is a run; its model is in {tmp_path / 'model'}" in finished.stderr
+    assert f"is the folder of a run; its model is in {tmp_path / 'model'}" in finished.stderr
     assert (stopped.exit_code, finished.exit_code) == (2, 2)
 
 
-def test_non_finite_loss_stops_before_the_weights(
-    tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One row has a token whose embedding is NaN; steps before it are kept, and the row is named."""
+def test_non_finite_loss_leaves_the_weights(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row has a token whose embedding is NaN: earlier steps are kept, and the message names the row."""
     monkeypatch.setattr(
         checkpoint_loader, "require_finite", lambda *args: None
     )  # such a checkpoint is rejected otherwise
@@ -295,7 +293,7 @@ def start(run_file: Path, *arguments: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_stops_at_the_end_of_a_step(tmp_path: Path, run_file: Path, number: int) -> None:
+def test_interrupt_stops_after_a_step(tmp_path: Path, run_file: Path, number: int) -> None:
     process = start(run_file, "--max_steps", 100_000, "--logging_steps", 7)
     file = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -309,7 +307,7 @@ def test_interrupt_stops_at_the_end_of_a_step(tmp_path: Path, run_file: Path, nu
     assert "error: interrupted after step" in stderr
     assert "Traceback" not in stderr
     steps = [line["step"] for line in metrics(tmp_path / "run")]
-    assert f"after step {steps[-1]} of" in stderr  # what was not logged yet is written then
+    assert f"after step {steps[-1]} of" in stderr  # unlogged steps are written on an interrupt
     assert not (tmp_path / "run" / "model").exists()
 
 
@@ -325,7 +323,7 @@ def test_help_and_version() -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    """`--help` answers at once: nothing heavy is imported for it."""
+    """`--help` imports no slow package."""
     code = (
         "import sys; import horizon_lm.cli; print([m for m in ('torch', 'transformers', 'numba') if m in sys.modules])"
     )

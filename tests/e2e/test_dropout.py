@@ -1,4 +1,4 @@
-"""What a run does besides its steps does not change them, dropout included."""
+"""Evaluation, samples and the DPO reference do not change the steps of a run, even with dropout."""
 
 import json
 import random
@@ -21,8 +21,8 @@ from tests.e2e import tiny
 
 
 @pytest.fixture(scope="module")
-def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with dropout everywhere."""
+def dropout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model with dropout everywhere."""
     folder, tokenizer = tmp_path_factory.mktemp("gpt2"), tiny.build_tokenizer()
     config = GPT2Config(
         vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=256, resid_pdrop=0.2, embd_pdrop=0.2,
@@ -35,14 +35,14 @@ def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Path, folder: Path, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the steps and the weights at the end."""
+    """Train and return the loss of each step and the final weights."""
     folder.mkdir()
     config = {
         "model_name_or_path": str(model), "output_dir": str(folder / "run"), "device": "cpu", "max_steps": 4,
         "per_device_train_batch_size": 4, "device_micro_batch_size": 1, "learning_rate": 1e-2, "logging_steps": 1,
         "precision": "float32", "save_strategy": "no", **settings,
     }  # fmt: skip
-    result = train(config, say=lambda text: None)
+    result = train(config, print_fn=lambda text: None)
     lines = map(json.loads, (result.output_dir / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 4
@@ -54,49 +54,49 @@ def assert_same(one: tuple[list[float], dict[str, torch.Tensor]], two: Any) -> N
     assert all(torch.equal(tensor, two[1][name]) for name, tensor in one[1].items())
 
 
-BESIDES: dict[str, dict[str, Any]] = {
+EXTRAS: dict[str, dict[str, Any]] = {
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "eval_datasets": "held_out"},
     "samples": {"sample_prompts": ["Who?"], "sample_steps": 1, "sample_max_new_tokens": 3},
 }
 
 
-@pytest.mark.parametrize("besides", BESIDES)
-def test_what_is_done_between_steps_changes_none(besides: str, dropping: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_work_between_steps_does_not_change_them(extra: str, dropout_model: Path, tmp_path: Path) -> None:
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
     held_out = tiny.write_jsonl(tmp_path / "held_out.jsonl", [{"text": "The dome opens at dusk."}] * 3)
-    settings = {name: str(held_out) if value == "held_out" else value for name, value in BESIDES[besides].items()}
-    plain = run(dropping, tmp_path / "plain", datasets=str(rows))
-    assert_same(plain, run(dropping, tmp_path / "more", datasets=str(rows), **settings))
+    settings = {name: str(held_out) if value == "held_out" else value for name, value in EXTRAS[extra].items()}
+    plain = run(dropout_model, tmp_path / "plain", datasets=str(rows))
+    assert_same(plain, run(dropout_model, tmp_path / "more", datasets=str(rows), **settings))
 
 
-def test_the_seed_is_that_of_dropout(dropping: Path, tmp_path: Path) -> None:
+def test_seed_controls_dropout(dropout_model: Path, tmp_path: Path) -> None:
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
-    one, two = (run(dropping, tmp_path / str(n), datasets=str(rows), seed=n, data_seed=42) for n in (1, 2))
+    one, two = (run(dropout_model, tmp_path / str(n), datasets=str(rows), seed=n, data_seed=42) for n in (1, 2))
     assert one[0] != two[0]
 
 
-def test_a_reference_that_is_found_changes_nothing(
-    dropping: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_reference_changes_nothing(dropout_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     pairs = [{"prompt": f"Night {n}? ", "chosen": "Stars. " * (n + 1), "rejected": "Rain."} for n in range(8)]
     rows = tiny.write_jsonl(tmp_path / "pairs.jsonl", pairs)
     settings = {"objective": "dpo", "datasets": str(rows), "disable_dropout": False}
-    computed = run(dropping, tmp_path / "computed", **settings)
-    assert_same(computed, run(dropping, tmp_path / "found", **settings))
+    computed = run(dropout_model, tmp_path / "computed", **settings)
+    assert_same(computed, run(dropout_model, tmp_path / "found", **settings))
 
 
-def test_one_micro_batch_is_plain_hugging_face_with_the_seeds_of_the_steps(dropping: Path, tmp_path: Path) -> None:
+def test_one_micro_batch_equals_hugging_face_with_step_seeds(dropout_model: Path, tmp_path: Path) -> None:
     from horizon_lm.training.loop import step_seed
 
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
     settings = {"device_micro_batch_size": 4, "head": "whole", "max_grad_norm": 0.0, "seed": 7}
-    losses, weights = run(dropping, tmp_path / "ours", datasets=str(rows), **settings)
-    model = AutoModelForCausalLM.from_pretrained(dropping, dtype=torch.float32).train()
+    losses, weights = run(dropout_model, tmp_path / "ours", datasets=str(rows), **settings)
+    model = AutoModelForCausalLM.from_pretrained(dropout_model, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
     scheduler = get_scheduler("linear", optimizer, 0, 4)
     dataset = DatasetConfig(path=str(rows), columns=None)
-    table = prepare([dataset], AutoTokenizer.from_pretrained(dropping), PreprocessConfig("sft", max_length=1024)).rows
+    table = prepare(
+        [dataset], AutoTokenizer.from_pretrained(dropout_model), PreprocessConfig("sft", max_length=1024)
+    ).rows
     sampler = Sampler(len(table), 4, seed=7)
     for step in range(4):
         batch = collate([table[index] for index in sampler.rows(step)])
@@ -114,7 +114,7 @@ def test_one_micro_batch_is_plain_hugging_face_with_the_seeds_of_the_steps(dropp
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_judging_leaves_all_generators_as_they_were() -> None:
+def test_evaluation_restores_all_generators() -> None:
     model = horizon_lm.stream(families.build("gpt2"), device_micro_batch_size=1)
 
     def drawn() -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""``horizon-lm eval``: tasks of lm-eval beside the same tasks on the plain model, and what is refused."""
+"""``horizon-lm eval``: results equal those of the plain model; bad arguments are rejected."""
 
 import builtins
 import json
@@ -39,7 +39,7 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Tasks with paths that start in their folder, which is not where the command is run."""
+    """Return a folder of tasks whose data paths are relative to it."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "tasks"
     folder.mkdir()
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_measures_what_the_plain_model_measures(folder: Path, model: Path, tmp_path: Path) -> None:
+def test_results_equal_the_plain_model(folder: Path, model: Path, tmp_path: Path) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -66,8 +66,8 @@ def test_measures_what_the_plain_model_measures(folder: Path, model: Path, tmp_p
     assert "|keepers|" in result.stdout.replace(" ", "")
     ours = json.loads((tmp_path / "results.json").read_text())["results"]
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    judged = HFLM(pretrained=plain, tokenizer=AutoTokenizer.from_pretrained(model), batch_size=3)
-    theirs = simple_evaluate(model=judged, tasks=load_tasks(files), apply_chat_template=True)["results"]
+    plain_harness = HFLM(pretrained=plain, tokenizer=AutoTokenizer.from_pretrained(model), batch_size=3)
+    theirs = simple_evaluate(model=plain_harness, tasks=load_tasks(files), apply_chat_template=True)["results"]
     for task, metric in (("keepers", "acc,none"), ("said", "exact_match,none")):
         assert ours[task][metric] == theirs[task][metric]
         assert ours[task]["sample_len"] == 10
@@ -76,16 +76,16 @@ def test_measures_what_the_plain_model_measures(folder: Path, model: Path, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "nothing.yaml"], "there is no file nothing.yaml"),
-        (["--tasks", "{folder}/broken.yaml"], "broken.yaml cannot be loaded (its paths start in its folder)"),
+        (["--tasks", "nothing.yaml"], "nothing.yaml: no such file"),
+        (["--tasks", "{folder}/broken.yaml"], "broken.yaml cannot be loaded (its paths are relative to its folder)"),
         (["--tasks", "{folder}/rowless.yaml"], "rowless.yaml cannot be loaded"),
-        (["--tasks", " , "], "name one, or a YAML file"),
-        (["--tasks", "{folder}/choices.yaml", "--num-fewshot", "50", "--device", "cpu"], "lm-eval refuses"),
+        (["--tasks", " , "], "name a task of lm-eval or a YAML file"),
+        (["--tasks", "{folder}/choices.yaml", "--num-fewshot", "50", "--device", "cpu"], "lm-eval rejects"),
         (["--tasks", "no_such_task_of_lm_eval"], "no_such_task_of_lm_eval cannot be loaded"),
-        (["--tasks", "{folder}/choices.yaml", "--output", "{folder}/nowhere/results.json"], "there is no folder"),
+        (["--tasks", "{folder}/choices.yaml", "--output", "{folder}/nowhere/results.json"], "no such folder"),
     ],
 )
-def test_what_is_refused(folder: Path, model: Path, arguments: list[str], message: str) -> None:
+def test_bad_arguments(folder: Path, model: Path, arguments: list[str], message: str) -> None:
     (folder / "broken.yaml").write_text("task: [")
     (folder / "rowless.yaml").write_text(CHOICES.replace("rows.jsonl", "others.jsonl"))
     result = run("eval", model, *(text.format(folder=folder) for text in arguments))
@@ -93,7 +93,7 @@ def test_what_is_refused(folder: Path, model: Path, arguments: list[str], messag
     assert message in result.stderr
 
 
-def test_says_what_to_install(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_lm_eval(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
@@ -107,7 +107,7 @@ def test_says_what_to_install(folder: Path, model: Path, monkeypatch: pytest.Mon
     assert "pip install lm_eval" in result.stderr
 
 
-def test_example_of_a_task(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_task(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     result = run(
         "eval",

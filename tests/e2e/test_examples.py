@@ -1,4 +1,4 @@
-"""The examples run, as they are but for a tiny model and a few steps."""
+"""The examples run with a tiny model and a few steps."""
 
 from pathlib import Path
 
@@ -22,5 +22,5 @@ def test_example(name: str, tmp_path: Path, model: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-def test_every_example_is_run_here() -> None:
+def test_every_example_is_covered() -> None:
     assert sorted(path.stem for path in (ROOT / "examples").glob("*.yaml")) == ["dpo", "pretrain", "sft"]

@@ -1,4 +1,4 @@
-"""Host memory of a whole run is the mode's bytes per parameter, from load to save."""
+"""The peak of host memory, from load to save, is the documented number of bytes per parameter."""
 
 import json
 import subprocess
@@ -13,7 +13,9 @@ from tests.e2e.host_memory_child import CHUNK, LENGTH, ROWS
 
 HIDDEN, INTERMEDIATE, BLOCKS, VOCABULARY = 768, 2048, 14, 16384
 MIB = 2**20
-HEAPS = 24 * MIB  # of the engine's threads, which keep what they freed; measured 20 to 30 MiB more than a tiny model's
+HEAPS = (
+    24 * MIB
+)  # freed memory kept by the heaps of the engine's threads; measured 20 to 30 MiB more than a tiny model's
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 
@@ -47,9 +49,9 @@ def test_peak_of_load_steps_and_save(folder: Path, tmp_path: Path, precision: st
 
     slabs = per_parameter * got["num_params"]
     tokens = ROWS * LENGTH
-    # Boundaries, the activations of one block recomputed with its graph, and a chunk of logits with its gradient.
+    # Activation checkpoints, the recomputed activations of one block, and a chunk of logits with its gradient.
     activations = 4 * tokens * (BLOCKS * HIDDEN + 16 * HIDDEN + 6 * INTERMEDIATE) + 5 * 4 * CHUNK * VOCABULARY
-    largest_tensor = VOCABULARY * HIDDEN * 4 * 2  # of the source, and converted
+    largest_tensor = VOCABULARY * HIDDEN * 4 * 2  # the source and its conversion
     stated = {
         "loaded": got["weights"] + largest_tensor,
         "trained": slabs + got["device"] + activations + HEAPS,
@@ -60,4 +62,4 @@ def test_peak_of_load_steps_and_save(folder: Path, tmp_path: Path, precision: st
         print(f"{precision}, {moment}: measured {measured / MIB:.0f} MiB, stated {bound / MIB:.0f} MiB, "
               f"slabs {slabs / MIB:.0f} MiB")  # fmt: skip
         assert measured <= bound + 0.03 * slabs
-    assert got["trained"] - got["interpreter"] > 0.97 * slabs  # the measurement sees what is there
+    assert got["trained"] - got["interpreter"] > 0.97 * slabs  # the measurement covers the slabs

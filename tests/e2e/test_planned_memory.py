@@ -1,4 +1,4 @@
-"""Planned host memory against what a training process really came to hold, from its start to its last saved byte."""
+"""Planned host memory compared with the measured peak of a training process, from start to export."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def make_model(folder: Path, size: str) -> Path:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that is not page cache."""
+    """Return the memory of a process without page cache."""
     status = Path(f"/proc/{pid}/status").read_text()
     rss, file = (re.search(rf"{name}:\s+(\d+)", status) for name in ("VmRSS", "RssFile"))
     return (int(rss[1]) - int(file[1])) * 1024 if rss and file else 0
@@ -55,7 +55,7 @@ def anonymous_bytes(pid: int) -> int:
 
 @pytest.mark.parametrize(("size", "precision"), CASES)
 @pytest.mark.timeout(600)
-def test_planned_host_memory_is_what_a_run_takes(tmp_path: Path, size: str, precision: str) -> None:
+def test_planned_host_memory_equals_the_measured_peak(tmp_path: Path, size: str, precision: str) -> None:
     model = make_model(tmp_path / "model", size)
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(12))
     program = [sys.executable, "-m", "horizon_lm.cli"]
@@ -71,7 +71,7 @@ def test_planned_host_memory_is_what_a_run_takes(tmp_path: Path, size: str, prec
         while child.poll() is None:
             try:
                 peak = max(peak, anonymous_bytes(child.pid))
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 break
             time.sleep(0.005)
         assert child.wait() == 0, errors.read_text()
@@ -80,11 +80,13 @@ def test_planned_host_memory_is_what_a_run_takes(tmp_path: Path, size: str, prec
     planned = content["host"]["bytes"]
     print(f"{size} {precision}: planned {planned / MIB:.0f} MiB, measured {peak / MIB:.0f} MiB, {peak / planned:.3f}")
     assert peak == pytest.approx(planned, rel=0.03)
-    told = subprocess.run([*map(str, program), "plan", *map(str, settings), "--json"], capture_output=True, check=True)
+    planned_again = subprocess.run(
+        [*map(str, program), "plan", *map(str, settings), "--json"], capture_output=True, check=True
+    )
     process = [
         item["bytes"]
-        for each in (content, json.loads(told.stdout))
+        for each in (content, json.loads(planned_again.stdout))
         for item in each["host"]["items"]
         if item["name"] == "process"
     ]
-    assert process[1] == pytest.approx(process[0], abs=0.03 * planned)  # before rows are read, and after
+    assert process[1] == pytest.approx(process[0], abs=0.03 * planned)  # planned after and before rows are read

@@ -1,4 +1,4 @@
-"""What a run does besides its steps: evaluate, save, answer prompts, tell callbacks, freeze, learn what it is told to."""
+"""Evaluation, checkpoints, sample answers, callbacks, frozen weights and objectives of a run."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ from tests import families
 from tests.e2e import tiny
 from tests.e2e.command import run
 
-QUIET = {"say": lambda text: None}
+QUIET: dict[str, Any] = {"print_fn": lambda text: None}
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def lines(base: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(base["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_evaluates_and_saves_on_the_way(tmp_path: Path, base: dict[str, Any]) -> None:
+def test_evaluates_and_saves_during_training(tmp_path: Path, base: dict[str, Any]) -> None:
     texts = tiny.write_jsonl(tmp_path / "texts.jsonl", [{"text": "The keeper counts the stars."}] * 3)
     held_out = tiny.write_jsonl(tmp_path / "held_out.jsonl", tiny.alpaca_rows(3))
     horizon_lm.train(
@@ -62,37 +62,37 @@ def test_evaluates_and_saves_on_the_way(tmp_path: Path, base: dict[str, Any]) ->
         assert line["eval_loss"] == pytest.approx(total / line["eval_tokens"])
     assert evaluations[-1]["eval_held_out_loss"] < evaluations[0]["eval_held_out_loss"]
     kept = sorted(path.name for path in Path(base["output_dir"]).iterdir() if path.is_dir())
-    assert kept == ["checkpoint-6", "model"]  # of 3 and 6; 9 is the model
+    assert kept == ["checkpoint-6", "model"]  # checkpoint-3 was deleted; step 9 is the model
     assert (Path(base["output_dir"]) / "checkpoint-6" / "tokenizer.json").is_file()
 
 
-def test_checkpoints_of_others_are_left_alone(base: dict[str, Any]) -> None:
-    theirs = Path(base["output_dir"]) / "checkpoint-500" / "optimizer.pt"
-    theirs.parent.mkdir(parents=True)
-    theirs.write_text("not ours")
+def test_foreign_checkpoints_are_kept(base: dict[str, Any]) -> None:
+    foreign = Path(base["output_dir"]) / "checkpoint-500" / "optimizer.pt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("foreign")
     with pytest.raises(ConfigError, match="holds checkpoint-500 of another run"):
         horizon_lm.train({**base, "max_steps": 1}, **QUIET)
     settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "overwrite_output_dir": True}
     horizon_lm.train({**base, **settings, "max_steps": 3}, **QUIET)
-    assert theirs.read_text() == "not ours"
-    kept = sorted(path.name for path in theirs.parents[1].iterdir() if path.is_dir())
+    assert foreign.read_text() == "foreign"
+    kept = sorted(path.name for path in foreign.parents[1].iterdir() if path.is_dir())
     assert kept == ["checkpoint-2", "checkpoint-500", "model"]
 
 
-def test_a_checkpoint_of_others_is_moved_aside(base: dict[str, Any]) -> None:
-    theirs = Path(base["output_dir"]) / "checkpoint-1"
-    theirs.mkdir(parents=True)
-    (theirs / "optimizer.pt").write_text("not ours")
+def test_foreign_checkpoint_is_renamed(base: dict[str, Any]) -> None:
+    foreign = Path(base["output_dir"]) / "checkpoint-1"
+    foreign.mkdir(parents=True)
+    (foreign / "optimizer.pt").write_text("foreign")
     settings = {"save_strategy": "steps", "save_steps": 1, "overwrite_output_dir": True}
     for _ in range(2):
         horizon_lm.train({**base, **settings, "max_steps": 2}, **QUIET)
-        assert (theirs / "config.json").is_file()
-    (aside,) = theirs.parent.glob("checkpoint-1.*")
-    assert (aside / "optimizer.pt").read_text() == "not ours"
+        assert (foreign / "config.json").is_file()
+    (renamed,) = foreign.parent.glob("checkpoint-1.*")
+    assert (renamed / "optimizer.pt").read_text() == "foreign"
 
 
-def test_export_keeps_every_digit_where_it_is_to(base: dict[str, Any], model: Path) -> None:
-    """A learning rate so small that bf16 shows nothing of it."""
+def test_export_in_float32_keeps_every_digit(base: dict[str, Any], model: Path) -> None:
+    """The learning rate is so small that bf16 shows no change."""
     settings = {"precision": "fp32_master", "learning_rate": 1e-6, "max_steps": 2}
     changed = {}
     for dtype in ("bfloat16", "float32"):
@@ -110,9 +110,7 @@ def test_export_keeps_every_digit_where_it_is_to(base: dict[str, Any], model: Pa
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("float32", "float32"), ("fp32_master", "bfloat16"), ("bf16", "bfloat16")]
 )
-def test_a_model_is_exported_as_it_was_or_as_it_was_trained(
-    base: dict[str, Any], model: Path, tmp_path: Path, precision: str, dtype: str
-) -> None:
+def test_default_export_dtype(base: dict[str, Any], model: Path, tmp_path: Path, precision: str, dtype: str) -> None:
     AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(tmp_path / "published")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "published")
     published = str(tmp_path / "published")
@@ -123,7 +121,7 @@ def test_a_model_is_exported_as_it_was_or_as_it_was_trained(
     assert {str(tensor.dtype) for tensor in exported.values()} == {f"torch.{dtype}"}
 
 
-def test_an_interrupt_says_what_there_is(base: dict[str, Any]) -> None:
+def test_message_of_an_interrupt(base: dict[str, Any]) -> None:
     folder = RunDir(as_config(base))
     assert "No model was exported; run the same command again" in folder.kept_artifacts()
     folder._saved.append(folder.path / "checkpoint-3")
@@ -131,13 +129,13 @@ def test_an_interrupt_says_what_there_is(base: dict[str, Any]) -> None:
     assert "--overwrite_output_dir true" in folder.kept_artifacts()
 
 
-def test_holds_out_rows_of_its_own(base: dict[str, Any]) -> None:
+def test_split_of_an_eval_set(base: dict[str, Any]) -> None:
     horizon_lm.train({**base, "test_split_size": 0.25, "max_steps": 2}, **QUIET)
     assert {line["step"] for line in lines(base) if "eval_loss" in line} == {0, 2}
     assert lines(base)[-2]["rows_seen"] == 8
 
 
-def test_answers_prompts_on_the_way(base: dict[str, Any]) -> None:
+def test_answers_sample_prompts(base: dict[str, Any]) -> None:
     settings = {"sample_prompts": ["What does the keeper do?", "Why?"], "sample_steps": 2, "sample_max_new_tokens": 5}
     horizon_lm.train({**base, **settings, "max_steps": 3}, **QUIET)
     samples = [json.loads(line) for line in (Path(base["output_dir"]) / "samples.jsonl").read_text().splitlines()]
@@ -146,7 +144,7 @@ def test_answers_prompts_on_the_way(base: dict[str, Any]) -> None:
     assert all(isinstance(each["answer"], str) for line in samples for each in line["samples"])
 
 
-def test_trains_what_a_pattern_names(base: dict[str, Any], model: Path) -> None:
+def test_trainable_patterns(base: dict[str, Any], model: Path) -> None:
     horizon_lm.train({**base, "trainable": "layers.1.* | lm_head", "max_steps": 2}, **QUIET)
     before, after = (
         load_file(model / "model.safetensors"),
@@ -160,7 +158,7 @@ def test_trains_what_a_pattern_names(base: dict[str, Any], model: Path) -> None:
     ("pattern", "message"),
     [("layers.1", None), ("layer.*", "did you mean layers"), ("heads", "'heads' fits no weight")],
 )
-def test_patterns_that_fit_nothing(base: dict[str, Any], pattern: str, message: str | None) -> None:
+def test_trainable_patterns_without_a_match(base: dict[str, Any], pattern: str, message: str | None) -> None:
     if message is None:
         horizon_lm.train({**base, "trainable": pattern, "max_steps": 1}, **QUIET)
         return
@@ -169,7 +167,7 @@ def test_patterns_that_fit_nothing(base: dict[str, Any], pattern: str, message: 
 
 
 class Listener(TrainerCallback):
-    """Writes down what it is told, and stops after step 4."""
+    """A callback that records events and stops after step 4."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -178,7 +176,7 @@ class Listener(TrainerCallback):
         if not name.startswith("on_"):
             return super().__getattribute__(name)
 
-        def told(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        def record(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             self.events.append(f"{name} {state.global_step}")
             if name == "on_log" and "loss" in kwargs["logs"]:
                 assert {"loss", "grad_norm", "learning_rate", "epoch"} <= set(kwargs["logs"])
@@ -187,11 +185,11 @@ class Listener(TrainerCallback):
                 control.should_training_stop = state.global_step == 4
             return control
 
-        return told
+        return record
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_callbacks_of_transformers_are_told_and_heard(base: dict[str, Any]) -> None:
+def test_transformers_callbacks(base: dict[str, Any]) -> None:
     listener = Listener()
     result = horizon_lm.train({**base, "save_strategy": "no"}, callbacks=[listener], **QUIET)
     assert result.num_steps == 4
@@ -205,8 +203,8 @@ def test_callbacks_of_transformers_are_told_and_heard(base: dict[str, Any]) -> N
     assert (Path(base["output_dir"]) / "checkpoint-1").is_dir()
 
 
-class Wishful(TrainerCallback):
-    """Control for the next thing whenever it is told of one."""
+class Requester(TrainerCallback):
+    """A callback that requests the next action at each event."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log = state.global_step == 3
@@ -222,18 +220,18 @@ class Wishful(TrainerCallback):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_wishes_count_whenever_they_come(base: dict[str, Any]) -> None:
+def test_callbacks_may_request_at_any_event(base: dict[str, Any]) -> None:
     settings = {"logging_steps": 100, "test_split_size": 2, "max_steps": 6}
-    result = horizon_lm.train({**base, **settings}, callbacks=[Wishful()], **QUIET)
+    result = horizon_lm.train({**base, **settings}, callbacks=[Requester()], **QUIET)
     assert result.num_steps == 3
     assert (Path(base["output_dir"]) / "checkpoint-3").is_dir()
     lines = [json.loads(line) for line in (Path(base["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
     kinds = [(line["step"], "eval_loss" in line) for line in lines]
-    assert kinds == [(0, True), (1, False), (3, False), (3, True)]  # held-out rows once a step
+    assert kinds == [(0, True), (1, False), (3, False), (3, True)]  # one evaluation per step
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_stops_when_held_out_loss_gets_no_better(base: dict[str, Any]) -> None:
+def test_early_stopping(base: dict[str, Any]) -> None:
     settings = {
         "test_split_size": 2,
         "max_steps": 12,
@@ -243,7 +241,7 @@ def test_stops_when_held_out_loss_gets_no_better(base: dict[str, Any]) -> None:
     }
     early = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1e-3)
     said: list[str] = []
-    result = horizon_lm.train({**base, **settings}, callbacks=[early], say=said.append)
+    result = horizon_lm.train({**base, **settings}, callbacks=[early], print_fn=said.append)
     assert said[-1].startswith("stopped by a callback after step 6 of 12\n")
     assert result.num_steps == 6  # the first of three evaluations in training is the best
     with pytest.raises(ConfigError, match="callbacks: EarlyStoppingCallback requires"):
@@ -252,7 +250,7 @@ def test_stops_when_held_out_loss_gets_no_better(base: dict[str, Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_callbacks_see_the_gradients_of_an_update(base: dict[str, Any]) -> None:
-    """As transformers promises: after the update, and before gradients are gone."""
+    """on_optimizer_step comes after the update and before zero_grad, as in transformers."""
     seen: list[tuple[bool, int, float]] = []
 
     class Look(TrainerCallback):
@@ -264,11 +262,11 @@ def test_callbacks_see_the_gradients_of_an_update(base: dict[str, Any]) -> None:
     assert seen == [(True, 0, 1e-2), (True, 1, 5e-3)]
 
 
-def test_a_sample_prompt_without_a_token_is_refused(base: dict[str, Any], tmp_path: Path) -> None:
+def test_empty_sample_prompt_is_rejected(base: dict[str, Any], tmp_path: Path) -> None:
     plain = tiny.save_model(tmp_path / "plain", chat_template=None)
     texts = tiny.write_jsonl(tmp_path / "texts.jsonl", [{"text": "stars"}] * 8)
     settings = {"model_name_or_path": str(plain), "datasets": str(texts), "sample_prompts": [""]}
-    with pytest.raises(ConfigError, match="no token to go on from"):
+    with pytest.raises(ConfigError, match="has no tokens"):
         horizon_lm.train({**base, **settings}, **QUIET)
 
 
@@ -281,7 +279,7 @@ def test_reports_to_tensorboard(base: dict[str, Any]) -> None:
     assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 4]
 
 
-def test_service_that_is_not_installed(base: dict[str, Any]) -> None:
+def test_report_to_without_its_package(base: dict[str, Any]) -> None:
     result = run(
         "train", *(text for key, value in base.items() for text in (f"--{key}", value)), "--report_to", "comet_ml"
     )
@@ -289,8 +287,8 @@ def test_service_that_is_not_installed(base: dict[str, Any]) -> None:
     assert "report_to: " in result.stderr
 
 
-def test_an_objective_of_ones_own(base: dict[str, Any]) -> None:
-    """The same loss, computed by hand, gives the same run; what it measures is logged."""
+def test_custom_loss(base: dict[str, Any]) -> None:
+    """The same loss as a custom function gives the same run, and its metrics are logged."""
     horizon_lm.train({**base, "max_steps": 4}, **QUIET)
     first = lines(base)
 
@@ -300,14 +298,14 @@ def test_an_objective_of_ones_own(base: dict[str, Any]) -> None:
         return loss, {"surprise": loss * 2}
 
     horizon_lm.train({**base, "max_steps": 4, "overwrite_output_dir": True}, objective=nll, **QUIET)
-    for mine, theirs in zip(lines(base), first, strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert mine["surprise"] == pytest.approx(2 * mine["loss"])
+    for custom, builtin in zip(lines(base), first, strict=True):
+        assert custom["loss"] == pytest.approx(builtin["loss"], rel=1e-5)
+        assert custom["surprise"] == pytest.approx(2 * custom["loss"])
     with pytest.raises(ConfigError, match="returns the loss as a tensor"):
         horizon_lm.train({**base, "overwrite_output_dir": True}, objective=lambda model, batch: 1.0, **QUIET)
 
 
-def test_norms_of_units_make_the_norm(base: dict[str, Any]) -> None:
+def test_unit_grad_norms_add_up(base: dict[str, Any]) -> None:
     horizon_lm.train({**base, "log_unit_grad_norms": True, "max_steps": 2}, **QUIET)
     for line in lines(base):
         units = [value for name, value in line.items() if name.startswith("grad_norm/")]
@@ -335,20 +333,18 @@ def test_smoothed_loss_is_transformers(tmp_path: Path, model: Path) -> None:
     labels[0, :4] = -100
     batch = Batch(ids, torch.ones_like(ids), None, labels, int((labels[:, 1:] >= 0).sum()), 16, (0, 1), ("a", "b"))
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    theirs = LabelSmoother(0.2)(plain(ids), labels, shift_labels=True)
-    theirs.backward()
+    expected = LabelSmoother(0.2)(plain(ids), labels, shift_labels=True)
+    expected.backward()
     streamed = horizon_lm.from_pretrained(model, precision="float32")
     loss = SmoothedNll(0.2)(streamed, batch)
     loss.value.backward()
-    assert loss.value.item() == pytest.approx(theirs.item(), rel=1e-6)
+    assert loss.value.item() == pytest.approx(expected.item(), rel=1e-6)
     for name, param in streamed.named_parameters():
         torch.testing.assert_close(param.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
 
 
-def test_preferences_from_the_command_line(
-    tmp_path: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Margins grow; the reference is computed once for a model and its rows, and found again."""
+def test_dpo_from_the_command_line(tmp_path: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Margins grow; the reference of a model and its rows is computed once and cached."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     pairs = [
         {"prompt": f"Night {n}? ", "chosen": "The keeper counts the stars.", "rejected": "Rain, rain, rain."}
@@ -379,27 +375,25 @@ def test_preferences_from_the_command_line(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.pairs")} == cached
 
 
-def test_a_long_prompt_that_is_cut_off_by_packing_trains_nothing(tmp_path: Path, base: dict[str, Any]) -> None:
-    """bfd_split makes several rows of one; those without a token to train on are left out, and no mean is over none."""
+def test_packed_rows_without_trained_tokens_are_left_out(tmp_path: Path, base: dict[str, Any]) -> None:
+    """bfd_split cuts a row into several; those without a trained token are left out, so that every step has some."""
     row = {"instruction": "What does the keeper do? " * 40, "output": "Counts."}
     rows = tiny.write_jsonl(tmp_path / "long.jsonl", [row] * 3)
     packing = {"packing": True, "packing_strategy": "bfd_split", "max_length": 64, "per_device_eval_batch_size": 1}
     said: list[str] = []
     horizon_lm.train(
-        {**base, **packing, "datasets": str(rows), "eval_datasets": str(rows), "max_steps": 3}, say=said.append
+        {**base, **packing, "datasets": str(rows), "eval_datasets": str(rows), "max_steps": 3}, print_fn=said.append
     )
     assert any("more have nothing to train on" in line for line in said)
     assert all(line["tokens_trained"] > 0 for line in lines(base) if "loss" in line)
 
 
-def test_a_held_out_loss_that_is_not_finite_at_the_end_loses_no_model(
-    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_non_finite_final_eval_loss_keeps_the_model(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = loop.evaluate_rows
 
     def broken(*args: Any) -> Any:
         if args[4] == 2:
-            raise NonFiniteError("after step 2: the held-out loss is nan")
+            raise NonFiniteError("after step 2: the eval loss is nan")
         return evaluate(*args)
 
     monkeypatch.setattr(loop, "evaluate_rows", broken)
@@ -408,7 +402,7 @@ def test_a_held_out_loss_that_is_not_finite_at_the_end_loses_no_model(
     assert (Path(base["output_dir"]) / "model" / "model.safetensors").is_file()
 
 
-def test_a_model_that_was_put_aside_stays(base: dict[str, Any]) -> None:
+def test_other_folders_are_kept(base: dict[str, Any]) -> None:
     folder = Path(base["output_dir"])
     horizon_lm.train({**base, "max_steps": 1}, **QUIET)
     (folder / "model").rename(folder / "model.old")
@@ -419,7 +413,7 @@ def test_a_model_that_was_put_aside_stays(base: dict[str, Any]) -> None:
     assert not list(folder.glob(".*"))
 
 
-def test_a_run_that_stops_before_it_is_traced_leaves_no_trace(base: dict[str, Any]) -> None:
+def test_run_stopped_before_tracing_has_no_trace(base: dict[str, Any]) -> None:
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step == 2
@@ -428,7 +422,7 @@ def test_a_run_that_stops_before_it_is_traced_leaves_no_trace(base: dict[str, An
     assert not (Path(base["output_dir"]) / "trace.json").exists()
 
 
-def test_a_run_that_stops_while_it_is_traced_leaves_the_trace(base: dict[str, Any]) -> None:
+def test_run_stopped_while_tracing_has_a_trace(base: dict[str, Any]) -> None:
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step == 4
@@ -437,8 +431,8 @@ def test_a_run_that_stops_while_it_is_traced_leaves_the_trace(base: dict[str, An
     assert (Path(base["output_dir"]) / "trace.json").is_file()
 
 
-def test_settings_of_a_call_win(base: dict[str, Any], tmp_path: Path) -> None:
-    """Over a mapping and over a file; what they make useless gives way."""
+def test_settings_of_a_call_override(base: dict[str, Any], tmp_path: Path) -> None:
+    """They override a mapping and a file, and drop settings that they make useless."""
     held_out = {**base, "test_split_size": 2, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
     assert horizon_lm.train(held_out, max_steps=1, eval_strategy="no", **QUIET).num_steps == 1
     file = tmp_path / "run.yaml"
@@ -453,39 +447,37 @@ def test_settings_of_a_call_win(base: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "samples.jsonl", "model"])
-def test_what_is_not_of_a_run_is_not_overwritten(base: dict[str, Any], name: str) -> None:
+def test_foreign_files_are_not_overwritten(base: dict[str, Any], name: str) -> None:
     folder = Path(base["output_dir"])
     folder.mkdir()
     (folder / name).write_text("mine")
-    with pytest.raises(ConfigError, match=f"{name} is not of a run of ours"):
+    with pytest.raises(ConfigError, match=f"{name} was not written by horizon-lm"):
         horizon_lm.train({**base, "overwrite_output_dir": True}, **QUIET)
     assert (folder / name).read_text() == "mine"
     assert [path.name for path in folder.iterdir()] == [name]
 
 
-def test_a_hub_that_is_not_to_be_had_is_told_before_training(
-    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unavailable_hub_is_reported_before_training(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HfApi, "whoami", lambda self: 1 / 0)
-    with pytest.raises(ConfigError, match="push_to_hub: the hub is not to be had"):
+    with pytest.raises(ConfigError, match="push_to_hub: the hub cannot be used"):
         horizon_lm.train({**base, "push_to_hub": True}, **QUIET)
     assert not Path(base["output_dir"]).exists()
 
 
-def test_an_upload_that_fails_is_told(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_upload_is_reported(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise OSError("no network")
 
     monkeypatch.setattr(HfApi, "whoami", lambda self: {"name": "me"})
     monkeypatch.setattr(HfApi, "create_repo", fails)
     said: list[str] = []
-    horizon_lm.train({**base, "push_to_hub": True, "max_steps": 1}, say=said.append)
-    (told,) = [line for line in said if line.startswith("push_to_hub: the model was not uploaded")]
-    assert told.endswith(f"it is in {Path(base['output_dir']) / 'model'}")
+    horizon_lm.train({**base, "push_to_hub": True, "max_steps": 1}, print_fn=said.append)
+    (message,) = [line for line in said if line.startswith("push_to_hub: the model was not uploaded")]
+    assert message.endswith(f"it is in {Path(base['output_dir']) / 'model'}")
 
 
-def test_speed_is_that_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two seconds of steps, and a hundred of evaluation."""
+def test_speed_excludes_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds of steps and a hundred of evaluation."""
     clock = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
     model = horizon_lm.stream(tiny.build_model(402), device="cpu")
@@ -505,7 +497,7 @@ def test_speed_is_that_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (line["tokens_per_second"], line["eta_seconds"], line["seconds"]) == (4.0, 18.0, 102.0)
 
 
-def test_held_out_loss_of_experts_is_their_likelihood() -> None:
+def test_eval_loss_of_experts_is_the_likelihood() -> None:
     plain = families.build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5).eval()
     ids = families.batch()["input_ids"]
     mask = torch.ones_like(ids)
@@ -519,7 +511,7 @@ def test_held_out_loss_of_experts_is_their_likelihood() -> None:
             assert sft.nll(streamed, batch).value.item() > expected.item() + 0.1
 
 
-def test_everything_that_goes_forward_is_planned(tmp_path: Path, model: Path, base: dict[str, Any]) -> None:
+def test_all_forward_passes_are_planned(tmp_path: Path, model: Path, base: dict[str, Any]) -> None:
     settings = {
         "objective": "dpo", "test_split_size": 2, "per_device_eval_batch_size": 3, "precompute_ref_batch_size": 5,
         "sample_prompts": ["What?"], "sample_max_new_tokens": 7,
@@ -533,26 +525,24 @@ def test_everything_that_goes_forward_is_planned(tmp_path: Path, model: Path, ba
 
 
 @pytest.mark.parametrize(("packing", "eval_packing"), [(True, None), (True, False), (False, True)])
-def test_held_out_rows_are_packed_as_they_are_to_be(
-    base: dict[str, Any], packing: bool, eval_packing: bool | None
-) -> None:
-    """Rows are held out before they are packed, and once in the loss whatever becomes of them."""
+def test_packing_of_eval_sets(base: dict[str, Any], packing: bool, eval_packing: bool | None) -> None:
+    """Rows are held out before packing, and packing keeps all of their trained tokens."""
     settings = {"packing": packing, "eval_packing": eval_packing, "max_length": 128, "test_split_size": 4}
     config = as_config({**base, **settings})
     data = load_data(config, load_tokenizer(config))
-    (held_out,) = [part for part in data.parts if part.name == "held_out"]
-    assert (len(held_out.rows), len(data.training.rows)) == (4, 8)
+    (eval_set,) = [part for part in data.parts if part.name == "held_out"]
+    assert (len(eval_set.rows), len(data.training.rows)) == (4, 8)
     assert (len(data.training.packed) < 8) is packing
-    assert (len(data.held_out["held_out"]) < 4) is (packing if eval_packing is None else eval_packing)
-    assert held_out.packed.num_targets.sum() == held_out.rows.num_targets.sum()
+    assert (len(data.eval_sets["held_out"]) < 4) is (packing if eval_packing is None else eval_packing)
+    assert eval_set.packed.num_targets.sum() == eval_set.rows.num_targets.sum()
 
 
-def test_masks_are_planned_for_where_there_are_some(tmp_path: Path, model: Path, base: dict[str, Any]) -> None:
+def test_masks_are_planned_if_needed(tmp_path: Path, model: Path, base: dict[str, Any]) -> None:
     def shape(rows: list[dict[str, str]], **settings: Any) -> RowShape:
         path = tiny.write_jsonl(tmp_path / "shape.jsonl", rows)
         config = as_config({**base, **settings, "datasets": str(path)})
         data = load_data(config, load_tokenizer(config))
-        return RowShape.of(data.loader, data.held_out.values())
+        return RowShape.of(data.loader, data.eval_sets.values())
 
     alike = [{"text": "stars and stars"}] * 4
     pair = {"prompt": "What? ", "chosen": "stars and stars", "rejected": "stars"}

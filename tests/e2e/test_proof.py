@@ -1,4 +1,4 @@
-"""Runs of models that nobody has compared, and runs that compare their own gradients."""
+"""Runs of unproven models, and runs that check their gradients."""
 
 import json
 import re
@@ -15,14 +15,14 @@ from tests.e2e import tiny
 
 
 def run(model: Path, folder: Path, **settings: Any) -> list[str]:
-    """Return what a run of two steps says."""
+    """Train two steps and return the lines printed."""
     said: list[str] = []
     rows = tiny.write_jsonl(folder / "rows.jsonl", tiny.alpaca_rows())
     config = {
         "model_name_or_path": str(model), "datasets": str(rows), "output_dir": str(folder / "run"), "device": "cpu",
         "max_steps": 2, **settings,
     }  # fmt: skip
-    horizon_lm.train(config, say=said.append)
+    horizon_lm.train(config, print_fn=said.append)
     return said
 
 
@@ -37,11 +37,11 @@ def test_gradients_are_checked_before_training(model: Path, tmp_path: Path) -> N
     checked.mkdir()
     run(model, plain)
     said = run(model, checked, check_gradients=2)
-    assert any("check_gradients: 2 blocks have the gradients of plain autograd" in line for line in said)
-    assert losses(checked) == losses(plain)  # to check changes nothing
+    assert any("2 blocks have the gradients of plain autograd" in line for line in said)
+    assert losses(checked) == losses(plain)  # the check changes nothing
 
 
-def test_the_first_difference_ends_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_mismatch_ends_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     close = GradSink.close
 
     def alter(sink: Any) -> list[str]:
@@ -57,12 +57,12 @@ def test_the_first_difference_ends_the_run(model: Path, tmp_path: Path, monkeypa
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_gradients_that_are_not_kept_cannot_be_checked(model: Path, tmp_path: Path) -> None:
+def test_gradient_check_needs_kept_gradients(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="check_gradients"):
         run(model, tmp_path, check_gradients=1, update_in_backward=True, max_grad_norm=0)
 
 
-def test_an_unproven_model_is_streamed_on_request_and_the_log_says_so(
+def test_unproven_model_is_streamed_on_request_with_a_warning(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proven, "_table", lambda: {"transformers": "5.0", "types": {}})

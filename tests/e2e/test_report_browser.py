@@ -1,4 +1,4 @@
-"""The report in a browser that reaches no host: it draws itself, asks for nothing, and runs nothing of what files say."""
+"""The report in an offline browser: it draws all figures, requests nothing, and runs no injected script."""
 
 import json
 import os
@@ -23,7 +23,7 @@ FIGURES = ["loss", "tokens", "run-memory", "timeline", "step-memory", "bytes-hos
 
 
 def find_chromium() -> str:
-    """The browser; without one the test is skipped, or fails where there has to be one."""
+    """Return the browser. Without one, skip the test, or fail if HORIZON_REQUIRE_CHROMIUM is 1."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if (found := shutil.which(name)) is not None:
             return found
@@ -35,7 +35,7 @@ def find_chromium() -> str:
 
 @dataclass(frozen=True)
 class Visit:
-    """What a browser made of a page: the document after its scripts, the console, and what the page asked hosts for."""
+    """A visited page: the document after its scripts, console messages, and network requests."""
 
     dom: str
     console: list[str]
@@ -58,7 +58,7 @@ def visit(page: Path, tmp_path: Path, width: int = 1280) -> Visit:
 
 
 def requests_of_page(log: dict) -> list[str]:
-    """Addresses that a page asked for. What the browser asks for on its own has no origin."""
+    """Return the addresses requested by a page. The browser's own requests have no origin."""
     start = log["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]
     jobs = [event["params"] for event in log["events"] if event["type"] == start and "url" in event.get("params", {})]
     pages = [job["url"] for job in jobs if job.get("initiator") != "not an origin"]
@@ -66,7 +66,7 @@ def requests_of_page(log: dict) -> list[str]:
 
 
 class Texts(HTMLParser):
-    """Headings, and the figures that were drawn: each has Plotly's pictures in it."""
+    """The headings of a page, and its figures with the number of SVG images that Plotly drew in each."""
 
     def __init__(self, dom: str) -> None:
         super().__init__()
@@ -108,30 +108,35 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Visit:
+def visited(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Visit:
     return visit(page, tmp_path_factory.mktemp("browser"))
 
 
-def test_every_figure_is_drawn_without_an_error_or_a_request(seen: Visit) -> None:
-    texts = Texts(seen.dom)
+def test_all_figures_are_drawn_without_errors_or_requests(visited: Visit) -> None:
+    texts = Texts(visited.dom)
     assert list(texts.drawn) == FIGURES
     assert all(pictures > 0 for pictures in texts.drawn.values())
-    assert seen.console == []
-    assert seen.requests == []
+    assert visited.console == []
+    assert visited.requests == []
 
 
-def test_text_of_files_is_text(seen: Visit) -> None:
-    texts = Texts(seen.dom)
+def test_text_of_files_is_escaped(visited: Visit) -> None:
+    texts = Texts(visited.dom)
     assert texts.headings == [NAME, *HEADINGS]
-    assert "<title>Meadow &lt;script&gt;" in seen.dom
+    assert "<title>Meadow &lt;script&gt;" in visited.dom
     assert "weights <script>1</script>" in texts.figure_texts
 
 
-def test_no_button_sends_data_away(seen: Visit) -> None:
-    assert set(re.findall('data-title="([^"]*)"', seen.dom)) == {"Zoom", "Pan", "Reset axes", "Download plot as a PNG"}
+def test_no_button_uploads_data(visited: Visit) -> None:
+    assert set(re.findall('data-title="([^"]*)"', visited.dom)) == {
+        "Zoom",
+        "Pan",
+        "Reset axes",
+        "Download plot as a PNG",
+    }
 
 
-def test_a_page_that_does_what_it_must_not_is_found_out(page: Path, tmp_path: Path) -> None:
+def test_bad_page_is_detected(page: Path, tmp_path: Path) -> None:
     bad = """<script>document.querySelector('[data-figure="figure-loss"]').remove(); new Image().src = "http://a.invalid/x";
     fetch("https://b.invalid/y").catch(() => 0); missing.property</script></body>"""
     text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
@@ -142,7 +147,7 @@ def test_a_page_that_does_what_it_must_not_is_found_out(page: Path, tmp_path: Pa
     assert any("missing is not defined" in line for line in found.console)
 
 
-def test_a_script_that_is_not_the_pages_own_does_not_run(page: Path, tmp_path: Path) -> None:
+def test_injected_script_does_not_run(page: Path, tmp_path: Path) -> None:
     bad = '<script>document.title = "other"; new Image().src = "http://a.invalid/x"</script></body>'
     (tmp_path / "bad.html").write_text(page.read_text().replace("</body>", bad))
     found = visit(tmp_path / "bad.html", tmp_path, width=800)
@@ -153,7 +158,7 @@ def test_a_script_that_is_not_the_pages_own_does_not_run(page: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("required", "outcome"), [("1", pytest.fail.Exception), ("0", pytest.skip.Exception)])
-def test_without_a_browser(required: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_browser(required: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv("HORIZON_REQUIRE_CHROMIUM", required)
     with pytest.raises(outcome, match="no chromium"):

@@ -1,4 +1,4 @@
-"""A run that leaves out steps says so, and does not go on without end."""
+"""Skipped steps are reported, and too many in a row end the run."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ SKIPPED = "skipped, because their gradient was not finite"
 
 
 def run(model: Path, folder: Path, bad: set[int], steps: int, **settings: Any) -> tuple[Any, list[str]]:
-    """A run in which these steps, from 1, have a loss without a number; and what it said."""
+    """Train with a NaN loss in the steps ``bad``, counted from 1; return the result and the lines printed."""
     said: list[str] = []
     step = 0
 
@@ -29,13 +29,15 @@ def run(model: Path, folder: Path, bad: set[int], steps: int, **settings: Any) -
         "model_name_or_path": str(model), "datasets": str(rows), "output_dir": str(folder / "run"), "device": "cpu",
         "max_steps": steps, "non_finite": "skip", **settings,
     }  # fmt: skip
-    return train(config, objective=objective, say=said.append), said
+    return train(config, objective=objective, print_fn=said.append), said
 
 
 @pytest.mark.parametrize(
     ("settings", "limit"), [({}, 3), ({"max_consecutive_skips": 1}, 1), ({"max_consecutive_skips": 5}, 5)]
 )
-def test_too_many_in_a_row_end_the_run(model: Path, tmp_path: Path, settings: dict[str, Any], limit: int) -> None:
+def test_too_many_consecutive_skips_end_the_run(
+    model: Path, tmp_path: Path, settings: dict[str, Any], limit: int
+) -> None:
     with pytest.raises(
         NonFiniteError, match=rf"step {limit + 3}: .*{limit} steps .*max_consecutive_skips.*rows\.jsonl:"
     ) as raised:
@@ -44,20 +46,20 @@ def test_too_many_in_a_row_end_the_run(model: Path, tmp_path: Path, settings: di
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_the_last_words_have_the_number(model: Path, tmp_path: Path) -> None:
+def test_final_message_has_the_number(model: Path, tmp_path: Path) -> None:
     result, said = run(model, tmp_path, {2, 3, 5}, 6, max_consecutive_skips=2)
     assert f"3 of 6 steps were {SKIPPED}" in said[-1]
     assert result.num_skipped == 3
 
 
-def test_without_a_limit_every_step_may_be_skipped(model: Path, tmp_path: Path) -> None:
+def test_no_limit_of_skips(model: Path, tmp_path: Path) -> None:
     result, said = run(model, tmp_path, set(range(9)), 5, max_consecutive_skips=None)
     assert f"5 of 5 steps were {SKIPPED}" in said[-1]
-    assert "the model is the one that the run began with" in said[-1]
+    assert "the model is unchanged" in said[-1]
     assert result.num_skipped == 5
 
 
-def test_a_run_without_skips_does_not_mention_them(model: Path, tmp_path: Path) -> None:
+def test_no_message_without_skips(model: Path, tmp_path: Path) -> None:
     result, said = run(model, tmp_path, set(), 2)
     assert "skipped" not in said[-1]
     assert result.num_skipped == 0

@@ -1,4 +1,4 @@
-"""A run's traces, predicted and measured, and the report that shows them."""
+"""The predicted and measured traces of a run, and their report."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.outlines import machine
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of five steps on a machine that was measured."""
+    """Return the folder of a run of five steps on a machine with a profile."""
     folder = tmp_path_factory.mktemp("traced")
     model = tiny.save_model(folder / "model")
     rows = tiny.write_jsonl(folder / "train.jsonl", tiny.alpaca_rows(12))
@@ -36,7 +36,7 @@ def events(file: Path, phase: str) -> list[dict[str, Any]]:
 
 
 def names_within(file: Path, step: dict[str, float]) -> list[str]:
-    """Operations that begin in a step, but for updates, which may begin in the step before, and what takes no time."""
+    """Return the operations that start in a step, without updates, which may start earlier, and outer ones, which take no time."""
     return sorted(
         event["name"]
         for event in events(file, "X")
@@ -50,7 +50,7 @@ def steps(file: Path) -> list[dict[str, float]]:
     return json.loads(file.read_text())["otherData"]["steps"]
 
 
-def test_every_operation_of_the_traced_steps_is_there(traced: Path) -> None:
+def test_all_operations_of_traced_steps_are_recorded(traced: Path) -> None:
     measured = steps(traced / "trace.json")
     assert [step["step"] for step in measured] == [3, 4]
     first, second = (names_within(traced / "trace.json", step) for step in measured)
@@ -63,7 +63,7 @@ def test_every_operation_of_the_traced_steps_is_there(traced: Path) -> None:
     assert {"update block0", "update block1", "update embed"} <= updated
 
 
-def test_the_predicted_step_has_the_same_operations_in_the_same_form(traced: Path) -> None:
+def test_predicted_trace_has_the_same_operations_and_format(traced: Path) -> None:
     (predicted,) = steps(traced / "predicted_trace.json")
     (measured, _) = steps(traced / "trace.json")
     simulated, real = (
@@ -99,7 +99,7 @@ def test_the_report_shows_both(traced: Path) -> None:
     assert (traced / "loss.png").stat().st_size > 1000
 
 
-def test_a_short_run_is_traced_as_far_as_it_goes(tmp_path: Path, traced: Path) -> None:
+def test_short_run_is_traced_to_its_end(tmp_path: Path, traced: Path) -> None:
     rows = tiny.write_jsonl(tmp_path / "train.jsonl", tiny.alpaca_rows(4))
     result = run(
         "train", "--model_name_or_path", traced / "model", "--datasets", rows, "--output_dir", tmp_path / "run",

@@ -1,4 +1,4 @@
-"""A model and a tokenizer that need no download: random weights, a vocabulary learned from a few sentences."""
+"""A tiny model with random weights and a tokenizer trained on a few sentences; nothing is downloaded."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ _TEXT = (
 
 
 def build_tokenizer(chat_template: str | None = CHATML) -> Any:
-    """A byte-level BPE tokenizer whose padding token is its end-of-turn token."""
+    """Return a byte-level BPE tokenizer whose padding token is its end-of-turn token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def build_tokenizer(chat_template: str | None = CHATML) -> Any:
 
 
 def build_model(num_tokens: int, seed: int = 0) -> Any:
-    """A two-block llama with random weights."""
+    """Return a two-block llama with random weights."""
     config = LlamaConfig(
         vocab_size=num_tokens, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, pad_token_id=1,
@@ -54,7 +54,7 @@ def build_model(num_tokens: int, seed: int = 0) -> Any:
 
 
 def save_model(folder: Path, chat_template: str | None = CHATML) -> Path:
-    """A Hugging Face folder with model and tokenizer."""
+    """Write a Hugging Face folder with model and tokenizer."""
     tokenizer = build_tokenizer(chat_template)
     build_model(len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -62,13 +62,13 @@ def save_model(folder: Path, chat_template: str | None = CHATML) -> Path:
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    """One row a line."""
+    """Write rows as JSONL."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def alpaca_rows(count: int = 12) -> list[dict[str, str]]:
-    """Short rows, all different."""
+    """Return short, distinct rows."""
     return [
         {
             "instruction": f"What does the keeper do on night {n}?",

@@ -103,7 +103,7 @@ def test_a_run_that_would_leak_does_not_begin(tmp_path: Path) -> None:
         "device": "cpu",
     }
     with pytest.raises(ModelNotSupportedError, match="packing is not possible"):
-        horizon_lm.train({**run, "packing": True, "max_length": 64}, say=lambda text: None)
+        horizon_lm.train({**run, "packing": True, "max_length": 64}, print_fn=lambda text: None)
 
 
 @pytest.mark.usefixtures("whole_installation")
@@ -119,7 +119,7 @@ def test_rows_of_a_step_do_not_depend_on_how_it_is_written(tmp_path: Path) -> No
                 "precision": "float32", "per_device_train_batch_size": rows_at_once, "max_steps": 4, "logging_steps": 1,
                 "gradient_accumulation_steps": factor, "device_micro_batch_size": 2, "learning_rate": 1e-2,
             },
-            say=lambda text: None,
+            print_fn=lambda text: None,
         )  # fmt: skip
         return [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
 

@@ -36,7 +36,7 @@ def test_equals_a_loop_in_plain_torch(tmp_path: Path, settings: dict[str, object
             **settings,
         }
     )  # fmt: skip
-    result = train(config, say=lambda text: None)
+    result = train(config, print_fn=lambda text: None)
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     start = {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -86,7 +86,7 @@ def run_ours(
         "model_name_or_path": str(folder), "datasets": str(rows_file), "output_dir": str(tmp_path / "run"), "device": "cpu",
         "precision": "float32", **SHARED, **settings,
     }  # fmt: skip
-    result = train(run, say=lambda text: None)
+    result = train(run, print_fn=lambda text: None)
     lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
     return lines, AutoModelForCausalLM.from_pretrained(result.model_dir, dtype=torch.float32)
 

@@ -1,7 +1,4 @@
-"""A run folder as a training run leaves it, without one: 30 blocks on four streams, 3 steps traced, 200 steps logged.
-
-Below that, what makes small files by hand.
-"""
+"""A synthetic run folder: 30 blocks on four streams, 3 traced steps, 200 logged steps; and helpers for small files."""
 
 import json
 import random
@@ -20,7 +17,7 @@ BLOCK, BOUNDARY, OUTER = 234_881_024, 67_108_864, 1_090_519_040  # bytes
 
 @dataclass
 class Pipeline:
-    """A machine on which every operation takes so many milliseconds, more or less."""
+    """A machine on which every operation takes a fixed time plus noise."""
 
     noise: float
     draw: random.Random = field(default_factory=lambda: random.Random(7))
@@ -30,7 +27,7 @@ class Pipeline:
     host: float = 61 * GIB
 
     def run(self, kind: Kind, unit: str, stream: Stream, ms: float, *after: float) -> float:
-        """Run an operation after some moments; the moment in ms at which it is done."""
+        """Run an operation after the given times; return the time of its end, in ms."""
         start = max(self.free[stream], *after, 0.0) + 0.02
         took = ms * (1 + self.noise * self.draw.random())
         self.free[stream] = start + took
@@ -40,7 +37,7 @@ class Pipeline:
         return start + took
 
     def count(self, moment: float, device: float = 0.0, host: float = 0.0) -> None:
-        """Bytes taken or given back at a moment in ms."""
+        """Allocate or free bytes at a time in ms."""
         self.device, self.host = self.device + device, self.host + host
         for name, taken in (("device bytes", self.device), ("host bytes", self.host)):
             counter = {"ph": "C", "name": name, "pid": 0, "ts": moment * 1e3, "args": {"bytes": int(taken)}}
@@ -48,7 +45,7 @@ class Pipeline:
 
 
 def trace(noise: float) -> dict[str, Any]:
-    """Three steps as Chrome's trace; with noise they are longer, and of different length."""
+    """Return three steps as a Chrome trace; noise makes them longer and different."""
     line, updated, steps = Pipeline(noise), [0.0] * NUM_BLOCKS, []
     for stream in Stream:
         names = {"ph": "M", "name": "thread_name", "pid": 0, "tid": list(Stream).index(stream)}
@@ -92,7 +89,7 @@ def _backward(line: Pipeline, done: float) -> list[float]:
 
 
 def plan(name: str = "Meadow-8B-Instruct") -> dict[str, Any]:
-    """A plan of that run, on a machine that has room."""
+    """Return a plan of the run, on a machine where it fits."""
     return {
         "version": 1,
         "model": {
@@ -155,7 +152,7 @@ def _place(items: list[tuple[str, int, str]], available: int | None, limits: lis
 
 
 def metrics() -> list[dict[str, Any]]:
-    """200 steps, of which every line is one, and 3 held-out losses. The second step was left out."""
+    """Return 200 lines of steps and 3 evaluations. The second step was skipped."""
     draw, lines, seconds = random.Random(11), [evaluation(0, 2.9312)], 0.0
     for step in range(1, NUM_STEPS + 1):
         took = 4.1 if step == 1 else 0.845 * (1 + 0.05 * draw.random())
@@ -180,7 +177,7 @@ def evaluation(step: int, loss: float) -> dict[str, Any]:
 
 
 def write_run(folder: Path, name: str = "Meadow-8B-Instruct") -> Path:
-    """All files of a run but its model."""
+    """Write all files of a run except its model."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     rows.write_text("")
@@ -199,7 +196,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-# By hand
+# Small files
 
 
 def training(step: int, **changes: Any) -> dict[str, Any]:
@@ -218,7 +215,7 @@ def metrics_file(folder: Path, *lines: dict[str, Any]) -> Path:
 
 
 def trace_file(folder: Path, *events: dict[str, Any], **other: Any) -> Path:
-    """A trace with two rows, in ms."""
+    """Write a trace with two rows; times are in ms."""
     rows = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
         for tid, name in ((7, "copy_in"), (1, "compute"))

@@ -1,4 +1,4 @@
-"""A run's folder as a page: that figures hold its numbers, what is said when something is missing, and what is refused."""
+"""The report: figures, summary, sections, notes about missing files, escaping, and the command."""
 
 import base64
 import hashlib
@@ -38,7 +38,7 @@ FILES = ("metrics.jsonl", "config.yaml", "plan.json", "predicted_trace.json", "t
 
 
 class Page(HTMLParser):
-    """The words of a page by section, the contents of its scripts, and all attributes."""
+    """A parsed page: its text by section, its scripts and its attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Figures
 
 
-def test_figures_of_a_run_hold_its_numbers(tmp_path: Path) -> None:
+def test_figures_show_the_metrics(tmp_path: Path) -> None:
     lines = report_run.evaluation(0, 5.0), training(1), training(2, loss=None), report_run.evaluation(2, 2.5)
     metrics = read_metrics(metrics_file(tmp_path, *lines))
     losses, held_out, rates = loss_figure(metrics).data
@@ -91,7 +91,7 @@ def test_figures_of_a_run_hold_its_numbers(tmp_path: Path) -> None:
     assert (total.y, trained.y) == ((201.0, 202.0), (101.0, 102.0))
 
 
-def test_preferences_and_answers_have_sections_where_there_are_some(tmp_path: Path, complete: Path) -> None:
+def test_sections_of_preferences_and_sample_answers(tmp_path: Path, complete: Path) -> None:
     pairs = {"rewards/margins": 0.25, "rewards/accuracies": 0.75}
     held_out = {"step": 2, "eval_loss": 0.5, "eval_rewards/margins": 0.5, "eval_rewards/accuracies": 1.0}
     metrics_file(tmp_path, training(1, **pairs), training(2, **pairs | {"rewards/margins": 0.5}), held_out)
@@ -99,8 +99,8 @@ def test_preferences_and_answers_have_sections_where_there_are_some(tmp_path: Pa
     (tmp_path / "samples.jsonl").write_text(json.dumps({"step": 2, "samples": answers}) + "\n" + '{"step": 4, "sam')
     run = load_run(tmp_path)
     words = Page(build_page(run)).words
-    assert "Why <b>?" in words["Answers on the way"]
-    assert "(an empty answer)" in words["Answers on the way"]
+    assert "Why <b>?" in words["Sample answers"]
+    assert "(an empty answer)" in words["Sample answers"]
     assert run.metrics is not None
     margins, accuracies, held_margins, held_accuracies = preferences_figure(run.metrics).data
     assert (list(margins.y), list(accuracies.y)) == ([0.25, 0.5], [0.75, 0.75])
@@ -108,10 +108,10 @@ def test_preferences_and_answers_have_sections_where_there_are_some(tmp_path: Pa
     assert loss_figure(run.metrics).layout.yaxis.title.text == "loss per pair"
     others = Page(build_page(load_run(complete))).words
     assert "Preferences" not in others
-    assert "Answers on the way" not in others
+    assert "Sample answers" not in others
 
 
-def test_memory_of_a_run_beside_its_plan(tmp_path: Path, complete: Path) -> None:
+def test_run_memory_compared_with_the_plan(tmp_path: Path, complete: Path) -> None:
     metrics = read_metrics(metrics_file(tmp_path, training(1, host_bytes=99 * GIB), training(2)))
     plan = read_plan(complete / "plan.json")
     figure = run_memory_figure(metrics, plan)
@@ -121,7 +121,7 @@ def test_memory_of_a_run_beside_its_plan(tmp_path: Path, complete: Path) -> None
         "host memory, GiB",
         "device memory, GiB",
     )
-    # The device has 139 GiB, which would flatten the figure: there a word stands in the place of the line.
+    # A line at the 139 GiB of the device would flatten the figure, so there is a note instead.
     lines = [(line.yref, line.y0) for line in figure.layout.shapes]
     assert lines == [("y", plan.host.bytes / GIB), ("y", 180.0), ("y2", plan.device.bytes / GIB)]
     words = [note.text for note in figure.layout.annotations]
@@ -129,7 +129,7 @@ def test_memory_of_a_run_beside_its_plan(tmp_path: Path, complete: Path) -> None
     assert not run_memory_figure(metrics, None).layout.shapes
 
 
-def test_a_waterfall_adds_up(complete: Path) -> None:
+def test_waterfall_adds_up(complete: Path) -> None:
     plan = read_plan(complete / "plan.json")
     bars = waterfall_figure(plan.host).data[0]
     assert bars.x == (*(item.bytes / GIB for item in plan.host.items), plan.host.bytes / GIB)
@@ -138,11 +138,11 @@ def test_a_waterfall_adds_up(complete: Path) -> None:
     column = [(note.y, note.text) for note in waterfall_figure(plan.host).layout.annotations if note.xref == "paper"]
     assert column[3:5] == [(3, "60.00 GiB"), (4, "1.88 GiB")]
     assert [line.x0 for line in waterfall_figure(plan.host).layout.shapes] == [180.0]
-    assert not waterfall_figure(plan.device).layout.shapes  # 139 GiB is far away
-    assert not waterfall_figure(plan.disk).layout.shapes  # not known
+    assert not waterfall_figure(plan.device).layout.shapes  # 139 GiB is far above
+    assert not waterfall_figure(plan.disk).layout.shapes  # unknown
 
 
-def test_a_timeline_holds_the_operations(tmp_path: Path) -> None:
+def test_timeline_shows_the_operations(tmp_path: Path) -> None:
     trace_file(
         tmp_path,
         span("stream_in", "block0", 7, 100, 4), span("stream_in", "block1", 7, 104, 5), span("forward", "a<b", 1, 104, 7),
@@ -161,7 +161,7 @@ def test_a_timeline_holds_the_operations(tmp_path: Path) -> None:
     assert memory.y == (2.0, 3.0, 3.0)
 
 
-def test_memory_of_a_step_is_the_plans_where_nothing_was_traced(tmp_path: Path) -> None:
+def test_step_memory_comes_from_the_plan_without_a_trace(tmp_path: Path) -> None:
     memory = {"seconds": [0.0, 0.5, 0.8], "device": [1.0 * GIB, 2.0 * GIB, 1.0 * GIB], "host": [GIB, GIB, GIB]}
     (tmp_path / "plan.json").write_text(json.dumps(report_run.plan() | {"memory": memory}))
     device, host = step_memory_figure(step_views(load_run(tmp_path))).data
@@ -172,16 +172,16 @@ def test_memory_of_a_step_is_the_plans_where_nothing_was_traced(tmp_path: Path) 
 # The page
 
 
-def test_the_figures_that_matter(tmp_path: Path, complete: Path) -> None:
+def test_summary(tmp_path: Path, complete: Path) -> None:
     metrics_file(tmp_path, report_run.evaluation(0, 5.0), training(1), training(3), report_run.evaluation(3, 2.5))
     plan = report_run.plan()
     plan["step"].update(seconds=1.6, tokens_per_second=101.0)
     plan["host"]["bytes"], plan["device"]["bytes"] = 40 * GIB, 2 * GIB
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    found = {figure.name: (figure.value, figure.beside) for figure in summarise(load_run(tmp_path))}
+    found = {figure.name: (figure.value, figure.comparison) for figure in summarise(load_run(tmp_path))}
     assert found == {
-        "Last training loss": ("1.0000", "step 3 of 200; at first 3.0000"),
-        "Held-out loss": ("5 → 2.5", "before → after 3 steps"),
+        "Last training loss": ("1.0000", "step 3 of 200; first 3.0000"),
+        "Eval loss": ("5 → 2.5", "before → after 3 steps"),
         "Tokens per second": ("202", "median; predicted 101 (+100.0%)"),
         "Step": ("1.97 s", "median; predicted 1.6 s (+23.2%)"),
         "Host peak": ("30.00 GiB", "planned 40.00 GiB (-25.0%)"),
@@ -189,36 +189,36 @@ def test_the_figures_that_matter(tmp_path: Path, complete: Path) -> None:
     }
 
 
-def test_the_step_of_a_run_with_one_line_is_the_traced_one(tmp_path: Path) -> None:
+def test_step_seconds_of_a_short_run_come_from_its_trace(tmp_path: Path) -> None:
     metrics_file(tmp_path, training(1))
     trace_file(tmp_path, steps=[step(1, 0, 30)])
-    found = {figure.name: (figure.value, figure.beside) for figure in summarise(load_run(tmp_path))}
+    found = {figure.name: (figure.value, figure.comparison) for figure in summarise(load_run(tmp_path))}
     assert found["Step"] == ("30 ms", "median of traced steps")
 
 
-def test_a_run_on_a_cpu_has_no_device_memory_of_its_own(tmp_path: Path) -> None:
+def test_cpu_run_has_no_device_memory(tmp_path: Path) -> None:
     plan = report_run.plan() | {"hardware": None}
     plan["device"] = {"items": [], "bytes": 0, "available": None, "limits": []}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     metrics = read_metrics(metrics_file(tmp_path, training(1)))
     run = load_run(tmp_path)
-    assert {figure.name: figure.beside for figure in summarise(run)}["Device peak"] == ""
+    assert {figure.name: figure.comparison for figure in summarise(run)}["Device peak"] == ""
     assert {line.yref for line in run_memory_figure(metrics, run.plan).layout.shapes} == {"y"}
-    assert "Device: 0 BNothing is planned there" in Page(build_page(run)).words["Where the bytes go"]
+    assert "Device: 0 BNothing is planned here" in Page(build_page(run)).words["Where the bytes go"]
 
 
-def test_a_limit_on_buffers_is_what_their_peak_is_held_against(tmp_path: Path) -> None:
+def test_device_peak_is_compared_with_limited_buffers(tmp_path: Path) -> None:
     limited = report_run.plan()["device"] | {"bytes": 2 * GIB, "available": 3 * GIB, "limits": []}
     (tmp_path / "plan.json").write_text(json.dumps(report_run.plan() | {"buffers": limited}))
     metrics = read_metrics(metrics_file(tmp_path, training(1)))
     run = load_run(tmp_path)
-    assert {figure.name: figure.beside for figure in summarise(run)}["Device peak"] == "planned 2.00 GiB (-50.0%)"
+    assert {figure.name: figure.comparison for figure in summarise(run)}["Device peak"] == "planned 2.00 GiB (-50.0%)"
     lines = run_memory_figure(metrics, run.plan).layout.shapes
     assert [line.y0 for line in lines if line.yref == "y2"] == [2.0, 3.0]
     assert "figure-bytes-buffers" in Page(build_page(run)).figures
 
 
-def test_numbers_for_people() -> None:
+def test_number_formats() -> None:
     assert [duration(s) for s in (0, 6.7e-6, 0.0321, 0.9999, 1.234, 99.4, 200)] == [
         "0 ms",
         "6.7 µs",
@@ -233,7 +233,7 @@ def test_numbers_for_people() -> None:
     ]  # fmt: skip
 
 
-def test_a_complete_page(complete: Path) -> None:
+def test_complete_page(complete: Path) -> None:
     page = Page(build_page(load_run(complete)))
     assert list(page.words)[1:] == [
         "Loss and learning rate", "Tokens per second", "Memory over the run", "Timeline of a step", "Memory over a step",
@@ -253,7 +253,7 @@ def test_a_complete_page(complete: Path) -> None:
 
 
 def _share_computed(trace: TraceFile) -> float:
-    """Computations do not overlap, so that their seconds add up."""
+    """Return the busy share of compute. Its operations do not overlap, so their seconds add up."""
     middle = trace.median_step()
     assert middle is not None
     spans = [part.span for part in trace.within(middle) if part.span.op.stream == "compute"]
@@ -261,14 +261,14 @@ def _share_computed(trace: TraceFile) -> float:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_one_missing_file_is_told_where_it_would_be_shown(complete: Path, tmp_path: Path, name: str) -> None:
+def test_missing_file_is_reported_in_its_sections(complete: Path, tmp_path: Path, name: str) -> None:
     for file in FILES:
         if file != name:
             (tmp_path / file).write_bytes((complete / file).read_bytes())
     page = Page(build_page(load_run(tmp_path)))
-    told = {title for title, words in page.words.items() if f"{name} is missing: " in words}
+    sections = {title for title, words in page.words.items() if f"{name} is missing: " in words}
     assert (
-        told
+        sections
         == {
             "metrics.jsonl": {"Loss and learning rate", "Tokens per second", "Memory over the run"},
             "config.yaml": {"Settings"},
@@ -280,7 +280,7 @@ def test_one_missing_file_is_told_where_it_would_be_shown(complete: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_each_file_is_enough_for_a_page(complete: Path, tmp_path: Path, name: str) -> None:
+def test_one_file_is_enough_for_a_page(complete: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes((complete / name).read_bytes())
     expected = {
         "metrics.jsonl": {"loss", "tokens", "run-memory"},
@@ -292,19 +292,19 @@ def test_each_file_is_enough_for_a_page(complete: Path, tmp_path: Path, name: st
     assert set(Page(build_page(load_run(tmp_path))).figures) == {f"figure-{each}" for each in expected}
 
 
-def test_a_run_that_was_killed_at_once(tmp_path: Path) -> None:
+def test_run_without_a_step(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     trace_file(tmp_path)
     page = Page(build_page(load_run(tmp_path)))
     assert not page.figures
-    assert "no line of a training step yet" in page.words["Tokens per second"]
+    assert "no training step yet" in page.words["Tokens per second"]
     assert "trace.json has no step" in page.words["Timeline of a step"]
 
 
 EVIL = "</script><script>alert(1)</script><!-- & <img src=x onerror=alert(2)> \" ' \u2028 %{x} $x$"
 
 
-def test_what_files_say_cannot_become_part_of_the_page(tmp_path: Path) -> None:
+def test_text_of_files_is_escaped(tmp_path: Path) -> None:
     report_run.write_run(tmp_path, name=EVIL)
     plan = report_run.plan(EVIL)
     plan["host"]["items"][0].update(name=EVIL, note=EVIL)
@@ -331,15 +331,15 @@ def test_what_files_say_cannot_become_part_of_the_page(tmp_path: Path) -> None:
     assert not re.search("<(?!br>)", names[0])
 
 
-def test_data_cannot_end_its_script() -> None:
+def test_data_cannot_end_its_script_element() -> None:
     (script,) = Page(document(data("id", json.dumps({EVIL: [EVIL]})))).scripts
     assert json.loads(script[1]) == {EVIL: [EVIL]}
     assert not re.search("[<>&]", script[1])
-    with pytest.raises(ValueError, match="its own end"):
+    with pytest.raises(ValueError, match="its end tag"):
         code("script", "var text = '</SCRIPT>'")
 
 
-def test_the_page_names_no_other_place(complete: Path) -> None:
+def test_page_loads_nothing_from_elsewhere(complete: Path) -> None:
     text = build_page(load_run(complete))
     page = Page(text)
     assert not {name for name, _ in page.attributes} & {"src", "href", "srcset", "action"}
@@ -348,7 +348,7 @@ def test_the_page_names_no_other_place(complete: Path) -> None:
     assert not re.search(r"https?:|url\(|@import", own)
 
 
-def test_only_the_pages_own_scripts_may_run(complete: Path) -> None:
+def test_content_security_policy(complete: Path) -> None:
     page = Page(build_page(load_run(complete)))
     policy = next(str(value) for name, value in page.attributes if name == "content" and "default-src" in str(value))
     codes = [text for attributes, text in page.scripts if "type" not in attributes]
@@ -365,7 +365,7 @@ def run(*arguments: Any) -> Any:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
-def test_the_command_writes_the_page(complete: Path, tmp_path: Path) -> None:
+def test_command_writes_the_page(complete: Path, tmp_path: Path) -> None:
     page = complete / "report.html"
     result = run(complete)
     assert (result.exit_code, result.stdout) == (0, f"report: {page}\n")
@@ -374,10 +374,10 @@ def test_the_command_writes_the_page(complete: Path, tmp_path: Path) -> None:
     assert (tmp_path / "other.html").read_bytes() == page.read_bytes()
 
 
-def test_what_the_command_refuses(complete: Path, tmp_path: Path) -> None:
+def test_command_rejects_bad_paths(complete: Path, tmp_path: Path) -> None:
     for folder, output, message in (
-        (tmp_path, tmp_path / "page.html", "nothing of a run is in it"),
-        (tmp_path / "nowhere", tmp_path / "page.html", "there is no such folder"),
+        (tmp_path, tmp_path / "page.html", "no files of a run"),
+        (tmp_path / "nowhere", tmp_path / "page.html", "no such folder"),
         (complete, tmp_path / "nowhere" / "page.html", "No such file or directory; choose another --output"),
         (complete, tmp_path, "Is a directory; choose another --output"),
     ):
@@ -387,10 +387,10 @@ def test_what_the_command_refuses(complete: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# The picture
+# loss.png
 
 
-def test_the_picture_holds_the_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
     drawn, save = [], Figure.savefig
@@ -405,18 +405,18 @@ def test_the_picture_holds_the_losses(tmp_path: Path, monkeypatch: pytest.Monkey
     losses, rates = drawn[0].axes
     assert {line.get_label(): line.get_xydata().tolist() for line in (*losses.lines, *rates.lines)} == {
         "training loss": [[1, 3.0], [3, 1.0]],
-        "held-out loss": [[0, 5.0], [3, 2.0]],
+        "eval loss": [[0, 5.0], [3, 2.0]],
         "learning rate": [[1, 0.25], [2, 0.5], [3, 0.75]],
     }
 
 
-def test_no_picture_of_nothing(tmp_path: Path) -> None:
+def test_no_loss_png_without_a_loss(tmp_path: Path) -> None:
     file = metrics_file(tmp_path, report_run.evaluation(0, 5.0), training(1, loss=None))
     write_loss_png(file, tmp_path / "loss.png")
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_neither_torch_nor_the_state_of_pyplot_is_needed(complete: Path, tmp_path: Path) -> None:
+def test_report_imports_neither_torch_nor_pyplot(complete: Path, tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is read of a run's folder, and what is said when a file in it is not what its name says."""
+"""The files of a run: what the report reads, and the errors of invalid files."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.unit import report_run
 from tests.unit.report_run import metrics_file, span, step, taken, trace_file, training
 
 
-def test_lines_of_metrics(tmp_path: Path) -> None:
+def test_read_metrics(tmp_path: Path) -> None:
     found = read_metrics(
         metrics_file(
             tmp_path, report_run.evaluation(0, 5.0), training(1), training(3, loss=None), report_run.evaluation(3, 2.0)
@@ -23,23 +23,23 @@ def test_lines_of_metrics(tmp_path: Path) -> None:
     assert [(line.step, line.loss) for line in found.training] == [(1, 3.0), (3, None)]
     assert found.losses == [(1, 3.0)]
     assert [(each.step, each.eval_loss) for each in found.evaluations] == [(0, 5.0), (3, 2.0)]
-    assert found.step_seconds == 400 / 203  # of its tokens: evaluations between lines are no part of a step
+    assert found.step_seconds == 400 / 203  # from its tokens: evaluations between lines are not part of a step
 
 
 @pytest.mark.parametrize("length", [1, 10, 100])
-def test_the_end_of_a_killed_run_is_left_out(tmp_path: Path, length: int) -> None:
+def test_truncated_last_line_is_skipped(tmp_path: Path, length: int) -> None:
     path = metrics_file(tmp_path, training(1), training(2))
     with path.open("a") as file:
         file.write(json.dumps(training(3))[:length])
     assert [line.step for line in read_metrics(path).training] == [1, 2]
 
 
-def test_numbers_that_are_none_in_fields_that_are_not_shown(tmp_path: Path) -> None:
+def test_unused_fields_may_have_any_value(tmp_path: Path) -> None:
     lines = training(1, grad_norm=float("nan")), training(2, grad_norm=None, more="in a later version")
     assert len(read_metrics(metrics_file(tmp_path, *lines)).training) == 2
 
 
-def test_a_last_line_without_its_end_of_line_is_read(tmp_path: Path) -> None:
+def test_last_line_without_newline_is_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(training(1)))
     assert [line.step for line in read_metrics(path).training] == [1]
@@ -53,10 +53,13 @@ def test_a_last_line_without_its_end_of_line_is_read(tmp_path: Path) -> None:
         ('{good}\n{"step": 2}\n', r"metrics.jsonl:2: loss: Field required"),
         ('{good}\n{"step": "2", "eval_loss": 1}\n', r"metrics.jsonl:2: step: Input should be a valid integer"),
         ("{good}\n[1, 2]\n", r"metrics.jsonl:2: "),
-        ('{good}\n{good}\n{"step": 3, "lo\n', r"metrics.jsonl:3: Invalid JSON"),  # a whole line is not a killed run's
+        (
+            '{good}\n{good}\n{"step": 3, "lo\n',
+            r"metrics.jsonl:3: Invalid JSON",
+        ),  # a complete line is not left by a killed run
     ],
 )
-def test_garbage_among_metrics(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_metrics(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(content.replace("{good}", json.dumps(training(1))))
     with pytest.raises(ConfigError, match=message):
@@ -64,7 +67,7 @@ def test_garbage_among_metrics(tmp_path: Path, content: str, message: str) -> No
 
 
 def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
-    """Change a plan: keys, then a value."""
+    """Return a function that sets a value in a plan; arguments are the keys, then the value."""
 
     def change(plan: dict[str, Any]) -> None:
         *keys, last, value = path
@@ -81,10 +84,10 @@ def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
         (_set("version", 2), r"plan.json: version: "),
         (_set("host", "items", 1, "bytes", "1 GiB"), r"plan.json: host.items.1.bytes: Input should be a valid integer"),
         (_set("device", {}), r"plan.json: device.items: Field required"),
-        (_set("memory", {"seconds": [0.0, 1.0], "device": [1.0], "host": [1.0, 2.0]}), r"as many values"),
+        (_set("memory", {"seconds": [0.0, 1.0], "device": [1.0], "host": [1.0, 2.0]}), r"the same number of values"),
     ],
 )
-def test_garbage_in_a_plan(tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_invalid_plan(tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
     plan = report_run.plan()
     change(plan)
     (tmp_path / "plan.json").write_text(json.dumps(plan))
@@ -96,18 +99,18 @@ def test_garbage_in_a_plan(tmp_path: Path, change: Callable[[dict[str, Any]], No
     ("event", "message"),
     [
         (span("knitting", "block0", 1, 0, 1), r"trace.json: traceEvents\[2\] .*'knitting' is not a valid Kind"),
-        (span("forward", "block0", 5, 0, 1), r"traceEvents\[2\] is not understood"),
+        (span("forward", "block0", 5, 0, 1), r"traceEvents\[2\] is invalid"),
         ({"ph": "X", "name": "forward", "cat": "forward", "tid": 1, "ts": 0}, r"traceEvents\[2\] .*dur"),
         ({"ph": "C", "name": "device bytes", "ts": 0, "args": []}, r"traceEvents\[2\]"),
         ({"ph": "M", "name": "thread_name", "tid": 3, "args": {"name": "loom"}}, r"'loom' is not a valid Stream"),
     ],
 )
-def test_garbage_in_a_trace(tmp_path: Path, event: dict[str, Any], message: str) -> None:
+def test_invalid_trace(tmp_path: Path, event: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_trace(trace_file(tmp_path, event))
 
 
-def test_steps_of_a_trace_that_are_none(tmp_path: Path) -> None:
+def test_invalid_steps_of_a_trace(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"otherData.steps .* ends before it begins"):
         read_trace(trace_file(tmp_path, steps=[step(1, 5, 5)]))
     assert read_trace(trace_file(tmp_path)).median_step() is None
@@ -118,31 +121,32 @@ def test_steps_of_a_trace_that_are_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [1\nb: 2", r"config.yaml:2: not valid YAML"), ("- 1", "not the settings"), ("a: 1\na: 2", "not valid YAML")],
+    [
+        ("a: [1\nb: 2", r"config.yaml:2: not valid YAML"),
+        ("- 1", "must have one setting per line"),
+        ("a: 1\na: 2", "not valid YAML"),
+    ],
 )
-def test_garbage_in_settings(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_settings(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_run(tmp_path)
 
 
-# A step
-
-
-def test_garbage_among_answers(tmp_path: Path) -> None:
+def test_invalid_samples(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text('{"step": 1, "samples": []}\n{"step": 2, "samples": [{"prompt": 3}]}\n')
     with pytest.raises(ConfigError, match=r"samples\.jsonl:2: samples\.0\.prompt"):
         read_samples(path)
 
 
-def test_the_median_step_and_what_lies_in_it(tmp_path: Path) -> None:
+def test_median_step_and_its_operations(tmp_path: Path) -> None:
     trace = read_trace(
         trace_file(
             tmp_path,
-            span("stream_in", "block0", 7, 8, 6),  # reaches over the beginning of the second step
+            span("stream_in", "block0", 7, 8, 6),  # starts before the second step
             span("forward", "block0", 1, 14, 10),
-            span("backward", "block0", 1, 26, 8),  # and this one over its end
+            span("backward", "block0", 1, 26, 8),  # ends after it
             span("forward", "block0", 1, 40, 1),
             taken("device bytes", 2, 100), taken("device bytes", 20, 300), taken("device bytes", 31, 50),
             taken("other", 21, 7),
@@ -166,13 +170,13 @@ def test_the_median_step_and_what_lies_in_it(tmp_path: Path) -> None:
     assert trace.memory_within("host", middle) == []
 
 
-def test_a_trace_without_steps_is_one(tmp_path: Path) -> None:
+def test_trace_without_steps_is_one_step(tmp_path: Path) -> None:
     trace = read_trace(trace_file(tmp_path, span("forward", "head", 1, 5, 3), span("backward", "head", 1, 9, 2)))
     only = trace.median_step()
     assert only is not None
     assert (only.start, only.end) == (pytest.approx(0.005), pytest.approx(0.011))
 
 
-def test_of_two_steps_the_shorter_is_shown(tmp_path: Path) -> None:
+def test_median_of_two_steps_is_the_shorter(tmp_path: Path) -> None:
     trace = read_trace(trace_file(tmp_path, steps=[step(1, 0, 30), step(2, 30, 40)]))
     assert trace.median_step() == trace.steps[1]

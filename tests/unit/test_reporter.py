@@ -1,10 +1,10 @@
-"""Lines of metrics as people read them."""
+"""Lines of metrics as text."""
 
 from typing import Any
 
 import pytest
 
-from horizon_lm.training.metrics import describe
+from horizon_lm.training.metrics import format_line
 
 LINE: dict[str, Any] = {
     "step": 4, "epoch": 0.5, "loss": 1.25, "grad_norm": 2.0, "learning_rate": 1e-5, "trained_tokens_per_second": 10.0,
@@ -12,17 +12,23 @@ LINE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_line_of_a_step_tells_what_matters() -> None:
-    line = describe(LINE, 8)
+def test_training_line() -> None:
+    line = format_line(LINE, 8)
     assert line.startswith("step 4/8  epoch 0.50  loss 1.2500  grad norm 2.00  lr 1.00e-05  ")
     assert "planned speed" not in line
 
 
-@pytest.mark.parametrize(("of_planned", "said"), [(0.14, True), (0.5, False), (None, False)])
-def test_steps_much_slower_than_planned_are_told(of_planned: float | None, said: bool) -> None:
-    line = describe({**LINE, "of_planned_speed": of_planned}, 8)
-    assert line.endswith("  (14% of the planned speed)") == said
+@pytest.mark.parametrize(("of_planned", "reported"), [(0.14, True), (0.5, False), (None, False)])
+def test_steps_much_slower_than_planned_are_reported(of_planned: float | None, reported: bool) -> None:
+    line = format_line({**LINE, "of_planned_speed": of_planned}, 8)
+    assert line.endswith("  (14% of the planned speed)") == reported
 
 
-def test_a_step_that_was_left_out_has_no_loss() -> None:
-    assert "loss none" in describe({**LINE, "loss": None}, 8)
+def test_skipped_step_has_no_loss() -> None:
+    assert "loss none" in format_line({**LINE, "loss": None}, 8)
+
+
+@pytest.mark.parametrize(("rate", "text"), [(0.42, "0.4"), (10.0, "10.0"), (99.96, "100"), (12345.6, "12,346")])
+def test_slow_rates_have_decimals(rate: float, text: str) -> None:
+    line = {**LINE, "tokens_per_second": rate, "trained_tokens_per_second": rate / 2}
+    assert f"tokens/s {text} (" in format_line(line, 8)

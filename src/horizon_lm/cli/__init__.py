@@ -12,25 +12,25 @@ from horizon_lm.cli.common import print_version, without_garbage_collection
 from horizon_lm.errors import EXIT_CODES
 
 _COMMANDS = {
-    "plan": "Compute the host, device and disk memory and the time that a run needs, before anything is downloaded.",
-    "train": "Fine-tune a model as a YAML file says, and export it to OUTPUT_DIR/model.",
-    "inspect": "Show the tokens that a run would train on, their statistics, and likely mistakes in the data.",
+    "plan": "Compute the memory, disk space and time that a run needs, before anything is downloaded.",
+    "train": "Train a model with the settings of a YAML file, and export it to OUTPUT_DIR/model.",
+    "inspect": "Show the tokens that a run would train on, statistics, and likely mistakes in the data.",
     "init": "Print a run file to start from: each setting with its description, most of them commented out.",
-    "generate": "Answer a prompt with a model streamed from host memory, which need not fit on the device.",
-    "eval": "Run tasks of lm-eval on a model streamed from host memory, which need not fit on the device.",
-    "report": "Write one HTML page about a run: loss, speed, memory against the plan, and the timeline of a step.",
-    "doctor": "Benchmark this machine (about a minute), and list what a bug report needs.",
+    "generate": "Answer a prompt with a model that may be larger than the device's memory.",
+    "eval": "Run lm-eval tasks on a model that may be larger than the device's memory.",
+    "report": "Write an HTML page about a run: loss, speed, memory compared with the plan, timeline of a step.",
+    "doctor": "Benchmark this machine (about a minute), and print what a bug report needs.",
     "version": "Print the versions of Horizon-LM and of the packages that its numbers depend on.",
 }
-# A run's settings are not options of the command: they are in its file, and any of them can be overridden.
-_TAKES_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
-# Other commands' options may be written as settings are, with underscores.
-_EITHER_WAY = {"token_normalize_func": lambda name: name.replace("_", "-")}
+# A run's settings are not declared as options: any setting of the schema can override the run file.
+_ACCEPT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
+# Options of other commands may be written with underscores, like settings.
+_ACCEPT_UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 _CODES = "  ".join(f"{code} {meaning.partition(':')[0]}," for code, meaning in EXIT_CODES.items()).rstrip(",")
 
 
 class _LazyCommand(TyperCommand):
-    """A subcommand whose module is imported when its arguments are parsed."""
+    """A subcommand whose module is imported only when its arguments are parsed."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, help=_COMMANDS[name])
@@ -38,21 +38,23 @@ class _LazyCommand(TyperCommand):
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **extra: Any) -> Any:
         with without_garbage_collection():
             function = getattr(import_module(f"horizon_lm.cli.{self.name}"), str(self.name))
-        settings: dict[str, Any] = _TAKES_SETTINGS if self.name in ("plan", "train", "inspect") else _EITHER_WAY
+        settings: dict[str, Any] = (
+            _ACCEPT_SETTINGS if self.name in ("plan", "train", "inspect") else _ACCEPT_UNDERSCORES
+        )
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         single.command(self.name, help=self.help, context_settings=settings)(function)
         return typer.main.get_command(single).make_context(info_name, args, *others, **extra)
 
 
 class _Commands(TyperGroup):
-    """The subcommands of the table above."""
+    """The group of all subcommands."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the subcommands, in the order of a run."""
+        """Return the names of the subcommands, in the order of `_COMMANDS`."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a subcommand that has not been imported yet; None for a name that is not one."""
+        """Return a subcommand without importing its module; None for an unknown name."""
         return _LazyCommand(cmd_name) if cmd_name in _COMMANDS else None
 
 
@@ -75,7 +77,7 @@ def options(
             "--version",
             callback=print_version,
             is_eager=True,
-            help="Print the versions of what numbers depend on.",
+            help="Print the versions of Horizon-LM, torch, transformers and numba.",
         ),
     ] = False,
 ) -> None:
@@ -84,6 +86,6 @@ def options(
 
 def main() -> None:
     """Run the installed command."""
-    # At the end the interpreter looks through all objects of all libraries for garbage: a second for nothing.
+    # On exit the interpreter collects the garbage of all libraries, which takes a second and frees nothing of use.
     atexit.register(gc.freeze)
     app()

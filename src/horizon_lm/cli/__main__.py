@@ -1,4 +1,4 @@
-"""``python -m horizon_lm.cli``."""
+"""Run the command with ``python -m horizon_lm.cli``."""
 
 from horizon_lm.cli import main
 

@@ -1,4 +1,4 @@
-"""What commands share: errors as messages with exit codes, and opening a model with its tokenizer."""
+"""Shared parts of commands: errors as messages with exit codes, and opening a model with its tokenizer."""
 
 import functools
 import gc
@@ -19,7 +19,7 @@ P = ParamSpec("P")
 
 
 def exits(command: Callable[P, None]) -> Callable[P, None]:
-    """Decorate a command: print errors on standard error and exit with their code. What else is raised is a bug."""
+    """Decorate a command: print a HorizonError on standard error and exit with its code. Any other exception is a bug."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -29,7 +29,7 @@ def exits(command: Callable[P, None]) -> Callable[P, None]:
             print(f"error: {error}", file=sys.stderr, flush=True)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            print("error: interrupted; what was written before is intact", file=sys.stderr, flush=True)
+            print("error: interrupted; files written before are intact", file=sys.stderr, flush=True)
             raise typer.Exit(InterruptedRunError.exit_code) from None
 
     return run
@@ -39,23 +39,23 @@ def open_model(
     name: str, device: str, device_memory: int | None, precision: str, gguf_file: str | None, trust_remote_code: bool,
     allow_unproven_model: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return the streamed model of a folder or hub id in evaluation mode, and its tokenizer."""
+    """Open a folder or hub id as a streamed model in evaluation mode; return it and its tokenizer."""
     import horizon_lm
     from horizon_lm.model.hub import local_folder
     from horizon_lm.training.setup import choose_device, open_tokenizer
 
     if (Path(name).expanduser() / "model" / "config.json").is_file():
-        raise ConfigError(f"{name} is a run; its model is in {Path(name) / 'model'}")
+        raise ConfigError(f"{name} is the folder of a run; its model is in {Path(name) / 'model'}")
     saved = sorted(Path(name).expanduser().glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
     if saved and not (Path(name).expanduser() / "config.json").is_file():
         raise ConfigError(
-            f"{name} is a run that has not left its model yet; as it was on the way, it is in {saved[-1]}"
+            f"{name} is the folder of a run that has not exported its model yet; its last checkpoint is {saved[-1]}"
         )
     try:
         folder: Path = local_folder(name)
     except ConfigError as error:
         run = Path(name).expanduser().parent
-        hint = f"; the run in {run} has not left its model yet" if (run / "metrics.jsonl").is_file() else ""
+        hint = f"; the run in {run} has not exported its model yet" if (run / "metrics.jsonl").is_file() else ""
         raise ConfigError(str(error).removeprefix("model_name_or_path: ") + hint) from error
     model = horizon_lm.from_pretrained(
         folder,
@@ -71,7 +71,7 @@ def open_model(
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Import libraries inside: they make a million objects, and looking for garbage among them takes a seventh of the time."""
+    """Context manager: import libraries without garbage collection, which would take a seventh of the time."""
     gc.disable()
     try:
         yield
@@ -80,7 +80,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def print_version(wanted: bool) -> None:
-    """Print the versions of Horizon-LM and of what its numbers depend on, and exit, if ``--version`` is given."""
+    """Print the versions of Horizon-LM and of the packages that its numbers depend on, and exit, if ``wanted``."""
     if not wanted:
         return
     print(f"horizon-lm {horizon_lm.__version__}")

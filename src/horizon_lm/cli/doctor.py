@@ -1,4 +1,4 @@
-"""``horizon-lm doctor``."""
+"""``horizon-lm doctor``: benchmark this machine."""
 
 import sys
 from pathlib import Path
@@ -14,14 +14,15 @@ from horizon_lm.errors import ConfigError
 def doctor(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     folder: Annotated[
-        Path, typer.Option(help="Whose disk is tried, with a file of at most a tenth of what is free there.")
+        Path,
+        typer.Option(help="Folder whose disk is measured, with a temporary file of at most a tenth of its free space."),
     ] = Path("."),
     output: Annotated[
-        Path | None, typer.Option(help="Where to keep the profile.", show_default="where horizon-lm looks for it")
+        Path | None, typer.Option(help="File to write the profile to.", show_default="where horizon-lm looks for it")
     ] = None,
-    no_save: Annotated[bool, typer.Option("--no-save", help="Keep nothing.")] = False,
+    no_save: Annotated[bool, typer.Option("--no-save", help="Do not write the profile.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", hidden=True, help="Sizes of toys, to try the command.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", hidden=True, help="Use tiny sizes, to test the command.")] = False,
 ) -> None:
     import json
     from dataclasses import asdict
@@ -43,12 +44,12 @@ def doctor(
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"--device: {device}: choose auto, cpu, cuda or cuda:N")
     machine = describe_machine(open_device(name), folder)
-    _say("measuring for about a minute; other programs should rest")
+    _log("measuring for about a minute; please stop other programs")
     others = OtherPrograms()
     rounds = Rounds(seconds=0.02, at_least=2, quick=True) if quick else Rounds()
-    hardware = measure_machine(lambda: open_device(name), folder, rounds, _say)
+    hardware = measure_machine(lambda: open_device(name), folder, rounds, _log)
     busy = others.cores()
-    machine["machine"]["other programs"] = f"{busy:.1f} cores while this was measured"
+    machine["machine"]["other programs"] = f"{busy:.1f} cores during the measurement"
     if path is not None:
         keep(hardware, path)
     if as_json:
@@ -57,10 +58,10 @@ def doctor(
         for title, facts in machine.items():
             print(section(title, facts.items()))
         print(section(hardware.name, describe_profile(hardware)))
-        print(f"profile: {path}" if path is not None else "profile: not kept")
+        print(f"profile: {path}" if path is not None else "profile: not written")
     if others.leave_too_few(busy):
-        _say(f"warning: other programs took {busy:.1f} cores, so the figures are too low; measure again when they rest")
+        _log(f"warning: other programs used {busy:.1f} cores, so the figures are too low; stop them and measure again")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

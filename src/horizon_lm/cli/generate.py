@@ -1,4 +1,4 @@
-"""``horizon-lm generate``."""
+"""``horizon-lm generate``: answer a prompt with a streamed model."""
 
 from typing import Annotated, Any
 
@@ -11,17 +11,21 @@ from horizon_lm.errors import ConfigError
 @exits
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or hub id.")],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to say to it; - reads standard input.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the draw with a temperature above 0.")] = 0,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads standard input.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens in the answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    device_memory: Annotated[str | None, typer.Option(help="What buffers may take, such as 300MiB.")] = None,
-    precision: Annotated[str, typer.Option(help="Of the weights in host memory: bf16, fp32_master, float32.")] = "bf16",
-    gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the folder to read instead.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model.")] = False,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Limit of the engine's device buffers, such as 300MiB.")
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(help="Precision of the weights in host memory: bf16, fp32_master, float32.")
+    ] = "bf16",
+    gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the folder to read the weights from.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code shipped with the model.")] = False,
     allow_unproven_model: Annotated[
-        bool, typer.Option(help="Open a model that was not found equal to plain autograd.")
+        bool, typer.Option(help="Open a model whose type was not compared with plain autograd.")
     ] = False,
 ) -> None:
     import sys
@@ -44,7 +48,7 @@ def generate(
 
 
 def _answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> None:
-    """Print the answer token by token."""
+    """Generate an answer and print it token by token."""
     import torch
     from transformers import TextStreamer
 
@@ -52,7 +56,7 @@ def _answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temper
 
     inputs = prompt_inputs(tokenizer, prompt)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature}
-    if not temperature:  # what the model's generation config sets for sampling would only raise a warning
+    if not temperature:  # unset the model's own sampling settings, of which transformers would warn
         sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     torch.manual_seed(seed)
     model.generate(

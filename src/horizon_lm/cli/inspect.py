@@ -18,16 +18,17 @@ from horizon_lm.data.loader import Batch
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
 
-_TRAINED, _GIVEN, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
+_TRAINED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A run's rows, as training would have them.
+    """The rows of a run, as training would see them.
 
     Attributes:
-        config, tokenizer: of the run.
-        data: its rows, and what became of them.
+        config: settings of the run.
+        tokenizer: its tokenizer.
+        data: its rows.
     """
 
     config: RunConfig
@@ -35,7 +36,7 @@ class Inspection:
     data: RunData
 
     def numbers(self) -> dict[str, Any]:
-        """Of the rows that are trained on."""
+        """Return statistics of the training rows."""
         training = self.data.training
         rows, packed, report = training.rows, training.packed, training.report
         tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
@@ -61,11 +62,11 @@ class Inspection:
         return {name: value for name, value in numbers.items() if value != {}}
 
     def findings(self) -> list[tuple[str, Finding]]:
-        """What looks wrong, with the name of the data."""
+        """Return likely mistakes, each with the name of its data."""
         return [(prepared.name, finding) for prepared in self.data.parts for finding in prepared.findings]
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers and findings, for programs."""
+        """Return statistics and findings as JSON values."""
         findings = [
             {
                 "data": name, "error": finding.is_error, "rows": finding.rows.count, "what": finding.what,
@@ -76,18 +77,18 @@ class Inspection:
         return {"numbers": self.numbers(), "findings": findings}
 
     def reject_errors(self) -> None:
-        """DataError for findings with which a run would be wrong."""
+        """Raise DataError if training would reject the rows."""
         reject_errors([finding for _, finding in self.findings()])
 
 
 def inspect_run(config: RunConfig) -> Inspection:
-    """Prepare the rows of a run as training does, without its model."""
+    """Prepare the rows of a run as training does, without loading its model."""
     tokenizer = load_tokenizer(config)
     return Inspection(config, tokenizer, load_data(config, tokenizer))
 
 
 def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
-    """Print batches, numbers and findings; in colour where there is any."""
+    """Print batches, statistics and findings, in colour on a terminal."""
     console = Console(soft_wrap=True)
     for step in range(num_batches):
         _show_batch(console, inspection, inspection.data.loader.batch(step), step, num_rows)
@@ -98,9 +99,9 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
     console.print(table)
     for name, finding in inspection.findings():
         style = "bold red" if finding.is_error else "yellow"
-        console.print(Text(f"{'error' if finding.is_error else 'look at this'}: {name}: {finding}", style=style))
+        console.print(Text(f"{'error' if finding.is_error else 'warning'}: {name}: {finding}", style=style))
     if not inspection.findings():
-        console.print("nothing looks wrong")
+        console.print("no likely mistakes found")
 
 
 def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: int, num_rows: int) -> None:
@@ -108,9 +109,7 @@ def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: in
     per_row = num_sequences // len(batch.places)
     count = f"{num_sequences} rows" if per_row == 1 else f"{len(batch.places)} rows, {num_sequences} answers"
     console.print(f"batch {step + 1}: {count} of {length} tokens; {batch.num_trained:,} tokens are trained on")
-    console.print(
-        "trained tokens are green, between [[ and ]] where there is no colour; special tokens are as they are\n"
-    )
+    console.print("trained tokens are green, or between [[ and ]] without colour; special tokens are shown verbatim\n")
     for index in range(min(num_rows, len(batch.places))):
         for answer in range(per_row):
             name = "" if per_row == 1 else (", chosen", ", rejected")[answer]
@@ -120,29 +119,29 @@ def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: in
             console.print(_tokens(console, inspection.tokenizer, batch, place, length), "\n")
 
 
-def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, real: int) -> Text:
-    """One sequence of a batch as the model will see it; the first ``real`` tokens are no padding."""
+def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, num_tokens: int) -> Text:
+    """Render one sequence of a batch, of which the first ``num_tokens`` tokens are not padding."""
     ids, labels = batch.input_ids[index].tolist(), batch.labels[index].tolist()
     positions = None if batch.position_ids is None else batch.position_ids[index].tolist()
-    special, text, before = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text(), False
-    for run in _runs(ids[:real], labels[:real], positions, special):
+    special, text, was_trained = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text(), False
+    for run in _runs(ids[:num_tokens], labels[:num_tokens], positions, special):
         if run.begins_row and text:
-            text.append("\n-- next row in this row --\n", style="cyan")
-        if console.color_system is None and run.trained != before:
+            text.append("\n-- next example in this packed row --\n", style="cyan")
+        if console.color_system is None and run.trained != was_trained:
             text.append("[[" if run.trained else "]]")
-        before = run.trained
-        style = f"{_TRAINED if run.trained else _GIVEN} {_SPECIAL if run.special else ''}".strip()
+        was_trained = run.trained
+        style = f"{_TRAINED if run.trained else _CONTEXT} {_SPECIAL if run.special else ''}".strip()
         text.append(tokenizer.decode(run.ids), style=style)
-    if console.color_system is None and before:
+    if console.color_system is None and was_trained:
         text.append("]]")
-    if real < len(ids):
-        text.append(f" + {len(ids) - real} of padding", style=_PADDING)
+    if num_tokens < len(ids):
+        text.append(f" + {len(ids) - num_tokens} padding tokens", style=_PADDING)
     return text
 
 
 @dataclass
 class _Run:
-    """Tokens in a row that look alike."""
+    """Consecutive tokens that are shown in one style."""
 
     ids: list[int]
     trained: bool
@@ -167,11 +166,15 @@ def _runs(ids: list[int], labels: list[int], positions: list[int] | None, specia
 def inspect(
     run: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN.yaml [--key value]", help="The run's settings, as for train.", show_default=False),
+        typer.Argument(
+            metavar="RUN.yaml [--key value]",
+            help="A run file and overrides of its settings, as for train.",
+            show_default=False,
+        ),
     ] = None,
-    batches: Annotated[int, typer.Option(min=0, help="So many first batches are shown.")] = 1,
-    rows: Annotated[int, typer.Option(min=1, help="So many rows of each.")] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs: numbers and findings.")] = False,
+    batches: Annotated[int, typer.Option(min=0, help="Number of batches to show.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to show of each batch.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print statistics and findings as JSON.")] = False,
 ) -> None:
     from horizon_lm.config.load import read_run_config, split_arguments
 

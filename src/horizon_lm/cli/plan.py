@@ -26,13 +26,13 @@ from horizon_lm.preflight.this_machine import other_machine, this_machine
 from horizon_lm.quantities import parse_bytes
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.training.loop import Intervals
-from horizon_lm.training.rows import sampler_without_tokens
+from horizon_lm.training.rows import estimate_sampler
 from horizon_lm.training.setup import check_weights, choose_device, load_tokenizer
 
 
 @dataclass(frozen=True)
 class Result:
-    """A plan, the device that it is for, and what would make it fit if it does not."""
+    """A plan, its device, and the changes that would make it fit if it does not."""
 
     plan: Plan
     device: str
@@ -40,37 +40,37 @@ class Result:
 
 
 def plan_one(arguments: Sequence[str], model: str | None, device: str | None, host_memory: str | None) -> Result:
-    """The plan of one run. Arguments: those of the command; DoesNotFitError is for the caller to raise."""
+    """Plan a run. Arguments are those of the command. A plan that does not fit is returned, not raised."""
     path, overrides = split_arguments(arguments)
     named = {"model_name_or_path": model, "host_memory": host_memory}
     for key, value in named.items():
         overrides += [f"--{key}", value] if value is not None else []
     if path is None and model is None and "model_name_or_path" not in parse_overrides(overrides):
         raise ConfigError("name a run file, or a model: horizon-lm plan --model Qwen/Qwen2.5-7B --device h200")
-    hardware = _other(device)
+    hardware = _other_hardware(device)
     if device is not None and hardware is None:
         overrides += ["--device", device]
     run = read_run_config(path, overrides, without_rows=True)
     source, notes = open_source(run), _notes_on_weights(run)
-    loaded = _what_training_loads(run) if hardware is None else ()
+    loaded = _load_as_training_does(run) if hardware is None else ()
     run, machine = _place(run, hardware)
     machine = replace(machine, notes=[*machine.notes, *notes])
-    del loaded  # the process of this machine was looked at with it
+    del loaded  # only needed while the memory of this process was measured
     num_steps, num_checkpoints = _steps_and_saves(run)
     plan = plan_run(run, source, machine, num_steps=num_steps, num_checkpoints=num_checkpoints)
     return Result(plan, run.device, remedies_of(plan, run, source))
 
 
 def _notes_on_weights(run: RunConfig) -> list[str]:
-    """Return what the headers of the weights say, if there are weights: a config alone can be planned, too."""
+    """Return warnings about the headers of the weights; none if there is only a config."""
     folder = folder_here(run.model_name_or_path)
     return check_weights(run) if folder is not None and Checkpoint.is_in(folder) else []
 
 
 def _steps_and_saves(run: RunConfig) -> tuple[int | None, int]:
-    """Optimizer steps of a run, None if they are not known yet, and the exports on the way that it keeps at once."""
+    """Return the optimizer steps of a run, None if unknown, and the number of checkpoints on disk at once."""
     by_epoch = run.save_strategy == "epoch"
-    sampler = sampler_without_tokens(run) if by_epoch or run.max_steps <= 0 else None
+    sampler = estimate_sampler(run) if by_epoch or run.max_steps <= 0 else None
     if run.max_steps > 0:
         num_steps = run.max_steps
     elif sampler is not None:
@@ -80,20 +80,20 @@ def _steps_and_saves(run: RunConfig) -> tuple[int | None, int]:
     return num_steps, Intervals(run, num_steps, sampler.steps_per_epoch if sampler else num_steps).num_saves()
 
 
-def _other(device: str | None) -> Hardware | None:
-    """The profile that ``--device`` names, unless it is a device of this machine."""
+def _other_hardware(device: str | None) -> Hardware | None:
+    """Return the profile that ``--device`` names; None for a device of this machine."""
     if device is None or re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         return None
     return find_profile(device)
 
 
-def _what_training_loads(run: RunConfig) -> Sequence[object]:
-    """What a run holds before its first step, so that the process is as large here as it will be there."""
+def _load_as_training_does(run: RunConfig) -> Sequence[object]:
+    """Load the objects that a run holds before its first step, so that this process is measured as large as a run's."""
     import datasets
 
     from horizon_lm.data.trl_compat import training_template
 
-    if not Path(run.model_name_or_path).expanduser().is_dir():  # nothing is fetched for a plan
+    if not Path(run.model_name_or_path).expanduser().is_dir():  # a plan downloads nothing
         return (datasets,)
     try:
         tokenizer = load_tokenizer(run.model_copy(update={"chat_template_path": None}))
@@ -103,7 +103,7 @@ def _what_training_loads(run: RunConfig) -> Sequence[object]:
 
 
 def _place(run: RunConfig, hardware: Hardware | None) -> tuple[RunConfig, Machine]:
-    """The run with its device decided, and the machine that it is for."""
+    """Return the run with its device resolved, and the machine to plan for."""
     if hardware is None:
         run = run.model_copy(update={"device": choose_device(run.device)})
         return run, this_machine(run)
@@ -111,7 +111,7 @@ def _place(run: RunConfig, hardware: Hardware | None) -> tuple[RunConfig, Machin
     return run, other_machine(hardware, run.host_memory)
 
 
-# Which models a machine can train
+# The largest models that a machine can train
 
 MODES: dict[str, dict[str, str]] = {
     "fp32_master": {"precision": "fp32_master", "moments": "float32", "update_in_backward": "false"},
@@ -124,12 +124,12 @@ MODES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class LargestTable:
-    """By amount of host memory and mode, the largest known dense model and mixture of experts that fit.
+    """The largest known dense model and mixture of experts that fit, by host memory and mode.
 
     Attributes:
-        machine: for people.
-        shape: rows and tokens of a step, for people.
-        rows: for each amount its name, and for each mode the models' names with their parameters.
+        machine: name of the machine.
+        shape: rows and tokens of a step, as text.
+        rows: for each amount of host memory its name, and for each mode the names and parameters of models.
     """
 
     machine: str
@@ -137,7 +137,7 @@ class LargestTable:
     rows: Sequence[tuple[str, Sequence[Sequence[tuple[str, int]]]]]
 
     def as_json(self) -> dict[str, object]:
-        """For programs."""
+        """Return the table as JSON values."""
         content = [
             {
                 "host_memory": amount,
@@ -151,7 +151,7 @@ class LargestTable:
         return {"machine": self.machine, "step": self.shape, "rows": content}
 
     def lines(self) -> list[str]:
-        """As a table in Markdown."""
+        """Return the table as lines of Markdown."""
         table = [
             f"Largest known models by host memory, on {self.machine}, steps of {self.shape}:",
             "",
@@ -165,21 +165,21 @@ class LargestTable:
 
 
 def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str | None) -> LargestTable:
-    """Which known models can be trained here, or with other hardware.
+    """Find the largest known models that can be trained on this machine or another one.
 
     Args:
-        arguments: settings of the run, other than its model.
-        device: as of the command.
-        host_memory: an amount, or several with commas between them; None for what there is.
+        arguments: settings of the run except its model.
+        device: ``--device`` of the command.
+        host_memory: one or more amounts, separated by commas; None for this machine's.
     """
     path, overrides = split_arguments(arguments)
-    given = parse_overrides(overrides).keys() & {
+    fixed = parse_overrides(overrides).keys() & {
         "model_name_or_path",
         *(key for mode in MODES.values() for key in mode),
     }
-    if given:
-        raise ConfigError(f"--largest tries models and modes by itself; remove --{sorted(given)[0]}")
-    hardware = _other(device)
+    if fixed:
+        raise ConfigError(f"--largest tries all models and modes; remove --{sorted(fixed)[0]}")
+    hardware = _other_hardware(device)
     if device is not None and hardware is None:
         overrides = [*overrides, "--device", device]
     amounts = [part.strip() for part in host_memory.split(",")] if host_memory else [None]
@@ -192,8 +192,8 @@ def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str 
     for amount in amounts:
         cells = []
         for run in runs.values():
-            wanted = run if amount is None else run.model_copy(update={"host_memory": parse_bytes(amount)})
-            placed, machine = _place(wanted, hardware)
+            limited = run if amount is None else run.model_copy(update={"host_memory": parse_bytes(amount)})
+            placed, machine = _place(limited, hardware)
             cells.append(search.largest(placed, machine))
         rows.append((amount or f"{machine.host_limits[0].name}", cells))
     shape = f"{run.rows_per_step} rows of {run.max_length:,} tokens"
@@ -201,7 +201,7 @@ def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str 
 
 
 class _Search:
-    """Finds the largest models; outlines of models are made once."""
+    """A search for the largest models that fit; each model is outlined once."""
 
     def __init__(self) -> None:
         from horizon_lm.plan.catalog import known_models
@@ -210,10 +210,10 @@ class _Search:
         self._sources: dict[str, Source] = {}
 
     def largest(self, run: RunConfig, machine: Machine) -> list[tuple[str, int]]:
-        """The largest dense model and the largest mixture of experts, where that is larger."""
+        """Return the largest dense model that fits, and the largest mixture of experts if that is larger."""
         found: list[tuple[str, int]] = []
         for known in self._known:
-            if _at_least(run, known.parameters) > machine.host_limits[0].num_bytes:
+            if _least_bytes(run, known.parameters) > machine.host_limits[0].num_bytes:
                 continue
             source = self._open(run, known.name)
             sparse = _is_sparse(source)
@@ -231,8 +231,8 @@ class _Search:
         return self._sources[name]
 
 
-def _at_least(run: RunConfig, parameters: int) -> int:
-    """Bytes that a run takes in any case, so that most models need no plan."""
+def _least_bytes(run: RunConfig, parameters: int) -> int:
+    """Return a lower bound of the host memory of a run, which rules out most models without a plan."""
     weights = WEIGHT_BYTES[run.precision] + LOW_HALF_BYTES[run.precision]
     return parameters * (weights + 2 * MOMENT_BYTES[run.moments] + (0 if run.update_in_backward else 2))
 
@@ -248,21 +248,20 @@ def plan(
         list[str] | None,
         typer.Argument(
             metavar="[RUN.yaml] [--key value]",
-            help="A run's settings, and any of them overridden: horizon-lm plan run.yaml --max_length 4096",
+            help="A run file and overrides of its settings: horizon-lm plan run.yaml --max_length 4096",
             show_default=False,
         ),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A folder, hub id or known model, in the place of a file's.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="A folder, hub id or known model; overrides the run file.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="auto, cpu, cuda or cuda:N; or another machine's: h200, or a file of doctor's.")
+        str | None,
+        typer.Option(help="auto, cpu, cuda or cuda:N; or another machine: h200, or a profile written by doctor."),
     ] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Host memory that the run may take, such as 512GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory that the run may use, such as 512GiB.")] = None,
     largest: Annotated[
-        bool, typer.Option("--largest", help="Which known models can be trained, by precision.")
+        bool, typer.Option("--largest", help="Find the largest known models that fit, by precision.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     if largest and model is not None:
         raise ConfigError("--largest tries all known models; remove --model")

@@ -1,4 +1,4 @@
-"""``horizon-lm report``."""
+"""``horizon-lm report``: write a run as an HTML page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ def report(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The output_dir of a run.")],
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.html", help="Where the page goes; RUN_FOLDER/report.html if it is not given."),
+        typer.Option(metavar="FILE.html", help="File to write the page to.", show_default="RUN_FOLDER/report.html"),
     ] = None,
 ) -> None:
     from horizon_lm.report.page import write_report

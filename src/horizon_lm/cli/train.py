@@ -1,4 +1,4 @@
-"""``horizon-lm train``."""
+"""``horizon-lm train``: run a training."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="RUN.yaml [--key value]",
-            help="The run's settings, and any of them overridden: horizon-lm train run.yaml --learning_rate 1e-5",
+            help="A run file and overrides of its settings: horizon-lm train run.yaml --learning_rate 1e-5",
             show_default=False,
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""``horizon-lm version``."""
+"""``horizon-lm version``: print versions."""
 
 from horizon_lm.cli.common import exits, print_version
 

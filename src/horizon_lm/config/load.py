@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
@@ -103,12 +103,12 @@ def describe_settings() -> str:
 
 
 def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The run file, and the overrides around it. ConfigError if there are two files."""
+    """Split arguments into the run file and the overrides around it. Raise ConfigError if there are two files."""
     files, overrides = [], []
     expects_value = False
-    for token in tokens:
+    for index, token in enumerate(tokens):
         if expects_value or token.startswith("--"):
-            expects_value = not expects_value and "=" not in token
+            expects_value = not expects_value and "=" not in token and not _is_bare_flag(token, tokens[index + 1 :])
             overrides.append(token)
         else:
             files.append(token)
@@ -118,7 +118,10 @@ def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
-    """Settings from ``--key value`` and ``--key=value``. Dashes in a key may stand for underscores."""
+    """Parse ``--key value``, ``--key=value``, and ``--key`` or ``--no_key`` for a boolean setting.
+
+    Dashes in a key may stand for underscores.
+    """
     settings: dict[str, Any] = {}
     rest = list(tokens)
     while rest:
@@ -126,7 +129,9 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
         key, equals, text = token.removeprefix("--").partition("=")
         if not token.startswith("--") or not key:
             raise ConfigError(f"{token!r} is not an override; write --key value")
-        if not equals:
+        if not equals and _is_bare_flag(token, rest):
+            key, text = (key, "true") if _is_boolean(key) else (key[len("no-") :], "false")
+        elif not equals:
             if not rest:
                 raise ConfigError(f"{token} has no value; write {token} VALUE")
             text = rest.pop(0)
@@ -135,6 +140,20 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--{key} is given twice; keep one")
         settings[key] = _parse_value(key, text)
     return settings
+
+
+def _is_bare_flag(token: str, following: Sequence[str]) -> bool:
+    """Return whether an option is a boolean setting without a value: an option, a run file or nothing follows."""
+    key = token.removeprefix("--")
+    if _is_boolean(key):
+        return not following or following[0].startswith("--") or following[0].endswith((".yaml", ".yml"))
+    return key.startswith(("no_", "no-")) and _is_boolean(key[len("no-") :])
+
+
+def _is_boolean(key: str) -> bool:
+    """Return whether a setting can be true or false."""
+    fields = [schema.model_fields.get(key.replace("-", "_")) for schema in SCHEMAS.values()]
+    return any(field is not None and bool in (field.annotation, *get_args(field.annotation)) for field in fields)
 
 
 def _parse_value(key: str, text: str) -> Any:

@@ -1,1 +1,1 @@
-"""What a run left in its folder, as one page for people. Nothing here knows torch, so that it opens in a second."""
+"""A run's files as one HTML page. Nothing here imports torch, so that the command takes a second."""

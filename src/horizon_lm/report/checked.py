@@ -1,4 +1,4 @@
-"""Files of a run are checked against dataclasses, so that what is wrong in one is said with its place."""
+"""Read JSON files into dataclasses; errors name the file, line and field."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class NotJsonError(ConfigError):
-    """Not JSON at all, as the last line of a run that was killed while it wrote."""
+    """A line that is not JSON, such as the last line of a run that was killed while writing it."""
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file; ConfigError if it cannot be read."""
+    """Return the content of a file. Raise ConfigError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -24,11 +24,11 @@ def read_bytes(path: Path) -> bytes:
 
 
 def check_json(adapter: TypeAdapter[T], content: bytes, place: str) -> T:
-    """A value of a dataclass from JSON.
+    """Parse JSON into a dataclass.
 
     Raises:
-        NotJsonError: it is not JSON.
-        ConfigError: a field is missing or of another type; the message names the first one.
+        NotJsonError: the content is not JSON.
+        ConfigError: a field is missing or has another type; the message names the first one.
     """
     try:
         return adapter.validate_json(content, strict=True)
@@ -41,13 +41,14 @@ def check_json(adapter: TypeAdapter[T], content: bytes, place: str) -> T:
 
 
 def check_lines(path: Path, adapter_of: Callable[[bytes], TypeAdapter[T]]) -> Iterator[T]:
-    """The lines of a file of JSON lines. A last line without its end is of a run that was killed, and is left out.
+    """Parse the lines of a JSONL file. A truncated last line, left by a killed run, is skipped.
 
     Args:
-        adapter_of: from a line to what it has to be.
+        path: the file.
+        adapter_of: returns the type that a line must have.
 
     Raises:
-        ConfigError: any other line is something else, with its number.
+        ConfigError: another line is invalid; the message has its number.
     """
     *lines, rest = read_bytes(path).split(b"\n")
     for number, line in enumerate([*lines, rest], start=1):

@@ -1,4 +1,4 @@
-"""Figures of a run and of one step, in one style for light and dark pages."""
+"""Figures of a run and of one step, in a common style for light and dark pages."""
 
 import html
 import textwrap
@@ -39,7 +39,7 @@ STREAMS = {stream: str(stream).replace("_", " ") for stream in Stream}
 
 
 def apply_style(figure: "Figure", height: int, top: int = 32, right: int = 24) -> "Figure":
-    """Give a finished figure its fonts, axes and margins. Plotly's buttons lie in the upper 28 pixels of ``top``."""
+    """Set the fonts, axes and margins of a finished figure. The upper 28 pixels of ``top`` are for Plotly's buttons."""
     axis: dict[str, Any] = {
         "gridcolor": GRID, "linecolor": GRID, "zeroline": False, "showline": True, "ticks": "outside", "tickcolor": GRID,
         "automargin": True, "title_font_size": 13, "spikecolor": MUTED, "spikethickness": 1,
@@ -61,13 +61,13 @@ def apply_style(figure: "Figure", height: int, top: int = 32, right: int = 24) -
 
 
 def as_text(text: str, width: int | None = None) -> str:
-    """Text of a file for a figure, where angle brackets would be markup; with ``width``, in lines of that length."""
+    """Escape text for a figure, where Plotly reads angle brackets as markup; with ``width``, wrap it."""
     lines = [text] if width is None else textwrap.wrap(text, width) or [""]
     return "<br>".join(html.escape(line, quote=False) for line in lines)
 
 
 def byte_scale(values: Iterable[float]) -> tuple[float, str]:
-    """The unit of an axis for these bytes, as bytes and by name."""
+    """Return the unit of an axis for these numbers of bytes: its size and its name."""
     largest = max(values, default=0.0)
     unit, name = 1.0, "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
@@ -78,23 +78,22 @@ def byte_scale(values: Iterable[float]) -> tuple[float, str]:
 
 
 def time_scale(seconds: float) -> tuple[float, str]:
-    """The unit of an axis that is so long, as seconds and by name."""
+    """Return the unit of an axis of this length: its seconds and its name."""
     return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
 
 
-_FEW = 60  # points, below which each has a mark
+_MAX_MARKED_POINTS = 60  # longer lines have no markers
 
 
 def loss_figure(metrics: MetricsFile) -> Figure:
-    """Training loss and held-out loss above the learning rate."""
+    """Plot training loss and eval loss above the learning rate."""
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
     steps = [line.step for line in metrics.training]
     figure.add_trace(_line("training", steps, [line.loss for line in metrics.training], FIRST, "%{y:.4f}"), 1, 1)
     if metrics.evaluations:
-        held_out = [each.step for each in metrics.evaluations], [each.eval_loss for each in metrics.evaluations]
-        points = _line("held-out", *held_out, SECOND, "%{y:.4f}")
-        points.update(mode="lines+markers", line_dash="dot", marker={"size": 9, "symbol": "diamond"})
-        figure.add_trace(points, 1, 1)
+        eval_steps = [each.step for each in metrics.evaluations]
+        points = _line("eval", eval_steps, [each.eval_loss for each in metrics.evaluations], SECOND, "%{y:.4f}")
+        figure.add_trace(points.update(_EVAL_STYLE), 1, 1)
     rates = [line.learning_rate for line in metrics.training]
     figure.add_trace(_line("learning rate", steps, rates, THIRD, "%{y:.3g}"), 2, 1)
     figure.update_yaxes(title=metrics.loss_title, row=1, col=1)
@@ -105,18 +104,18 @@ def loss_figure(metrics: MetricsFile) -> Figure:
 
 
 def preferences_figure(metrics: MetricsFile) -> Figure:
-    """Margins of the rewards above the share of pairs in which the preferred answer wins."""
+    """Plot reward margins above accuracy: the share of pairs whose chosen answer has the higher reward."""
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.08)
-    for name, lines, colour in (("training", metrics.training, FIRST), ("held-out", metrics.evaluations, SECOND)):
+    for name, lines, colour in (("training", metrics.training, FIRST), ("eval", metrics.evaluations, SECOND)):
         if not lines:
             continue
         steps = [line.step for line in lines]
         for row, values in ((1, [line.margin for line in lines]), (2, [line.accuracy for line in lines])):
             trace = _line(name, steps, values, colour, "%{y:.3f}")
-            if name == "held-out":
-                trace.update(mode="lines+markers", line_dash="dot", marker={"size": 9, "symbol": "diamond"})
+            if name == "eval":
+                trace.update(_EVAL_STYLE)
             figure.add_trace(trace.update(showlegend=row == 1), row, 1)
-    figure.update_yaxes(title="margin of rewards", row=1, col=1)
+    figure.update_yaxes(title="reward margin", row=1, col=1)
     figure.update_yaxes(title="accuracy", range=[-0.05, 1.05], row=2, col=1)
     _set_steps(figure, metrics, rows=2)
     figure.update_layout(hovermode="x unified")
@@ -124,7 +123,7 @@ def preferences_figure(metrics: MetricsFile) -> Figure:
 
 
 def tokens_figure(metrics: MetricsFile) -> Figure:
-    """Tokens per second: all of them, and those on which loss is taken."""
+    """Plot tokens per second: all tokens, and trained ones."""
     steps = [line.step for line in metrics.training]
     total = [line.tokens_per_second for line in metrics.training]
     trained = [line.trained_tokens_per_second for line in metrics.training]
@@ -139,7 +138,7 @@ def tokens_figure(metrics: MetricsFile) -> Figure:
 
 
 def run_memory_figure(metrics: MetricsFile, plan: Plan | None) -> Figure:
-    """Host and device memory over the run, with lines at what was planned and at what there was."""
+    """Plot host and device memory over the run, with lines at the planned and available bytes."""
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1)
     steps = [line.step for line in metrics.training]
     host, device = (None, None) if plan is None else (plan.host, plan.device_peak)
@@ -147,11 +146,11 @@ def run_memory_figure(metrics: MetricsFile, plan: Plan | None) -> Figure:
         (1, "host memory", "resident", FIRST, [line.host_bytes for line in metrics.training], host),
         (2, "device memory", "peak of buffers", SECOND, [line.device_bytes_peak for line in metrics.training], device),
     ]
-    for row, title, what, colour, taken, place in rows:
-        unit, name = byte_scale(_on_axis(taken, place))
-        trace = _line(f"{title}, {what}", steps, [value / unit for value in taken], colour, f"%{{y:,.3f}} {name}")
+    for row, title, quantity, colour, used, place in rows:
+        unit, name = byte_scale(_axis_values(used, place))
+        trace = _line(f"{title}, {quantity}", steps, [value / unit for value in used], colour, f"%{{y:,.3f}} {name}")
         figure.add_trace(trace, row, 1)
-        _add_lines(figure, row, taken, place, unit)
+        _add_limits(figure, row, used, place, unit)
         figure.update_yaxes(title=f"{title}, {name}", rangemode="tozero", row=row, col=1)
     _set_steps(figure, metrics, rows=2)
     figure.update_layout(hovermode="x unified")
@@ -159,7 +158,7 @@ def run_memory_figure(metrics: MetricsFile, plan: Plan | None) -> Figure:
 
 
 def waterfall_figure(place: Place) -> Figure:
-    """How the items of a plan add up, beside what there is. Names are ticks by number: two items may share one."""
+    """Plot how the items of a plan add up, with a line at the available bytes. Bars are numbered: names may repeat."""
     largest = max(place.bytes, sum(item.bytes for item in place.items), 1)
     unit, name = byte_scale([largest])
     sizes = [item.bytes for item in place.items] + [place.bytes]
@@ -181,21 +180,26 @@ def waterfall_figure(place: Place) -> Figure:
     names = [as_text(item.name, 34) for item in place.items] + ["total"]
     rows = list(range(len(sizes)))
     figure.update_yaxes(tickvals=rows, ticktext=names, range=[len(sizes) - 0.5, -0.5], showgrid=False)
-    for row, size in enumerate(sizes):  # in a column, where no line runs through them
+    for row, size in enumerate(sizes):  # sizes are a column at the right, away from bars and lines
         figure.add_annotation(
             text=format_bytes(size), xref="paper", x=1, xanchor="left", xshift=10, y=row, showarrow=False
         )
     end, top = largest, 32
     if place.available is not None and place.available <= 2 * largest:
-        end, top = max(largest, place.available), 48  # room for the name of the line
-        _add_limit(figure, place.available / unit, f"available {format_bytes(place.available)}")
+        end, top = max(largest, place.available), 48  # leave room for the label of the line
+        text = f"available {format_bytes(place.available)}"
+        figure.add_vline(
+            place.available / unit, line={"color": LIMIT, "width": 1.5},
+            annotation={"text": text, "font": {"color": LIMIT, "size": 12}, "yanchor": "bottom", "xanchor": "right"},
+            annotation_position="top left",
+        )  # fmt: skip
     figure.update_xaxes(title=name, range=[0, end * 1.02 / unit])
     figure.update_layout(showlegend=False)
     return apply_style(figure, 34 * len(sizes) + 72 + top, top, right=100)
 
 
 def _set_steps(figure: Figure, metrics: MetricsFile, rows: int) -> None:
-    """All figures of a run have the same axis of steps, which begins before the first one."""
+    """Give all figures of a run the same axis of steps."""
     last = max([1, *(line.step for line in metrics.training), *(each.step for each in metrics.evaluations)])
     figure.update_xaxes(
         range=[-0.01 * last, 1.01 * last], dtick=1 if last < 10 else None, unifiedhovertitle_text="step %{x}"
@@ -203,29 +207,32 @@ def _set_steps(figure: Figure, metrics: MetricsFile, rows: int) -> None:
     figure.update_xaxes(title="step", row=rows if rows > 1 else None, col=1 if rows > 1 else None)
 
 
-def _line(name: str, steps: Sequence[int], values: Sequence[float | None], colour: str, form: str) -> Scatter:
+_EVAL_STYLE = {"mode": "lines+markers", "line_dash": "dot", "marker": {"size": 9, "symbol": "diamond"}}
+
+
+def _line(name: str, steps: Sequence[int], values: Sequence[float | None], colour: str, value_format: str) -> Scatter:
     return Scatter(
         name=name,
         x=list(steps),
         y=list(values),
-        mode="lines+markers" if len(steps) <= _FEW else "lines",
+        mode="lines+markers" if len(steps) <= _MAX_MARKED_POINTS else "lines",
         line={"color": colour, "width": 2},
         marker={"size": 5, "color": colour},
-        hovertemplate=f"{form}<extra>{name}</extra>",
+        hovertemplate=f"{value_format}<extra>{name}</extra>",
     )
 
 
-def _on_axis(taken: Sequence[float], place: Place | None) -> list[float]:
-    """What an axis shows: a limit that is far away would flatten all the rest."""
+def _axis_values(used: Sequence[float], place: Place | None) -> list[float]:
+    """Return the values that an axis must include. A limit far above the others is left out: it would flatten them."""
     if place is None:
-        return list(taken)
-    shown = [*taken, place.bytes]
+        return list(used)
+    shown = [*used, place.bytes]
     near = place.available is not None and place.available <= 2 * max(shown)
     return [*shown, place.available] if near and place.available is not None else shown
 
 
-def _add_lines(figure: Figure, row: int, taken: Sequence[float], place: Place | None, unit: float) -> None:
-    """Lines at what was planned, and at what was available or a word that it is far above."""
+def _add_limits(figure: Figure, row: int, used: Sequence[float], place: Place | None, unit: float) -> None:
+    """Add lines at the planned and available bytes. If the available bytes are far above, add a note instead."""
     if place is None:
         return
     figure.add_hline(
@@ -236,7 +243,7 @@ def _add_lines(figure: Figure, row: int, taken: Sequence[float], place: Place | 
     if place.available is None:
         return
     text = f"available {format_bytes(place.available)}"
-    if place.available in _on_axis(taken, place):
+    if place.available in _axis_values(used, place):
         figure.add_hline(
             place.available / unit, row=row, col=1, line={"color": LIMIT, "width": 1.5},
             annotation={"text": text, "font": {"color": LIMIT, "size": 12}}, annotation_position="top right",
@@ -249,25 +256,17 @@ def _add_lines(figure: Figure, row: int, taken: Sequence[float], place: Place | 
         )  # fmt: skip
 
 
-def _add_limit(figure: Figure, position: float, text: str) -> None:
-    figure.add_vline(
-        position, line={"color": LIMIT, "width": 1.5},
-        annotation={"text": text, "font": {"color": LIMIT, "size": 12}, "yanchor": "bottom", "xanchor": "right"},
-        annotation_position="top left",
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """One step that is shown.
+    """A step in the figures.
 
     Attributes:
         name: Predicted or Measured.
-        title: with its length, and which step it is.
-        colour: of its lines.
-        seconds: its length.
-        parts: what happened in it.
-        memory: ``device`` and ``host``: moments in seconds from its start, and the bytes taken from then on.
+        title: name, length and number of the step.
+        colour: colour of its lines.
+        seconds: length of the step.
+        parts: its operations.
+        memory: ``device`` and ``host``: seconds from the start of the step, and the bytes in use from then on.
     """
 
     name: str
@@ -279,7 +278,7 @@ class StepView:
 
 
 def timeline_figure(views: Sequence[StepView]) -> Figure:
-    """Operations of each view as bars, a row a stream, all on one axis of time. One trace a kind: it stays fast."""
+    """Plot operations as bars, one row per stream. Each kind of operation is one Plotly trace, which keeps it fast."""
     longest = max(view.seconds for view in views)
     unit, name = time_scale(longest)
     figure = make_subplots(
@@ -288,14 +287,14 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
     )  # fmt: skip
     figure.update_annotations(x=0, xanchor="left", font={"size": 14})
     rows = {stream: row for row, stream in enumerate(STREAMS)}
-    named = set()
+    in_legend = set()
     for number, view in enumerate(views, start=1):
         for kind, colour in KINDS.items():
             parts = [part for part in view.parts if part.span.op.kind == kind]
             if not parts:
                 continue
             bars = Bar(
-                name=str(kind), legendgroup=str(kind), showlegend=kind not in named, orientation="h", width=0.8,
+                name=str(kind), legendgroup=str(kind), showlegend=kind not in in_legend, orientation="h", width=0.8,
                 y=[rows[part.span.op.stream] for part in parts],
                 base=[round(part.span.start / unit, 5) for part in parts],
                 x=[round((part.span.end - part.span.start) / unit, 5) for part in parts],
@@ -304,7 +303,7 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
                 hovertemplate=f"%{{hovertext}}: %{{customdata:,.3f}} ms<br>from %{{base:,.2f}} {name}<extra></extra>",
                 marker={"color": colour, "line": {"color": PAGE, "width": 0.4}},
             )  # fmt: skip
-            named.add(kind)
+            in_legend.add(kind)
             figure.add_trace(bars, number, 1)
         figure.add_vline(view.seconds / unit, row=number, col=1, line={"color": MUTED, "dash": "dot", "width": 1.5})
     figure.update_layout(barmode="overlay", bargap=0.2)
@@ -318,20 +317,20 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
 
 
 def step_memory_figure(views: Sequence[StepView]) -> Figure:
-    """Bytes taken on the device and on the host over each view. Axes begin where the bytes do: they change by little."""
+    """Plot the bytes in use on the device and on the host over a step."""
     places = [place for place in ("device", "host") if any(view.memory[place] for view in views)]
     longest = max(view.seconds for view in views)
     time_unit, time_name = time_scale(longest)
     figure = make_subplots(rows=len(places), cols=1, shared_xaxes=True, vertical_spacing=0.1)
     for row, place in enumerate(places, start=1):
-        unit, name = byte_scale(taken for view in views for _, taken in view.memory[place])
+        unit, name = byte_scale(used for view in views for _, used in view.memory[place])
         for view in views:
             points = view.memory[place]
             trace = Scatter(
                 name=view.name, legendgroup=view.name, showlegend=row == 1, mode="lines",
                 x=[moment / time_unit for moment, _ in points],
-                y=[taken / unit for _, taken in points],
-                hovertext=[format_bytes(taken) for _, taken in points],
+                y=[used / unit for _, used in points],
+                hovertext=[format_bytes(used) for _, used in points],
                 hovertemplate="%{hovertext}",
                 line={"color": view.colour, "width": 1.5, "shape": "hv"},
             )  # fmt: skip

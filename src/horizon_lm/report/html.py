@@ -1,4 +1,4 @@
-"""HTML as a tree of elements, so that text is escaped once, where it is written out."""
+"""Build HTML as a tree of elements, so that text is escaped in one place: when the page is written."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ Child = Element | str
 
 
 def node(tag: str, *children: Child, **attributes: str) -> Element:
-    """An element. In the names of attributes a final underscore is dropped and others are dashes: class_, data_x."""
+    """Return an element. Attribute names drop a final underscore and turn others into dashes: class_, data_x."""
     element = Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
     for child in children:
         if isinstance(child, Element):
@@ -26,58 +26,56 @@ def node(tag: str, *children: Child, **attributes: str) -> Element:
 
 
 def code(tag: str, text: str, **attributes: str) -> Element:
-    """A script or a style sheet of ours, which HTML does not let escape."""
+    """Return a script or style element, whose text HTML does not escape. Raise ValueError if it has an end tag."""
     if f"</{tag}" in text.lower():
-        raise ValueError(f"a {tag} that holds its own end would not be read as a whole")
+        raise ValueError(f"the text of a {tag} element must not contain its end tag")
     return node(tag, text, **attributes)
 
 
 def data(identifier: str, text: str) -> Element:
-    """JSON for a script. No angle bracket is left in it, so no text of it can end the element or begin another."""
-    for character in "<>&":  # in JSON they are only in strings
+    """Return a script element with JSON. Angle brackets are encoded, so that no text can end the element."""
+    for character in "<>&":  # JSON has them in strings only
         text = text.replace(character, f"\\u{ord(character):04x}")
     return code("script", text, type="application/json", id=identifier)
 
 
 def chart(name: str, figure: "Figure") -> Element:
-    """The place of a figure and its data; the script of the page draws it."""
+    """Return the element of a figure with its data, drawn by the script of the page."""
     return node("figure", node("div", data_figure=f"figure-{name}"), data(f"figure-{name}", figure.to_json()))
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[Child]], class_: str) -> Element:
-    """A table with a row of headings."""
+    """Return a table with a row of headings."""
     head = node("thead", node("tr", *(node("th", heading, scope="col") for heading in headings)))
     body = node("tbody", *(node("tr", *(node("td", cell) for cell in row)) for row in rows))
     return node("table", head, body, class_=class_)
 
 
 def document(*children: Element) -> str:
-    """The text of a page."""
+    """Return a page as text."""
     root = node("html", *children, lang="en")
     return "<!DOCTYPE html>\n" + tostring(root, encoding="unicode", method="html") + "\n"
 
 
-_HOW = {
-    run_files.METRICS: "horizon-lm train writes it, a line every logging_steps steps.",
+_ORIGINS = {
+    run_files.METRICS: "horizon-lm train writes a line every logging_steps steps.",
     run_files.SETTINGS: "horizon-lm train writes it before the first step.",
-    run_files.PLAN: "horizon-lm train writes it before the first step, with what the run is planned to take.",
-    run_files.PREDICTED: "horizon-lm train writes it where it knows how fast the machine is; horizon-lm doctor measures that.",
-    run_files.MEASURED: "horizon-lm train writes it with --trace_steps 3, or any number of steps.",
+    run_files.PLAN: "horizon-lm train writes it before the first step.",
+    run_files.PREDICTED: "horizon-lm train writes it if horizon-lm doctor has measured this machine.",
+    run_files.MEASURED: "horizon-lm train --trace_steps 3 writes it.",
 }
 
 
 def missing(name: str) -> Element:
-    """A sentence about a file that is not there, and how to get it."""
-    return absent(node("code", name), f" is missing: {_HOW[name]}")
+    """Return a note about a missing file and how to get it."""
+    return absent(node("code", name), f" is missing: {_ORIGINS[name]}")
 
 
 def nothing_logged() -> Element:
-    """A sentence about a run that ended before its first line."""
-    return absent(
-        node("code", run_files.METRICS), " has no line of a training step yet: the first one comes with step 1."
-    )
+    """Return a note about a run without a line of metrics."""
+    return absent(node("code", run_files.METRICS), " has no training step yet: the first line comes with step 1.")
 
 
 def absent(*words: Child) -> Element:
-    """A sentence about something that is not there."""
+    """Return a note about missing data."""
     return node("p", *words, class_="missing")

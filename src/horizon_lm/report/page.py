@@ -1,4 +1,4 @@
-"""One page about a run: a self-contained file that loads nothing from elsewhere."""
+"""Write a run as one HTML page that is self-contained and works offline."""
 
 import base64
 import hashlib
@@ -29,7 +29,7 @@ from horizon_lm.report.summary import count, summarise
 
 
 def loss_section(run: Run) -> list[Element]:
-    """Loss and learning rate."""
+    """Return the figure of loss and learning rate."""
     if run.metrics is None:
         return [missing(run_files.METRICS)]
     if not run.metrics.losses and not run.metrics.evaluations:
@@ -38,14 +38,14 @@ def loss_section(run: Run) -> list[Element]:
 
 
 def preferences_section(run: Run) -> list[Element]:
-    """By how much, and how often, the preferred answer wins; nothing for runs that do not learn it."""
+    """Return the figure of reward margins and accuracy; nothing for runs that do not learn preferences."""
     if run.metrics is None or not run.metrics.of_preferences:
         return []
     return [chart("preferences", preferences_figure(run.metrics))]
 
 
 def samples_section(run: Run) -> list[Element]:
-    """The answers to each prompt, step after step; nothing for runs without prompts."""
+    """Return a table of answers for each sample prompt."""
     answers: dict[str, list[list[Child]]] = {}
     for line in run.samples or ():
         for each in line.samples:
@@ -55,14 +55,14 @@ def samples_section(run: Run) -> list[Element]:
 
 
 def tokens_section(run: Run) -> list[Element]:
-    """Tokens per second."""
+    """Return the figure of tokens per second."""
     if run.metrics is None:
         return [missing(run_files.METRICS)]
     return [chart("tokens", tokens_figure(run.metrics))] if run.metrics.training else [nothing_logged()]
 
 
 def run_memory_section(run: Run) -> list[Element]:
-    """Memory over the run. Without a plan there is nothing to hold it against."""
+    """Return the figure of memory over the run, compared with the plan."""
     notes = [missing(run_files.PLAN)] if run.plan is None else []
     if run.metrics is None:
         return [missing(run_files.METRICS), *notes]
@@ -72,12 +72,12 @@ def run_memory_section(run: Run) -> list[Element]:
 
 
 def bytes_section(run: Run) -> list[Element]:
-    """Where the planned bytes go, on the host, the device and the disk."""
+    """Return the planned items of host, device and disk as figures and tables."""
     if run.plan is None:
         return [missing(run_files.PLAN)]
     places = {"Host": run.plan.host, "Device": run.plan.device}
     if run.plan.buffers is not None and run.plan.buffers.is_used:
-        places["Buffers, of the device"] = run.plan.buffers
+        places["Buffers, part of the device"] = run.plan.buffers
     places["Disk"] = run.plan.disk
     return [part for name, place in places.items() for part in _place(name, place)]
 
@@ -85,28 +85,28 @@ def bytes_section(run: Run) -> list[Element]:
 def _place(name: str, place: Place) -> list[Element]:
     heading = node("h3", f"{name}: {format_bytes(place.bytes)}")
     if not place.is_used:
-        return [heading, absent("Nothing is planned there: a CPU's device memory, for one, is part of the host's.")]
+        return [heading, absent("Nothing is planned here. On a CPU, device memory is part of host memory.")]
     rows = [[item.name, format_bytes(item.bytes), item.note] for item in place.items]
-    details = node("details", node("summary", "as a table"), table(["item", "bytes", "what it is"], rows, "bytes"))
+    details = node("details", node("summary", "as a table"), table(["item", "bytes", "note"], rows, "bytes"))
     figure = chart(f"bytes-{name.partition(',')[0].lower()}", waterfall_figure(place))
     return [heading, node("p", _available(place), class_="note"), figure, details]
 
 
 def _available(place: Place) -> str:
-    """What there is for it, and what it is limited by."""
+    """Return the available bytes and their limits as text."""
     if place.available is None:
-        return "What is available is not known."
+        return "The available bytes are not known."
     limits = "; ".join(f"{limit.name} {format_bytes(limit.bytes)}" for limit in place.limits)
     return f"Available: {format_bytes(place.available)}{f' ({limits})' if limits else ''}."
 
 
 def settings_section(run: Run) -> list[Element]:
-    """Every setting of the run, and the reasons of those that were planned."""
+    """Return all settings of the run, and the reasons for those that the plan chose."""
     settings = run.settings or {}
     planned, reasons = ({}, []) if run.plan is None else (run.plan.run.settings, run.plan.run.reasons)
     parts = [missing(run_files.SETTINGS)] if run.settings is None else []
     if reasons:
-        parts.append(node("p", "Why the plan chose what it chose:"))
+        parts.append(node("p", "Reasons for the settings that the plan chose:"))
         parts.append(node("ul", *(node("li", reason) for reason in reasons)))
     rows = [[_name(name), _values(name, settings, planned)] for name in dict.fromkeys([*settings, *planned])]
     if rows:
@@ -115,10 +115,10 @@ def settings_section(run: Run) -> list[Element]:
 
 
 def _name(name: str) -> Element:
-    """A setting over its sentence; one of another version has none."""
+    """Return the name of a setting with its description, if this version has it."""
     field = RunConfig.model_fields.get(name)
-    sentence = "" if field is None else field.description or ""
-    return node("div", node("small", sentence), node("code", name))
+    description = "" if field is None else field.description or ""
+    return node("div", node("small", description), node("code", name))
 
 
 def _values(name: str, settings: dict[str, Any], planned: dict[str, Any]) -> Element:
@@ -129,7 +129,7 @@ def _values(name: str, settings: dict[str, Any], planned: dict[str, Any]) -> Ele
 
 
 def _text(value: Any) -> str:
-    """A value as the run's file has it."""
+    """Return a value as written in a run file."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
@@ -142,7 +142,7 @@ def _text(value: Any) -> str:
 _SECTIONS = {
     "Loss and learning rate": loss_section,
     "Preferences": preferences_section,
-    "Answers on the way": samples_section,
+    "Sample answers": samples_section,
     "Tokens per second": tokens_section,
     "Memory over the run": run_memory_section,
     "Timeline of a step": timeline_section,
@@ -156,8 +156,7 @@ def write_report(folder: Path, output: Path) -> None:
     """Write the page of a run's folder.
 
     Raises:
-        ConfigError: nothing of a run is in the folder, a file in it is not what its name says, or the page cannot be
-            written.
+        ConfigError: the folder has no files of a run, one of them is invalid, or the page cannot be written.
     """
     page = build_page(load_run(folder))
     try:
@@ -167,11 +166,11 @@ def write_report(folder: Path, output: Path) -> None:
 
 
 def build_page(run: Run) -> str:
-    """The page as text."""
+    """Return the page of a run as text."""
     name, about = _about(run)
     scripts = [get_plotlyjs(), _asset("page.js")]
-    made = {title: section(run) for title, section in _SECTIONS.items()}
-    sections = [node("section", node("h2", title), *parts) for title, parts in made.items() if parts]
+    contents = {title: section(run) for title, section in _SECTIONS.items()}
+    sections = [node("section", node("h2", title), *parts) for title, parts in contents.items() if parts]
     head = node(
         "head",
         node("meta", charset="utf-8"),
@@ -192,39 +191,39 @@ def build_page(run: Run) -> str:
 
 
 def _about(run: Run) -> tuple[str, str]:
-    """The name of the run's model, and a line with what else tells the run from others."""
+    """Return the title of the page, and a line about model, step, machine and date."""
     settings = run.settings or {}
     name, precision = settings.get("model_name_or_path"), settings.get("precision")
-    words = []
+    facts = []
     if run.plan is not None:
         model = run.plan.model
         name, precision = model.name, run.plan.run.precision
         if name.startswith(("/", ".", "~")):
             name = Path(name).name
         active = "" if model.active_parameters == model.parameters else f", {count(model.active_parameters)} active"
-        words.append(f"{count(model.parameters)} parameters{active}")
-        words.append(f"{model.num_blocks} blocks")
-        words.append(f"{run.plan.run.rows} × {run.plan.run.length:,} tokens a step")
+        facts.append(f"{count(model.parameters)} parameters{active}")
+        facts.append(f"{model.num_blocks} blocks")
+        facts.append(f"{run.plan.run.rows} × {run.plan.run.length:,} tokens a step")
     if precision is not None:
-        words.append(str(precision))
+        facts.append(str(precision))
     if run.plan is not None and run.plan.hardware is not None and "name" in run.plan.hardware:
-        words.append(str(run.plan.hardware["name"]))
+        facts.append(str(run.plan.hardware["name"]))
     if run.metrics is not None:
-        words.append(f"{run.metrics.written:%Y-%m-%d %H:%M %Z}")
-    return str(name or run.folder.resolve().name), " · ".join(words)
+        facts.append(f"{run.metrics.written:%Y-%m-%d %H:%M %Z}")
+    return str(name or run.folder.resolve().name), " · ".join(facts)
 
 
 def _strip(run: Run) -> Element:
-    """The figures that matter."""
+    """Return the summary as a strip of boxes."""
     boxes = [
-        node("div", node("dt", each.name), node("dd", each.value, node("small", each.beside)))
+        node("div", node("dt", each.name), node("dd", each.value, node("small", each.comparison)))
         for each in summarise(run)
     ]
     return node("dl", *boxes, class_="summary")
 
 
 def _policy(scripts: list[str]) -> str:
-    """Only the page's own scripts run, and nothing is fetched from anywhere: browsers see to it."""
+    """Return a content security policy: browsers run only the page's own scripts and fetch nothing."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )

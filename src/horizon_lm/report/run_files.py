@@ -1,4 +1,4 @@
-"""The files of a run's folder, read and checked. A missing file is None, so that the page can say so."""
+"""Read and check the files of a run. A missing file is None, which the page reports."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from horizon_lm.report.trace_file import TraceFile, read_trace
 
 @dataclass(frozen=True, slots=True)
 class TrainingLine:
-    """What the report shows of a training line; its fields are told in `horizon_lm.training.metrics`."""
+    """The fields of a training line that the report uses, described in `horizon_lm.training.metrics`."""
 
     step: int
     loss: float | None
@@ -42,7 +42,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class MetricsFile:
-    """Lines in the order of the file, and when the last one was written."""
+    """The lines of ``metrics.jsonl`` and the time of its last change."""
 
     training: list[TrainingLine]
     evaluations: list[Evaluation]
@@ -50,22 +50,22 @@ class MetricsFile:
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """Steps that have a loss, with it."""
+        """The steps that have a loss, with the loss."""
         return [(line.step, line.loss) for line in self.training if line.loss is not None]
 
     @property
     def of_preferences(self) -> bool:
-        """The run learns which of two answers is preferred."""
+        """True if the run learns preferences."""
         return any(each.margin is not None for lines in (self.training, self.evaluations) for each in lines)
 
     @property
     def loss_title(self) -> str:
-        """What the mean of a loss is taken over."""
+        """The axis title of a loss: its mean is per pair or per token."""
         return "loss per pair" if self.of_preferences else "loss per token"
 
     @property
     def step_seconds(self) -> float | None:
-        """Median seconds of a step between two lines, without what stands between steps; None without two lines."""
+        """The median seconds of a step, without evaluation and exports; None without two lines."""
         spans = [
             (after.tokens_total - before.tokens_total) / after.tokens_per_second / (after.step - before.step)
             for before, after in pairwise(self.training)
@@ -79,7 +79,7 @@ _EVALUATION: TypeAdapter[TrainingLine | Evaluation] = TypeAdapter(Evaluation)
 
 
 def read_metrics(path: Path) -> MetricsFile:
-    """The lines of a file. ConfigError as of `check_lines`."""
+    """Read the metrics in a file. Raise ConfigError like `check_lines`."""
     lines = list(check_lines(path, lambda line: _EVALUATION if b'"eval_loss"' in line else _TRAINING_LINE))
     return MetricsFile(
         [line for line in lines if isinstance(line, TrainingLine)],
@@ -103,10 +103,13 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is taken of the host's memory, the device's, or the disk.
+    """The planned bytes of the host, the device or the disk.
 
     Attributes:
-        available: the least of ``limits``; None where it is not known.
+        items: the parts that add up to ``bytes``.
+        bytes: all planned bytes.
+        available: the smallest of ``limits``; None if unknown.
+        limits: limits of this machine.
     """
 
     items: list[Item]
@@ -116,7 +119,7 @@ class Place:
 
     @property
     def is_used(self) -> bool:
-        """Something is planned there. Of a CPU's device nothing is: its memory is the host's, and planned there."""
+        """True if anything is planned. A CPU has no device memory: its buffers are planned on the host."""
         return bool(self.items)
 
 
@@ -132,7 +135,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """What a step has, and how it is run. ``settings`` are those that planning chose, ``reasons`` say why."""
+    """The shape of a step and the settings that the plan chose, with its reasons."""
 
     rows: int
     length: int
@@ -146,7 +149,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """Seconds of a step; of those in which nothing is computed, what for; the share in which each stream is busy."""
+    """The simulated step: its seconds, stalls of compute by cause, and the busy share of each stream."""
 
     seconds: float
     tokens_per_second: float
@@ -160,7 +163,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory:
-    """Bytes that are taken from each moment on."""
+    """The bytes in use over a step, each from its moment in ``seconds`` on."""
 
     seconds: list[float]
     device: list[float]
@@ -168,12 +171,12 @@ class PlannedMemory:
 
     def __post_init__(self) -> None:
         if not len(self.seconds) == len(self.device) == len(self.host):
-            raise ValueError("seconds, device and host must have as many values as each other")
+            raise ValueError("seconds, device and host must have the same number of values")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole file. ``buffers`` is the engine's part of the device, where a run limits it."""
+    """The content of ``plan.json``. ``buffers`` is the engine's part of the device if a run limits it."""
 
     version: Literal[1]
     model: PlannedModel
@@ -188,7 +191,7 @@ class Plan:
 
     @property
     def device_peak(self) -> Place | None:
-        """What a run's ``device_bytes_peak`` is held against; None where nothing is planned for it."""
+        """The planned bytes to compare ``device_bytes_peak`` with; None if there are none."""
         if self.buffers is not None and self.buffers.is_used:
             return self.buffers
         return self.device if self.device.is_used else None
@@ -198,7 +201,7 @@ _PLAN = TypeAdapter(Plan)
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a file; ConfigError with the field that is wrong in it."""
+    """Read a plan. Raise ConfigError with the field that is wrong."""
     return check_json(_PLAN, read_bytes(path), str(path))
 
 
@@ -214,12 +217,12 @@ class SamplesLine:
     samples: list[Sample]
 
 
-_LINE = TypeAdapter(SamplesLine)
+_SAMPLES_LINE = TypeAdapter(SamplesLine)
 
 
 def read_samples(path: Path) -> list[SamplesLine]:
-    """The lines of a file. ConfigError as of `check_lines`."""
-    return list(check_lines(path, lambda line: _LINE))
+    """Read the sample answers in a file. Raise ConfigError like `check_lines`."""
+    return list(check_lines(path, lambda line: _SAMPLES_LINE))
 
 
 T = TypeVar("T")
@@ -231,7 +234,7 @@ SAMPLES = "samples.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What there is of a run."""
+    """The files of a run's folder."""
 
     folder: Path
     metrics: MetricsFile | None
@@ -246,10 +249,10 @@ def load_run(folder: Path) -> Run:
     """Read a run's folder.
 
     Raises:
-        ConfigError: there is nothing of a run in it, or a file that is not what its name says.
+        ConfigError: it has no files of a run, or one of them is invalid.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; name the output_dir of a run")
+        raise ConfigError(f"{folder}: no such folder; name the output_dir of a run")
 
     def read(name: str, reader: Callable[[Path], T]) -> T | None:
         return reader(folder / name) if (folder / name).exists() else None
@@ -265,12 +268,12 @@ def load_run(folder: Path) -> Run:
     )
     if all(part is None for part in (run.metrics, run.settings, run.plan, run.predicted, run.measured)):
         names = ", ".join((METRICS, SETTINGS, PLAN, PREDICTED, MEASURED))
-        raise ConfigError(f"{folder}: nothing of a run is in it; name the output_dir of a run, which has {names}")
+        raise ConfigError(f"{folder}: no files of a run; name the output_dir of a run, which has {names}")
     return run
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a file; ConfigError with the place that is not YAML."""
+    """Read the settings in a file. Raise ConfigError with the line that is not YAML."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
@@ -283,5 +286,5 @@ def _read_settings(path: Path) -> dict[str, Any]:
     except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: not the settings of a run, one a line, such as learning_rate: 1e-5")
+        raise ConfigError(f"{path}: must have one setting per line, such as learning_rate: 1e-5")
     return {str(name): value for name, value in settings.items()}

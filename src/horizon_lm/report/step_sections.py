@@ -1,4 +1,4 @@
-"""Sections about one step, as it was predicted and as it was measured."""
+"""Sections about one step, predicted and measured."""
 
 from collections.abc import Mapping, Sequence
 from xml.etree.ElementTree import Element
@@ -14,7 +14,7 @@ from horizon_lm.schedule.trace import exposed_seconds
 
 
 def timeline_section(run: Run) -> list[Element]:
-    """What each stream did and when, and how busy it was."""
+    """Return the timeline of the streams, and tables of how busy they are."""
     notes = _missing_traces(run)
     planned = None if run.plan is None else run.plan.step
     if planned is not None:
@@ -25,16 +25,16 @@ def timeline_section(run: Run) -> list[Element]:
 
 
 def step_memory_section(run: Run) -> list[Element]:
-    """Memory that is taken over the step."""
+    """Return the figure of memory over the step."""
     views = [view for view in step_views(run) if any(view.memory.values())]
     notes = _missing_traces(run)
     if not views:
-        return notes or [absent("The traces have no counters of memory.")]
+        return notes or [absent("The traces have no memory counters.")]
     return [*notes, chart("step-memory", step_memory_figure(views))]
 
 
 def step_views(run: Run) -> list[StepView]:
-    """The steps that are shown, the predicted one first. What the plan alone has is memory."""
+    """Return the predicted and the measured step. Without a predicted trace, memory comes from the plan."""
     views = [_view("Predicted", FIRST, run.predicted), _view("Measured", SECOND, run.measured)]
     memory = None if run.plan is None else run.plan.memory
     if memory is not None and memory.seconds and (views[0] is None or not any(views[0].memory.values())):
@@ -66,30 +66,30 @@ def _missing_traces(run: Run) -> list[Element]:
         if trace is None:
             notes.append(missing(name))
         elif not trace.steps:
-            notes.append(absent(node("code", name), " has no step: the run ended before the first one it would trace."))
+            notes.append(absent(node("code", name), " has no step: the run ended before the first traced step."))
     return notes
 
 
 def _verdict(planned: PlannedStep) -> str:
-    """What the plan says of a step, as sentences."""
+    """Return the plan's prediction of a step as text."""
     text = (
-        f"The plan expects {duration(planned.seconds)} a step, {planned.tokens_per_second:,.0f} tokens per second and "
-        f"{planned.model_tflops:.3g} TFLOP/s of the model's own work. A step is limited by {_words(planned.limited_by)}."
+        f"The plan expects {duration(planned.seconds)} per step, {planned.tokens_per_second:,.0f} tokens per second and "
+        f"{planned.model_tflops:.3g} model TFLOP/s, limited by {_words(planned.limited_by)}."
     )
     hidden = [
-        f"{_HIDDEN.get(what, what)} from {count(tokens)}"
-        for what, tokens in planned.hidden_from_tokens.items()
+        f"{_OVERLAPPED.get(cause, cause)} from {count(tokens)}"
+        for cause, tokens in planned.hidden_from_tokens.items()
         if tokens is not None
     ]
     if hidden:
-        text += f" Computation hides {', '.join(hidden)} tokens a step on."
+        text += f" Fully overlapped with compute: {', '.join(hidden)} tokens per step."
     if planned.run_seconds is not None:
-        text += f" The whole run: {duration(planned.run_seconds)}."
+        text += f" The whole run takes {duration(planned.run_seconds)}."
     return text
 
 
 def _tables(views: Sequence[StepView], planned: PlannedStep | None) -> list[Element]:
-    """How busy each stream is and what keeps computation waiting; what operations take together, and their number."""
+    """Return tables of busy streams, stalls of compute, and operations with their total time and number."""
     streams, operations = [], []
     shares: dict[str, Mapping[str, float]] = {"predicted": planned.busy} if planned is not None else {}
     shares |= {view.name.lower(): busy_shares([part.span for part in view.parts], view.seconds) for view in views}
@@ -97,28 +97,28 @@ def _tables(views: Sequence[StepView], planned: PlannedStep | None) -> list[Elem
         rows = [
             [words, *(f"{share.get(stream, 0):.1%}" for share in shares.values())] for stream, words in STREAMS.items()
         ]
-        streams.append(table(["stream, busy", *shares], rows, "numbers"))
+        streams.append(table(["busy share of stream", *shares], rows, "numbers"))
     exposed = {view.name.lower(): exposed_seconds([part.span for part in view.parts]) for view in views}
     if planned is not None and "predicted" not in exposed:
         exposed = {"predicted": dict(planned.exposed_seconds), **exposed}
     if exposed:
         causes = next(iter(exposed.values()))
         rows = [[_words(cause), *(duration(each[cause]) for each in exposed.values())] for cause in causes]
-        streams.append(table(["nothing computed, because of", *exposed], rows, "numbers"))
+        streams.append(table(["compute stalls, by cause", *exposed], rows, "numbers"))
     if views:
         found = {part.span.op.kind for view in views for part in view.parts}
-        rows = [[str(kind), *(_of_kind(view, kind) for view in views)] for kind in KINDS if kind in found]
+        rows = [[str(kind), *(_kind_total(view, kind) for view in views)] for kind in KINDS if kind in found]
         operations.append(table(["operations", *(view.name.lower() for view in views)], rows, "numbers"))
     return [node("div", *streams), node("div", *operations)]
 
 
-def _of_kind(view: StepView, kind: Kind) -> str:
-    """How long operations of a kind took together, and how many there were."""
+def _kind_total(view: StepView, kind: Kind) -> str:
+    """Return the total time of the operations of a kind, and their number, as text."""
     spans = [part.span for part in view.parts if part.span.op.kind == kind]
     return f"{duration(sum(span.end - span.start for span in spans))} ({len(spans)})" if spans else "none"
 
 
-_HIDDEN = {"copy_in": "copies in", "update": "updates"}
+_OVERLAPPED = {"copy_in": "copies in", "update": "updates"}
 
 
 def _words(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The figures that matter, with what they stand beside."""
+"""The most important statistics of a run, compared with the plan."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -8,21 +8,21 @@ from horizon_lm.report.run_files import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """A figure of the summary: its name, its value, and what to compare it with."""
+class Statistic:
+    """A statistic of the summary: its name, its value, and a comparison."""
 
     name: str
     value: str
-    beside: str = ""
+    comparison: str = ""
 
 
-def summarise(run: Run) -> list[Figure]:
-    """The strip at the top of the page. What is not known is not in it."""
+def summarise(run: Run) -> list[Statistic]:
+    """Return the statistics for the top of the page. Unknown ones are left out."""
     return [*_losses(run), *_speeds(run), *_memory(run)]
 
 
 def duration(seconds: float) -> str:
-    """Seconds with three digits, or minutes and hours: an operation takes microseconds, a step up to minutes."""
+    """Format seconds with three digits, from microseconds to hours."""
     if seconds >= 100:
         return format_seconds(seconds)
     seconds = _three_digits(seconds)
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """A number of parameters or tokens, such as 7.62B."""
+    """Format a number of parameters or tokens, such as 7.62B."""
     number = _three_digits(number)
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
@@ -41,65 +41,66 @@ def count(number: float) -> str:
 
 
 def _three_digits(number: float) -> float:
-    """Rounded before the unit is chosen: 999.9 ms are a second."""
+    """Round to three digits. Done before the unit is chosen: 999.9 ms is 1 s."""
     return float(f"{number:.3g}")
 
 
-def _losses(run: Run) -> list[Figure]:
-    figures = []
+def _losses(run: Run) -> list[Statistic]:
+    statistics = []
     metrics = run.metrics
     if metrics is not None and metrics.losses:
         step, loss = metrics.losses[-1]
-        of = run.plan.run.num_steps if run.plan is not None else None
-        name, to_come = ("Last training loss", f" of {of:,}") if of and step < of else ("Final training loss", "")
-        beside = f"step {step:,}{to_come}; at first {metrics.losses[0][1]:.4f}"
-        figures.append(Figure(name, f"{loss:.4f}", beside))
+        num_steps = run.plan.run.num_steps if run.plan is not None else None
+        unfinished = num_steps is not None and step < num_steps
+        name = "Last training loss" if unfinished else "Final training loss"
+        comparison = f"step {step:,}{f' of {num_steps:,}' if unfinished else ''}; first {metrics.losses[0][1]:.4f}"
+        statistics.append(Statistic(name, f"{loss:.4f}", comparison))
     if metrics is not None and metrics.evaluations:
         first, last = metrics.evaluations[0], metrics.evaluations[-1]
         if last is first:
-            figures.append(Figure("Held-out loss", f"{first.eval_loss:.4f}", f"step {first.step:,}"))
+            statistics.append(Statistic("Eval loss", f"{first.eval_loss:.4f}", f"step {first.step:,}"))
         else:
             value = f"{first.eval_loss:.4g} → {last.eval_loss:.4g}"
-            figures.append(Figure("Held-out loss", value, f"before → after {last.step:,} steps"))
-    return figures
+            statistics.append(Statistic("Eval loss", value, f"before → after {last.step:,} steps"))
+    return statistics
 
 
-def _speeds(run: Run) -> list[Figure]:
-    figures = []
+def _speeds(run: Run) -> list[Statistic]:
+    statistics = []
     predicted = None if run.plan is None else run.plan.step
     if run.metrics is not None and run.metrics.training:
         speed = median(line.tokens_per_second for line in run.metrics.training)
-        beside = (
+        comparison = (
             "median"
             if predicted is None
             else (
                 f"median; predicted {predicted.tokens_per_second:,.0f}{_difference(speed, predicted.tokens_per_second)}"
             )
         )
-        figures.append(Figure("Tokens per second", f"{speed:,.0f}", beside))
+        statistics.append(Statistic("Tokens per second", f"{speed:,.0f}", comparison))
     seconds, source = _step_seconds(run)
     if seconds is not None:
-        beside = (
+        comparison = (
             source
             if predicted is None
             else (f"{source}; predicted {duration(predicted.seconds)}{_difference(seconds, predicted.seconds)}")
         )
-        figures.append(Figure("Step", duration(seconds), beside))
+        statistics.append(Statistic("Step", duration(seconds), comparison))
     elif predicted is not None:
-        figures.append(Figure("Step", duration(predicted.seconds), "predicted"))
-    return figures
+        statistics.append(Statistic("Step", duration(predicted.seconds), "predicted"))
+    return statistics
 
 
 def _step_seconds(run: Run) -> tuple[float | None, str]:
-    """Seconds of a step of the whole run where there are two lines of it, else of the steps that were traced."""
+    """Return the median seconds of a step and their source: the metrics, or traced steps if there are too few lines."""
     if run.metrics is not None and run.metrics.step_seconds is not None:
         return run.metrics.step_seconds, "median"
     step = None if run.measured is None else run.measured.median_step()
     return (None, "") if step is None else (step.seconds, "median of traced steps")
 
 
-def _memory(run: Run) -> list[Figure]:
-    figures = []
+def _memory(run: Run) -> list[Statistic]:
+    statistics = []
     lines = [] if run.metrics is None else run.metrics.training
     host, device = (None, None) if run.plan is None else (run.plan.host, run.plan.device_peak)
     for name, peaks, place in (
@@ -107,13 +108,13 @@ def _memory(run: Run) -> list[Figure]:
         ("Device peak", [line.device_bytes_peak for line in lines], device),
     ):
         if peaks:
-            beside = f"planned {format_bytes(place.bytes)}{_difference(max(peaks), place.bytes)}" if place else ""
-            figures.append(Figure(name, format_bytes(max(peaks)), beside))
+            comparison = f"planned {format_bytes(place.bytes)}{_difference(max(peaks), place.bytes)}" if place else ""
+            statistics.append(Statistic(name, format_bytes(max(peaks)), comparison))
         elif place:
-            figures.append(Figure(name, format_bytes(place.bytes), "planned"))
-    return figures
+            statistics.append(Statistic(name, format_bytes(place.bytes), "planned"))
+    return statistics
 
 
 def _difference(measured: float, expected: float) -> str:
-    """By how much a figure is off what was expected."""
+    """Return the relative difference as text."""
     return f" ({measured / expected - 1:+.1%})" if expected else ""

@@ -1,4 +1,4 @@
-"""``trace.json`` and ``predicted_trace.json``: the operations of some steps, in the words of the schedule."""
+"""Read ``trace.json`` and ``predicted_trace.json``: the operations of a few steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,12 +13,12 @@ from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.schedule.trace import Span, busy_seconds
 
 _COUNTERS = {"device bytes": "device", "host bytes": "host"}
-_SECONDS = 1e-6  # of the unit of time in such files
+_SECONDS = 1e-6  # of a microsecond, the unit of time in these files
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step's number, and its first and last moment in seconds."""
+    """A traced step: its number, start and end, in seconds."""
 
     number: int
     start: float
@@ -31,7 +31,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What of an operation lies in a step, in seconds from the step's start, and what all of it took."""
+    """The part of an operation inside a step, in seconds from the step's start, and the length of the whole operation."""
 
     span: Span
     seconds: float
@@ -39,10 +39,12 @@ class Part:
 
 @dataclass(slots=True)
 class TraceFile:
-    """Spans and the memory that is taken, in seconds of one clock.
+    """The content of a trace; all times are seconds of one clock.
 
     Attributes:
-        memory: ``device`` and ``host``: moments and the bytes that are taken from then on.
+        spans: the operations.
+        memory: ``device`` and ``host``: moments, and the bytes in use from then on.
+        steps: the traced steps.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -50,12 +52,12 @@ class TraceFile:
     steps: list[Step] = field(default_factory=list)
 
     def median_step(self) -> Step | None:
-        """The step of median length, the shorter of the two in the middle; None if nothing was traced."""
+        """Return the step of median length, the shorter of two; None if nothing was traced."""
         by_length = sorted(self.steps, key=lambda step: step.seconds)
         return by_length[(len(by_length) - 1) // 2] if by_length else None
 
     def within(self, step: Step) -> list[Part]:
-        """What happened in a step; an operation that reaches over its ends is cut there."""
+        """Return the operations in a step, cut at its start and end."""
         return [
             Part(_cut(span, step), span.end - span.start)
             for span in self.spans
@@ -63,7 +65,7 @@ class TraceFile:
         ]
 
     def memory_within(self, place: str, step: Step) -> list[tuple[float, float]]:
-        """Bytes taken in a step, from its first moment to its last."""
+        """Return the bytes in use from the start of a step to its end."""
         before = [bytes_ for moment, bytes_ in self.memory[place] if moment <= step.start]
         inside = [(m - step.start, b) for m, b in self.memory[place] if step.start < m < step.end]
         points = ([(0.0, before[-1])] if before else []) + inside
@@ -77,13 +79,13 @@ def _cut(span: Span, step: Step) -> Span:
 
 
 def busy_shares(spans: Sequence[Span], seconds: float) -> dict[str, float]:
-    """The share of a step in which each stream does something."""
+    """Return the share of a step in which each stream is busy."""
     return {stream: busy_seconds([s for s in spans if s.op.stream == stream]) / seconds for stream in Stream}
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The file, in the names of the format."""
+    """The file, with the names of Chrome's trace format."""
 
     traceEvents: list[dict[str, Any]]  # noqa: N815
     otherData: dict[str, Any] = field(default_factory=dict)  # noqa: N815
@@ -93,7 +95,7 @@ _CONTENT = TypeAdapter(_Content)
 
 
 def read_trace(path: Path) -> TraceFile:
-    """The trace in a file; ConfigError with the event that is not understood."""
+    """Read a trace. Raise ConfigError with the event that is invalid."""
     content = check_json(_CONTENT, read_bytes(path), str(path))
     trace = TraceFile()
     rows: dict[int, Stream] = {}
@@ -101,18 +103,18 @@ def read_trace(path: Path) -> TraceFile:
         try:
             _add(trace, event, rows)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path}: traceEvents[{number}] is not understood ({error!r})") from error
+            raise ConfigError(f"{path}: traceEvents[{number}] is invalid ({error!r})") from error
     for points in trace.memory.values():
         points.sort(key=lambda point: point[0])
     try:
         trace.steps = _steps(content.otherData, trace.spans)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: otherData.steps is not understood ({error!r})") from error
+        raise ConfigError(f"{path}: otherData.steps is invalid ({error!r})") from error
     return trace
 
 
 def _add(trace: TraceFile, event: dict[str, Any], rows: dict[int, Stream]) -> None:
-    """Take an event in. ``rows`` are the streams by row, whose names stand before what happened on them."""
+    """Add an event. ``rows`` maps rows to streams; the file names them before their events."""
     if event["ph"] == "M" and event["name"] == "thread_name":
         rows[event["tid"]] = Stream(event["args"]["name"])
     elif event["ph"] == "X":
@@ -128,7 +130,7 @@ def _add(trace: TraceFile, event: dict[str, Any], rows: dict[int, Stream]) -> No
 
 
 def _steps(other: dict[str, Any], spans: Sequence[Span]) -> list[Step]:
-    """The steps that the file names; without names all of it is one."""
+    """Return the steps named in the file; without any, the whole trace is one step."""
     steps = [
         Step(int(each["step"]), float(each["start"]) * _SECONDS, float(each["end"]) * _SECONDS)
         for each in other.get("steps", [])

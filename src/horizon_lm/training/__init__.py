@@ -1,1 +1,1 @@
-"""The loop, and what a run leaves behind."""
+"""The training loop, its metrics and its output folder."""

@@ -1,7 +1,7 @@
-"""Evaluate held-out rows and sample prompts by forward passes alone."""
+"""Forward passes between steps: the eval sets and the answers to sample prompts."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from horizon_lm.config import RunConfig
@@ -11,11 +11,11 @@ from horizon_lm.errors import ConfigError, NonFiniteError, first_line
 from horizon_lm.objective.base import Objective, evaluation_mode
 
 
-class Prompts:
-    """A run's sample prompts as tokens, through the chat template, if there is one.
+class SamplePrompts:
+    """The sample prompts of a run as tokens, rendered with the chat template if the tokenizer has one.
 
     Raises:
-        ConfigError: the chat template refuses a prompt, or one has no token.
+        ConfigError: the chat template rejects a prompt, or a prompt has no tokens.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Any) -> None:
@@ -23,22 +23,20 @@ class Prompts:
         self._max_new_tokens = config.sample_max_new_tokens
         try:
             self._inputs = [prompt_inputs(tokenizer, prompt) for prompt in self._prompts]
-        except Exception as error:  # of the template, which is a program
-            raise ConfigError(f"sample_prompts: the chat template refuses them: {first_line(error)}") from error
+        except Exception as error:  # a template is a program and may raise anything
+            raise ConfigError(f"sample_prompts: rejected by the chat template: {first_line(error)}") from error
 
         for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
             if not inputs["input_ids"].shape[1]:
-                raise ConfigError(
-                    f"sample_prompts: {prompt!r} has no token to go on from; remove it, or write something"
-                )
+                raise ConfigError(f"sample_prompts: {prompt!r} has no tokens; remove it, or write a longer prompt")
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest one; 0 if there is none."""
+        """The number of tokens of the longest prompt; 0 without prompts."""
         return max((inputs["input_ids"].shape[1] for inputs in self._inputs), default=0)
 
     def answer(self, model: Any, step: int) -> dict[str, Any]:
-        """What the model says to each after a step, greedily, as a line of ``samples.jsonl``."""
+        """Answer all prompts by greedy decoding and return them as a line of ``samples.jsonl``."""
         samples = []
         with evaluation_mode(model):
             for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
@@ -53,7 +51,7 @@ class Prompts:
 
 
 def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
-    """A prompt as a model is given it: through the chat template, if there is one."""
+    """Return the model inputs of a prompt, rendered with the chat template if the tokenizer has one."""
     if tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt")
     message = [{"role": "user", "content": prompt}]
@@ -61,61 +59,69 @@ def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
 
 
 def padding_id(tokenizer: Any) -> int | None:
-    """The token that fills up answers."""
+    """Return the padding token of a tokenizer, else its end-of-sequence token."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 def evaluate_rows(
     model: Any,
     objectives: Mapping[str, Objective],
-    held_out: Mapping[str, TokenTable],
+    eval_sets: Mapping[str, TokenTable],
     batch_size: int,
     step: int,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any] | None:
-    """Mean losses over held-out rows, as a line of metrics; None without rows. ``advance`` is told of how many rows are done.
+    """Evaluate all eval sets and return their mean losses as a line of metrics; None without eval sets.
+
+    Args:
+        model: the streamed model.
+        objectives: the objective of each eval set, by name.
+        eval_sets: the rows of each eval set, by name.
+        batch_size: rows of one forward pass.
+        step: steps trained so far.
+        advance: called with the number of rows done and of all rows.
 
     Returns:
-        ``eval_loss`` over all rows, and what else the objective measures, under ``eval_``; with several data sets also
-        under ``eval_NAME_``. Where the loss is that of tokens, ``eval_perplexity`` and ``eval_tokens``.
+        ``eval_loss`` over all rows and the objective's other metrics, prefixed with ``eval_``; with several eval sets also
+        for each, prefixed with ``eval_NAME_``. A loss per token adds ``eval_perplexity`` and ``eval_tokens``.
 
     Raises:
         NonFiniteError: a loss is NaN or infinite.
     """
-    if not held_out:
+    if not eval_sets:
         return None
-    totals, done, number = {name: _Total() for name in held_out}, 0, sum(map(len, held_out.values()))
-    for name, rows in held_out.items():
-        for num_rows in _evaluate_part(totals[name], model, objectives[name], rows, batch_size):
-            done += num_rows
-            advance(done, number)
-    line: dict[str, Any] = {"step": step, **_means(totals.values(), "eval_")}
+    totals, done, num_rows = {name: _Total() for name in eval_sets}, 0, sum(map(len, eval_sets.values()))
+    for name, rows in eval_sets.items():
+        for batch_rows in _evaluate_set(totals[name], model, objectives[name], rows, batch_size):
+            done += batch_rows
+            advance(done, num_rows)
+    line: dict[str, Any] = {"step": step, **_means([*totals.values()], "eval_")}
     if len(totals) > 1:
         for name, total in totals.items():
             line |= _means([total], f"eval_{name}_")
     if not math.isfinite(line["eval_loss"]):
-        raise NonFiniteError(f"after step {step}: the held-out loss is {line['eval_loss']}")
+        raise NonFiniteError(f"after step {step}: the eval loss is {line['eval_loss']}")
     return line
 
 
 class _Total:
-    """Sums over the rows of a data set."""
+    """Weighted sums over the rows of an eval set."""
 
     def __init__(self) -> None:
         self.loss = self.weight = 0.0
         self.metrics: dict[str, float] = {}
-        self.of_tokens = True
+        self.per_token = True
 
     def add(self, loss: float, weight: float, metrics: Mapping[str, float], num_trained: int) -> None:
         self.loss += loss * weight
         self.weight += weight
-        self.of_tokens &= weight == num_trained
+        self.per_token &= weight == num_trained
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
-def _evaluate_part(total: _Total, model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> Iterator[int]:
-    """Adds up, batch by batch; the rows of each."""
+def _evaluate_set(total: _Total, model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> Iterator[int]:
+    """Add the losses of an eval set to its total, batch by batch; yield the number of rows of each batch."""
     with evaluation_mode(model):
         for batch in in_order(rows, batch_size):
             loss = objective(model, batch)
@@ -123,12 +129,11 @@ def _evaluate_part(total: _Total, model: Any, objective: Objective, rows: TokenT
             yield len(batch.places)
 
 
-def _means(totals: Any, prefix: str) -> dict[str, float]:
-    totals = list(totals)
+def _means(totals: Sequence[_Total], prefix: str) -> dict[str, float]:
     weight = sum(total.weight for total in totals)
     loss = sum(total.loss for total in totals) / weight
     line = {f"{prefix}loss": loss}
-    if all(total.of_tokens for total in totals):
+    if all(total.per_token for total in totals):
         line |= {f"{prefix}perplexity": math.exp(min(loss, 700.0)), f"{prefix}tokens": int(weight)}
     for name in totals[0].metrics:
         line[f"{prefix}{name}"] = sum(total.metrics[name] for total in totals) / weight

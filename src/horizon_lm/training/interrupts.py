@@ -1,4 +1,4 @@
-"""Stopping a run when the user or the system asks for it."""
+"""Stop a run on SIGINT or SIGTERM."""
 
 import os
 import signal
@@ -10,16 +10,20 @@ from horizon_lm.errors import InterruptedRunError
 
 
 class Interrupts:
-    """SIGINT and SIGTERM: at once while there is nothing to lose, at the end of a step in the loop. A context manager.
+    """Context manager: turn SIGINT and SIGTERM into an end of the run, immediately or after the current step.
 
-    ``requested``: a signal has come. A second one stops at once in any case. Outside the main thread, where signals do not arrive, nothing happens.
+    The first signal stops immediately until `finish_steps` is called, at the end of a step afterwards. A second one always
+    stops immediately. Python delivers signals to the main thread only; in other threads this does nothing.
+
+    Attributes:
+        requested: a signal has arrived.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
         self._previous: list[Any] = []
-        self._waits = self.requested = False
+        self._finishes_steps = self.requested = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -32,18 +36,18 @@ class Interrupts:
         for number, handler in zip(self._SIGNALS, self._previous, strict=False):
             signal.signal(number, handler)
 
-    def wait_for_boundary(self) -> None:
-        """From now on a signal waits for `check`."""
-        self._waits = True
+    def finish_steps(self) -> None:
+        """From now on, let a signal take effect at the next `check`."""
+        self._finishes_steps = True
 
     def check(self, step: int, num_steps: int, kept: str) -> None:
-        """At the end of a step: InterruptedRunError if a signal has come."""
+        """Raise InterruptedRunError if a signal has arrived. ``kept`` says what the run leaves."""
         if self.requested:
             raise InterruptedRunError(f"interrupted after step {step} of {num_steps}. {kept}")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._waits or self.requested:
+        if not self._finishes_steps or self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        # print() may be what was interrupted
-        os.write(2, b"\nstopping at the end of this step; interrupt again to stop at once\n")
+        # Not print(), which is not reentrant: the signal may have interrupted one.
+        os.write(2, b"\nstopping after this step; interrupt again to stop immediately\n")

@@ -1,5 +1,6 @@
-"""Measure a run and log it: ``metrics.jsonl``, and a progress bar on a terminal or plain lines elsewhere."""
+"""Measure and log a run: ``metrics.jsonl``, and a progress bar on a terminal or plain lines elsewhere."""
 
+import functools
 import json
 import math
 import time
@@ -17,12 +18,12 @@ from horizon_lm.resources import resident_bytes
 
 
 class Metrics:
-    """Sums over the steps between two log lines.
+    """The sums over the steps between two log lines.
 
     Args:
         num_steps: steps of the run.
-        steps_per_epoch: to tell the epoch.
-        plan: what was planned for it.
+        steps_per_epoch: steps of one epoch.
+        plan: the plan of the run, which measured speed and memory are compared with.
     """
 
     def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan) -> None:
@@ -31,7 +32,7 @@ class Metrics:
         self._flops_per_token = plan.step.outline.step_flops(plan.step.tokens) / plan.step.tokens
         self.tokens_trained = self.tokens_total = self._rows = 0
         self.started = time.perf_counter()
-        self._window_started, self._aside = self.started, 0.0
+        self._window_started, self._excluded_seconds = self.started, 0.0
         self._losses: list[float] = []
         self._sums: dict[str, float] = {}
         self._weight = 0.0
@@ -39,20 +40,20 @@ class Metrics:
 
     @property
     def has_steps(self) -> bool:
-        """There are steps that no line tells of yet."""
+        """True if there are steps that have not been logged."""
         return self._window_steps > 0
 
     @contextmanager
     def exclude_from_timing(self) -> Iterator[None]:
-        """What happens inside takes time, but no step's."""
+        """Context manager: leave the time spent inside out of the speed of steps."""
         begun = time.perf_counter()
         yield
-        self._aside += time.perf_counter() - begun
+        self._excluded_seconds += time.perf_counter() - begun
 
     def add(self, value: float, loss: Loss, batch: Batch, learning_rate: float) -> None:
-        """Count a step with its loss and the learning rate that it was applied with."""
+        """Add a step with its loss and the learning rate of its update."""
         self.last_loss, self._learning_rate = value, learning_rate
-        if math.isfinite(value):  # else it is of a step that is left out
+        if math.isfinite(value):  # else the step was skipped
             self._losses.append(value)
             self._weight += loss.weight
             for name, each in loss.metrics.items():
@@ -63,21 +64,24 @@ class Metrics:
         self._window_total += batch.num_tokens
 
     def line(self, step: int, optimizer: Any, model: Any, unit_norms: bool = False) -> dict[str, Any]:
-        """A line of ``metrics.jsonl``, over the steps since the last one.
+        """Return a line of ``metrics.jsonl`` for the steps since the last one, and start new sums.
 
         Returns:
-            ``loss``: mean over these steps of the step's loss, null if all were skipped, and what else the objective measures;
-            ``grad_norm``: of the last applied step, before clipping, and ``grad_norm/UNIT`` on request; ``steps_skipped``
-            since the run began; ``learning_rate``: of this step; ``rows_seen`` and ``tokens_*``: since the run began,
-            without padding; ``*_per_second``: over these steps, evaluation and exports left out; ``model_tflops``: operations that the model asks for (6·N·T
-            and attention), per second; ``of_planned_speed``: tokens per second over those of the plan, null if it has none;
-            ``device_bytes_peak``: of the engine's buffers, and ``of_planned_device``; ``host_bytes``: of this process, without
-            page cache, and ``of_planned_host``; ``seconds`` since the run began; ``eta_seconds``.
+            - ``loss``: mean of the steps' losses, null if all were skipped; likewise the objective's other metrics.
+            - ``grad_norm``: norm of the last applied step before clipping; with ``unit_norms`` also ``grad_norm/UNIT``.
+            - ``learning_rate``: rate of the last step. ``steps_skipped``: since the start of the run.
+            - ``rows_seen``, ``tokens_trained``, ``tokens_total``: since the start of the run, without padding.
+            - ``*_per_second``: over these steps, without evaluation and exports. ``model_tflops``: operations of the model
+              (6·N·T and attention) per second. ``of_planned_speed``: measured over planned tokens per second, null if the
+              plan has no speed.
+            - ``device_bytes_peak``: peak of the engine's buffers. ``host_bytes``: memory of this process without page
+              cache. ``of_planned_device``, ``of_planned_host``: these over the planned bytes.
+            - ``seconds``: since the start of the run. ``eta_seconds``: expected until its end.
         """
         import horizon_lm
 
         plan, now = self._plan, time.perf_counter()
-        seconds = now - self._window_started - self._aside
+        seconds = now - self._window_started - self._excluded_seconds
         self.tokens_trained += self._window_trained
         self.tokens_total += self._window_total
         device_bytes, host_bytes = horizon_lm.stats(model)["device_bytes_peak"], resident_bytes()
@@ -106,75 +110,84 @@ class Metrics:
             "seconds": round(now - self.started, 3),
             "eta_seconds": round(seconds / self._window_steps * (self._num_steps - step), 1),
         }
-        self._window_started, self._aside = now, 0.0
+        self._window_started, self._excluded_seconds = now, 0.0
         self._losses, self._sums, self._weight = [], {}, 0.0
         self._window_steps = self._window_trained = self._window_total = 0
         return line
 
 
-def _ratio(value: float, of: float | None) -> float | None:
-    return round(value / of, 4) if of else None
+def _ratio(value: float, planned: float | None) -> float | None:
+    return round(value / planned, 4) if planned else None
 
 
-def describe(line: dict[str, Any], num_steps: int) -> str:
-    """A line of metrics for people."""
-    begin = f"step {line['step']}/{num_steps}  "
+def format_line(line: dict[str, Any], num_steps: int) -> str:
+    """Return a line of metrics as text for people."""
+    start = f"step {line['step']}/{num_steps}  "
     if "samples" in line:
-        return "\n".join(f"{begin}{each['prompt']!r} -> {each['answer']!r}" for each in line["samples"])
+        return "\n".join(f"{start}{each['prompt']!r} -> {each['answer']!r}" for each in line["samples"])
     if "eval_loss" in line:
         tokens = f" ({line['eval_tokens']:,} tokens)" if "eval_tokens" in line else ""
-        return f"{begin}held-out loss {line['eval_loss']:.4f}{tokens}{_others(line, 'eval_')}"
+        return f"{start}eval loss {line['eval_loss']:.4f}{tokens}{_extra_metrics(line, 'eval_')}"
     return (
-        f"{begin}epoch {line['epoch']:.2f}  loss {_number(line['loss'], '.4f')}{_others(line, '')}  "
-        f"grad norm {_number(line['grad_norm'], '.2f')}  lr {line['learning_rate']:.2e}  "
-        f"tokens/s {line['trained_tokens_per_second']:.0f} trained, {line['tokens_per_second']:.0f} in all  "
+        f"{start}epoch {line['epoch']:.2f}  loss {_format_or_none(line['loss'], '.4f')}{_extra_metrics(line, '')}  "
+        f"grad norm {_format_or_none(line['grad_norm'], '.2f')}  lr {line['learning_rate']:.2e}  "
+        f"tokens/s {_format_rate(line['tokens_per_second'])} ({_format_rate(line['trained_tokens_per_second'])} trained)  "
         f"device {format_bytes(line['device_bytes_peak'])}  host {format_bytes(line['host_bytes'])}  "
-        f"left {format_seconds(line['eta_seconds'])}{_slow(line['of_planned_speed'])}"
+        f"ETA {format_seconds(line['eta_seconds'])}{_slow_note(line['of_planned_speed'])}"
     )
 
 
-def _slow(of_planned: float | None) -> str:
-    """A word about steps that take more than twice as long as planned: something else computes on this machine."""
+def _slow_note(of_planned: float | None) -> str:
+    """Return a note if steps take more than twice as long as planned: other programs may be using this machine."""
     return f"  ({of_planned:.0%} of the planned speed)" if of_planned is not None and of_planned < 0.5 else ""
 
 
-def _others(line: dict[str, Any], prefix: str) -> str:
-    """What of an objective's measures deserves a place on a line."""
-    known = {"perplexity": "perplexity", "rewards/margins": "margin", "rewards/accuracies": "accuracy"}
-    return "".join(f"  {name} {_short(line[prefix + key])}" for key, name in known.items() if prefix + key in line)
+def _extra_metrics(line: dict[str, Any], prefix: str) -> str:
+    """Return the objective's most important metrics as text."""
+    labels = {"perplexity": "perplexity", "rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+    return "".join(
+        f"  {label} {_three_digits(line[prefix + key])}" for key, label in labels.items() if prefix + key in line
+    )
 
 
-def _short(value: float) -> str:
-    """Three digits, and of what is small the first three."""
+def _three_digits(value: float) -> str:
+    """Format with three decimals, small numbers with three significant digits."""
     return f"{value:z.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "none" if value is None else format(value, form)
+def _format_rate(rate: float) -> str:
+    """Format a rate with a thousands separator, below 100 with one decimal."""
+    return f"{rate:.1f}" if rate < 99.95 else f"{rate:,.0f}"
+
+
+def _format_or_none(value: float | None, spec: str) -> str:
+    return "none" if value is None else format(value, spec)
 
 
 class Reporter:
-    """Writes metrics, flushed line by line, and shows progress. A context manager.
+    """Context manager: write metrics, flushed line by line, and show progress.
 
     Args:
-        say: prints a line; None for standard output, with a progress bar if that is a terminal.
+        print_fn: called with each line; None prints to standard output, with a progress bar if that is a terminal.
     """
 
-    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, print_fn: Callable[[str], None] | None = None) -> None:
         self._bar: Any = None
         self._task: Any = None
-        self._say = say
+        self._print_fn = print_fn
         self._file: TextIO | None = None
         self._num_steps = 0
 
     def __enter__(self) -> Self:
-        if self._say is None:
+        if self._print_fn is None:
             from rich.console import Console
 
             console = Console()
-            # rich wraps at the window's width; lines that go to a file must stay whole
-            self._say = (
-                (lambda text: console.print(text, markup=False, highlight=False)) if console.is_terminal else _plain
+            # rich wraps lines at the width of the window, which would break them in a file
+            self._print_fn = (
+                (lambda text: console.print(text, markup=False, highlight=False))
+                if console.is_terminal
+                else functools.partial(print, flush=True)
             )
             self._bar = _progress_bar(console) if console.is_terminal else None
         return self
@@ -186,63 +199,59 @@ class Reporter:
         if self._file is not None:
             self._file.close()
 
-    def say(self, *lines: str) -> None:
-        """Lines for people."""
-        assert self._say is not None
+    def print(self, *lines: str) -> None:
+        """Print lines, above the progress bar if there is one."""
+        assert self._print_fn is not None
         for line in lines:
-            self._say(line)
+            self._print_fn(line)
 
     def begin(self, metrics_file: Path, num_steps: int) -> None:
-        """The loop begins; lines go into a new file."""
+        """Open a new metrics file and start the progress bar."""
         self._file, self._num_steps = metrics_file.open("x", encoding="utf-8"), num_steps
         if self._bar is not None:
             self._task = self._bar.add_task("training", total=num_steps, loss="")
             self._bar.start()
 
     def advance(self, loss: float) -> None:
-        """One more step is done."""
+        """Advance the progress bar by a step."""
         if self._task is not None:
             self._bar.update(self._task, advance=1, loss=f"loss {loss:.4f}")
 
     def write(self, line: dict[str, Any]) -> None:
-        """A line of metrics, on disk when this returns."""
+        """Write a line of metrics to disk and show it."""
         assert self._file is not None
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        self.tell(line)
+        self.show(line)
 
-    def tell(self, line: dict[str, Any]) -> None:
-        """A line for people alone."""
-        self.say(describe(line, self._num_steps))
+    def show(self, line: dict[str, Any]) -> None:
+        """Print a line of metrics or samples without writing it to ``metrics.jsonl``."""
+        self.print(format_line(line, self._num_steps))
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """What stands between steps and may take long; told how much of how much is done."""
-        said, task = time.perf_counter(), None
+    def progress(self, label: str) -> Iterator[Callable[[int, int], None]]:
+        """Context manager: show the progress of long work between steps. Yield a function to call with done and total."""
+        last_print, task = time.perf_counter(), None
 
-        def say(done: int, total: int) -> None:
-            nonlocal said, task
+        def advance(done: int, total: int) -> None:
+            nonlocal last_print, task
             if self._bar is not None:
                 if task is None:
-                    task = self._bar.add_task(what, total=total, loss="")
+                    task = self._bar.add_task(label, total=total, loss="")
                     self._bar.start()
                 self._bar.update(task, completed=done)
-            elif time.perf_counter() - said > 10:
-                said = time.perf_counter()
-                self.say(f"{what}: {done:,} of {total:,}")
+            elif time.perf_counter() - last_print > 10:
+                last_print = time.perf_counter()
+                self.print(f"{label}: {done:,} of {total:,}")
 
-        yield say
+        yield advance
         if task is not None:
             self._bar.remove_task(task)
 
     def stop_bar(self) -> None:
-        """The loop is over; what is said from now on stays below the bar."""
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
-
-
-def _plain(text: str) -> None:
-    print(text, flush=True)
 
 
 def _progress_bar(console: Any) -> Any:

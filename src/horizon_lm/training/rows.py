@@ -1,4 +1,4 @@
-"""The rows of a run: those to train on, and those held out."""
+"""Prepare the training rows and the eval sets of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,15 @@ from horizon_lm.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """One data set, or all those that are trained on together.
+class PreparedData:
+    """An eval set, or all training rows.
 
     Attributes:
-        name: for people.
-        report: what became of its rows.
-        findings: what looks wrong with them.
-        rows, packed: those in use, before and after they are packed; the same where they are not.
+        name: its name in messages.
+        report: counts of the rows that were read, cut and left out.
+        findings: likely mistakes in the rows.
+        rows: the rows in use.
+        packed: the same rows after packing; ``rows`` without packing.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Prepared:
     packed: TokenTable
 
     def lines(self) -> list[str]:
-        """What a user is told."""
+        """Return a summary and the findings as lines for people."""
         return [f"{self.name}: {summary(self.rows, self.packed)}", *(f"{self.name}: {each}" for each in self.findings)]
 
 
@@ -44,20 +45,20 @@ class RunData:
     """The rows of a run.
 
     Attributes:
-        training: those to train on.
-        loader: their batches.
-        parts: each data set that was prepared.
-        held_out: rows to evaluate on, by the name of their data set.
+        training: the training rows.
+        loader: batches of the training rows.
+        parts: the training rows and each eval set, with what was found in them.
+        eval_sets: the packed rows of each eval set, by name.
     """
 
-    training: Prepared
+    training: PreparedData
     loader: Loader
-    parts: Sequence[Prepared]
-    held_out: Mapping[str, TokenTable]
+    parts: Sequence[PreparedData]
+    eval_sets: Mapping[str, TokenTable]
 
 
 def preprocess_config(config: RunConfig) -> PreprocessConfig:
-    """What becomes of the rows of a run."""
+    """Return the settings of a run that decide how its rows are tokenized and packed."""
     return PreprocessConfig(
         objective=config.objective,
         train_on=config.train_on if isinstance(config, SftConfig) else None,
@@ -69,11 +70,11 @@ def preprocess_config(config: RunConfig) -> PreprocessConfig:
 
 
 def _eval_preprocess_config(config: RunConfig) -> PreprocessConfig:
-    """The same of held-out rows, which may be packed otherwise."""
-    recipe = preprocess_config(config)
+    """Return the same for eval sets, whose packing may be set separately."""
+    preprocess = preprocess_config(config)
     if not isinstance(config, TextConfig) or config.eval_packing is None:
-        return recipe
-    return replace(recipe, packing=config.packing_strategy if config.eval_packing else None)
+        return preprocess
+    return replace(preprocess, packing=config.packing_strategy if config.eval_packing else None)
 
 
 def _data_seed(config: RunConfig) -> int:
@@ -81,27 +82,27 @@ def _data_seed(config: RunConfig) -> int:
 
 
 def load_data(config: RunConfig, tokenizer: Any) -> RunData:
-    """The rows to train on, and those held out. Findings are not refused yet.
+    """Prepare the training rows and the eval sets. Errors among the findings are returned, not raised.
 
     Raises:
-        ConfigError, DataError: as `prepare` does; and for more rows held out than there are.
+        ConfigError, DataError: as `prepare` does; ConfigError also if ``test_split_size`` leaves no training rows.
     """
-    recipe, held_out_recipe = preprocess_config(config), _eval_preprocess_config(config)
-    report = prepare(config.datasets or (), tokenizer, recipe)
+    preprocess, eval_preprocess = preprocess_config(config), _eval_preprocess_config(config)
+    report = prepare(config.datasets or (), tokenizer, preprocess)
     rows, parts = report.rows, []
     if config.test_split_size is not None:
         held, rows = _split(rows, config.test_split_size, _data_seed(config))
-        held = cut_rows(held, held_out_recipe)
+        held = cut_rows(held, eval_preprocess)
         found = also_trained_on(held, rows)
-        parts.append(Prepared("held_out", Report(), found, held, pack_rows(held, held_out_recipe)))
-    training = Prepared("training data", report, audit(report, tokenizer), rows, pack_rows(rows, recipe))
+        parts.append(PreparedData("held_out", Report(), found, held, pack_rows(held, eval_preprocess)))
+    training = PreparedData("training data", report, audit(report, tokenizer), rows, pack_rows(rows, preprocess))
     names = [each.name for each in parts]
     for dataset in config.eval_datasets or ():
         names.append(_unused_name(Path(dataset.path).stem, names))
-        of_held_out = prepare([dataset], tokenizer, held_out_recipe)
-        packed = pack_rows(of_held_out.rows, held_out_recipe)
-        found = [*audit(of_held_out, tokenizer), *also_trained_on(of_held_out.rows, rows)]
-        parts.append(Prepared(names[-1], of_held_out, found, of_held_out.rows, packed))
+        eval_report = prepare([dataset], tokenizer, eval_preprocess)
+        packed = pack_rows(eval_report.rows, eval_preprocess)
+        found = [*audit(eval_report, tokenizer), *also_trained_on(eval_report.rows, rows)]
+        parts.append(PreparedData(names[-1], eval_report, found, eval_report.rows, packed))
     loader = Loader(training.packed, training_sampler(config, training.packed))
     return RunData(training, loader, [training, *parts], {each.name: each.packed for each in parts})
 
@@ -109,7 +110,7 @@ def load_data(config: RunConfig, tokenizer: Any) -> RunData:
 def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
     number = int(size) if size >= 1 else math.ceil(size * len(rows))
     if number >= len(rows):
-        raise ConfigError(f"test_split_size is {size:g}, but there are only {len(rows)} rows; hold fewer out")
+        raise ConfigError(f"test_split_size is {size:g}, but there are only {len(rows)} rows; set a smaller number")
     held_out = np.zeros(len(rows), dtype=bool)
     held_out[np.random.default_rng((seed, 0)).permutation(len(rows))[:number]] = True
     return rows.split(held_out)
@@ -120,12 +121,12 @@ def _unused_name(name: str, names: Sequence[str]) -> str:
 
 
 def training_sampler(config: RunConfig, rows: TokenTable) -> Sampler:
-    """Which rows each step has."""
+    """Return the sampler that chooses the rows of each step."""
     return Sampler(tuple(rows.part_sizes()), config.rows_per_step, _data_seed(config), tuple(rows.weights()))
 
 
-def sampler_without_tokens(config: RunConfig) -> Sampler | None:
-    """The same, about, without tokenizing the rows; None if there are none yet, or they will be packed."""
+def estimate_sampler(config: RunConfig) -> Sampler | None:
+    """Estimate the sampler without tokenizing. None if there are no rows yet, or if packing will change their number."""
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):
         return None
     held = config.test_split_size or 0

@@ -20,7 +20,7 @@ from horizon_lm.training.rows import RunData
 
 
 def choose_device(name: str) -> str:
-    """The device that ``auto`` stands for here; others as they are. ConfigError for one that is not here."""
+    """Return the device to use, with ``auto`` resolved. Raise ConfigError if this machine does not have it."""
     import torch
 
     if name == "auto":
@@ -33,17 +33,17 @@ def choose_device(name: str) -> str:
 
 
 def load_tokenizer(config: RunConfig) -> Any:
-    """The tokenizer of the run's model, whose folder is checked on the way.
+    """Load the tokenizer of the run's model, after checking that the model is supported.
 
     Raises:
-        ConfigError: no such model, or no tokenizer with it.
-        ModelNotSupportedError: not a causal language model.
+        ConfigError: there is no such model, or it has no tokenizer.
+        ModelNotSupportedError: it is not a causal language model.
     """
     from horizon_lm.model import hub
 
     folder = hub.local_folder(config.model_name_or_path)
     if config.gguf_file is None:
-        hub.load_config(folder, config.trust_remote_code)  # refuse before minutes go into the data
+        hub.load_config(folder, config.trust_remote_code)  # reject the model before spending minutes on the data
     elif not (folder / config.gguf_file).is_file():
         raise ConfigError(f"gguf_file: {folder / config.gguf_file} is missing")
     tokenizer = open_tokenizer(folder, gguf_file=config.gguf_file, trust_remote_code=config.trust_remote_code)
@@ -53,7 +53,7 @@ def load_tokenizer(config: RunConfig) -> Any:
 
 
 def _chat_template(path: str) -> Any:
-    """A chat template from a file, or of the tokenizer of a model. ConfigError if there is none."""
+    """Read a chat template from a file, or from the tokenizer of a model. Raise ConfigError if there is none."""
     from horizon_lm.model import hub
 
     file = Path(path).expanduser()
@@ -74,7 +74,7 @@ def _chat_template(path: str) -> Any:
 
 
 def open_tokenizer(folder: Path, **options: Any) -> Any:
-    """The tokenizer in a folder; ConfigError if it has none."""
+    """Load the tokenizer in a folder. Raise ConfigError if there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -87,10 +87,10 @@ def open_tokenizer(folder: Path, **options: Any) -> Any:
 
 
 def check_weights(config: RunConfig) -> list[str]:
-    """Check the headers of the weights of the run's model, if they are on this machine; return what is worth a warning.
+    """Check the headers of the model's weights, if they are on this machine, and return warnings.
 
     Raises:
-        ConfigError: weights that do not fit the model's config, or cannot be read.
+        ConfigError: the weights do not fit the model's config, or cannot be read.
     """
     from horizon_lm.model import hub
     from horizon_lm.store.checkpoint_loader import check_folder
@@ -104,7 +104,7 @@ def check_weights(config: RunConfig) -> list[str]:
 
 
 def load_model(config: RunConfig) -> Any:
-    """The run's model, streamed and in the mode that it is trained in. What `check_weights` returned is not said again."""
+    """Load the streamed model of a run, in training mode. Warnings that `check_weights` has returned are not repeated."""
     import transformers
 
     from horizon_lm.model.units import freeze
@@ -112,15 +112,15 @@ def load_model(config: RunConfig) -> Any:
     transformers.set_seed(config.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
-        warnings.simplefilter("ignore", UnprovenModelWarning)  # the plan has said it
+        warnings.simplefilter("ignore", UnprovenModelWarning)  # in the plan's lines already
         model = _open(config)
     freeze(model, config.trainable)
-    # Evaluation mode is training without dropout; nothing else of a model depends on it.
+    # Evaluation mode is how a model trains without dropout: it changes nothing else.
     return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
 
 
-def expect(model: Any, plan: Plan) -> None:
-    """Tell a streamed model the largest batch of its run, so that buffers need not be replaced by larger ones on the way."""
+def reserve_buffers(model: Any, plan: Plan) -> None:
+    """Tell a streamed model the largest batch of its run, so that no buffer has to be replaced by a larger one later."""
     batch = ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens)
     model._horizon.engine.expect(batch)
 
@@ -140,7 +140,7 @@ def _open(config: RunConfig) -> Any:
 
 
 def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any, Any]:
-    """AdamW and the schedule of its learning rate."""
+    """Build AdamW and its learning-rate scheduler."""
     from transformers import get_scheduler
 
     import horizon_lm
@@ -159,20 +159,20 @@ def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any,
         max_consecutive_skips=config.max_consecutive_skips,
         update_in_backward=config.update_in_backward,
     )
-    num_warmup_steps = in_steps(config.warmup_steps, num_steps)
+    num_warmup_steps = num_steps_of(config.warmup_steps, num_steps)
     try:
         scheduler = get_scheduler(
             config.lr_scheduler_type, optimizer, num_warmup_steps, num_steps, config.lr_scheduler_kwargs
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"lr_scheduler_kwargs: {config.lr_scheduler_type} refuses them: {first_line(error)}"
+            f"lr_scheduler_kwargs: rejected by {config.lr_scheduler_type}: {first_line(error)}"
         ) from error
     return optimizer, scheduler
 
 
 def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | None:
-    """transformers' rule: biases and the weights of norms do not decay."""
+    """Return the parameter groups by transformers' rule: no weight decay for biases and norms. None without decay."""
     if not weight_decay:
         return None
     from torch import nn
@@ -188,50 +188,55 @@ def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | Non
     return [group for group in groups if group["params"]]
 
 
-def in_steps(number_or_share: float, num_steps: int) -> int:
-    """transformers' rule for settings that are a number of steps, or a share of all steps below 1."""
+def num_steps_of(number_or_share: float, num_steps: int) -> int:
+    """Return the steps of a setting by transformers' rule: a number of steps, or below 1 a share of all steps."""
     return int(number_or_share) if number_or_share >= 1 else math.ceil(number_or_share * num_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What is learned.
+    """The objectives of a run.
 
     Attributes:
-        training: of the rows to train on.
-        held_out: of each held-out data set.
+        training: the objective of the training rows.
+        eval_sets: the objective of each eval set, by name.
     """
 
     training: Objective
-    held_out: Mapping[str, Objective]
+    eval_sets: Mapping[str, Objective]
 
 
-def require_callable(own: Any) -> None:
-    """ConfigError for an objective of one's own that is none."""
-    if own is not None and not callable(own):
+def require_callable(custom_loss: Any) -> None:
+    """Raise ConfigError if a custom loss is not a function."""
+    if custom_loss is not None and not callable(custom_loss):
         raise ConfigError(
-            f"objective is {own!r}, but in a call it is a function of the model and a batch; the setting of that name goes "
-            'into the file, or into a mapping: train({"objective": "dpo", ...})'
+            f"objective is {custom_loss!r}, but in a call it is a function of the model and a batch; the setting of that name "
+            'goes into the file, or into a mapping: train({"objective": "dpo", ...})'
         )
 
 
 def make_objectives(
-    config: RunConfig, model: Any, data: RunData, reporter: Reporter, own: Callable[..., Any] | None = None
+    config: RunConfig, model: Any, data: RunData, reporter: Reporter, custom_loss: Callable[..., Any] | None = None
 ) -> Objectives:
-    """The objectives of a run. Before preferences are learned, the reference is computed with ``model`` as it is.
+    """Return the objectives of a run. For DPO, compute the reference with ``model`` before it is trained.
 
     Args:
-        own: a user's function to train with, as `OwnObjective` has it.
+        config: settings of the run.
+        model: the streamed model.
+        data: the rows.
+        reporter: shows the progress of the reference.
+        custom_loss: a user's function to train with, as for `OwnObjective`.
     """
     if isinstance(config, DpoConfig):
-        return _dpo(config, model, data, reporter, own)
+        return _dpo_objectives(config, model, data, reporter, custom_loss)
     from horizon_lm.objective import sft
 
-    return Objectives(OwnObjective(own) if own else _of_tokens(config), dict.fromkeys(data.held_out, sft.likelihood))
+    training = OwnObjective(custom_loss) if custom_loss else _token_objective(config)
+    return Objectives(training, dict.fromkeys(data.eval_sets, sft.likelihood))
 
 
-def _of_tokens(config: RunConfig) -> Objective:
-    """The loss to train with; that of held-out rows is always the likelihood, of which perplexity is made."""
+def _token_objective(config: RunConfig) -> Objective:
+    """Return the training loss. Eval sets always use the plain likelihood, so that perplexity can be computed."""
     from horizon_lm.objective import sft
 
     if isinstance(config, SftConfig) and config.loss_type == "dft":
@@ -241,36 +246,39 @@ def _of_tokens(config: RunConfig) -> Objective:
     return sft.nll
 
 
-def _dpo(
-    config: DpoConfig, model: Any, data: RunData, reporter: Reporter, own: Callable[..., Any] | None
+def _dpo_objectives(
+    config: DpoConfig, model: Any, data: RunData, reporter: Reporter, custom_loss: Callable[..., Any] | None
 ) -> Objectives:
     from horizon_lm.objective.dpo import Dpo
     from horizon_lm.objective.reference import ReferenceCache, lookup
 
-    cache = ReferenceCache(model, reporter.say)
+    cache = ReferenceCache(model, reporter.print)
 
-    def of(name: str, rows: TokenTable, batch_size: int) -> Objective:
+    def objective_of(name: str, rows: TokenTable, batch_size: int) -> Objective:
         with reporter.progress(f"reference of {name}") as advance:
             return Dpo(config, lookup(cache.logprobs(rows, batch_size, advance)))
 
     if cache.problem:
-        reporter.say(f"reference: {cache.problem}, so it will have to be computed again in the next run")
-    learn = OwnObjective(own) if own else of("training data", data.training.packed, config.reference_batch_size)
+        reporter.print(f"reference: {cache.problem}, so the next run will compute it again")
+    if custom_loss:
+        training: Objective = OwnObjective(custom_loss)
+    else:
+        training = objective_of("training data", data.training.packed, config.reference_batch_size)
     size = config.per_device_eval_batch_size
-    return Objectives(learn, {name: of(name, rows, size) for name, rows in data.held_out.items()})
+    return Objectives(training, {name: objective_of(name, rows, size) for name, rows in data.eval_sets.items()})
 
 
 def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: RunConfig, reporter: Reporter) -> None:
-    """Compare some blocks with plain autograd in a backward of a batch, and leave the model as it was.
+    """Compare the gradients of some blocks with plain autograd on a batch. The model is left unchanged.
 
     Raises:
-        GradientMismatchError: a gradient is off by more than rounding.
+        GradientMismatchError: a gradient differs by more than rounding.
     """
     if not config.check_gradients:
         return
     model._horizon.check_gradients(config.check_gradients)
     objectives.training(model, batch).value.backward()
     model.zero_grad()
-    reporter.say(
-        f"check_gradients: {config.check_gradients} blocks have the gradients of plain autograd on this device"
+    reporter.print(
+        f"check_gradients: on this device, {config.check_gradients} blocks have the gradients of plain autograd"
     )
