@@ -46,8 +46,10 @@ class StreamArguments(StreamingOptions):
 
     def get_precision(self) -> Precision:
         """Return the formats of weights and gradients in host memory."""
-        dtype = self.grad_dtype
-        return get_precision(self.precision, getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype)
+        dtype = getattr(torch, self.grad_dtype, None) if isinstance(self.grad_dtype, str) else self.grad_dtype
+        if dtype is None and self.grad_dtype is not None:
+            raise ConfigError(f"grad_dtype is {self.grad_dtype!r}; choose bfloat16 or float32")
+        return get_precision(self.precision, dtype)
 
     def take_apart(self, model: Any) -> ModelParts:
         """Return the units of a model. Reject a model that cannot be streamed before any of its parameters is moved."""
