@@ -11,7 +11,7 @@ from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarning, first_line
-from horizon_lm.objective.base import Objective, OwnObjective
+from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.residency import ExpectedBatch
 from horizon_lm.training.metrics import Reporter
@@ -232,13 +232,13 @@ def make_objectives(
     """The objectives of a run. Before preferences are learned, the reference is computed with ``model`` as it is.
 
     Args:
-        own: a user's function to train with, as `OwnObjective` has it.
+        own: a user's function to train with, as `CustomObjective` has it.
     """
     if isinstance(config, DpoConfig):
         return _dpo(config, model, data, reporter, own)
     from horizon_lm.objective import sft
 
-    return Objectives(OwnObjective(own) if own else _of_tokens(config), dict.fromkeys(data.held_out, sft.likelihood))
+    return Objectives(CustomObjective(own) if own else _of_tokens(config), dict.fromkeys(data.held_out, sft.likelihood))
 
 
 def _of_tokens(config: RunConfig) -> Objective:
@@ -266,7 +266,7 @@ def _dpo(
 
     if cache.problem:
         reporter.say(f"reference: {cache.problem}, so it will have to be computed again in the next run")
-    learn = OwnObjective(own) if own else of("training data", data.training.packed, config.reference_batch_size)
+    learn = CustomObjective(own) if own else of("training data", data.training.packed, config.reference_batch_size)
     size = config.per_device_eval_batch_size
     return Objectives(learn, {name: of(name, rows, size) for name, rows in data.held_out.items()})
 
