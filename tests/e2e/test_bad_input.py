@@ -1,6 +1,6 @@
-"""Settings and rows that cannot be used: one clear error each, with place and remedy, word for word.
+"""Invalid settings and rows give one clear error each, with place and remedy, word for word.
 
-``python -m tests.e2e.test_bad_input`` writes the expected texts anew; read them before they are committed.
+``python -m tests.e2e.test_bad_input`` regenerates the expected texts; read them before committing.
 """
 
 import json
@@ -32,10 +32,10 @@ CONFIGS = {
     "true for a number": "max_steps: true",
     "no steps": "max_steps: 0",
     "two lengths": "max_steps: 3\nnum_train_epochs: 2",
-    "half a warm-up step": "warmup_steps: 2.5",
+    "fractional warm-up steps": "warmup_steps: 2.5",
     "unknown choice": "precision: fp16",
     "unknown schedule": "lr_scheduler_type: cosinus",
-    "kwargs of a constant": "lr_scheduler_type: constant\nlr_scheduler_kwargs: {a: 1}",
+    "arguments of a constant schedule": "lr_scheduler_type: constant\nlr_scheduler_kwargs: {a: 1}",
     "unknown objective": "objective: grpo",
     "no such file": "datasets: nowhere.jsonl",
     "no such eval file": "eval_datasets: nowhere.jsonl",
@@ -44,22 +44,22 @@ CONFIGS = {
     "split of a file": "datasets: [{path: rows.jsonl, split: train}]",
     "fraction of two": "datasets: [{path: rows.jsonl, fraction: 2}]",
     "unknown format": "datasets: [{path: rows.jsonl, format: chatml}]",
-    "held out twice": "eval_datasets: rows.jsonl\ntest_split_size: 0.1",
-    "evaluation of nothing": "eval_strategy: steps",
+    "two eval sets": "eval_datasets: rows.jsonl\ntest_split_size: 0.1",
+    "evaluation without an eval set": "eval_strategy: steps",
     "interval without strategy": "eval_datasets: rows.jsonl\neval_steps: 5",
     "packing without a length": "packing: true\nmax_length: null",
     "strategy without packing": "packing_strategy: wrapped",
-    "chunks of a whole head": "head: whole\nhead_chunk_tokens: 8",
-    "yes of YAML 1.1": "packing: yes",
-    "word where some words or a number may be": "activation_checkpoints: none",
+    "chunk size with a whole head": "head: whole\nhead_chunk_tokens: 8",
+    "yes as in YAML 1.1": "packing: yes",
+    "invalid word for a union of words and a number": "activation_checkpoints: none",
     "unknown unit": "device_memory: 3 gigs",
     "clipping in the backward": "update_in_backward: true",
     "unknown device": "device: tpu",
-    "no such service": "report_to: stdout",
+    "unknown tracker": "report_to: stdout",
     "no such template": "chat_template_path: nowhere.jinja",
-    "pattern of nothing": "trainable: '|'",
+    "empty pattern": "trainable: '|'",
     "weights without losses": "objective: dpo\nloss_type: [sigmoid, ipo]\nloss_weights: [1.0]",
-    "smoothing of a plain loss": "objective: dpo\nlabel_smoothing: 0.1",
+    "smoothing without the robust loss": "objective: dpo\nlabel_smoothing: 0.1",
     "three at once": "lerning_rate: 1\nprecision: fp16\nmax_steps: 0",
 }
 
@@ -74,10 +74,10 @@ def _rows(*rows: object) -> str:
 DATA: dict[str, str | bytes | tuple[str, Mapping[str, str]]] = {
     "empty file": "",
     "empty list": "[]",
-    "cut off": '{"text": "a"}\n{"text": "b',
+    "truncated file": '{"text": "a"}\n{"text": "b',
     "single quotes": "{'text': 'a'}\n",
-    "list with a hole": '[{"text": "a"},, {"text": "b"}]',
-    "list that does not end": '[{"text": "a"}',
+    "list with a missing entry": '[{"text": "a"},, {"text": "b"}]',
+    "unterminated list": '[{"text": "a"}',
     "text after the list": '[{"text": "a"}]\n{"text": "b"}',
     "not UTF-8": b'{"text": "\xff\xfe"}\n',
     "numbers": "1\n2\n",
@@ -93,9 +93,9 @@ DATA: dict[str, str | bytes | tuple[str, Mapping[str, str]]] = {
     "no role": _rows({"messages": [CHAT, {"content": "I."}]}),
     "no content": _rows({"messages": [CHAT, {"role": "assistant"}]}),
     "an image": _rows({"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}, ANSWER]}),
-    "unread key": _rows({"messages": [CHAT, {**ANSWER, "weight": 1}]}),
+    "unknown key of a message": _rows({"messages": [CHAT, {**ANSWER, "weight": 1}]}),
     "two questions": _rows({"messages": [CHAT, CHAT, ANSWER]}),
-    "late system": _rows({"messages": [CHAT, {"role": "system", "content": "Be short."}, ANSWER]}),
+    "system message not first": _rows({"messages": [CHAT, {"role": "system", "content": "Be short."}, ANSWER]}),
     "tool without a call": _rows({"messages": [CHAT, {"role": "tool", "content": "7"}, ANSWER]}),
     "tools that are not JSON": _rows({"messages": [CHAT, ANSWER], "tools": "[{"}),
     "arguments that are not JSON": _rows(
@@ -112,16 +112,19 @@ DATA: dict[str, str | bytes | tuple[str, Mapping[str, str]]] = {
     "prompt without completion": _rows({"prompt": "a", "completion": ""}),
     "prompt as text, completion as a list": _rows({"prompt": "a", "completion": [ANSWER]}),
     "preferences": _rows({"chosen": "a", "rejected": "b"}),
-    "an answer twice in its place": _rows({"messages": [CHAT, {"role": "assistant", "content": "<"}]}),
+    "ambiguous answer": _rows({"messages": [CHAT, {"role": "assistant", "content": "<"}]}),
     "nothing to train on": _rows({"messages": [CHAT, {"role": "assistant", "content": ""}]}),
-    "begins twice": _rows({"text": "<|im_start|><|im_start|>a"}),
-    "column that is missing": (
+    "doubled begin-of-sequence token": _rows({"text": "<|im_start|><|im_start|>a"}),
+    "missing column": (
         "datasets: [{path: rows.jsonl, columns: {text: body}}]",
         {"rows.jsonl": _rows({"text": "a"})},
     ),
     "wrong format": ("datasets: [{path: rows.jsonl, format: alpaca}]", {"rows.jsonl": _rows({"text": "a"})}),
-    "part that rows do not have": ("datasets: rows.jsonl\ntrain_on: assistant", {"rows.jsonl": _rows({"text": "a"})}),
-    "more held out than there is": ("datasets: rows.jsonl\ntest_split_size: 5", {"rows.jsonl": _rows({"text": "a"})}),
+    "train_on without an assistant": (
+        "datasets: rows.jsonl\ntrain_on: assistant",
+        {"rows.jsonl": _rows({"text": "a"})},
+    ),
+    "more rows held out than exist": ("datasets: rows.jsonl\ntest_split_size: 5", {"rows.jsonl": _rows({"text": "a"})}),
     "broken CSV": ("datasets: rows.csv", {"rows.csv": 'text\n"a\n'}),
     "broken Parquet": ("datasets: rows.parquet", {"rows.parquet": "not parquet"}),
     "unknown ending": ("datasets: rows.pdf", {"rows.pdf": "a"}),
@@ -129,15 +132,15 @@ DATA: dict[str, str | bytes | tuple[str, Mapping[str, str]]] = {
         "objective: dpo\ndatasets: rows.jsonl",
         {"rows.jsonl": _rows({"prompt": "a", "chosen": "b", "rejected": "b"})},
     ),
-    "nothing in common": (
+    "no common prompt": (
         "objective: dpo\ndatasets: rows.jsonl",
         {"rows.jsonl": _rows({"chosen": "a", "rejected": "b"})},
     ),
 }
 
 
-def told_of_config(text: str) -> tuple[int, str]:
-    """Exit code and error of a run with more settings than the usual ones. In a folder with a model and ``rows.jsonl``."""
+def run_with_settings(text: str) -> tuple[int, str]:
+    """Return exit code and error of a run with additional settings, in a folder with a model and ``rows.jsonl``."""
     usual = "model_name_or_path: model\n" + (
         "" if "datasets:" in text.replace("eval_datasets:", "") else "datasets: rows.jsonl\n"
     )
@@ -146,8 +149,8 @@ def told_of_config(text: str) -> tuple[int, str]:
     return result.exit_code, result.stderr.replace(f"{Path.cwd()}", "HERE")
 
 
-def told_of_data(case: str | bytes | tuple[str, Mapping[str, str]]) -> tuple[int, str]:
-    """The same of a run with these rows."""
+def run_with_rows(case: str | bytes | tuple[str, Mapping[str, str]]) -> tuple[int, str]:
+    """Return exit code and error of a run with these rows."""
     settings, content = case if isinstance(case, tuple) else ("datasets: rows.jsonl", {"rows.jsonl": case})
     for name, text in content.items():
         Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -171,35 +174,35 @@ def _expected(kind: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_settings(name: str, here: Path) -> None:
-    code, told = told_of_config(CONFIGS[name])
+def test_invalid_settings(name: str, here: Path) -> None:
+    code, error = run_with_settings(CONFIGS[name])
     assert code == 2
-    assert told.rstrip("\n") == _expected("configs")[name]
+    assert error.rstrip("\n") == _expected("configs")[name]
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_rows(name: str, here: Path) -> None:
-    code, told = told_of_data(DATA[name])
+def test_invalid_rows(name: str, here: Path) -> None:
+    code, error = run_with_rows(DATA[name])
     assert code in (2, 4)
-    assert told.rstrip("\n") == _expected("data")[name]
+    assert error.rstrip("\n") == _expected("data")[name]
 
 
-def _write() -> None:
+def _regenerate() -> None:
     import os
     import tempfile
 
-    for kind, cases, told in (("configs", CONFIGS, told_of_config), ("data", DATA, told_of_data)):
+    for kind, cases, run_case in (("configs", CONFIGS, run_with_settings), ("data", DATA, run_with_rows)):
         lines = []
         for name, case in cases.items():
             with tempfile.TemporaryDirectory() as folder:
                 os.chdir(folder)
                 tiny.save_model(Path("model"))
                 tiny.write_jsonl(Path("rows.jsonl"), tiny.alpaca_rows())
-                code, error = told(case)  # type: ignore[operator]
+                code, error = run_case(case)  # type: ignore[operator]
                 assert code in (2, 4), (name, code, error)
                 lines.append(f"## {name}\n{error.rstrip()}\n")
         (GOLDEN / f"bad_{kind}.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    _write()
+    _regenerate()

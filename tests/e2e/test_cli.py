@@ -210,7 +210,7 @@ def no_cuda(files: Path) -> list[str]:
         (missing_tensor, 2, "model.layers.1.mlp.up_proj.weight"),
         (no_template, 2, "has no chat template"),
         (no_tokenizer, 2, "has no tokenizer that can be read"),
-        (missing_rows, 2, "there is no such file"),
+        (missing_rows, 2, "no such file"),
         (malformed_row, 4, "bad.jsonl:3: field 'output' is missing"),
         (output_is_a_file, 2, "taken cannot be written to"),
         (

@@ -1,4 +1,4 @@
-"""Files to begin with, our own and those translated from other trainers: they are valid, and they train."""
+"""Start files, our own and those translated from other trainers, are valid and train."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from horizon_lm.config.load import read_run_config
-from horizon_lm.config.translate import translate
+from horizon_lm.config.translate import translate_file
 from tests.e2e import tiny
 from tests.e2e.command import run
 
@@ -16,7 +16,7 @@ FOREIGN = Path(__file__).parents[1] / "data" / "foreign"
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the foreign files name."""
+    """A folder with the model and the rows that the foreign files name."""
     monkeypatch.chdir(tmp_path)
     tiny.save_model(tmp_path / "base-model")
     rows = [
@@ -48,13 +48,13 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LEFT_OUT = {
-    "trl": ("gradient_checkpointing: every block is recomputed", "bf16: weights are bf16 with an fp32 master in any case"),
-    "llamafactory": ("deepspeed: weights stream", "template: the model's own", "finetuning_type: ", "max_samples: use fraction"),
+    "trl": ("gradient_checkpointing: every block is recomputed", "bf16: weights are bf16 with an fp32 master by default"),
+    "llamafactory": ("deepspeed: weights are always streamed", "template: the model's own", "finetuning_type: ", "max_samples: use fraction"),
     "axolotl": ("gradient_checkpointing: ", "bf16: ", "pad_to_sequence_len: ", "special_tokens: ", "dataset_prepared_path: "),
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of multiprocessing, about forks and threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of multiprocessing, about forking with threads
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_foreign_files_translate_and_train(work: Path, name: str) -> None:
     printed = run("init", "--from", f"{name}.yaml")
@@ -71,14 +71,14 @@ def test_foreign_files_translate_and_train(work: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("objective", ["sft", "pretrain", "dpo"])
-def test_files_to_begin_with_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str) -> None:
+def test_start_files_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str) -> None:
     printed = run("init", objective)
     assert printed.exit_code == 0
     (tmp_path / "run.yaml").write_text(printed.stdout)
     row = tiny.write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}])
     config = read_run_config(str(tmp_path / "run.yaml"), ["--datasets", str(row)])
     assert config.objective == objective
-    # with its comments taken off, every setting is there, at its default
+    # uncommented, the file sets every setting to its default
     whole = "".join(line.removeprefix("# ") + "\n" for line in printed.stdout.splitlines() if not line.startswith("##"))
     whole = whole[whole.index("objective:") :]
     whole = "\n".join(line for line in whole.splitlines() if not line.startswith("---"))
@@ -92,11 +92,11 @@ def test_files_to_begin_with_are_valid(tmp_path: Path, monkeypatch: pytest.Monke
         (["grpo"], "'grpo' is not an objective; there are sft, pretrain, dpo"),
         (["--from", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--from", "other.yaml"], "not a file of TRL, LLaMA-Factory or Axolotl"),
-        (["--from", "ours.yaml"], "ours.yaml: all its settings are Horizon-LM's own"),
-        (["--from", "ppo.yaml"], "stage: 'ppo' is not an objective here"),
+        (["--from", "ours.yaml"], "ours.yaml: this is already a run file of Horizon-LM"),
+        (["--from", "ppo.yaml"], "stage: 'ppo' is not a supported objective"),
     ],
 )
-def test_what_cannot_be_translated(
+def test_untranslatable_files_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -111,16 +111,16 @@ def test_what_cannot_be_translated(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("base_model: m\nmicro_batch_size: 1\ndatasets: 5\n", "datasets: not as Axolotl has them"),
-        ("base_model: m\nmicro_batch_size: 1\ndatasets: [5]\n", "datasets: not as Axolotl has them"),
-        ("model_name_or_path: m\ncutoff_len: 8\ndataset: 5\n", "dataset: not as LLaMA-Factory has them"),
+        ("base_model: m\nmicro_batch_size: 1\ndatasets: 5\n", "datasets: not in the format of Axolotl"),
+        ("base_model: m\nmicro_batch_size: 1\ndatasets: [5]\n", "datasets: not in the format of Axolotl"),
+        ("model_name_or_path: m\ncutoff_len: 8\ndataset: 5\n", "dataset: not in the format of LLaMA-Factory"),
         ("model_name_or_path: m\nstage: [[sft]]\ncutoff_len: 8\n", None),
         ("base_model: m\nmicro_batch_size: 1\nevals_per_epoch: often\n", None),
         ("model_name_or_path: m\nloss_type: [[a]]\n", None),
     ],
 )
-def test_values_of_the_wrong_kind(tmp_path: Path, text: str, message: str | None) -> None:
-    """Refused with their name, or left out with a word; never a traceback."""
+def test_values_of_the_wrong_type(tmp_path: Path, text: str, message: str | None) -> None:
+    """They are rejected by name or left out with a reason, never with a traceback."""
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     result = run("init", "--from", path)
@@ -141,22 +141,22 @@ TRL, LLAMA_FACTORY, AXOLOTL = (
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # of two settings for one thing, the one that they heed, whatever the order
+        # of two settings for one thing, the one that takes precedence there, in either order
         (LLAMA_FACTORY + "warmup_ratio: 0.1\nwarmup_steps: 0\n", {"warmup_steps": 0.1}),
         (TRL + "warmup_steps: 0\nwarmup_ratio: 0.1\n", {"warmup_steps": 0.1}),
         (TRL + "warmup_steps: 5\nwarmup_ratio: 0.1\n", {"warmup_steps": 5}),
         (AXOLOTL + "warmup_ratio: 0.1\nwarmup_steps: 0\n", {"warmup_steps": 0}),
         (TRL + "assistant_only_loss: true\ncompletion_only_loss: false\n", {"train_on": "assistant"}),
         (TRL + "completion_only_loss: true\nassistant_only_loss: false\n", {"train_on": "completion"}),
-        # what holds there where nothing is said
+        # their defaults
         (LLAMA_FACTORY, {"max_length": 2048, "learning_rate": 5e-5}),
         (AXOLOTL, {"max_length": 512, "warmup_steps": 0.03, "lr_scheduler_type": "cosine"}),
         (AXOLOTL + "lr_scheduler: rex\n", {"lr_scheduler_type": "cosine"}),
-        # values as lenient readers take them
+        # values as lenient parsers read them
         (AXOLOTL + "learning_rate: '0.0003'\nadam_beta2: '0.95'\n", {"learning_rate": 3e-4, "adam_beta2": 0.95}),
         (LLAMA_FACTORY + "packing: yes\nmask_history: on\n", {"packing": True, "train_on": "completion"}),
         (AXOLOTL + "max_steps: 10\nnum_epochs: 3\n", {"max_steps": 10}),
-        # what is for another objective
+        # settings of another objective
         (LLAMA_FACTORY + "pref_loss: sigmoid\npref_beta: 0.1\n", {"max_length": 2048}),
         (AXOLOTL + "pretraining_dataset: []\nmax_grad_norm: 'nan'\n", {"max_length": 512, "objective": None, "packing": None}),
         (TRL + "warmup_ratio: 0.1\nwarmup_steps: '0'\n", {"warmup_steps": 0.1}),
@@ -192,33 +192,33 @@ TRL, LLAMA_FACTORY, AXOLOTL = (
         ),
     ],
 )  # fmt: skip
-def test_meanings_are_kept(work: Path, text: str, expected: dict[str, Any]) -> None:
+def test_translation_keeps_the_meaning(work: Path, text: str, expected: dict[str, Any]) -> None:
     (work / "theirs.yaml").write_text(text)
-    settings = translate("theirs.yaml").settings
+    settings = translate_file("theirs.yaml").settings
     assert {key: settings.get(key) for key in expected} == expected
     assert {"max_steps", "num_train_epochs"} - settings.keys()
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        (AXOLOTL, "Axolotl leaves out rows that are longer than sequence_len"),
-        (AXOLOTL, "at most 100 steps"),
-        (AXOLOTL + "shuffle_merged_datasets: false\nbf16: false\n", "shuffle_merged_datasets: rows are shuffled in each epoch"),
+        (AXOLOTL, "Axolotl drops rows that are longer than sequence_len"),
+        (AXOLOTL, "limits its default warmup to 100 steps"),
+        (AXOLOTL + "shuffle_merged_datasets: false\nbf16: false\n", "shuffle_merged_datasets: rows are shuffled in every epoch"),
         (TRL + "bf16: false\n", "bf16: weights are bf16 with an fp32 master here; precision: float32"),
         ("model_name_or_path: m\nstage: sft\ndataset: d\n", "It trained adapters"),
         (LLAMA_FACTORY.replace("d\n", "many\n"), "dataset_info.many.num_samples: use fraction"),
-        (LLAMA_FACTORY.replace("d\n", "many\n"), "dataset_info.many.tags: messages are {role, content}"),
-        (LLAMA_FACTORY.replace("d\n", "keepers\n"), "dataset_info.keepers.columns: query is not in it"),
-        ("base_model: m\ndatasets: [{path: a, type: completion}]\n", "go on in further rows there"),
+        (LLAMA_FACTORY.replace("d\n", "many\n"), "dataset_info.many.tags: messages must be {role, content}"),
+        (LLAMA_FACTORY.replace("d\n", "keepers\n"), "dataset_info.keepers.columns: query is not mapped"),
+        ("base_model: m\ndatasets: [{path: a, type: completion}]\n", "Axolotl continues texts longer than sequence_len in further rows"),
     ],
 )  # fmt: skip
-def test_what_changes_is_told(work: Path, text: str, told: str) -> None:
+def test_differences_are_reported(work: Path, text: str, message: str) -> None:
     info = json.loads((work / "dataset_info.json").read_text())
     info["many"] = {"file_name": "many.json", "num_samples": 100, "tags": {"role_tag": "speaker"}}
     (work / "dataset_info.json").write_text(json.dumps(info))
     (work / "theirs.yaml").write_text(text)
-    assert told in " ".join(translate("theirs.yaml").text().replace("#", "").split())
+    assert message in " ".join(translate_file("theirs.yaml").text().replace("#", "").split())
 
 
 @pytest.mark.parametrize(
@@ -229,16 +229,16 @@ def test_what_changes_is_told(work: Path, text: str, told: str) -> None:
         TRL + "loss_type: apo_zero\n",
     ],
 )
-def test_another_loss_is_not_made_this_one(tmp_path: Path, text: str) -> None:
+def test_unsupported_loss_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
     result = run("init", "--from", tmp_path / "theirs.yaml")
     assert result.exit_code == 2
-    assert "is not there with objective: dpo" in result.stderr
+    assert "is not supported with objective: dpo" in result.stderr
 
 
-def test_a_file_of_adapters_says_what_changes(tmp_path: Path) -> None:
+def test_translated_adapter_run_has_a_note(tmp_path: Path) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text("model_name_or_path: m\ndataset_name: d\nuse_peft: true\nlora_r: 16\nlearning_rate: 2e-4\n")
     result = run("init", "--from", path)
-    assert "the learning rate is usually a tenth of theirs" in " ".join(result.stdout.replace("#", "").split())
+    assert "divide its learning rate by ten or more" in " ".join(result.stdout.replace("#", "").split())
     assert "lora_r: adapters are not supported yet" in result.stdout

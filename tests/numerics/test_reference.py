@@ -157,7 +157,7 @@ def test_works_where_nothing_can_be_kept(cache: Path, rows: TokenTable) -> None:
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file in the place of a folder")
     found = ReferenceCache(build())
-    assert "cannot be kept" in found.problem
+    assert "cannot be cached" in found.problem
     assert np.isfinite(found.logprobs(rows, 2)).all()
 
 

@@ -1,4 +1,4 @@
-"""Whole runs against TRL's trainers: the same rows in the same order give the same losses and the same weights."""
+"""Whole runs agree with TRL's trainers: the same rows in the same order give the same losses and weights."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Rows of very different lengths: some with a system message, some with many turns."""
+    """Return rows of very different lengths, some with a system message, some with many turns."""
     rows = []
     for n in range(count):
         turns = [{"role": "system", "content": f"Be keeper number {n}."}] if n % 3 == 0 else []
@@ -44,7 +44,7 @@ def conversations(count: int) -> list[dict[str, Any]]:
 
 
 class Recorder:
-    """Wraps the collator of a trainer and writes down which rows each micro-batch has."""
+    """A wrapper of a trainer's collator that records the rows of each micro-batch."""
 
     def __init__(self, collator: Callable[[list[Any]], Any], key: Callable[[Any], Any]) -> None:
         self._collator, self._key, self.batches = collator, key, []
@@ -55,7 +55,7 @@ class Recorder:
 
 
 def steps_of(batches: list[list[Any]], rows: int, per_step: int = 8) -> list[list[Any]]:
-    """Micro-batches of a trainer as the rows of its steps: an epoch's last step has what is left over."""
+    """Return the rows of each step of a trainer from its micro-batches; the last step of an epoch has the remaining rows."""
     flat = [each for batch in batches for each in batch]
     steps: list[list[Any]] = []
     for start in range(0, len(flat), rows):
@@ -68,7 +68,7 @@ def run_ours(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_file: Path, order: Callable[[Any], list[list[int]]],
     **settings: Any,
 ) -> tuple[list[dict[str, Any]], Any]:  # fmt: skip
-    """A run with the rows in a given order; its metrics, and the model that it leaves."""
+    """Run with the rows in a given order, and return its metrics and its model."""
 
     class Ordered(Sampler):
         def rows(self, step: int) -> list[int]:
@@ -94,7 +94,7 @@ def run_ours(
 def assert_same(
     theirs: Any, logs: list[dict[str, Any]], ours: Any, lines: list[dict[str, Any]], folder: Path, max_grad_norm: float
 ) -> None:
-    """Losses, gradient norms, learning rates and the way of every weight are the same within float32's rounding."""
+    """Assert that losses, gradient norms, learning rates and the change of every weight agree within float32 rounding."""
     start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logs = [log for log in logs if "loss" in log]
     assert len(logs) == len(lines) == STEPS
@@ -147,7 +147,7 @@ def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool, max
 
 
 def preferences(count: int) -> list[dict[str, Any]]:
-    """Several pairs for each prompt; some answers, and some prompts, are longer than a row may be."""
+    """Return several pairs for each prompt; some answers and some prompts exceed the maximum length."""
     return [
         {
             "prompt": [{"role": "user", "content": f"What of night {n // 4}? " * (1 + n // 4 % 8)}],

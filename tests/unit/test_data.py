@@ -1,4 +1,4 @@
-"""Rows to examples, to tokens and labels, to batches."""
+"""Rows become examples, tokens with targets, and batches."""
 
 import json
 import os
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from horizon_lm.config import DatasetConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.answer_spans import locate_answers
-from horizon_lm.data.chat_template import ChatRenderer, Rendered
+from horizon_lm.data.chat_template import ChatRenderer, TokenizedConversation
 from horizon_lm.data.checks import also_trained_on, audit, reject_errors
 from horizon_lm.data.conversations import Completion, Conversation, Preference, RowError, Text
-from horizon_lm.data.formats import find_form, rename
+from horizon_lm.data.formats import find_format, rename_fields
 from horizon_lm.data.loader import Sampler, collate, in_order
 from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, pack_rows, prepare
 from horizon_lm.data.sources import read_rows
@@ -37,19 +37,19 @@ def write(tmp_path: Path, rows: Any, name: str = "rows.jsonl") -> Path:
     return path
 
 
-def prepared(path: Path, *, objective: str = "sft", chat_template: str | None = CHATML, **options: Any) -> Any:
-    dataset = {name: options.pop(name) for name in ("columns", "format", "fraction", "weight") if name in options}
-    recipe = PreprocessConfig(objective, **options)
-    report = prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), recipe)
-    return pack_rows(report.rows, recipe), report
+def prepared(path: Path, *, objective: str = "sft", chat_template: str | None = CHATML, **settings: Any) -> Any:
+    dataset = {name: settings.pop(name) for name in ("columns", "format", "fraction", "weight") if name in settings}
+    options = PreprocessConfig(objective, **settings)
+    report = prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), options)
+    return pack_rows(report.rows, options), report
 
 
 def example(row: Any, objective: str = "sft", columns: dict[str, str] | None = None) -> Any:
-    row = rename(row, columns or {})
-    return find_form(row, None, objective).convert(row)
+    row = rename_fields(row, columns or {})
+    return find_format(row, None, objective).convert(row)
 
 
-# Forms
+# Formats
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def example(row: Any, objective: str = "sft", columns: dict[str, str] | None = N
         ({"q": "Who?\nNow", "a": "The keeper."}, {"instruction": "q", "output": "a"}),
     ],
 )
-def test_forms_mean_the_same(row: dict[str, Any], columns: dict[str, str] | None) -> None:
+def test_formats_give_the_same_conversation(row: dict[str, Any], columns: dict[str, str] | None) -> None:
     assert example(row, columns=columns).messages == [USER, ANSWER]
 
 
-def test_text_is_not_made_a_conversation() -> None:
+def test_text_does_not_become_a_conversation() -> None:
     assert example({"text": "Dusk."}) == Text("Dusk.")
     assert example({"prompt": "At", "completion": " dusk."}) == Completion("At", " dusk.")
 
@@ -81,7 +81,7 @@ def test_text_is_not_made_a_conversation() -> None:
         {"instruction": "Who?", "input": "Now", "chosen": "The keeper.", "rejected": "No."},
     ],
 )
-def test_preferences_with_and_without_their_prompt(row: dict[str, Any]) -> None:
+def test_preferences_with_and_without_a_prompt(row: dict[str, Any]) -> None:
     pair = example(row, "dpo")
     assert isinstance(pair, Preference)
     assert pair.chosen.messages == [USER, ANSWER]
@@ -92,14 +92,14 @@ def test_preferences_with_and_without_their_prompt(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("chosen", "rejected", "message"),
     [
-        ("Yes ", "No", "do not begin alike"),
-        ("Yes", "You", "do not begin alike"),
-        ("Hi", "Hi there", "alike to the end of one"),
+        ("Yes ", "No", "no common start"),
+        ("Yes", "You", "no common start"),
+        ("Hi", "Hi there", "is the start of the other"),
         ("At dusk. Yes.", "At dusk. Yes.", "are the same"),
-        ([USER, ANSWER], [USER, {**ANSWER, "content": " "}], "'rejected' has an answer that is empty"),
+        ([USER, ANSWER], [USER, {**ANSWER, "content": " "}], "'rejected' has an empty answer"),
     ],
 )
-def test_preferences_without_a_prompt_to_find(chosen: Any, rejected: Any, message: str) -> None:
+def test_preferences_without_a_common_prompt_are_rejected(chosen: Any, rejected: Any, message: str) -> None:
     with pytest.raises(RowError, match=message):
         example({"chosen": chosen, "rejected": rejected}, "dpo")
 
@@ -109,7 +109,7 @@ def test_preference_of_texts() -> None:
     assert pair == Preference(Completion("At dusk.", " Yes."), Completion("At dusk.", " No."))
 
 
-def test_tools_and_what_the_template_is_given() -> None:
+def test_tools_and_template_options() -> None:
     call = {"type": "function", "function": {"name": "count", "arguments": {"of": "stars"}}}
     row = {
         "messages": [
@@ -125,7 +125,7 @@ def test_tools_and_what_the_template_is_given() -> None:
     assert conversation.template_options == {"enable_thinking": False}
 
 
-def test_json_list_and_lines_are_the_same(tmp_path: Path) -> None:
+def test_json_list_and_json_lines_give_the_same_rows(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}?", "completion": f"{n}!"} for n in range(3)]
     lines = list(read_rows(str(write(tmp_path, "\ufeff" + "\n\n".join(map(json.dumps, rows))))))
     whole = list(read_rows(str(write(tmp_path, json.dumps(rows, indent=1), name="rows.json"))))
@@ -138,13 +138,13 @@ def test_json_list_and_lines_are_the_same(tmp_path: Path) -> None:
     st.lists(st.recursive(st.none() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=9))
 )
 @settings(max_examples=60, deadline=None)
-def test_a_list_is_read_piece_by_piece(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
-    """However little of the file is read at once."""
+def test_json_list_is_read_in_chunks(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+    """Chunks of any size give the same rows."""
     path = tmp_path_factory.mktemp("rows") / "rows.json"
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    for piece in (1, 7, 1000):
+    for num_chars in (1, 7, 1000):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("horizon_lm.data.sources._PIECE", piece)
+            patch.setattr("horizon_lm.data.sources._CHUNK_CHARS", num_chars)
             assert [row for _, row in read_rows(str(path))] == rows
 
 
@@ -159,12 +159,12 @@ def test_system_message() -> None:
         ('{"prompt": "a"\n', "rows.jsonl:1:15: not valid JSON"),
         ('[{"prompt": 1},\n', "one JSON list"),
         ('[{"prompt": 1}\n {"prompt": 2}]\n', "rows.jsonl:2:2: not valid JSON (expecting ',')"),
-        ("[1] 2\n", "rows.jsonl:1:5: not valid JSON (there is more after the list)"),
-        ("", "has no rows"),
-        ("[]", "has no rows"),
+        ("[1] 2\n", "rows.jsonl:1:5: not valid JSON (unexpected text after the list)"),
+        ("", "no rows found"),
+        ("[]", "no rows found"),
         ("7\n", "a row must be an object"),
-        ('{"txt": "a"}\n', "the row has 'txt', which make no known form"),
-        ('{"chosen": "a", "rejected": "b"}\n', "rows of the form preference are not used with objective: sft"),
+        ('{"txt": "a"}\n', "the row has 'txt', which matches no known format"),
+        ('{"chosen": "a", "rejected": "b"}\n', "rows in preference format are not supported with objective: sft"),
         ('{"prompt": "a", "completion": null}\n', "rows.jsonl:1: field 'completion' must be text or a list of"),
         ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', "rows.jsonl:2: field 'completion' must be text or a"),
         (
@@ -172,25 +172,25 @@ def test_system_message() -> None:
             "both must be text, or both lists",
         ),
         ('{"messages": []}\n', "must be a list of"),
-        ('{"messages": [{"role": "user", "content": "a"}]}\n', "nothing to learn"),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', "nothing to train on"),
         ('{"messages": [{"role": "bot", "content": "a"}]}\n', "messages[0].role is 'bot'"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}\n', "messages[0].content must be text"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',
-            "a part of type 'image'; only text is read",
+            "a part of type 'image'; only text is supported",
         ),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, '
             '{"role": "assistant", "content": "c"}]}\n',
             "turns 1 and 2 are both the user's",
         ),
-        ('{"messages": [{"role": "user", "content": "a", "audio": 1}]}\n', "messages[0].audio is not read"),
+        ('{"messages": [{"role": "user", "content": "a", "audio": 1}]}\n', "messages[0].audio is not supported"),
         ('{"messages": [{"role": "assistant", "tool_calls": [1]}]}\n', "tool_calls must be a list of calls"),
         ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "{"}\n', "field 'tools' is not valid JSON"),
         ('{"instruction": "a", "output": "b", "history": ["c"]}\n', "'history' must be a list of pairs"),
     ],
 )
-def test_malformed_rows_name_their_place(tmp_path: Path, text: str, message: str) -> None:
+def test_malformed_rows_are_reported_with_their_place(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         prepared(write(tmp_path, text))
     assert message in str(caught.value)
@@ -200,35 +200,35 @@ def test_malformed_rows_name_their_place(tmp_path: Path, text: str, message: str
     ("row", "message"),
     [
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
-        ({"chosen": "a", "rejected": "b"}, "do not begin alike"),
+        ({"chosen": "a", "rejected": "b"}, "no common start"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty"),
         ({"chosen": 1, "rejected": "b"}, "field 'chosen' must be text or a list"),
         ({"chosen": "a", "rejected": [ANSWER]}, "must both be text, or both lists"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]}, "no message of the assistant after the prompt"),
-        ({"text": "a"}, "rows of the form text are not used with objective: dpo"),
+        ({"text": "a"}, "rows in text format are not supported with objective: dpo"),
     ],
 )
-def test_preferences_that_cannot_be_used(tmp_path: Path, row: Any, message: str) -> None:
+def test_invalid_preferences_are_rejected(tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(DataError) as caught:
         prepared(write(tmp_path, [row]), objective="dpo")
     assert message in str(caught.value)
 
 
-def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
+def test_invalid_rows_are_counted(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"prompt": "a", "completion": "b"}, *({"prompt": n} for n in range(9))]
     with pytest.raises(DataError) as caught:
         prepared(write(tmp_path, rows))
     lines = str(caught.value).splitlines()
-    assert lines[0] == "9 rows cannot be used:"
+    assert lines[0] == "9 invalid rows:"
     assert lines[-1] == "... and 4 more"
 
 
-def test_column_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="field 'ask', which columns names, is missing"):
+def test_missing_column_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="field 'ask' of columns is missing"):
         prepared(write(tmp_path, [{"q": "a", "completion": "b"}]), columns={"prompt": "ask"})
 
 
-def test_bytes_that_are_not_text(tmp_path: Path) -> None:
+def test_invalid_utf8_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(DataError, match="not UTF-8"):
@@ -243,19 +243,19 @@ def conversation(*contents: str) -> Conversation:
     return Conversation([{"role": roles[n % 2], "content": c} for n, c in enumerate(contents)])
 
 
-def trained_text(tokenizer: Any, row: Rendered) -> str:
+def trained_text(tokenizer: Any, row: TokenizedConversation) -> str:
     return tokenizer.decode(row.ids[row.assistant])
 
 
 @given(st.lists(st.text(alphabet="ab ?.é星\n", min_size=1, max_size=8), min_size=2, max_size=6))
 @settings(max_examples=60, deadline=None)
-def test_rendering_and_generation_marks_agree(contents: list[str]) -> None:
-    """Two ways to find the assistant's tokens that share no code: the template's marks, and locating the answers."""
+def test_located_answers_and_generation_marks_agree(contents: list[str]) -> None:
+    """Compare two ways to find the assistant's tokens that share no code: generation marks, and locating answers."""
     contents = [f"{n}{c}{n}" for n, c in enumerate(contents[: len(contents) // 2 * 2])]
     row = _RENDERERS[CHATML].render(conversation(*contents))
     marked = _RENDERERS[CHATML_WITH_MARKS].render(conversation(*contents))
-    assert row.ends
-    assert marked.ends
+    assert row.has_end
+    assert marked.has_end
     assert row.ids.tolist() == marked.ids.tolist()
     assert row.assistant.tolist() == marked.assistant.tolist()
 
@@ -263,22 +263,22 @@ def test_rendering_and_generation_marks_agree(contents: list[str]) -> None:
 _RENDERERS = {template: ChatRenderer(build_tokenizer(template)) for template in (CHATML, CHATML_WITH_MARKS)}
 
 
-def test_loss_is_on_answers_and_their_ends() -> None:
+def test_answers_and_their_end_tokens_are_trained_on() -> None:
     tokenizer = build_tokenizer()
     row = ChatRenderer(tokenizer).render(conversation("Who?", "The keeper.", "When?", "At dusk."))
     assert trained_text(tokenizer, row) == "The keeper.<|im_end|>At dusk.<|im_end|>"
 
 
-def test_answer_that_is_also_in_the_question() -> None:
-    """Placed by its turn, not by the first occurrence of its text."""
+def test_answer_that_also_occurs_in_the_question() -> None:
+    """It is located in its turn, not at the first occurrence of its text."""
     tokenizer = build_tokenizer()
     row = ChatRenderer(tokenizer).render(conversation("Say dusk.", "dusk"))
     assert np.flatnonzero(row.assistant)[0] > len(row.ids) // 2
     assert trained_text(tokenizer, row) == "dusk<|im_end|>"
 
 
-def test_what_the_template_writes_before_an_answer_is_trained_on() -> None:
-    """A model has to generate it: an empty thinking block, say."""
+def test_template_text_before_an_answer_is_trained_on() -> None:
+    """The model has to generate it, for example an empty thinking block."""
     template = CHATML.replace(
         "+ message['content'] +",
         "+ ('<think></think>' if message['role'] == 'assistant' else '') + message['content'] +",
@@ -290,14 +290,14 @@ def test_what_the_template_writes_before_an_answer_is_trained_on() -> None:
     )
 
 
-def test_answer_in_several_places_is_refused() -> None:
+def test_ambiguous_answer_is_rejected() -> None:
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "a"}]
     with pytest.raises(RowError, match="several places"):
         locate_answers("Q a a", messages)
     assert locate_answers("a Q a", messages) == [(4, 5)]
 
 
-def test_template_that_changes_answers_is_refused() -> None:
+def test_template_that_changes_answers_is_rejected() -> None:
     tokenizer = build_tokenizer("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}")
     with pytest.raises(RowError, match=r"the assistant's answer 'yes' is not in"):
         ChatRenderer(tokenizer).render(conversation("Well?", "yes"))
@@ -310,17 +310,17 @@ def test_tool_calls_cannot_be_located() -> None:
         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
     }
     template = "{% for m in messages %}{{ m.role + m.content }}{{ (m.tool_calls or 0) | tojson }}{% endfor %}"
-    with pytest.raises(RowError, match="the tokens of tool calls"):
+    with pytest.raises(RowError, match="tool calls cannot be located"):
         ChatRenderer(build_tokenizer(template)).render(Conversation([USER, call]))
 
 
-def test_template_that_refuses_a_row() -> None:
+def test_row_that_the_template_rejects() -> None:
     tokenizer = build_tokenizer("{{ raise_exception('no system') }}")
-    with pytest.raises(RowError, match="refuses this row: no system"):
+    with pytest.raises(RowError, match="rejects this row: no system"):
         ChatRenderer(tokenizer).render(conversation("Well?", "yes"))
 
 
-def test_tokenizer_without_template() -> None:
+def test_tokenizer_without_template_is_rejected() -> None:
     with pytest.raises(ConfigError, match="has no chat template"):
         ChatRenderer(build_tokenizer(chat_template=None))
 
@@ -344,17 +344,17 @@ def test_tokenizer_without_template() -> None:
         (Text("At dusk."), None, "At dusk.<|im_end|>"),
     ],
 )
-def test_what_is_trained_on(example: Any, train_on: str | None, trained: str) -> None:
+def test_targets_by_train_on(example: Any, train_on: str | None, trained: str) -> None:
     tokenizer = build_tokenizer()
     (tokens,) = ExampleTokenizer(tokenizer, train_on, max_length=None).tokenize(example)
     assert tokenizer.decode(tokens.ids[tokens.trained]) == trained
-    assert tokens.ends
+    assert tokens.has_end
 
 
 @pytest.mark.parametrize(
     ("example", "train_on"), [(Text("a"), "assistant"), (Text("a"), "completion"), (Completion("a", "b"), "assistant")]
 )
-def test_parts_that_an_example_does_not_have(example: Any, train_on: str) -> None:
+def test_train_on_that_does_not_suit_the_example(example: Any, train_on: str) -> None:
     with pytest.raises(RowError, match="train_on"):
         ExampleTokenizer(build_tokenizer(), train_on, max_length=None).tokenize(example)
 
@@ -363,15 +363,15 @@ def messages(*contents: str) -> dict[str, Any]:
     return {"messages": list(conversation(*contents).messages)}
 
 
-def test_long_rows_lose_their_end_and_empty_ones_are_left_out(tmp_path: Path) -> None:
+def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Path) -> None:
     rows = [messages("Who?", "The keeper."), messages("q" * 60, "never seen"), messages("Who?", "I" * 60)]
     table, report = prepared(write(tmp_path, rows), max_length=30)
-    assert (len(table), report.cut.count, report.cut_answer.count, report.left_out.count) == (2, 2, 1, 1)
+    assert (len(table), report.truncated.count, report.truncated_answers.count, report.left_out.count) == (2, 2, 1, 1)
     assert table[1].sequences[0].ids.shape == (30,)
     assert table.num_targets.tolist() == [row.sequences[0].num_targets for row in table]
     found = "\n".join(map(str, audit(report, build_tokenizer())))
     assert "rows that have no token to train on: 1 (" in found
-    assert "rows that lost tokens to train on at max_length: 1 (" in found
+    assert "rows that lost tokens to train on by truncation: 1 (" in found
     with pytest.raises(DataError, match="no row has a token to train on"):
         prepared(write(tmp_path, rows[1:2], "others.jsonl"), max_length=30)
 
@@ -382,8 +382,8 @@ def test_template_without_end_of_turn_is_reported(tmp_path: Path) -> None:
     assert "may not learn to stop" in str(audit(report, build_tokenizer(template))[0])
 
 
-def test_audit_of_rows(tmp_path: Path) -> None:
-    """Each fault is found in the rows that have it, and in no other."""
+def test_audit_finds_each_mistake(tmp_path: Path) -> None:
+    """Each mistake is found in the rows that have it and in no others."""
     thinking = CHATML.replace("+ message['content'] +", "+ message['content'] +", 1)
     tokenizer = build_tokenizer(thinking)
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
@@ -395,14 +395,14 @@ def test_audit_of_rows(tmp_path: Path) -> None:
     report = prepare([DatasetConfig(path=str(path))], tokenizer, PreprocessConfig("sft"))
     found = {finding.what: finding.rows for finding in audit(report, tokenizer)}
     assert {
-        what: (tally.count, [place.rpartition(":")[2] for place in tally.places]) for what, tally in found.items()
+        what: (rows.count, [place.rpartition(":")[2] for place in rows.places]) for what, rows in found.items()
     } == {
         "train on an empty thinking block": (1, ["2"]),
         "are copies of others": (1, ["3"]),
     }
 
 
-def test_text_that_passes_a_chat_template_by_is_told(tmp_path: Path) -> None:
+def test_text_that_skips_the_chat_template_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, [{"prompt": "Who? ", "completion": "I."}])
     _, report = prepared(path)
     assert "so the chat template is not applied: 1 (" in str(audit(report, build_tokenizer())[0])
@@ -410,8 +410,8 @@ def test_text_that_passes_a_chat_template_by_is_told(tmp_path: Path) -> None:
     assert audit(report, build_tokenizer(None)) == []
 
 
-def test_csv_is_text(tmp_path: Path) -> None:
-    """Numbers, dates and truth values are what is written, or a row would be trained that nobody wrote."""
+def test_csv_fields_stay_text(tmp_path: Path) -> None:
+    """Converting numbers, dates or booleans would train on text that nobody wrote."""
     path = write(tmp_path, "instruction,output\nWhich channel?,007\nOpen?,true\nWhen?,2024-01-02\n", "rows.csv")
     table, _ = prepared(path)
     tokenizer = build_tokenizer()
@@ -419,7 +419,7 @@ def test_csv_is_text(tmp_path: Path) -> None:
     assert answers == ["007<|im_end|>", "true<|im_end|>", "2024-01-02<|im_end|>"]
 
 
-def test_a_folder_is_its_visible_files_of_one_kind(tmp_path: Path) -> None:
+def test_folder_is_its_visible_files_of_one_type(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
     write(folder, [messages("Who?", "I.")], "a.jsonl")
@@ -442,7 +442,7 @@ def test_held_out_files_of_a_folder_are_not_trained_on(tmp_path: Path, names: tu
         prepared(tmp_path / "rows")
 
 
-def test_csv_with_more_fields_than_names_is_refused(tmp_path: Path) -> None:
+def test_csv_with_surplus_fields_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, "instruction,output\nWhat is 1,000?,A thousand\n", "rows.csv")
     with pytest.raises(DataError, match="more fields than the header"):
         prepared(path)
@@ -450,7 +450,7 @@ def test_csv_with_more_fields_than_names_is_refused(tmp_path: Path) -> None:
         prepared(write(tmp_path, "instruction," + "x" * 200_000, "wide.csv"))
 
 
-def test_audit_where_a_data_set_has_no_row_in_use(tmp_path: Path) -> None:
+def test_audit_of_dataset_without_rows_in_use(tmp_path: Path) -> None:
     good = write(tmp_path, [messages("Who?", "I.")] * 2, "good.jsonl")
     long = write(tmp_path, [messages("q" * 90, "never seen")] * 3, "long.jsonl")
     datasets = [DatasetConfig(path=str(good)), DatasetConfig(path=str(long), weight=0.5)]
@@ -472,7 +472,7 @@ def test_audit_where_a_data_set_has_no_row_in_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
-def test_rows_that_were_left_long_to_be_packed_are_cut_where_they_are_not(tmp_path: Path, strategy: str) -> None:
+def test_rows_kept_whole_for_packing_are_truncated_if_not_packed(tmp_path: Path, strategy: str) -> None:
     path = write(
         tmp_path, [messages("Who?", "I" * 80), messages("When?", "At dusk."), messages("q" * 90, "never seen")]
     )
@@ -489,27 +489,27 @@ def test_rows_that_were_left_long_to_be_packed_are_cut_where_they_are_not(tmp_pa
     assert rows.num_targets.tolist() == expected.num_targets.tolist()
 
 
-def test_optional_column_that_no_row_has(tmp_path: Path) -> None:
+def test_optional_column_in_no_row_is_rejected(tmp_path: Path) -> None:
     rows = [messages("Who?", "I."), {**messages("Who?", "I."), "rules": "Be short."}]
     table, _ = prepared(write(tmp_path, rows), columns={"system": "rules"})
     assert len(table) == 2
-    with pytest.raises(DataError, match="'rule', which columns names, is in none"):
+    with pytest.raises(DataError, match="'rule' of columns is in none"):
         prepared(write(tmp_path, rows), columns={"system": "rule"})
 
 
-def test_two_different_system_messages() -> None:
+def test_differing_system_messages_are_rejected() -> None:
     row = {"messages": [{"role": "system", "content": "Be short."}, USER, ANSWER]}
     assert len(example({**row, "system": "Be short."}).messages) == 3
-    with pytest.raises(RowError, match="say different things"):
+    with pytest.raises(RowError, match="differ; keep one"):
         example({**row, "system": "Be long."})
 
 
-def test_preference_whose_answers_leave_the_question_to_the_prompt() -> None:
+def test_preference_with_the_question_in_prompt_only() -> None:
     pair = example({"prompt": "Who?", "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "Rain."}]}, "dpo")
     assert pair.chosen.messages == [{"role": "user", "content": "Who?"}, ANSWER]
 
 
-def test_copies_are_found_across_data_sets(tmp_path: Path) -> None:
+def test_copies_are_found_across_datasets(tmp_path: Path) -> None:
     first = write(tmp_path, [messages("Who?", "I."), messages("When?", "At dusk.")], "first.jsonl")
     second = write(tmp_path, [messages("When?", "At dusk."), messages("When?", "At dawn.")], "second.jsonl")
     report = prepare(
@@ -520,18 +520,18 @@ def test_copies_are_found_across_data_sets(tmp_path: Path) -> None:
     assert finding.rows.places[0].endswith("second.jsonl:1")
 
 
-def test_held_out_rows_that_are_trained_on_are_told(tmp_path: Path) -> None:
+def test_held_out_rows_that_are_trained_on_are_reported(tmp_path: Path) -> None:
     rows, others = (
         prepared(write(tmp_path, [messages("Who?", answer) for answer in answers], name))[1].rows
         for name, answers in (("a.jsonl", ["I.", "The keeper."]), ("b.jsonl", ["The wind.", "I."]))
     )
     (found,) = also_trained_on(others, rows)
-    assert str(found).startswith("rows that are trained on, too: 1 (")
+    assert str(found).startswith("rows that are also trained on: 1 (")
     assert "b.jsonl:2" in str(found)
     assert also_trained_on(TokenTable([]), rows) == []
 
 
-def test_doubled_begin_is_refused(tmp_path: Path) -> None:
+def test_doubled_begin_of_sequence_is_rejected(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
     path = write(tmp_path, [{"text": "<|im_start|><|im_start|>Dusk."}, {"text": "<|im_start|>Dawn."}])
@@ -543,7 +543,7 @@ def test_doubled_begin_is_refused(tmp_path: Path) -> None:
         reject_errors(findings)
 
 
-def test_what_was_tokenized_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenized_rows_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, [messages("Who?", "I."), messages("When?", "At dusk.")])
     first, _ = prepared(path)
     with monkeypatch.context() as patch:
@@ -557,8 +557,8 @@ def test_what_was_tokenized_is_found_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt"])
-def test_a_file_with_the_time_of_an_older_one_is_read_anew(tmp_path: Path, name: str) -> None:
-    """As tar and rsync leave it."""
+def test_new_file_with_an_old_time_stamp_is_read_again(tmp_path: Path, name: str) -> None:
+    """Files from tar and rsync have old time stamps."""
     texts = {"rows.jsonl": '{{"text": "{}"}}\n', "rows.csv": "text\n{}\n", "rows.txt": "{}\n"}
     old = 10**18
     for text in ("At dusk.", "The keeper counts."):
@@ -568,7 +568,7 @@ def test_a_file_with_the_time_of_an_older_one_is_read_anew(tmp_path: Path, name:
         assert build_tokenizer().decode(table[0].sequences[0].ids) == f"{text}<|im_end|>"
 
 
-def test_a_share_of_the_rows(tmp_path: Path) -> None:
+def test_fraction_of_the_rows(tmp_path: Path) -> None:
     path = write(tmp_path, [messages(f"{n}?", f"{n}!") for n in range(20)])
     chosen, _ = prepared(path, fraction=0.3, seed=1)
     again, _ = prepared(path, fraction=0.3, seed=1)
@@ -579,7 +579,7 @@ def test_a_share_of_the_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
-def test_packed_rows_hold_what_the_rows_hold(tmp_path: Path, strategy: str) -> None:
+def test_packing_keeps_all_tokens(tmp_path: Path, strategy: str) -> None:
     path = write(tmp_path, [{"text": "dusk " * (n + 1)} for n in range(12)])
     plain, _ = prepared(path)
     packed, report = prepared(path, max_length=32, packing=strategy)
@@ -595,18 +595,18 @@ def test_packed_rows_hold_what_the_rows_hold(tmp_path: Path, strategy: str) -> N
     assert any(" + " in row.place for row in packed)
 
 
-def test_packed_rows_in_a_batch(tmp_path: Path) -> None:
+def test_batch_of_packed_rows(tmp_path: Path) -> None:
     ids = np.arange(1, 9, dtype=np.int32)
     tokens = Tokens(ids, np.ones(8, dtype=bool))
     batch = collate([Row([tokens], [5, 3], "a"), Row([Tokens(ids[:6], tokens.trained[:6])], [6], "b")])
     assert batch.attention_mask is None
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1]]
-    no = IGNORE_INDEX  # the first token of each row: nothing that it sees comes before it
+    no = IGNORE_INDEX  # the first token of each packed row has no context
     assert batch.labels.tolist() == [[no, 2, 3, 4, 5, no, 7, 8], [no, 2, 3, 4, 5, 6, no, no]]
     assert (batch.num_trained, batch.num_tokens) == (11, 14)
 
 
-def test_preferences_in_a_batch(tmp_path: Path) -> None:
+def test_batch_of_preferences(tmp_path: Path) -> None:
     rows = [
         {"prompt": "At", "chosen": " dusk.", "rejected": " dawn it is."},
         {"prompt": "By", "chosen": " day.", "rejected": " night."},
@@ -650,11 +650,11 @@ def test_every_epoch_has_every_row_once(num_rows: int, rows_per_step: int, seed:
     for epoch in range(2):
         steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
         assert sorted(index for step in steps for index in sampler.rows(step)) == list(range(num_rows))
-    # a step's rows do not depend on the steps asked for before
+    # the rows of a step do not depend on earlier calls
     assert Sampler(num_rows, rows_per_step, seed).rows(sampler.steps_per_epoch) == sampler.rows(sampler.steps_per_epoch)
 
 
-def test_weights_say_how_often_rows_come() -> None:
+def test_weights_set_the_frequency_of_rows() -> None:
     sampler = Sampler((10, 4), 7, 0, (0.5, 2.0))
     assert sampler.rows_per_epoch == 5 + 8
     epochs = []
@@ -664,7 +664,7 @@ def test_weights_say_how_often_rows_come() -> None:
     for rows in epochs:
         assert [rows.count(index) for index in range(10, 14)] == [2] * 4
         assert len({index for index in rows if index < 10}) == 5
-    assert epochs[0] != epochs[1]  # another half
+    assert epochs[0] != epochs[1]  # a different half
 
 
 def test_order_depends_on_epoch_and_seed() -> None:
@@ -675,6 +675,6 @@ def test_order_depends_on_epoch_and_seed() -> None:
     assert [Sampler(10, 4, 0).num_steps(epochs) for epochs in (0.1, 1, 1.5)] == [1, 3, 5]
 
 
-def test_evaluation_goes_in_order() -> None:
+def test_evaluation_batches_are_in_order() -> None:
     batches = list(in_order(rows_of(3, 4, 5), 2))
     assert [batch.places for batch in batches] == [("rows.jsonl:0", "rows.jsonl:1"), ("rows.jsonl:2",)]

@@ -1,4 +1,4 @@
-"""What of a conversation is trained on where templates, tokenizers or answers are unusual."""
+"""Targets of conversations with unusual templates, tokenizers or answers."""
 
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ ROUND = [
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
 
 
-def with_calls(how: str) -> str:
-    """A template with marks that writes calls somehow."""
+def with_calls(expression: str) -> str:
+    """Return a template with marks that renders tool calls with an expression."""
     return CHATML_WITH_MARKS.replace(
         "message['content'] + '<|im_end|>' }}{% endgeneration",
-        "message['content'] }}{% for call in message.tool_calls or () %}{{ " + how + " }}{% endfor %}"
+        "message['content'] }}{% for call in message.tool_calls or () %}{{ " + expression + " }}{% endfor %}"
         "{{ '<|im_end|>' }}{% endgeneration",
     )
 
@@ -34,11 +34,11 @@ def trained(template: str, rows: Any) -> str:
     return trained_text(tokenizer, ChatRenderer(tokenizer).render(Conversation(rows)))
 
 
-# What a template leaves out
+# Parts that a template drops
 
 
-def test_what_the_template_leaves_out_is_told(tmp_path: Path) -> None:
-    """A template that knows neither thoughts nor tools, and one that knows both."""
+def test_dropped_reasoning_and_tools_are_reported(tmp_path: Path) -> None:
+    """Compare a template that renders neither reasoning nor tools with one that renders both."""
     plain = messages("Who?", "I.")
     thought = {"messages": [USER, {**ANSWER, "reasoning_content": "It is dusk."}]}
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
@@ -48,8 +48,8 @@ def test_what_the_template_leaves_out_is_told(tmp_path: Path) -> None:
         report.dropped_by_template.count,
         [place.rpartition(":")[2] for place in report.dropped_by_template.places],
     ) == (2, ["2", "3"])
-    said = "\n".join(map(str, audit(report, build_tokenizer())))
-    assert "messages, thoughts or tools that the chat template leaves out: 2 (" in said
+    findings = "\n".join(map(str, audit(report, build_tokenizer())))
+    assert "messages, reasoning or tools that the chat template drops: 2 (" in findings
     knowing = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
         "+ message['content'] +", "+ message.get('reasoning_content', '') + message['content'] +"
     )
@@ -57,31 +57,31 @@ def test_what_the_template_leaves_out_is_told(tmp_path: Path) -> None:
     assert report.dropped_by_template.count == 0
 
 
-def test_roles_that_the_template_leaves_out_are_told(tmp_path: Path) -> None:
-    """Also where what they say happens to stand elsewhere."""
+def test_dropped_roles_are_reported(tmp_path: Path) -> None:
+    """This includes a message whose text also occurs elsewhere."""
     template = "{% for message in messages if message.role != 'developer' %}" + CHATML.partition("%}")[2]
     rows = [{"messages": [{"role": "developer", "content": text}, USER, ANSWER]} for text in ("Be short.", "keeper")]
     _, report = prepared(write(tmp_path, rows), chat_template=template)
     assert report.dropped_by_template.count == 2
 
 
-def test_an_answer_that_the_template_leaves_out_is_refused() -> None:
+def test_dropped_answer_is_rejected() -> None:
     template = CHATML.replace("+ message['content'] +", "+ (message['content'] if message['role'] == 'user' else '') +")
     renderer = ChatRenderer(build_tokenizer(template))
-    for answer in ("The keeper.", "user"):  # the last one is in the rendering, but not as an answer
-        with pytest.raises(RowError, match=r"leaves out the assistant's answer \(message 2\)"):
+    for answer in ("The keeper.", "user"):  # the second one occurs in the text, but not as an answer
+        with pytest.raises(RowError, match=r"drops the assistant's answer \(message 2\)"):
             renderer.render(conversation("Who?", answer))
 
 
-def test_one_of_two_calls_that_the_template_leaves_out_is_refused() -> None:
+def test_one_dropped_call_of_two_is_rejected() -> None:
     template = with_calls("call.function.name").replace("message.tool_calls or ()", "(message.tool_calls or [])[:1]")
     twice = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}]
-    with pytest.raises(RowError, match="leaves out a call"):
+    with pytest.raises(RowError, match="drops a tool call"):
         trained(template, twice)
 
 
-def test_words_beside_a_call_that_the_template_leaves_out_are_told() -> None:
-    """The call is trained on, and that is what the turn is for."""
+def test_dropped_content_of_a_call_is_reported() -> None:
+    """The row is kept, since the call is trained on."""
     template = with_calls("call.function.name").replace(
         "{{ message['content'] }}{% for call", "{{ '' if message.tool_calls else message['content'] }}{% for call"
     )
@@ -89,11 +89,11 @@ def test_words_beside_a_call_that_the_template_leaves_out_are_told() -> None:
     tokenizer = build_tokenizer(template)
     row = ChatRenderer(tokenizer).render(Conversation(rows))
     assert trained_text(tokenizer, row) == "f<|im_end|>The keeper.<|im_end|>"
-    assert not row.whole
+    assert not row.is_complete
 
 
-class Counting(ChatRenderer):
-    """Counts renderings."""
+class CountingRenderer(ChatRenderer):
+    """A renderer that counts its renderings."""
 
     count = 0
 
@@ -102,29 +102,31 @@ class Counting(ChatRenderer):
         return super()._apply(conversation, **options)
 
 
-def test_the_number_of_renderings_does_not_grow_with_the_conversation() -> None:
+def test_number_of_renderings_is_independent_of_length() -> None:
     counts = []
     for rounds in (1, 20):
-        renderer = Counting(build_tokenizer(with_calls("call.function.arguments")))
+        renderer = CountingRenderer(build_tokenizer(with_calls("call.function.arguments")))
         renderer.render(Conversation(ROUND * rounds))
         counts.append(renderer.count)
     assert counts[0] == counts[1] <= 5
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_WITH_MARKS])
-def test_a_call_that_the_template_leaves_out_is_refused(template: str) -> None:
-    """Else the model would learn to end its turn where it should call."""
-    with pytest.raises(RowError, match="leaves out a call"):
+def test_dropped_call_is_rejected(template: str) -> None:
+    """The model would learn to end its turn instead of calling."""
+    with pytest.raises(RowError, match="drops a tool call"):
         trained(template, ROUND)
 
 
-@pytest.mark.parametrize("how", ["call.function.name + call.function.arguments", "'f' ~ call.function.arguments"])
-def test_arguments_of_calls_are_json_wherever_they_are_text(how: str) -> None:
-    """Templates that join arguments to text, and those that would write Python's form of them."""
-    assert trained(with_calls(how), ROUND) == 'f{"city": "Zürich", "on": true}<|im_end|>The keeper.<|im_end|>'
+@pytest.mark.parametrize(
+    "expression", ["call.function.name + call.function.arguments", "'f' ~ call.function.arguments"]
+)
+def test_arguments_rendered_as_text_are_json(expression: str) -> None:
+    """This holds for templates that concatenate arguments and for those that would print a Python dict."""
+    assert trained(with_calls(expression), ROUND) == 'f{"city": "Zürich", "on": true}<|im_end|>The keeper.<|im_end|>'
 
 
-def test_a_dict_in_a_question_is_no_call() -> None:
+def test_dict_in_a_question_is_not_a_call() -> None:
     rows = [{"role": "user", "content": f"Call f with {CALL['function']['arguments']}"}, *ROUND[1:]]
     template = with_calls("call.function.arguments is string and 'text' or (call.function.arguments | tojson)")
     assert trained(template, rows) == '{"city": "Zürich", "on": true}<|im_end|>The keeper.<|im_end|>'
@@ -133,7 +135,7 @@ def test_a_dict_in_a_question_is_no_call() -> None:
 # Answers
 
 
-def test_the_last_answer_that_is_empty_leaves_nothing_to_train_on() -> None:
+def test_empty_last_answer_has_no_targets() -> None:
     empty = conversation("Who?", "I.", "Who?", " ")
     (row,) = ExampleTokenizer(build_tokenizer(), "completion", None).tokenize(empty)
     assert row.num_targets == 0
@@ -143,37 +145,37 @@ def test_the_last_answer_that_is_empty_leaves_nothing_to_train_on() -> None:
     assert tokenizer.decode(row.ids[row.trained]) == "I.<|im_end|>"
 
 
-def test_a_template_that_trims_only_the_last_answer() -> None:
+def test_template_that_trims_only_the_last_answer() -> None:
     template = CHATML.replace("message['content']", "(message['content'] | trim if loop.last else message['content'])")
     rows = conversation("Who?", "I. \n", "When?", " At dusk.").messages
     assert trained(template, rows) == "I. \n<|im_end|>At dusk.<|im_end|>"
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_WITH_MARKS])
-@pytest.mark.parametrize("nothing", ["", " \n"])
-def test_empty_answers_are_not_trained_on(template: str, nothing: str) -> None:
-    """From them a model would learn to end its turn at once."""
-    assert trained(template, conversation("Who?", nothing, "Who?", "I.").messages) == "I.<|im_end|>"
+@pytest.mark.parametrize("empty", ["", " \n"])
+def test_empty_answers_are_not_trained_on(template: str, empty: str) -> None:
+    """The model would learn to end its turn at once."""
+    assert trained(template, conversation("Who?", empty, "Who?", "I.").messages) == "I.<|im_end|>"
 
 
 @pytest.mark.parametrize("answer", ["\nI.", "I. \n"])
-def test_answers_in_a_template_that_trims_them(answer: str) -> None:
-    """Not what its header happens to share with them."""
+def test_template_that_trims_answers(answer: str) -> None:
+    """Whitespace of the turn header is not taken for the answer's."""
     template = CHATML.replace("message['content']", "(message['content'] | trim)")
     assert trained(template, conversation("Who?", answer).messages) == f"{answer.strip()}<|im_end|>"
 
 
-# Tokenizers whose offsets leave out spaces
+# Tokenizers whose offsets exclude spaces
 
 
-def trimming(template: str | None = CHATML) -> Any:
+def tokenizer_with_trimmed_offsets(template: str | None = CHATML) -> Any:
     tokenizer = build_tokenizer(template)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     return tokenizer
 
 
-def test_spaces_of_a_prompt_are_not_trained_on() -> None:
-    tokenizer = trimming(None)
+def test_trailing_spaces_of_a_prompt_are_not_trained_on() -> None:
+    tokenizer = tokenizer_with_trimmed_offsets(None)
     (row,) = ExampleTokenizer(tokenizer, None, None).tokenize(Completion("def f():\n        return", " 1"))
     assert tokenizer.decode(row.ids[row.trained]) == " 1<|im_end|>"
     assert row.ids.tolist() == tokenizer("def f():\n        return 1<|im_end|>")["input_ids"]
@@ -181,11 +183,11 @@ def test_spaces_of_a_prompt_are_not_trained_on() -> None:
 
 @pytest.mark.parametrize("answer", [" ja", "ja  "])
 def test_spaces_around_marked_answers(answer: str) -> None:
-    """transformers would mark all that follows, or nothing."""
+    """With trimmed offsets, transformers would mask all following tokens, or none."""
     template = CHATML_WITH_MARKS.replace(
         "message['content'] + '<|im_end|>' }}{% endgeneration %}",
         "message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
     )
-    tokenizer = trimming(template)
+    tokenizer = tokenizer_with_trimmed_offsets(template)
     row = ChatRenderer(tokenizer).render(conversation("Who?", answer, "Secret", "no"))
     assert trained_text(tokenizer, row) == f"{answer}no"

@@ -19,7 +19,7 @@ def init(
 ) -> None:
     from horizon_lm.config.run import SCHEMAS
     from horizon_lm.config.text import START_HEADING, START_VALUES, start_file
-    from horizon_lm.config.translate import translate as translate_file
+    from horizon_lm.config.translate import translate_file
     from horizon_lm.errors import ConfigError
 
     if objective is not None and objective not in SCHEMAS:

@@ -42,7 +42,7 @@ class Inspection:
         tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
         numbers: dict[str, Any] = {
             "rows_read": report.read,
-            "cut": report.cut.count,
+            "cut": report.truncated.count,
             "left_out": report.left_out.count,
             "held_out": {part.name: len(part.rows) for part in self.data.parts if part is not training},
             "rows": len(rows),

@@ -19,7 +19,8 @@ def train(
     ] = None,
     settings: Annotated[bool, typer.Option("--settings", help="List all settings with their defaults.")] = False,
 ) -> None:
-    from horizon_lm.config.load import describe_settings, read_run_config, split_arguments
+    from horizon_lm.config.load import read_run_config, split_arguments
+    from horizon_lm.config.text import describe_settings
 
     if settings:
         print(describe_settings())

@@ -1,6 +1,6 @@
-"""What a run is made of: one flat schema. Its sentences are the help, the documentation and the comments in files.
+"""Define the settings of a run as one flat schema; help, documentation and comments in run files come from it.
 
-A name that TRL 1.x or transformers 5 has keeps their meaning and default here; what is ours has a name of its own.
+Settings that TRL 1.x or transformers 5 also have keep their meaning and default; the others have names of their own.
 """
 
 from horizon_lm.config.datasets import WITHOUT_ROWS, DatasetConfig

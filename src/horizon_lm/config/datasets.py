@@ -1,136 +1,145 @@
-"""Settings of the rows that a run trains on and of those held out: where they are and which are used."""
+"""Settings of the rows that a run trains and evaluates on."""
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from horizon_lm.config.model import ModelSettings
 from horizon_lm.config.types import Names, Settings, UnusedError
 
 FIELDS = (
     "text", "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system", "chosen",
     "rejected", "tools", "chat_template_kwargs",
 )  # fmt: skip
-_FILE_ENDINGS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
+_FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
 
 
-def _place_of_rows(path: str) -> str:
-    """A file, a folder, or what may be the name of a dataset on the hub."""
+def _check_path(path: str) -> str:
+    """Accept an existing file or folder, or a name that a dataset on the hub could have."""
     if path and Path(path).expanduser().exists():
         return path
-    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith(".")
-    if not is_name or path.endswith(_FILE_ENDINGS):
-        raise ValueError(f"there is no such file or folder; a relative path starts in {Path.cwd()}")
+    is_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith(".")
+    if not is_hub_id or path.endswith(_FILE_SUFFIXES):
+        raise ValueError(f"no such file or folder; relative paths start in {Path.cwd()}")
     return path
 
 
 class DatasetConfig(Settings):
-    """Rows of one kind, in one place."""
+    """An entry of `datasets` or `eval_datasets`: a file, a folder or a hub dataset with rows of one format."""
 
-    path: Annotated[str, AfterValidator(_place_of_rows)] = Field(
-        description="A file of rows (JSON, JSONL, Parquet, CSV, text), a folder of such files, or a dataset of the hub."
+    path: Annotated[str, AfterValidator(_check_path)] = Field(
+        description="File of rows (JSON, JSONL, Parquet, CSV, text), folder of such files, or dataset on the hub."
     )
-    name: str | None = Field(None, description="The configuration of a dataset of the hub.")
-    data_dir: str | None = Field(None, description="The folder in that dataset to read.")
-    data_files: Names | None = Field(None, description="The files in that dataset to read; wildcards are allowed.")
+    name: str | None = Field(None, description="Configuration of a hub dataset.")
+    data_dir: str | None = Field(None, description="Folder of that dataset to read.")
+    data_files: Names | None = Field(None, description="Files of that dataset to read; wildcards are allowed.")
     split: str | None = Field(
-        None, description="The part of that dataset, such as train or train[:10%]; null for train."
+        None, description="Split of that dataset to read, such as train or train[:10%]. Default: train."
     )
     columns: dict[str, str] | None = Field(
-        None, description="Where fields have other names: the name expected here, and theirs."
+        None,
+        description="Names of fields in the rows, by the name expected here, such as {prompt: question}.",
     )
     format: Literal["text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"] | None = Field(
-        None, description="The form of the rows; null for what their fields say."
+        None, description="Format of the rows. Default: recognized by their fields."
     )
     fraction: float | None = Field(
-        None, gt=0, lt=1, description="The share of the rows to use, chosen once by data_seed; null for all."
+        None, gt=0, lt=1, description="Fraction of the rows to use, sampled once with data_seed. Default: all rows."
     )
     weight: PositiveFloat = Field(
-        1.0, description="How often each row comes in an epoch; a fraction takes another part of the rows every epoch."
+        1.0,
+        description="Number of times each row is used in an epoch; the fractional part is a random subset, drawn anew for "
+        "every epoch.",
     )
 
     @field_validator("columns")
     @classmethod
-    def _renames_known_fields(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+    def _reject_unknown_fields(cls, value: dict[str, str] | None) -> dict[str, str] | None:
         unknown = [name for name in value or {} if name not in FIELDS]
         if unknown:
             theirs = (value or {})[unknown[0]]
-            turned = f"; did you mean {{{theirs}: {unknown[0]}}}, the expected name first?" if theirs in FIELDS else ""
-            raise ValueError(f"{unknown[0]!r} is not a field of rows; there are {', '.join(FIELDS)}{turned}")
+            hint = f"; did you mean {{{theirs}: {unknown[0]}}}, the expected name first?" if theirs in FIELDS else ""
+            raise ValueError(f"{unknown[0]!r} is not a field of rows; must be one of {', '.join(FIELDS)}{hint}")
         return value
 
     @field_validator("name", "data_dir", "data_files", "split")
     @classmethod
-    def _has_parts(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_parts_of_a_file(cls, value: Any, info: ValidationInfo) -> Any:
         path = info.data.get("path")
         if value is not None and path is not None and Path(path).expanduser().is_file():
-            raise ValueError(f"is not used for a file, which {path} is; remove it")
+            raise ValueError(f"is not used with a file, and {path} is one; remove it")
         return value
 
 
-def _as_list(value: Any) -> Any:
-    """One path, or one entry, stands for a list of one."""
+def _as_entries(value: Any) -> Any:
+    """Return one path or one entry as a list of entries."""
     entries = [value] if isinstance(value, str | dict | DatasetConfig) else value
     if not isinstance(entries, list):
         raise ValueError("must be a path, or a list of paths or of {path, columns, ...}")
     return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
-DatasetList = Annotated[list[DatasetConfig], BeforeValidator(_as_list), Field(min_length=1)]
+DatasetList = Annotated[list[DatasetConfig], BeforeValidator(_as_entries), Field(min_length=1)]
 
 
-WITHOUT_ROWS = {"without_rows": True}  # a context of validation: a plan is wanted before there are rows
+WITHOUT_ROWS = {
+    "without_rows": True
+}  # validation context in which `datasets` may be missing, for plans made before rows exist
 
 
-class DataSettings(ModelSettings):
-    """The rows"""
+class DataSettings(Settings):
+    """Training rows, eval sets and the length of rows."""
+
+    heading: ClassVar[str] = "Data"
 
     datasets: DatasetList | None = Field(
         None,
         validate_default=True,
-        description="The rows to train on: a path, or a list of paths or of {path, columns, ...}.",
+        description="Training rows: a path, or a list of paths or of {path, columns, ...}.",
     )
     eval_datasets: DatasetList | None = Field(
-        None, description="Held-out rows, likewise; their loss is computed before and after training."
+        None, description="Eval sets, in the same form. Their loss is computed before and after training."
     )
     test_split_size: float | None = Field(
-        None, gt=0, description="Instead of eval_datasets: so many rows of datasets, or a share below 1, are held out."
+        None,
+        gt=0,
+        description="Number of rows of datasets to hold out as the eval set, or a fraction of them if below 1; "
+        "instead of eval_datasets.",
     )
     max_length: PositiveInt | None = Field(
-        1024, description="Rows longer than this many tokens lose their end; null for no limit."
+        1024, description="Maximum number of tokens in a row; longer rows are truncated at the end. null for no limit."
     )
     dataset_num_proc: PositiveInt | None = Field(
-        None, description="Processes that tokenize rows; null for one. What they make is cached."
+        None, description="Number of processes that tokenize rows; the result is cached. Default: one."
     )
 
     @field_validator("datasets")
     @classmethod
-    def _there_are_rows(cls, value: Any, info: ValidationInfo) -> Any:
+    def _require_rows(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None and info.context != WITHOUT_ROWS:
             raise ValueError("is missing")
         return value
 
     @field_validator("eval_datasets")
     @classmethod
-    def _held_out_rows_come_once(cls, value: Any) -> Any:
+    def _reject_weights(cls, value: Any) -> Any:
         if any(entry.weight != 1 for entry in value or ()):
-            raise ValueError("has a weight, which is for rows to train on; remove it")
+            raise ValueError("has a weight, which applies to training rows only; remove it")
         return value
 
     @field_validator("test_split_size")
     @classmethod
-    def _held_out_once(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _reject_two_eval_sets(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is None:
             return None
         if info.data.get("eval_datasets"):
             raise UnusedError("is not used with eval_datasets; remove one of the two")
         if value >= 1 and value != int(value):
-            raise ValueError("must be a whole number of rows, or a share of them below 1")
+            raise ValueError("must be a whole number of rows, or a fraction of them below 1")
         return value
 
     @property
     def has_held_out(self) -> bool:
-        """Whether there are rows to evaluate on."""
+        """True if the run has an eval set."""
         return self.eval_datasets is not None or self.test_split_size is not None

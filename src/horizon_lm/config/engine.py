@@ -1,65 +1,76 @@
-"""Settings of where a run keeps things, and in what precision. None of them changes which rows form a step."""
+"""Settings of memory and precision. None of them changes the rows of a step."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
-from horizon_lm.config.datasets import DataSettings
-from horizon_lm.config.types import Bytes, DeviceName, UnusedError
+from horizon_lm.config.types import Bytes, DeviceName, Settings, UnusedError
 
 
-class EngineSettings(DataSettings):
-    """Memory and precision"""
+class EngineSettings(Settings):
+    """Placement and precision of weights, gradients, moments and activations."""
 
-    device: DeviceName = Field("auto", description="What computes: auto (cuda if there is one), cpu, cuda or cuda:N.")
+    heading: ClassVar[str] = "Memory and precision"
+
+    device: DeviceName = Field(
+        "auto", description="Compute device: auto (cuda if available, else cpu), cpu, cuda or cuda:N."
+    )
     precision: Literal["fp32_master", "bf16", "float32"] = Field(
         "fp32_master",
-        description="How weights are kept in host memory: 14, 12 or 16 bytes per parameter with gradient and moments.",
+        description="Precision of the weights in host memory. fp32_master computes in bf16 and updates an fp32 master. "
+        "With gradient and moments, fp32_master takes 14, bf16 12 and float32 16 bytes per parameter.",
     )
     grad_dtype: Literal["bfloat16", "float32"] | None = Field(
-        None, description="How gradients are kept in host memory; null for float32 if precision is, else bfloat16."
+        None, description="Dtype of gradients in host memory. Default: float32 with precision: float32, else bfloat16."
     )
     moments: Literal["float32", "bfloat16", "8bit"] = Field(
-        "float32", description="How AdamW's moments are kept: 8, 4 or 2 bytes per parameter."
+        "float32",
+        description="Dtype of AdamW's moments in host memory; float32, bfloat16 and 8bit take 8, 4 and 2 bytes per parameter.",
     )
     host_memory: Bytes | None = Field(
         None,
-        description="Host memory that the run may take, such as 512GiB, even if less is free now; null for what is free.",
+        description="Host memory that the run may use, such as 512GiB; may exceed what is free now. Default: what is free.",
     )
     device_memory: Bytes | None = Field(
-        None, description="Device memory that buffers may take, such as 300MiB; null for no limit."
+        None, description="Limit on device memory for buffers, such as 300MiB. Default: no limit."
     )
     device_micro_batch_size: PositiveInt | None = Field(
-        None, description="Rows on the device at once inside a block; null for what the plan finds room for."
+        None,
+        description="Rows per micro-batch: those that a block processes on the device at once. Default: chosen by the plan.",
     )
     head: Literal["chunked", "whole"] = Field(
-        "chunked", description="Compute the loss over chunks of tokens, or over all logits at once."
+        "chunked", description="Compute the loss in chunks of tokens (chunked), or from all logits at once (whole)."
     )
     head_chunk_tokens: PositiveInt | None = Field(
-        None, description="Tokens whose logits exist at once with head chunked; null for what the plan finds."
+        None, description="Tokens per chunk of logits with head: chunked. Default: chosen by the plan."
     )
     activation_checkpoints: Literal["auto", "device", "host"] | NonNegativeInt = Field(
         "auto",
-        description="Where blocks' inputs wait for the backward: device, host, auto, or in how many last blocks on the device.",
+        description="Where activation checkpoints (the blocks' inputs) are kept until the backward pass: device, host, auto, "
+        "or the number of last blocks whose checkpoint stays on the device.",
     )
     resident_blocks: NonNegativeInt | None = Field(
         None,
-        description="Last blocks whose weights stay on the device for the backward; null for what activation_checkpoints leaves.",
+        description="Number of last blocks whose weights stay on the device for the backward pass. "
+        "Default: chosen by the plan with activation_checkpoints: auto, else 0.",
     )
     resident_graphs: NonNegativeInt | None = Field(
-        None, description="Of these, so many keep their whole computation, which is then not repeated in the backward."
+        None,
+        description="Number of those blocks that also keep their autograd graph, so that they are not recomputed. "
+        "Default: chosen by the plan if resident_blocks is, else 0.",
     )
 
     mlp_chunk_tokens: PositiveInt | None = Field(
-        None, description="Tokens whose feed-forward activations exist at once, for very long rows; null for all."
+        None, description="Tokens per chunk of a feed-forward layer, for very long rows. Default: all tokens at once."
     )
     compile: Literal["auto"] | bool = Field(
-        "auto", description="Compile blocks with torch.compile, each structure once; auto for where there is a GPU."
+        "auto", description="Compile blocks with torch.compile, once per block structure. auto: only on a GPU."
     )
 
     check_gradients: NonNegativeInt = Field(
         0,
-        description="Before training, compare so many blocks with plain autograd on the device, with a real batch; 0 for none.",
+        description="Number of blocks whose gradients are compared with plain autograd before training, on the device and "
+        "with the first batch; 0 for none.",
     )
 
     @field_validator("head_chunk_tokens")

@@ -1,4 +1,4 @@
-"""From a run's YAML file and ``--key value`` overrides to a `RunConfig`, with every error in one report."""
+"""Load a `RunConfig` from a run file and ``--key value`` overrides, and report all errors at once."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -7,103 +7,63 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
 
-from horizon_lm.config import SCHEMAS, WITHOUT_ROWS, DatasetConfig, RunConfig
-from horizon_lm.config.text import describe
+from horizon_lm.config.datasets import WITHOUT_ROWS, DatasetConfig
+from horizon_lm.config.run import SCHEMAS, RunConfig
+from horizon_lm.config.translate.unsupported import UNSUPPORTED, our_name
 from horizon_lm.config.types import UnusedError
-from horizon_lm.config.unsupported import ELSEWHERE, RENAMED, our_name
+from horizon_lm.config.yaml_file import SettingPlaces, read_yaml
 from horizon_lm.errors import ConfigError
 
-_LENGTHS = {"num_train_epochs", "max_steps"}  # of which a run has one
+_LENGTHS = {"num_train_epochs", "max_steps"}  # a run has one of them
+_RENAMED = {  # earlier names of settings
+    "boundaries": "activation_checkpoints",
+    "held_blocks": "resident_blocks",
+    "held_graphs": "resident_graphs",
+}
 
 
 def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_rows: bool = False) -> RunConfig:
-    """Read a run's file, lay the overrides over it, and validate once.
+    """Read a run file, apply the overrides, and validate the result once.
 
     Args:
-        path: a YAML 1.2 file; None for overrides only.
-        overrides: command-line tokens, ``--key value`` or ``--key=value``; values are read as YAML.
-        without_rows: ``datasets`` may be missing.
+        path: a YAML 1.2 file, or None to use the overrides alone.
+        overrides: command-line tokens, ``--key value`` or ``--key=value``, with values in YAML.
+        without_rows: allow ``datasets`` to be missing.
 
     Raises:
-        ConfigError: all that is wrong, each with its place, value and remedy.
+        ConfigError: all invalid settings, each with its place, value and remedy.
     """
-    settings, places = read_yaml(path) if path is not None else ({}, _Places("the command line", None, set()))
-    changed = parse_overrides(overrides)
-    places.overridden |= set(changed)
-    return _validated(_laid_over(settings, changed), places, without_rows)
+    settings, places = read_yaml(path) if path is not None else ({}, SettingPlaces("the command line"))
+    changes = parse_overrides(overrides)
+    places.overridden |= set(changes)
+    return _validate(_apply(settings, changes), places, without_rows)
 
 
-def _laid_over(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with changes, before which those give way that they make useless."""
-    if not changed:
-        return dict(settings)
-    lengths = [key for key in _LENGTHS if changed.get(key) not in (None, -1)]
-    kept = {key: value for key, value in settings.items() if len(lengths) != 1 or key not in _LENGTHS}
-    useless_before = _useless(kept)  # in any case, and so an error
-    for _ in range(len(kept)):
-        useless = _useless({**kept, **changed}) - changed.keys() - useless_before
-        if not useless:
-            break
-        kept = {key: value for key, value in kept.items() if key not in useless}
-    return {**kept, **changed}
+def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
+    """Return the settings of a run, given as such, as a mapping or as a run file, with changes applied.
 
-
-def _useless(settings: Mapping[str, Any]) -> set[str]:
-    """Settings that a run would not use, as their validators say."""
-    try:
-        _schema(settings).model_validate(settings, context=WITHOUT_ROWS)
-    except ValidationError as error:
-        found = [each for each in error.errors() if isinstance(each.get("ctx", {}).get("error"), UnusedError)]
-        return {str(each["loc"][0]) for each in found}
-    return set()
-
-
-def _schema(settings: Mapping[str, Any]) -> type[RunConfig]:
-    objective = settings.get("objective", "sft")
-    return SCHEMAS.get(objective if isinstance(objective, str) else "", SCHEMAS["sft"])
-
-
-def _validated(merged: dict[str, Any], places: "_Places", without_rows: bool) -> RunConfig:
-    """The one validation of a run."""
-    schema = _schema(merged)
-    try:
-        return schema.model_validate(merged, context=WITHOUT_ROWS if without_rows else None)
-    except ValidationError as error:
-        details = _one_each(error.errors(include_url=False))
-        details.sort(key=lambda each: places.position(each["loc"]) or (0, 0))
-        problems = [_describe(each, places, schema) for each in details]
-        heading = "" if len(problems) == 1 else f"{len(problems)} settings cannot be used:\n"
-        raise ConfigError(heading + "\n".join(problems)) from error
-
-
-def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changed: Mapping[str, Any] | None = None) -> RunConfig:
-    """A run's settings from themselves, from a mapping, or from the file that has them, with changes. ConfigError as above."""
-    if isinstance(run, RunConfig) and not changed:
+    Raises:
+        ConfigError: all invalid settings, as `read_run_config` reports them.
+    """
+    if isinstance(run, RunConfig) and not changes:
         return run
     if isinstance(run, str | Path):
-        settings, places = read_yaml(str(run))
+        settings, places = read_yaml(str(run), override_prefix="train(): ")
     else:
         settings = run.model_dump() if isinstance(run, RunConfig) else dict(run)
-        places = _Places("train()", None, set())
-    places.overridden |= set(changed or ())
-    places.of_overridden = "train(): "
-    return _validated(_laid_over(settings, changed or {}), places, without_rows=False)
-
-
-def describe_settings() -> str:
-    """All settings with their defaults: those of the first objective, then what the others have besides or otherwise."""
-    lines: list[str] = []
-    for objective, schema in SCHEMAS.items():
-        new = [line for line in describe(schema) if line not in lines]
-        lines += [f"# {'all settings of' if not lines else 'with'} objective: {objective}", *new]
-    return "\n".join(lines)
+        places = SettingPlaces("train()", override_prefix="train(): ")
+    places.overridden |= set(changes or ())
+    return _validate(_apply(settings, changes or {}), places, without_rows=False)
 
 
 def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split arguments into the run file and the overrides around it. Raise ConfigError if there are two files."""
+    """Split command-line tokens into the run file, if any, and the overrides.
+
+    Raises:
+        ConfigError: there are several files.
+    """
     files, overrides = [], []
     expects_value = False
     for index, token in enumerate(tokens):
@@ -113,14 +73,17 @@ def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             files.append(token)
     if len(files) > 1:
-        raise ConfigError(f"one run file is expected, but there are {len(files)}: {', '.join(files)}")
+        raise ConfigError(f"expected one run file, but got {len(files)}: {', '.join(files)}")
     return (files[0] if files else None), overrides
 
 
 def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
-    """Parse ``--key value``, ``--key=value``, and ``--key`` or ``--no_key`` for a boolean setting.
+    """Return the settings in ``--key value``, ``--key=value``, and ``--key`` or ``--no_key`` for a boolean setting.
 
-    Dashes in a key may stand for underscores.
+    Keys may be written with dashes.
+
+    Raises:
+        ConfigError: a token is not an override, has no value or cannot be read, or a key is repeated.
     """
     settings: dict[str, Any] = {}
     rest = list(tokens)
@@ -157,7 +120,7 @@ def _is_boolean(key: str) -> bool:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """A value as YAML would read it; as it is where text is asked for, so that paths need no quotes."""
+    """Parse a value as YAML, except for settings of type text, so that paths need no quotes."""
     fields = [schema.model_fields[key] for schema in SCHEMAS.values() if key in schema.model_fields]
     if fields and fields[0].annotation in (str, str | None) and text != "null":
         return text
@@ -167,66 +130,56 @@ def _parse_value(key: str, text: str) -> Any:
         raise ConfigError(f"--{key}: {text!r} cannot be read; quote it as in YAML") from error
 
 
-class _Places:
-    """Where each setting was made."""
-
-    def __init__(self, file: str, marks: Any, overridden: set[str]) -> None:
-        self.file, self._marks, self.overridden, self.of_overridden = file, marks, overridden, "--"
-
-    def position(self, loc: tuple[int | str, ...]) -> tuple[int, int] | None:
-        """Line and column, from 1, of the deepest part of ``loc`` that the file has."""
-        node, found = self._marks, None
-        for key in loc:
-            if loc[0] in self.overridden or not isinstance(node, CommentedMap | CommentedSeq) or not _has(node, key):
-                break
-            found = node.lc.key(key) if isinstance(node, CommentedMap) else node.lc.item(key)
-            node = node[key]
-        return None if found is None else (found[0] + 1, found[1] + 1)
-
-    def of(self, loc: tuple[int | str, ...]) -> str:
-        """A setting with its place, for a message."""
-        name = str(loc[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:])
-        if loc[0] in self.overridden:
-            return f"{self.of_overridden}{name}"
-        position = self.position(loc)
-        return f"{self.file}: {name}" if position is None else f"{self.file}:{position[0]}:{position[1]}: {name}"
+# Overrides
 
 
-def _has(node: CommentedMap | CommentedSeq, key: int | str) -> bool:
-    return key in node if isinstance(node, CommentedMap) else isinstance(key, int) and key < len(node)
+def _apply(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with the changes applied, without settings that only the changes make unused."""
+    if not changes:
+        return dict(settings)
+    lengths = [key for key in _LENGTHS if changes.get(key) not in (None, -1)]
+    kept = {key: value for key, value in settings.items() if len(lengths) != 1 or key not in _LENGTHS}
+    unused_before = _unused(kept)  # errors of the file itself, which must be reported
+    for _ in range(len(kept)):
+        unused = _unused({**kept, **changes}) - changes.keys() - unused_before
+        if not unused:
+            break
+        kept = {key: value for key, value in kept.items() if key not in unused}
+    return {**kept, **changes}
 
 
-def read_yaml(path: str) -> tuple[dict[str, Any], _Places]:
-    """The settings in a YAML 1.2 file, and where each is. ConfigError for what is none."""
+def _unused(settings: Mapping[str, Any]) -> set[str]:
+    """Return the names of settings that validation rejects because a run would not use them."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; name the YAML file of a run") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: not a text file in UTF-8 (byte {error.start}); name the YAML file of a run"
-        ) from error
+        _schema(settings).model_validate(settings, context=WITHOUT_ROWS)
+    except ValidationError as error:
+        found = [each for each in error.errors() if isinstance(each.get("ctx", {}).get("error"), UnusedError)]
+        return {str(each["loc"][0]) for each in found}
+    return set()
+
+
+def _schema(settings: Mapping[str, Any]) -> type[RunConfig]:
+    objective = settings.get("objective", "sft")
+    return SCHEMAS.get(objective if isinstance(objective, str) else "", SCHEMAS["sft"])
+
+
+# Validation and its messages
+
+
+def _validate(settings: dict[str, Any], places: SettingPlaces, without_rows: bool) -> RunConfig:
+    schema = _schema(settings)
     try:
-        settings = YAML(typ="safe", pure=True).load(text)
-        marks = YAML(typ="rt", pure=True).load(text)  # the same once more, for lines and columns
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
-        raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from error
-    except YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if settings is None:
-        settings = {}
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: a run file has one setting a line, such as learning_rate: 1e-5")
-    not_text = [key for key in settings if not isinstance(key, str)]
-    if not_text:
-        raise ConfigError(f"{path}: {not_text[0]!r} is not the name of a setting")
-    return settings, _Places(path, marks, set())
+        return schema.model_validate(settings, context=WITHOUT_ROWS if without_rows else None)
+    except ValidationError as error:
+        details = _merge_by_setting(error.errors(include_url=False))
+        details.sort(key=lambda each: places.position(each["loc"]) or (0, 0))
+        problems = [_message(each, places, schema) for each in details]
+        heading = "" if len(problems) == 1 else f"{len(problems)} invalid settings:\n"
+        raise ConfigError(heading + "\n".join(problems)) from error
 
 
-def _one_each(details: Sequence[Any]) -> list[Any]:
-    """One error for each place: pydantic has one for each kind of value that a setting may have, with the kind as a place."""
+def _merge_by_setting(details: Sequence[Any]) -> list[Any]:
+    """Return one error per setting. For a union, pydantic has one per member, with the member's type in its place."""
     found: dict[tuple[int | str, ...], Any] = {}
     for each in details:
         loc = each["loc"] if each["loc"][0] in ("datasets", "eval_datasets") else each["loc"][:1]
@@ -238,31 +191,32 @@ def _one_each(details: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _describe(details: Any, places: _Places, schema: type[RunConfig]) -> str:
-    """One error of pydantic as a line: place, setting, value, what to do."""
+def _message(details: Any, places: SettingPlaces, schema: type[RunConfig]) -> str:
+    """Return an error of pydantic as one line with place, setting, value and remedy."""
     loc = details["loc"]
     known = schema.model_fields if len(loc) == 1 else DatasetConfig.model_fields
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     message = message.replace("a valid boolean", "true or false").removesuffix(", unable to interpret input")
     if details["type"] == "missing" or message == "is missing":
-        return f"{places.of(loc)} is missing. {known[str(loc[-1])].description}"
+        return f"{places.describe(loc)} is missing. {known[str(loc[-1])].description}"
     if details["type"] == "extra_forbidden":
-        return f"{places.of(loc)} is not a setting{_suggest(str(loc[-1]), list(known), len(loc) == 1)}"
-    return f"{places.of(loc)}: {_shorten(details['input'])}: {message}"
+        return f"{places.describe(loc)} is not a setting{_suggest(str(loc[-1]), list(known), len(loc) == 1)}"
+    return f"{places.describe(loc)}: {_shorten(details['input'])}: {message}"
 
 
 def _suggest(key: str, known: list[str], of_run: bool) -> str:
+    """Return what to write instead of an unknown setting; ``of_run`` is False in an entry of ``datasets``."""
     others = [objective for objective, schema in SCHEMAS.items() if of_run and key in schema.model_fields]
     if others:
-        return f" of this objective, but of objective: {' or '.join(others)}; remove it, or change the objective"
-    if key in RENAMED:
-        return f"; it is called {RENAMED[key]} now"
-    if key in ELSEWHERE:
-        return f"; {ELSEWHERE[key]}"
+        return f" of this objective, only of objective: {' or '.join(others)}; remove it, or change the objective"
+    if key in _RENAMED:
+        return f"; it is now called {_RENAMED[key]}"
+    if key in UNSUPPORTED:
+        return f"; {UNSUPPORTED[key]}"
     if of_run and (ours := our_name(key)) in known:
         return f"; it is called {ours} here"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else "; horizon-lm train --settings lists those there are"
+    return f"; did you mean {close[0]}?" if close else "; run horizon-lm train --settings for a list of all settings"
 
 
 def _shorten(value: Any) -> str:

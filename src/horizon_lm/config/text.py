@@ -1,4 +1,7 @@
-"""Settings as text for people: a run's file, a file to start from, and the documentation page."""
+"""Render settings as text: the file of a run, a file to start from, and the documentation page.
+
+``python -m horizon_lm.config.text`` prints docs/settings.md.
+"""
 
 import inspect
 import re
@@ -7,8 +10,11 @@ from io import StringIO
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
+from ruamel.yaml import YAML
 
-from horizon_lm.config.run import RunConfig
+from horizon_lm.config.datasets import DatasetConfig
+from horizon_lm.config.run import SCHEMAS, RunConfig
+from horizon_lm.config.types import Settings
 
 _USUAL: dict[str, Any] = {
     "max_length": 1024, "per_device_train_batch_size": 8, "num_train_epochs": 3.0,
@@ -31,54 +37,55 @@ START_VALUES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-_STEPS = """
-  horizon-lm plan FILE       will it fit, and how long will it take?
-  horizon-lm inspect FILE    what will be trained on, token by token
-  horizon-lm train FILE      any setting: --learning_rate 2e-5
+_NEXT_STEPS = """
+  horizon-lm plan FILE       check that the run fits, and estimate its duration
+  horizon-lm inspect FILE    show the tokens that would be trained on
+  horizon-lm train FILE      train; override any setting with --learning_rate 2e-5
 
-Settings that are commented out have the value that is written there."""
+Settings that are commented out show their default."""
 
 START_HEADING = {
-    "sft": f"""Supervised fine-tuning: the model learns to answer as the rows do.
+    "sft": f"""Supervised fine-tuning: the model learns to answer as in the rows.
 
 Rows: {{"messages": [{{"role": "user", "content": ...}}, {{"role": "assistant", "content": ...}}]}}, or alpaca (instruction,
-input, output), sharegpt (conversations), prompt and completion, text. JSON, JSONL, Parquet, CSV, a folder, or a data set of
+input, output), sharegpt (conversations), prompt and completion, text. JSON, JSONL, Parquet, CSV, a folder, or a dataset on
 the hub.
-{_STEPS}""",
-    "pretrain": f"""Continued pre-training: the model learns text, every token of it.
+{_NEXT_STEPS}""",
+    "pretrain": f"""Continued pre-training: the model learns every token of a text.
 
-Rows: {{"text": ...}} in JSON, JSONL, Parquet or CSV, text files, a folder of them, or a data set of the hub.
-{_STEPS}""",
-    "dpo": f"""Direct preference optimisation: of two answers the model learns to prefer one.
+Rows: {{"text": ...}} in JSON, JSONL, Parquet or CSV, text files, a folder of them, or a dataset on the hub.
+{_NEXT_STEPS}""",
+    "dpo": f"""Direct preference optimization: the model learns to prefer one of two answers.
 
-Rows: {{"prompt": ..., "chosen": ..., "rejected": ...}}, as text or as lists of messages; or conversations that begin alike.
-{_STEPS}""",
+Rows: {{"prompt": ..., "chosen": ..., "rejected": ...}}, as text or as lists of messages; or two conversations that start with
+the same messages.
+{_NEXT_STEPS}""",
 }
 
 
-OF_A_RUN = "# The settings of this run, defaults included."  # the first line of a run's own file
+OF_A_RUN = "# The settings of this run, defaults included."  # the first line of config.yaml, by which a run folder is recognized
 
 
 def to_yaml(config: RunConfig) -> str:
-    """A configuration as a file that reads back as the same, each setting under its sentence."""
+    """Return a configuration as a file that reads back as the same, with each setting under its description."""
     lines = [OF_A_RUN]
     for name, value in config.model_dump().items():
-        lines += ["", f"# {_sentence(type(config).model_fields[name])}", _entry(name, value)]
+        lines += ["", f"# {_describe(type(config).model_fields[name])}", _entry(name, value)]
     return "\n".join(lines) + "\n"
 
 
 def groups(schema: type[RunConfig]) -> Iterator[tuple[str, list[str]]]:
-    """The settings of a schema by the class that brought them: its heading, and their names."""
+    """Yield the heading of each group of settings and their names, in the order of the schema."""
     left = list(schema.model_fields)
     for cls in reversed(schema.__mro__):
         names = [name for name in left if name in inspect.get_annotations(cls)]
-        if names:
-            yield str(cls.__doc__).rstrip("."), names
+        if names and issubclass(cls, Settings):
+            yield cls.heading, names
             left = [name for name in left if name not in names]
 
 
 def start_file(schema: type[RunConfig], values: Mapping[str, Any], heading: str) -> str:
-    """A file to begin with: ``values`` are set, all other settings are there as comments with their defaults."""
+    """Return a file to start from: ``values`` are set, all other settings are comments with their defaults."""
     lines = [f"# {line}".rstrip() for line in heading.splitlines()]
     for title, names in groups(schema):
         lines += ["", "", f"# --- {title} ---"]
@@ -86,90 +93,91 @@ def start_file(schema: type[RunConfig], values: Mapping[str, Any], heading: str)
             entry = _entry(name, values[name] if name in values else schema.model_fields[name].default)
             if name not in values:
                 entry = "\n".join(f"# {line}" for line in entry.splitlines())
-            lines += ["", f"## {_sentence(schema.model_fields[name])}", entry]
+            lines += ["", f"## {_describe(schema.model_fields[name])}", entry]
     return "\n".join(lines) + "\n"
 
 
-def describe(schema: type[RunConfig]) -> list[str]:
-    """All settings with their defaults, a line each."""
-    lines = []
-    for name, field in schema.model_fields.items():
-        default = "required" if field.is_required() or name == "datasets" else _inline(field.default)
-        lines.append(f"{name} ({default}): {_sentence(field)}")
-    return lines
+def describe_settings() -> str:
+    """Return one line per setting with its default: all of the first objective, then those that differ in the others."""
+    lines: list[str] = []
+    for objective, schema in SCHEMAS.items():
+        all_lines = [
+            f"{name} ({_default(field, name)}): {_describe(field)}" for name, field in schema.model_fields.items()
+        ]
+        heading = f"# {'with' if lines else 'all settings of'} objective: {objective}"
+        lines += [heading, *(line for line in all_lines if line not in lines)]
+    return "\n".join(lines)
 
 
-def _sentence(field: FieldInfo) -> str:
-    """What a setting is, and the names that it takes where the sentence does not say them."""
-    said = str(field.description)
-    names = [each for each in _names(field.annotation) if not re.search(rf"\b{each}\b", said)]
-    return said if not names else f"{said} One of {', '.join(_names(field.annotation))}."
+def _describe(field: FieldInfo) -> str:
+    """Return the description of a setting, followed by its choices if the description does not mention them."""
+    text = str(field.description)
+    choices = _choices(field.annotation)
+    if all(re.search(rf"\b{choice}\b", text) for choice in choices):
+        return text
+    return f"{text} One of {', '.join(choices)}."
 
 
-def _names(annotation: Any) -> list[str]:
-    """The names that a value may be."""
+def _choices(annotation: Any) -> list[str]:
+    """Return the literal values that a type allows."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
-    return [name for each in get_args(annotation) for name in _names(each)]
+    return [choice for each in get_args(annotation) for choice in _choices(each)]
 
 
-def _inline(value: Any) -> str:
-    """A default on one line, as YAML has it."""
-    return _entry("_", value).removeprefix("_:").strip().replace("\n", ", ").replace("- ", "")
+def _default(field: FieldInfo, name: str) -> str:
+    """Return the default of a setting on one line of YAML."""
+    if field.is_required() or name == "datasets":
+        return "required"
+    return _entry("_", field.default).removeprefix("_:").strip().replace("\n", ", ").replace("- ", "")
 
 
 def _entry(name: str, value: Any) -> str:
-    from ruamel.yaml import YAML
-
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.width = False, 1000
     yaml.indent(mapping=2, sequence=4, offset=2)
     stream = StringIO()
-    yaml.dump({name: _short(value)}, stream)
+    if isinstance(value, list) and value and all(isinstance(each, dict) and "path" in each for each in value):
+        value = [_without_defaults(each) for each in value]
+    yaml.dump({name: value}, stream)
     return stream.getvalue().removesuffix("...\n").rstrip()
 
 
-def _short(value: Any) -> Any:
-    """A dataset is written without what is left at its default, and as a path where nothing else is said."""
-    if isinstance(value, list) and value and all(isinstance(entry, dict) and "path" in entry for entry in value):
-        return [_said(entry) for entry in value]
-    return value
-
-
-def _said(entry: dict[str, Any]) -> Any:
-    said = {key: each for key, each in entry.items() if each is not None and (key, each) != ("weight", 1.0)}
-    return said["path"] if list(said) == ["path"] else said
+def _without_defaults(dataset: dict[str, Any]) -> Any:
+    """Return an entry of ``datasets`` without its defaults, or its path if nothing else is set."""
+    kept = {key: value for key, value in dataset.items() if value is not None and (key, value) != ("weight", 1.0)}
+    return kept["path"] if list(kept) == ["path"] else kept
 
 
 def page() -> str:
-    """docs/settings.md: every setting of every objective."""
-    from horizon_lm.config.datasets import DatasetConfig
-    from horizon_lm.config.run import SCHEMAS
-
+    """Return docs/settings.md, with every setting of every objective."""
     lines = [
         "# Settings", "",
-        "Of a run file, and of the command line as `--name value`. A name that TRL or transformers has keeps their meaning and",
-        "default; what is not used by a run is refused. `horizon-lm init sft` prints a file with all of them.", "",
-        "Made by `python -m horizon_lm.config.text`.",
+        "Write these settings into a run file, or pass them on the command line as `--name value`. Settings that TRL or transformers",
+        "also have keep their meaning and default. Settings that a run would not use are rejected. `horizon-lm init sft` prints a",
+        "file with all of them. Where the default is `null`, the description says what it means.", "",
+        "Generated by `python -m horizon_lm.config.text`.",
     ]  # fmt: skip
     for title, names in groups(RunConfig):
         lines += _table(title, RunConfig, names)
     for objective, schema in SCHEMAS.items():
-        own = [name for name in schema.model_fields if name not in RunConfig.model_fields]
-        other = [name for name in RunConfig.model_fields if _row(schema, name) != _row(RunConfig, name)]
-        lines += _table(f"Besides, or otherwise, with `objective: {objective}`", schema, [*own, *other])
+        new = [name for name in schema.model_fields if name not in RunConfig.model_fields]
+        different = [name for name in RunConfig.model_fields if _row(schema, name) != _row(RunConfig, name)]
+        lines += _table(f"Additional and different with `objective: {objective}`", schema, [*new, *different])
     lines += _table("An entry of `datasets` and `eval_datasets`", DatasetConfig, list(DatasetConfig.model_fields))
     return "\n".join(lines) + "\n"
 
 
 def _table(title: str, schema: Any, names: list[str]) -> list[str]:
-    return ["", f"## {title}", "", "| setting | default | |", "|---|---|---|", *(_row(schema, name) for name in names)]
+    heading = ["", f"## {title}", "", "| setting | default | description |", "|---|---|---|"]
+    return [*heading, *(_row(schema, name) for name in names)]
 
 
 def _row(schema: Any, name: str) -> str:
     field = schema.model_fields[name]
-    default = "required" if field.is_required() or name == "datasets" else f"`{_inline(field.default)}`"
-    return f"| `{name}` | {default} | {_sentence(field)} |".replace('"layers.20.*|lm_head"', '"layers.20.*\\|lm_head"')
+    default = _default(field, name)
+    default = default if default == "required" else f"`{default}`"
+    return f"| `{name}` | {default} | {_describe(field).replace('|', chr(92) + '|')} |"
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Rows of files to examples, to tokens with their targets, to the batch of any step."""
+"""Turn rows of files into examples, examples into tokens with targets, and those into the batch of any step."""

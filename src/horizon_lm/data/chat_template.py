@@ -1,4 +1,4 @@
-"""Render conversations to tokens, and mark the assistant's tokens up to the end of each turn."""
+"""Render conversations to tokens and mask the assistant's tokens up to the end of each turn."""
 
 import copy
 import json
@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.data.answer_spans import Span, TemplateStyle, locate_answers
-from horizon_lm.data.conversations import Conversation, Message, RowError, says_something
-from horizon_lm.data.template_coverage import RenderedConversation, forms_of, written
+from horizon_lm.data.conversations import Conversation, Message, RowError, has_content
+from horizon_lm.data.template_coverage import RenderedConversation, argument_variants, render_checked
 from horizon_lm.data.trl_compat import training_template
 from horizon_lm.errors import ConfigError, first_line
 
 
 def with_offsets(tokenizer: Any) -> Any:
-    """A tokenizer of whose tokens every one has all its characters: a copy where it would leave spaces out of them.
+    """Return a tokenizer whose character offsets include leading spaces: a copy if this one trims them.
 
     Raises:
-        ConfigError: the tokenizer does not tell characters.
+        ConfigError: the tokenizer reports no character offsets.
     """
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{tokenizer.name_or_path}: the tokenizer does not tell the characters its tokens come from; add its "
-            "tokenizer.json to the folder"
+            f"{tokenizer.name_or_path}: the tokenizer reports no character offsets; add its tokenizer.json to "
+            "the folder"
         )
     processor = tokenizer.backend_tokenizer.post_processor
-    if processor is None or not _untrim(state := json.loads(processor.__getstate__())):
+    if processor is None or not _clear_trim_offsets(state := json.loads(processor.__getstate__())):
         return tokenizer
     tokenizer = copy.deepcopy(tokenizer)
     processor = tokenizer.backend_tokenizer.post_processor
@@ -37,108 +37,117 @@ def with_offsets(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _untrim(state: Any) -> bool:
-    """Clear ``trim_offsets`` wherever a post-processor has it; whether it was set. Tokens do not depend on it."""
+def _clear_trim_offsets(state: Any) -> bool:
+    """Clear ``trim_offsets`` in a post-processor and its parts, and return whether any was set. Tokens do not change."""
     parts = list(state.values()) if isinstance(state, dict) else state if isinstance(state, list) else []
-    found = bool(sum(map(_untrim, parts)))  # all of them, not up to the first
+    found = bool(sum(map(_clear_trim_offsets, parts)))  # not any(), which would stop at the first
     if isinstance(state, dict) and state.get("trim_offsets"):
         state["trim_offsets"], found = False, True
     return found
 
 
 _THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
-_ANSWER = "\u2042"  # a character that no template writes
+_ANSWER = "\u2042"  # a character that occurs in no template
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
-    """Tokens of a conversation.
+class TokenizedConversation:
+    """The tokens of a conversation.
 
     Attributes:
-        ids: (T,).
-        assistant: bool (T,), whether the assistant would generate a token.
-        ends: each answer is followed by a token that ends its turn, as far as that is known.
-        whole: all that the conversation says is in it, which not every template writes.
+        ids: token ids, shape (T,).
+        assistant: mask of the tokens that the assistant generates, bool (T,).
+        has_end: True if an end-of-turn token follows every answer.
+        is_complete: True if the template rendered every part of the conversation.
     """
 
     ids: np.ndarray
     assistant: np.ndarray
-    ends: bool
-    whole: bool = True
+    has_end: bool
+    is_complete: bool = True
 
 
 class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template and marks the assistant's tokens.
+    """A renderer of conversations to tokens with a mask of the assistant's, by the tokenizer's chat template.
 
     Args:
-        tokenizer: of transformers, with a chat template.
-        use_training_template: where TRL has one.
+        tokenizer: a tokenizer of transformers with a chat template.
+        use_training_template: use TRL's version of the template with generation marks, if it has one.
 
     Raises:
-        ConfigError: no chat template, or a tokenizer that cannot say which characters its tokens come from.
+        ConfigError: the tokenizer has no chat template or no character offsets.
     """
 
     def __init__(self, tokenizer: Any, use_training_template: bool = True) -> None:
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template, so conversations cannot be rendered; "
-                "name one with chat_template_path, such as that of the model's instruct version"
+                "set chat_template_path, for example to the model's instruct version"
             )
         self._tokenizer = with_offsets(tokenizer)
         self._training = training_template(tokenizer) if use_training_template else None
         self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
-        self._manners: dict[str, TemplateStyle] = {}
+        self._styles: dict[str, TemplateStyle] = {}
 
-    def render(self, conversation: Conversation) -> Rendered:
-        """A conversation's tokens. RowError if the template refuses it, leaves out an answer, or it cannot be located."""
+    def render(self, conversation: Conversation) -> TokenizedConversation:
+        """Render a conversation.
+
+        Raises:
+            RowError: the template rejects the conversation or drops an answer or call, or an answer cannot be located.
+        """
         try:
-            found = written(conversation, self.text)
-            return replace(self._render(conversation, found), whole=found.is_whole)
+            found = render_checked(conversation, self.text)
+            return replace(self._tokenize(conversation, found), is_complete=found.is_complete)
         except RowError:
             raise
-        except Exception as error:  # of the template, which is a program
-            raise RowError(f"the chat template refuses this row: {first_line(error)}") from error
+        except Exception as error:  # a template is a program and may raise anything
+            raise RowError(f"the chat template rejects this row: {first_line(error)}") from error
 
-    def _render(self, conversation: Conversation, found: RenderedConversation) -> Rendered:
-        """In the first way that is possible."""
-        if self._marked(found.conversation):
-            return self._from_marks(found.conversation, None)
-        for form in forms_of(conversation) if self._training is not None else ():  # it may want calls in another form
-            if self._renders_alike(form, found.text):
-                return self._from_marks(form, self._training)
-        return self._from_spans(found.text, locate_answers(found.text, found.messages, self._manner(conversation)))
+    def _tokenize(self, conversation: Conversation, found: RenderedConversation) -> TokenizedConversation:
+        """Find the assistant's tokens by the template's marks, else by TRL's, else by locating the answers."""
+        if self._has_generation_marks(found.conversation):
+            return self._tokenize_with_marks(found.conversation, None)
+        for variant in (
+            argument_variants(conversation) if self._training is not None else ()
+        ):  # it may expect arguments in the other form
+            if self._training_template_matches(variant, found.text):
+                return self._tokenize_with_marks(variant, self._training)
+        return self._tokenize_with_spans(
+            found.text, locate_answers(found.text, found.messages, self._template_style(conversation))
+        )
 
-    def _renders_alike(self, form: Conversation, text: str) -> bool:
-        """Whether the training template writes a conversation as the model's own does."""
+    def _training_template_matches(self, conversation: Conversation, text: str) -> bool:
+        """Return whether TRL's template renders a conversation exactly as the model's own does."""
         try:
-            return text == self.text(form, chat_template=self._training)
-        except Exception:  # of the template, which is a program
+            return text == self.text(conversation, chat_template=self._training)
+        except Exception:  # a template is a program and may raise anything
             return False
 
     def text(self, conversation: Conversation, **options: Any) -> str:
-        """A conversation as the template writes it."""
+        """Return the text of a conversation as the template renders it."""
         return str(self._apply(conversation, tokenize=False, **options))
 
     def _apply(self, conversation: Conversation, **options: Any) -> Any:
         options = {**conversation.template_options, **options, "tools": conversation.tools}
         return self._tokenizer.apply_chat_template(conversation.messages, **options)
 
-    def _marked(self, conversation: Conversation) -> bool:
-        """Whether the template that a conversation is rendered with has marks: there may be one of its own for tools."""
+    def _has_generation_marks(self, conversation: Conversation) -> bool:
+        """Return whether the template of a conversation has generation marks."""
+        # A tokenizer may have a separate template for conversations with tools.
         template = self._tokenizer.get_chat_template(tools=conversation.tools)
         return _GENERATION_MARK.search(template) is not None
 
-    def _from_marks(self, conversation: Conversation, template: str | None) -> Rendered:
-        """The template says itself what the assistant generates."""
+    def _tokenize_with_marks(self, conversation: Conversation, template: str | None) -> TokenizedConversation:
+        """Tokenize with a template that marks what the assistant generates; None for the model's own."""
         encoded = self._apply(conversation, chat_template=template, return_dict=True, return_assistant_tokens_mask=True)
         ids, assistant = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
-        assistant &= ~_empty_answers(assistant, conversation.messages)
+        assistant &= ~_empty_answer_mask(assistant, conversation.messages)
         last = np.flatnonzero(assistant & ~np.append(assistant[1:], False))
-        return Rendered(ids, assistant, all(self._ends_turn(ids[: index + 1]) for index in last))
+        return TokenizedConversation(ids, assistant, all(self._ends_turn(ids[: index + 1]) for index in last))
 
     def _ends_turn(self, ids: np.ndarray) -> bool:
-        """Whether the last token that is not space is a special one."""
+        """Return whether the last token other than whitespace is a special token."""
         for token in ids[::-1]:
             if token in self._special_ids:
                 return True
@@ -146,7 +155,8 @@ class ChatRenderer:
                 return False
         return False
 
-    def _from_spans(self, text: str, spans: list[Span]) -> Rendered:
+    def _tokenize_with_spans(self, text: str, spans: list[Span]) -> TokenizedConversation:
+        """Tokenize a rendered text whose answers are character spans."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
         assistant, ends = np.zeros(len(ids), dtype=bool), []
@@ -157,10 +167,10 @@ class ChatRenderer:
             assistant |= inside
             if stop is not None and inside.any():
                 assistant[np.flatnonzero(inside)[-1] : stop + 1] = True
-        return Rendered(ids, assistant, all(ends))
+        return TokenizedConversation(ids, assistant, all(ends))
 
     def _end_of_turn(self, text: str, ids: np.ndarray, offsets: np.ndarray, end: int) -> int | None:
-        """Index of the special token that follows a span, at most spaces away."""
+        """Return the index of the special token that follows a span directly or after spaces, if any."""
         after = np.flatnonzero(
             (offsets[:, 0] >= end) & (offsets[:, 1] > offsets[:, 0]) & np.isin(ids, self._special_ids)
         )
@@ -168,38 +178,39 @@ class ChatRenderer:
             return None
         return int(after[0])
 
-    def _manner(self, conversation: Conversation) -> TemplateStyle:
-        """How the template writes answers, tried on a conversation of its own."""
+    def _template_style(self, conversation: Conversation) -> TemplateStyle:
+        """Return the style of the template, found by rendering test conversations once for each set of options."""
         key = json.dumps(conversation.template_options, sort_keys=True, default=str)
-        if key not in self._manners:
-            self._manners[key] = self._find_manner(conversation.template_options)
-        return self._manners[key]
+        if key not in self._styles:
+            self._styles[key] = self._probe_template_style(conversation.template_options)
+        return self._styles[key]
 
-    def _find_manner(self, template_options: Mapping[str, Any]) -> TemplateStyle:
+    def _probe_template_style(self, template_options: Mapping[str, Any]) -> TemplateStyle:
         import jinja2
 
-        def write(*contents: str, **options: Any) -> str:
+        def render(*contents: str, **options: Any) -> str:
             turns = zip(("user", "assistant") * 2, contents, strict=False)
             messages = [{"role": role, "content": content} for role, content in turns]
             return self.text(Conversation(messages, template_options=template_options), **options)
 
-        spaced = f"\n\n {_ANSWER} \n\n"
+        padded = f"\n\n {_ANSWER} \n\n"
         try:
-            without, opened = write("?"), write("?", add_generation_prompt=True)
-            trims = write("?", spaced, "?", spaced) == write("?", _ANSWER, "?", _ANSWER)
+            prompt, prompt_with_opening = render("?"), render("?", add_generation_prompt=True)
+            trims = render("?", padded, "?", padded) == render("?", _ANSWER, "?", _ANSWER)
         except jinja2.TemplateError:
             return TemplateStyle()
-        opening = opened.removeprefix(without) if opened.startswith(without) else ""
-        # A thinking block that the template opens, or leaves empty, is the model's own in what it has said.
+        starts_alike = prompt_with_opening.startswith(prompt)
+        opening = prompt_with_opening.removeprefix(prompt) if starts_alike else ""
+        # A thinking block that the template opens is part of the answer: the model has to generate it.
         return TemplateStyle(_THINKING.sub("", opening), trims)
 
 
-def _empty_answers(assistant: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-    """Where templates mark answers that say nothing: from them a model would learn to end its turn at once."""
-    says = [says_something(message) for message in messages if message["role"] == "assistant"]
-    turns = np.cumsum(assistant & ~np.insert(assistant[:-1], 0, False))  # of each token, from 1
-    if all(says):
+def _empty_answer_mask(assistant: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
+    """Return the mask of the tokens of empty answers, from which a model would learn to end its turn at once."""
+    non_empty = [has_content(message) for message in messages if message["role"] == "assistant"]
+    turns = np.cumsum(assistant & ~np.insert(assistant[:-1], 0, False))  # number of the answer at each token, from 1
+    if all(non_empty):
         return np.zeros(len(assistant), dtype=bool)
-    if not len(turns) or turns[-1] != len(says):
-        raise RowError("an answer of the assistant is empty, and cannot be told apart from others; remove it")
-    return assistant & ~np.array([True, *says])[turns]
+    if not len(turns) or turns[-1] != len(non_empty):
+        raise RowError("an answer of the assistant is empty and cannot be located; remove it")
+    return assistant & ~np.array([True, *non_empty])[turns]

@@ -1,4 +1,4 @@
-"""Messages of conversations, and the four kinds of example that rows become."""
+"""Define the four kinds of examples, and read and validate the messages of conversations."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ class Conversation:
     """Messages in an order that a chat template can render.
 
     Attributes:
-        messages: role and content; of an assistant also ``tool_calls`` and ``reasoning_content``.
-        tools: what the assistant may call, as JSON schemas.
-        template_options: more that the template is given, such as ``enable_thinking``.
-        num_prompt: so many first messages are the prompt, in rows that say so; else None.
+        messages: dicts with role and content; the assistant's also with ``tool_calls`` and ``reasoning_content``.
+        tools: JSON schemas of the tools that the assistant may call.
+        template_options: further arguments of the chat template, such as ``enable_thinking``.
+        num_prompt: number of first messages that form the prompt; None if the row does not separate a prompt.
     """
 
     messages: Sequence[Message]
@@ -28,14 +28,14 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text to go on from its first token."""
+    """Text to train on from its first token."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Text, and how it goes on. No chat template is applied."""
+    """A prompt and its completion as text. No chat template is applied."""
 
     prompt: str
     completion: str
@@ -56,20 +56,20 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant", "function": "tool",
 }  # fmt: skip
-TEXTS = ("content", "reasoning_content", "thinking")  # what a message says, besides calls
-_READ = {  # besides role and content
-    "assistant": ("tool_calls", *TEXTS[1:]),
+TEXT_KEYS = ("content", "reasoning_content", "thinking")  # the text of a message, apart from tool calls
+_OPTIONAL_KEYS = {  # in addition to role and content
+    "assistant": ("tool_calls", *TEXT_KEYS[1:]),
     "tool": ("name", "tool_call_id"),
     "user": ("name",),
 }
 
 
 class RowError(Exception):
-    """What is wrong with a row; the caller knows its place."""
+    """A row that cannot be used. The caller adds the place of the row."""
 
 
-def kind(value: Any) -> str:
-    """A JSON value's kind, as its author would call it."""
+def describe_type(value: Any) -> str:
+    """Return the type of a JSON value in words, for messages."""
     if value is None:
         return "missing or null"
     if isinstance(value, list):
@@ -81,30 +81,30 @@ def kind(value: Any) -> str:
 
 
 def read_messages(row: Mapping[str, Any], name: str) -> list[Message]:
-    """The messages in a field; RowError for what is none."""
+    """Return the messages in a field of a row; raise RowError if they are malformed."""
     value = row.get(name)
     if not isinstance(value, list) or not value:
-        raise RowError(f"field {name!r} must be a list of {{role, content}}, but is {kind(value)}")
+        raise RowError(f"field {name!r} must be a list of {{role, content}}, but is {describe_type(value)}")
     return [_message(entry, f"{name}[{number}]") for number, entry in enumerate(value)]
 
 
 def _message(entry: Any, where: str) -> Message:
     if not isinstance(entry, Mapping):
-        raise RowError(f"{where} must be {{role, content}}, but is {kind(entry)}")
+        raise RowError(f"{where} must be {{role, content}}, but is {describe_type(entry)}")
     entry = {key: value for key, value in entry.items() if value is not None}
     if "from" in entry and "role" not in entry:
-        entry = _of_sharegpt(entry, where)
+        entry = _convert_sharegpt(entry, where)
     role = entry.get("role")
     if not isinstance(role, str):
-        raise RowError(f"{where}.role must be text, but is {kind(role)}")
+        raise RowError(f"{where}.role must be text, but is {describe_type(role)}")
     if role not in ROLES:
         raise RowError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
     message: Message = {"role": role, "content": _content(entry, where)}
     for key, value in entry.items():
-        if key in ("role", "content") or value in ("", [], {}):  # 0 and false say something
+        if key in ("role", "content") or value in ("", [], {}):  # 0 and false are values, too
             continue
-        if key not in _READ.get(role, ()):
-            raise RowError(f"{where}.{key} is not read; remove it, or leave the row out")
+        if key not in _OPTIONAL_KEYS.get(role, ()):
+            raise RowError(f"{where}.{key} is not supported; remove it, or drop the row")
         message[key] = _tool_calls(value, where) if key == "tool_calls" else value
     return message
 
@@ -116,18 +116,18 @@ def _content(entry: Mapping[str, Any], where: str) -> str:
     if isinstance(content, list) and content and all(isinstance(part, Mapping) for part in content):
         others = [part.get("type") for part in content if part.get("type") != "text"]
         if others:
-            raise RowError(f"{where}.content has a part of type {others[0]!r}; only text is read")
+            raise RowError(f"{where}.content has a part of type {others[0]!r}; only text is supported")
         texts = [part.get("text") for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
     if not isinstance(content, str):
-        raise RowError(f"{where}.content must be text, but is {kind(content)}")
+        raise RowError(f"{where}.content must be text, but is {describe_type(content)}")
     return content
 
 
 def _tool_calls(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
-        raise RowError(f"{where}.tool_calls must be a list of calls, but is {kind(value)}")
+        raise RowError(f"{where}.tool_calls must be a list of calls, but is {describe_type(value)}")
     calls = []
     for call in value:
         function = call.get("function", call)
@@ -140,13 +140,13 @@ def _tool_calls(value: Any, where: str) -> list[Any]:
     return calls
 
 
-def _of_sharegpt(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``from`` and ``value`` as role and content; a function call is the assistant's, and is JSON."""
+def _convert_sharegpt(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a ``{from, value}`` message as ``{role, content}``, and a function call as a tool call of the assistant."""
     role, value = entry["from"], entry.get("value")
     if not isinstance(role, str):
-        raise RowError(f"{where}.from must be text, but is {kind(role)}")
+        raise RowError(f"{where}.from must be text, but is {describe_type(role)}")
     if value is None:
-        raise RowError(f"{where} has 'from', but no 'value'; a message is {{from, value}} or {{role, content}}")
+        raise RowError(f"{where} has 'from' but no 'value'; a message is {{from, value}} or {{role, content}}")
     if role == "function_call" and isinstance(value, str):
         calls = _json(value, f"{where}.value")
         return {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
@@ -158,30 +158,30 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise RowError(f"{where} is not valid JSON ({error.msg})") from error
+        raise RowError(f"{where}: not valid JSON ({error.msg})") from error
 
 
-def is_said(value: Any) -> bool:
-    """Whether a text of a message is there, and more than spaces."""
+def has_text(value: Any) -> bool:
+    """Return whether a value is text with more than whitespace."""
     return isinstance(value, str) and bool(value.strip())
 
 
-def says_something(message: Message) -> bool:
-    """Whether a message has a content, a call or a thought."""
-    return bool(message.get("tool_calls")) or any(is_said(message.get(name)) for name in TEXTS)
+def has_content(message: Message) -> bool:
+    """Return whether a message has a text, a tool call or reasoning."""
+    return bool(message.get("tool_calls")) or any(has_text(message.get(name)) for name in TEXT_KEYS)
 
 
-def checked(messages: list[Message]) -> list[Message]:
-    """Messages in an order that has something to learn; RowError for others."""
+def validate_messages(messages: list[Message]) -> list[Message]:
+    """Return the messages unchanged; raise RowError if their order is invalid or no message is the assistant's."""
     roles = [message["role"] for message in messages]
     if {"system", "developer"} & set(roles[1:]):
         raise RowError("the system message must be the first one")
     if "assistant" not in roles:
-        raise RowError("there is no message of the assistant, so nothing to learn")
+        raise RowError("no message of the assistant, so nothing to train on")
     turns = roles[1:] if roles[0] in ("system", "developer") else roles
     for number, (before, role) in enumerate(pairwise(turns), 1):
         if before == role and role in ("user", "assistant"):
-            raise RowError(f"turns {number} and {number + 1} are both the {role}'s; join them or remove one")
+            raise RowError(f"turns {number} and {number + 1} are both the {role}'s; merge them or remove one")
         if role == "tool" and before not in ("assistant", "tool"):
-            raise RowError(f"turn {number + 1} is a tool's, but no assistant's call stands before it")
+            raise RowError(f"turn {number + 1} is a tool's, but does not follow a call of the assistant")
     return messages

@@ -1,5 +1,6 @@
-"""The forms that people have rows in, told apart by their fields, to `Example`."""
+"""Convert rows of the known formats, recognized by their fields, to an `Example`."""
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,87 +13,89 @@ from horizon_lm.data.conversations import (
     Preference,
     RowError,
     Text,
-    checked,
-    kind,
+    describe_type,
+    has_content,
     read_messages,
-    says_something,
+    validate_messages,
 )
 
 
 @dataclass(frozen=True)
-class Form:
-    """One form.
+class RowFormat:
+    """A format of rows.
 
     Attributes:
-        name: as a setting has it.
-        needed: fields that a row must have, any of these sets.
-        convert: raises RowError for what cannot be used.
+        name: its name in the setting `format`.
+        required: alternative sets of fields, one of which a row must have.
+        convert: function from a row to an example; raises RowError if the row is invalid.
     """
 
     name: str
-    needed: tuple[tuple[str, ...], ...]
+    required: tuple[tuple[str, ...], ...]
     convert: Callable[[Mapping[str, Any]], Example]
 
-    def fits(self, row: Mapping[str, Any]) -> bool:
-        return any(all(field in row for field in fields) for fields in self.needed)
+    def matches(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row has the required fields."""
+        return any(all(field in row for field in fields) for fields in self.required)
 
 
-def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """A row under the names that are expected here."""
-    missing = [theirs for ours, theirs in columns.items() if theirs not in row and ours not in OPTIONAL]
+def rename_fields(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row with its fields under the expected names; raise RowError if a renamed field is missing."""
+    missing = [theirs for ours, theirs in columns.items() if theirs not in row and ours not in OPTIONAL_FIELDS]
     if missing:
-        raise RowError(f"field {missing[0]!r}, which columns names, is missing; the row has {_names(row)}")
+        raise RowError(f"field {missing[0]!r} of columns is missing; the row has {_field_names(row)}")
     return {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
 
 
-def find_form(row: Any, wanted: str | None, objective: str, columns: Collection[str] = ()) -> Form:
-    """The form that a setting names, or else that a row's fields show; RowError if there is none.
+def find_format(row: Any, wanted: str | None, objective: str, columns: Collection[str] = ()) -> RowFormat:
+    """Return the format of a row.
 
     Args:
-        columns: fields that were renamed: a form that needs one of them comes before others.
+        row: the row, with renamed fields.
+        wanted: name of the format, or None to recognize it by the fields of the row.
+        objective: objective of the run, which limits the formats.
+        columns: renamed fields; formats that require one of them take precedence.
+
+    Raises:
+        RowError: the row has no known format, or one that the objective does not use.
     """
     if not isinstance(row, Mapping):
-        raise RowError(f"a row must be an object with fields, but this is {kind(row)}")
-    usable = [form for form in FORMS if form.name in OF_OBJECTIVE[objective]]
+        raise RowError(f"a row must be an object with fields, but this is {describe_type(row)}")
+    usable = [fmt for fmt in FORMATS if fmt.name in FORMATS_OF_OBJECTIVE[objective]]
     if wanted is not None:
-        form = next(form for form in FORMS if form.name == wanted)
-        if form not in usable:
-            raise RowError(f"rows of the form {wanted}, which format names, are not used with objective: {objective}")
-        return form
-    named = [form for form in usable if any(set(fields) & set(columns) for fields in form.needed)]
-    for form in (*named, *usable):
-        if form.fits(row):
-            return form
-    others = [form.name for form in FORMS if form not in usable and form.fits(row)]
+        fmt = next(fmt for fmt in FORMATS if fmt.name == wanted)
+        if fmt not in usable:
+            raise RowError(f"format: {wanted} is not supported with objective: {objective}")
+        return fmt
+    named = [fmt for fmt in usable if any(set(fields) & set(columns) for fields in fmt.required)]
+    for fmt in (*named, *usable):
+        if fmt.matches(row):
+            return fmt
+    others = [fmt.name for fmt in FORMATS if fmt not in usable and fmt.matches(row)]
+    expected = ", ".join(" + ".join(fields) for fmt in usable for fields in fmt.required)
     if others:
         raise RowError(
-            f"rows of the form {others[0]} are not used with objective: {objective}; it needs {_needed(usable)}"
+            f"rows in {others[0]} format are not supported with objective: {objective}; expected fields: {expected}"
         )
-    expected = _needed(usable)
     raise RowError(
-        f"the row has {_names(row)}, which make no known form; rows have {expected}. Rename fields with columns, the "
-        "expected name first, such as columns: {instruction: question, output: answer}"
+        f"the row has {_field_names(row)}, which matches no known format; expected fields: {expected}. Rename fields with "
+        "columns, the expected name first, such as columns: {instruction: question, output: answer}"
     )
 
 
-def _needed(forms: Collection[Form]) -> str:
-    """What rows of these forms have."""
-    return "; ".join(f"{' or '.join(' and '.join(f) for f in form.needed)} ({form.name})" for form in forms)
-
-
-def _text(row: Mapping[str, Any], name: str, optional: bool = False) -> str:
+def _text_field(row: Mapping[str, Any], name: str, optional: bool = False) -> str:
     value = row.get(name)
     if optional and value is None:
         return ""
     if name not in row:
-        raise RowError(f"field {name!r} is missing; the row has {_names(row)}")
+        raise RowError(f"field {name!r} is missing; the row has {_field_names(row)}")
     if not isinstance(value, str):
-        raise RowError(f"field {name!r} must be text, but is {kind(value)}")
+        raise RowError(f"field {name!r} must be text, but is {describe_type(value)}")
     return value
 
 
 def _from_text(row: Mapping[str, Any]) -> Text:
-    return Text(_text(row, "text"))
+    return Text(_text_field(row, "text"))
 
 
 def _from_messages(row: Mapping[str, Any]) -> Conversation:
@@ -104,44 +107,46 @@ def _from_sharegpt(row: Mapping[str, Any]) -> Conversation:
 
 
 def _from_alpaca(row: Mapping[str, Any]) -> Conversation:
-    parts = [_text(row, "instruction"), _text(row, "input", optional=True)]
+    parts = [_text_field(row, "instruction"), _text_field(row, "input", optional=True)]
     messages = _history(row)
     messages.append({"role": "user", "content": "\n".join(part for part in parts if part)})
-    messages.append({"role": "assistant", "content": _text(row, "output")})
+    messages.append({"role": "assistant", "content": _text_field(row, "output")})
     return _conversation(row, messages)
 
 
 def _history(row: Mapping[str, Any]) -> list[Message]:
-    """Earlier turns, as LLaMA-Factory has them: pairs of what was asked and answered."""
+    """Return the earlier turns of a row, which LLaMA-Factory stores as pairs of question and answer."""
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(each, str) for each in pair) for pair in pairs
     ):
-        raise RowError("field 'history' must be a list of pairs of texts, asked and answered")
+        raise RowError("field 'history' must be a list of pairs of texts, question and answer")
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
 def _from_prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion:
-    return _continued(row, "completion")
+    return _prompt_and_answer(row, "completion")
 
 
 def _from_preference(row: Mapping[str, Any]) -> Preference:
     row = _with_prompt(row)
-    pair = Preference(_continued(row, "chosen"), _continued(row, "rejected"))
+    pair = Preference(_prompt_and_answer(row, "chosen"), _prompt_and_answer(row, "rejected"))
     if row["chosen"] == row["rejected"]:
-        raise RowError("fields 'chosen' and 'rejected' are the same, so nothing is preferred")
+        raise RowError("fields 'chosen' and 'rejected' are the same, so neither is preferred")
     return pair
 
 
 def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A preference with its prompt, which may be the beginning that both answers share, and answers as messages."""
+    """Return a preference with its prompt, extracted from the start of both answers if needed, and answers as messages."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
-    if isinstance(row.get("conversations"), list):  # as LLaMA-Factory has it: what leads up to one answer or the other
+    if isinstance(row.get("conversations"), list):  # LLaMA-Factory: the conversation before the answers
         answers = {name: [row[name]] for name in ("chosen", "rejected") if isinstance(row.get(name), Mapping)}
         return {**row, "prompt": row["conversations"], **answers}
     if "instruction" in row and isinstance(chosen, str) and isinstance(rejected, str):
-        asked = "\n".join(part for part in (_text(row, "instruction"), _text(row, "input", optional=True)) if part)
+        asked = "\n".join(
+            part for part in (_text_field(row, "instruction"), _text_field(row, "input", optional=True)) if part
+        )
         prompt = [*_history(row), {"role": "user", "content": asked}]
         return {
             **row,
@@ -149,81 +154,81 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
             **{name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")},
         }
     if "prompt" in row and not (isinstance(row["prompt"], str) and isinstance(chosen, list)):
-        return row  # else the prompt is there once more, as the beginning of both
+        return row  # a text prompt of two conversations is also the start of both
     from horizon_lm.data.trl_compat import extract_prompt
 
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str | list) or not value:
-            raise RowError(f"field {name!r} must be text or a list of {{role, content}}, but is {kind(value)}")
+            raise RowError(f"field {name!r} must be text or a list of {{role, content}}, but is {describe_type(value)}")
     if type(chosen) is not type(rejected):
         raise RowError("fields 'chosen' and 'rejected' must both be text, or both lists of {role, content}")
     pair = {"chosen": chosen, "rejected": rejected}
     if isinstance(chosen, str) and isinstance(rejected, str):
-        _require_a_common_beginning(chosen, rejected)
+        _require_common_prompt(chosen, rejected)
     if isinstance(chosen, list):
         pair = {name: read_messages(row, name) for name in pair}
     found = {**row, **extract_prompt(pair)}
-    if not found["prompt"] and isinstance(row.get("prompt"), str):  # then it was not in the answers
+    if not found["prompt"] and isinstance(row.get("prompt"), str):  # the conversations hold the answers alone
         return {**row, **pair, "prompt": [{"role": "user", "content": row["prompt"]}]}
     if not found["prompt"]:
         raise RowError(_NO_PROMPT)
     return found
 
 
-def _require_a_common_beginning(chosen: str, rejected: str) -> None:
-    """RowError for texts in which TRL would find a prompt that is none, such as the Y of Yes and You."""
+def _require_common_prompt(chosen: str, rejected: str) -> None:
+    """Raise RowError for texts whose common start is not a prompt, such as the Y of Yes and You."""
     if chosen == rejected:
-        return  # told by the caller
+        return  # reported by the caller
     if chosen.startswith(rejected) or rejected.startswith(chosen):
         raise RowError(
-            "'chosen' and 'rejected' are alike to the end of one, which has no answer; give a field 'prompt'"
+            "one of 'chosen' and 'rejected' is the start of the other, so it has no answer; add a field 'prompt'"
         )
     common = next(index for index, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
     if not any(map(str.isspace, chosen[:common])):
         raise RowError(_NO_PROMPT)
 
 
-def _continued(row: Mapping[str, Any], name: str) -> Conversation | Completion:
-    """A prompt and how it goes on: both text, or both messages."""
+def _prompt_and_answer(row: Mapping[str, Any], name: str) -> Conversation | Completion:
+    """Return the example of a prompt and an answer, which must both be text or both be messages."""
     prompt, answer = row.get("prompt"), row.get(name)
     if isinstance(prompt, str) and isinstance(answer, str):
-        if _text(row, "system", optional=True):
-            raise RowError("field 'system' is not read beside a prompt that is text; write the prompt as messages")
+        if _text_field(row, "system", optional=True):
+            raise RowError("field 'system' is not used with a text prompt; write the prompt as messages")
         if not answer:
-            raise RowError(f"field {name!r} is empty, so nothing to learn")
+            raise RowError(f"field {name!r} is empty, so nothing to train on")
         return Completion(prompt, answer)
     for field, value in (("prompt", prompt), (name, answer)):
         if not isinstance(value, str | list):
-            raise RowError(f"field {field!r} must be text or a list of {{role, content}}, but is {kind(value)}")
+            raise RowError(
+                f"field {field!r} must be text or a list of {{role, content}}, but is {describe_type(value)}"
+            )
     if type(prompt) is not type(answer):
         raise RowError(
-            f"field 'prompt' is {kind(prompt)}, but {name!r} is {kind(answer)}; both must be text, or both lists"
+            f"field 'prompt' is {describe_type(prompt)}, but {name!r} is {describe_type(answer)}; both must be text, or both lists"
         )
     messages, answers = read_messages(row, "prompt"), read_messages(row, name)
-    if not all(says_something(message) for message in answers if message["role"] == "assistant"):
-        raise RowError(f"field {name!r} has an answer that is empty, so nothing to learn")
+    if not all(has_content(message) for message in answers if message["role"] == "assistant"):
+        raise RowError(f"field {name!r} has an empty answer, so nothing to train on")
     return _conversation(row, [*messages, *answers], len(messages))
 
 
 def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: int | None = None) -> Conversation:
     if num_prompt is not None and not any(message["role"] == "assistant" for message in messages[num_prompt:]):
-        raise RowError("there is no message of the assistant after the prompt, so nothing to learn")
+        raise RowError("no message of the assistant after the prompt, so nothing to train on")
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
-        raise RowError(f"field 'chat_template_kwargs' must be an object, but is {kind(options)}")
-    if taken := sorted(_TAKEN & set(options)):
-        raise RowError(f"chat_template_kwargs.{taken[0]} is not for a row to say; remove it")
-    system, first = _text(row, "system", optional=True), messages[0]
+        raise RowError(f"field 'chat_template_kwargs' must be an object, but is {describe_type(options)}")
+    if reserved := sorted(_RESERVED_OPTIONS & set(options)):
+        raise RowError(f"chat_template_kwargs.{reserved[0]} cannot be set by a row; remove it")
+    system, first = _text_field(row, "system", optional=True), messages[0]
     if system and first["role"] in ("system", "developer") and first["content"] != system:
-        raise RowError("field 'system' and the first message say different things to the model; keep one of them")
+        raise RowError("field 'system' and the system message differ; keep one of them")
     if system and first["role"] not in ("system", "developer"):
         messages, num_prompt = [{"role": "system", "content": system}, *messages], num_prompt and num_prompt + 1
-    return Conversation(checked(messages), _tools(row), dict(options), num_prompt)
+    return Conversation(validate_messages(messages), _tools(row), dict(options), num_prompt)
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
-    import json
-
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
@@ -233,25 +238,25 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RowError(f"field 'tools' must be a list of JSON schemas, but is {kind(tools)}")
+        raise RowError(f"field 'tools' must be a list of JSON schemas, but is {describe_type(tools)}")
     return tools
 
 
-def _names(row: Mapping[str, Any]) -> str:
+def _field_names(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, row)) if row else "no fields"
 
 
-FORMS = (
-    Form("preference", (("chosen", "rejected"),), _from_preference),
-    Form("messages", (("messages",),), _from_messages),
-    Form("sharegpt", (("conversations",),), _from_sharegpt),
-    Form("prompt_completion", (("prompt", "completion"),), _from_prompt_completion),
-    Form("alpaca", (("instruction", "output"),), _from_alpaca),
-    Form("text", (("text",),), _from_text),
+FORMATS = (
+    RowFormat("preference", (("chosen", "rejected"),), _from_preference),
+    RowFormat("messages", (("messages",),), _from_messages),
+    RowFormat("sharegpt", (("conversations",),), _from_sharegpt),
+    RowFormat("prompt_completion", (("prompt", "completion"),), _from_prompt_completion),
+    RowFormat("alpaca", (("instruction", "output"),), _from_alpaca),
+    RowFormat("text", (("text",),), _from_text),
 )
-_NO_PROMPT = "'chosen' and 'rejected' do not begin alike, so there is no prompt; give a field 'prompt'"
-OPTIONAL = ("input", "system", "history", "tools", "chat_template_kwargs")  # fields that a row may do without
-_TAKEN = {
+_NO_PROMPT = "'chosen' and 'rejected' have no common start to use as the prompt; add a field 'prompt'"
+OPTIONAL_FIELDS = ("input", "system", "history", "tools", "chat_template_kwargs")  # fields that rows may lack
+_RESERVED_OPTIONS = {
     "add_generation_prompt",
     "chat_template",
     "continue_final_message",
@@ -260,7 +265,7 @@ _TAKEN = {
     "tokenize",
     "tools",
 }
-OF_OBJECTIVE = {
+FORMATS_OF_OBJECTIVE = {
     "sft": ("messages", "sharegpt", "prompt_completion", "alpaca", "text"),
     "pretrain": ("text",),
     "dpo": ("preference",),

@@ -1,4 +1,4 @@
-"""The batch of any step, without having seen the steps before it."""
+"""Build the batch of any step, independent of the steps before it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,17 +16,19 @@ from horizon_lm.data.tokenize import Tokens
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences of one step, padded on the right to the longest. (B, T) tensors of int64.
+    """The sequences of one step, padded on the right to the longest, as int64 tensors (B, T).
 
-    Preferences have all chosen answers first, then all rejected ones, in the same order.
+    A batch of preferences has all chosen answers first, then all rejected ones in the same order.
 
     Attributes:
-        attention_mask: 0 where padding is; None for packed rows.
-        position_ids: of packed rows: they begin anew with each row in a row, and with the padding; else None.
-        num_trained: tokens that are targets; the loss of a step is their mean.
-        num_tokens: tokens without padding.
-        rows: numbers of the rows in their data set.
-        places: where the rows come from.
+        input_ids: token ids, 0 in the padding.
+        attention_mask: 1 for tokens and 0 for padding; None for packed rows.
+        position_ids: positions that restart with each packed row and with the padding; None for other rows.
+        labels: token ids of the targets, `NOT_TRAINED` elsewhere.
+        num_trained: number of targets; the loss of a step is the mean over them.
+        num_tokens: number of tokens without padding.
+        rows: indices of the rows in their dataset.
+        places: origins of the rows, for messages.
     """
 
     input_ids: torch.Tensor
@@ -39,16 +41,20 @@ class Batch:
     places: tuple[str, ...]
 
     def inputs(self) -> dict[str, Any]:
-        """What a model's forward is given, but for the labels."""
-        given = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "position_ids": self.position_ids}
-        return {name: tensor for name, tensor in given.items() if tensor is not None}
+        """Return the arguments of a model's forward, without the labels."""
+        arguments = {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+        return {name: tensor for name, tensor in arguments.items() if tensor is not None}
 
 
-def collate(rows: Sequence[Row], numbers: Sequence[int] = ()) -> Batch:
-    """Rows side by side. What is padding is told by the attention mask, never by a token's id."""
+def collate(rows: Sequence[Row], indices: Sequence[int] = ()) -> Batch:
+    """Build the batch of some rows with their indices. The attention mask marks padding, never a token id."""
     sequences = [row.sequences[index] for index in range(len(rows[0].sequences)) for row in rows]
     shape = (len(sequences), max(len(each.ids) for each in sequences))
-    # The padding id is never seen: attention skips it and no label is there. Zero is in every vocabulary.
+    # The id of padding has no effect, since attention and loss skip it. Zero is in every vocabulary.
     input_ids = torch.zeros(shape, dtype=torch.int64)
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
     for index, each in enumerate(sequences):
@@ -59,7 +65,7 @@ def collate(rows: Sequence[Row], numbers: Sequence[int] = ()) -> Batch:
     position_ids = _positions(rows, shape) if packed else None
     labels[:, 0] = IGNORE_INDEX
     if position_ids is not None:
-        labels[position_ids == 0] = IGNORE_INDEX  # nothing before it is seen
+        labels[position_ids == 0] = IGNORE_INDEX  # the first token of a packed row has no context
     lengths = [len(each.ids) for each in sequences]
     return Batch(
         input_ids,
@@ -68,7 +74,7 @@ def collate(rows: Sequence[Row], numbers: Sequence[int] = ()) -> Batch:
         labels,
         num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),
         num_tokens=sum(lengths),
-        rows=tuple(numbers),
+        rows=tuple(indices),
         places=tuple(row.place for row in rows),
     )
 
@@ -81,7 +87,7 @@ def _mask(sequences: Sequence[Tokens], shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _positions(rows: Sequence[Row], shape: tuple[int, int]) -> torch.Tensor:
-    """Each row in a row, and the padding, from 0."""
+    """Return positions (B, T) that restart at 0 with each packed row and with the padding."""
     positions = torch.zeros(shape, dtype=torch.int64)
     for index, row in enumerate(rows):
         segments = [*(row.segments or [len(row)]), shape[1] - len(row)]
@@ -91,16 +97,16 @@ def _positions(rows: Sequence[Row], shape: tuple[int, int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Which rows a step has: a function of seed, epoch and step alone, so that a run can go on anywhere.
+    """The sampler of a run: a function from a step to its rows, which depends on nothing but the seed.
 
-    Every epoch is a permutation of its own. Its last step has what is left over, as in transformers.
+    Every epoch has a permutation of its own. Its last step has the remaining rows, as in transformers.
 
     Args:
-        num_rows: rows of the data; of each data set, where there are several.
-        rows_per_step: rows of one optimizer step.
-        seed: of the order.
-        weights: how often the rows of each data set come in an epoch; empty for once. What is left over of a weight are
-            rows that every epoch chooses anew.
+        num_rows: number of rows, or the numbers of rows of several datasets.
+        rows_per_step: number of rows in one optimizer step.
+        seed: seed of the order.
+        weights: number of times that the rows of each dataset are used in an epoch; empty for once each. For the
+            fractional part of a weight, every epoch samples rows anew.
     """
 
     num_rows: int | tuple[int, ...]
@@ -114,56 +120,60 @@ class Sampler:
 
     @property
     def rows_per_epoch(self) -> int:
+        """The number of rows in one epoch."""
         weights = self.weights or (1.0,) * len(self._sizes)
-        return sum(int(weight) * size + _rest(weight, size) for weight, size in zip(weights, self._sizes, strict=True))
+        return sum(
+            int(weight) * size + _num_extra(weight, size) for weight, size in zip(weights, self._sizes, strict=True)
+        )
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of steps in one epoch."""
         return math.ceil(self.rows_per_epoch / self.rows_per_step)
 
     def num_steps(self, num_epochs: float) -> int:
-        """Steps of so many epochs, at least one."""
+        """Return the number of steps in a number of epochs, at least 1."""
         return max(1, math.ceil(num_epochs * self.steps_per_epoch))
 
     def rows(self, step: int) -> list[int]:
-        """Indices of the rows of step ``step``, counted from 0."""
+        """Return the indices of the rows in step ``step``, counted from 0."""
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         start = step_of_epoch * self.rows_per_step
         weights = self.weights or (1.0,) * len(self._sizes)
-        return _order(self._sizes, weights, self.seed, epoch)[start : start + self.rows_per_step].tolist()
+        return _epoch_order(self._sizes, weights, self.seed, epoch)[start : start + self.rows_per_step].tolist()
 
 
-def _rest(weight: float, size: int) -> int:
-    """Rows that come once more than the others; at least one, if no row would come at all."""
+def _num_extra(weight: float, size: int) -> int:
+    """Return the number of rows that an epoch uses once more than the others; at least 1 if it would use none."""
     return min(size, max(0 if int(weight) else 1, round((weight - int(weight)) * size)))
 
 
 @lru_cache(maxsize=1)
-def _order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> np.ndarray:
-    """The rows of an epoch."""
-    chosen, start = [], 0
+def _epoch_order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> np.ndarray:
+    """Return the indices of the rows of an epoch in order."""
+    parts, start = [], 0
     for index, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
-        rest = np.random.default_rng((seed, epoch, index)).permutation(size)[: _rest(weight, size)]
-        chosen.append(start + np.concatenate([np.tile(np.arange(size), int(weight)), rest]))
+        extra = np.random.default_rng((seed, epoch, index)).permutation(size)[: _num_extra(weight, size)]
+        parts.append(start + np.concatenate([np.tile(np.arange(size), int(weight)), extra]))
         start += size
-    rows = np.concatenate(chosen)
+    rows = np.concatenate(parts)
     return rows[np.random.default_rng((seed, epoch)).permutation(len(rows))]
 
 
 class Loader:
-    """Batches of a data set by step."""
+    """A loader of the batches of a dataset by step."""
 
     def __init__(self, rows: Sequence[Row], sampler: Sampler) -> None:
         self.rows, self.sampler = rows, sampler
 
     def batch(self, step: int) -> Batch:
-        """The batch of step ``step``, counted from 0."""
-        numbers = self.sampler.rows(step)
-        return collate([self.rows[number] for number in numbers], numbers)
+        """Return the batch of step ``step``, counted from 0."""
+        indices = self.sampler.rows(step)
+        return collate([self.rows[index] for index in indices], indices)
 
 
 def in_order(rows: Sequence[Row], batch_size: int) -> Iterator[Batch]:
-    """All rows once, in their order: for evaluation."""
+    """Yield batches of all rows once and in order, for evaluation."""
     for start in range(0, len(rows), batch_size):
-        numbers = range(start, min(start + batch_size, len(rows)))
-        yield collate([rows[number] for number in numbers], numbers)
+        indices = range(start, min(start + batch_size, len(rows)))
+        yield collate([rows[index] for index in indices], indices)

@@ -1,4 +1,4 @@
-"""From the entries of ``datasets`` to tokens on disk, made once and found again by what they were made from."""
+"""Tokenize the entries of ``datasets`` to disk, cached by a hash of everything that the tokens depend on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ import numpy as np
 
 from horizon_lm.config import DatasetConfig
 from horizon_lm.data.conversations import RowError
-from horizon_lm.data.formats import OPTIONAL, Form, find_form, rename
-from horizon_lm.data.packing import cut, pack
+from horizon_lm.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields
+from horizon_lm.data.packing import pack, truncate
 from horizon_lm.data.sources import Source, digest, open_source, progress_bars
 from horizon_lm.data.token_dataset import Part, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import DataError
 
-VERSION = 6  # of what is cached
-_MAX_SHOWN = 5  # problems listed in one error
-_TEXT_AT_ONCE = 4 * 2**20  # bytes
-_ROWS_LOOKED_AT = 1000  # for fields that not every row has
-_PLACES_SHOWN = 3  # rows of one kind in a report
-CUT, MISSING_EOS, CUT_ANSWER, DROPPED_BY_TEMPLATE, PLAIN = (
+_CACHE_VERSION = 6  # of the cached tables; raise it when their content changes
+_MAX_PROBLEMS_SHOWN = 5  # in one error
+_BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
+_ROWS_INSPECTED = 1000  # for optional fields
+_PLACES_SHOWN = 3  # rows listed in a finding
+TRUNCATED, MISSING_EOS, TRUNCATED_ANSWER, DROPPED_BY_TEMPLATE, UNTEMPLATED = (
     1,
     2,
     4,
@@ -32,13 +32,13 @@ CUT, MISSING_EOS, CUT_ANSWER, DROPPED_BY_TEMPLATE, PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class PreprocessConfig:
-    """What becomes of rows.
+    """The options of preprocessing.
 
     Attributes:
-        objective, train_on, max_length: of the run.
-        packing: the strategy; None for rows as they are.
-        num_proc: processes; None for one.
-        seed: of the choice of a fraction.
+        objective, train_on, max_length: settings of the run.
+        packing: packing strategy, or None for unpacked rows.
+        num_proc: number of processes; None for one.
+        seed: seed for sampling a fraction of the rows.
     """
 
     objective: str
@@ -51,12 +51,13 @@ class PreprocessConfig:
 
 @dataclass
 class ExampleCounts:
-    """Rows of some kind: how many, and where the first of them come from."""
+    """The number of rows with some property, and the places of the first ones."""
 
     count: int = 0
     places: list[str] = field(default_factory=list)
 
     def add(self, indices: np.ndarray, place: Callable[[int], str]) -> None:
+        """Count rows by index; ``place`` maps an index to its place."""
         self.count += len(indices)
         self.places += [place(int(index)) for index in indices[: _PLACES_SHOWN - len(self.places)]]
 
@@ -66,162 +67,172 @@ class ExampleCounts:
 
 @dataclass
 class Report:
-    """What became of the rows of some data sets.
+    """The result of preprocessing some datasets.
 
     Attributes:
-        rows: those that are trained on.
-        read: how many there were, of which the following tell.
-        cut, cut_answer: rows that lost their end, and those of them that lost tokens to train on.
-        left_out: rows that have nothing to train on.
+        rows: rows with at least one target.
+        read: number of rows read.
+        truncated, truncated_answers: rows that were truncated, and those that lost targets by it.
+        left_out: rows without targets.
         missing_eos: rows with an answer that no end-of-turn token follows.
-        dropped_by_template: rows with messages, thoughts or tools that the chat template leaves out.
-        plain: prompts and completions as text, to which the chat template that there is is not applied.
+        dropped_by_template: rows with messages, reasoning or tools that the chat template drops.
+        untemplated: prompts and completions as text, to which the chat template is not applied.
     """
 
     rows: TokenTable = field(default_factory=lambda: TokenTable([]))
     read: int = 0
-    cut: ExampleCounts = field(default_factory=ExampleCounts)
-    cut_answer: ExampleCounts = field(default_factory=ExampleCounts)
+    truncated: ExampleCounts = field(default_factory=ExampleCounts)
+    truncated_answers: ExampleCounts = field(default_factory=ExampleCounts)
     left_out: ExampleCounts = field(default_factory=ExampleCounts)
     missing_eos: ExampleCounts = field(default_factory=ExampleCounts)
     dropped_by_template: ExampleCounts = field(default_factory=ExampleCounts)
-    plain: ExampleCounts = field(default_factory=ExampleCounts)
+    untemplated: ExampleCounts = field(default_factory=ExampleCounts)
 
 
 @dataclass
 class _Problems:
-    """Rows that cannot be used: how many, and what is wrong with the first of them."""
+    """The number of invalid rows, and messages about the first ones."""
 
     count: int = 0
-    told: list[str] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
 
     def add(self, text: str) -> None:
+        """Count an invalid row with its message."""
         self.count += 1
-        self.told += [text][: _MAX_SHOWN - len(self.told)]
+        self.shown += [text][: _MAX_PROBLEMS_SHOWN - len(self.shown)]
 
     def add_all(self, source: Source, table: Any) -> None:
-        """Those of a table of tokens."""
+        """Count the invalid rows of a tokenized table."""
         import pyarrow.compute as pc
 
         problems = table.data.column("problem")
-        wrong = np.flatnonzero(pc.is_valid(problems).to_numpy())
-        self.count += len(wrong)
-        for index in map(int, wrong[: _MAX_SHOWN - len(self.told)]):
-            self.told.append(f"{source.place(index)}: {problems[index].as_py()}")
+        invalid = np.flatnonzero(pc.is_valid(problems).to_numpy())
+        self.count += len(invalid)
+        for index in map(int, invalid[: _MAX_PROBLEMS_SHOWN - len(self.shown)]):
+            self.shown.append(f"{source.place(index)}: {problems[index].as_py()}")
 
     def reject(self) -> None:
-        """DataError with all that is told."""
+        """Raise DataError with the messages if there are invalid rows."""
         if self.count:
-            heading = "" if self.count == 1 else f"{self.count:,} rows cannot be used:\n"
-            more = f"\n... and {self.count - _MAX_SHOWN:,} more" if self.count > _MAX_SHOWN else ""
-            raise DataError(heading + "\n".join(self.told) + more)
+            heading = "" if self.count == 1 else f"{self.count:,} invalid rows:\n"
+            more = f"\n... and {self.count - _MAX_PROBLEMS_SHOWN:,} more" if self.count > _MAX_PROBLEMS_SHOWN else ""
+            raise DataError(heading + "\n".join(self.shown) + more)
 
 
-def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, recipe: PreprocessConfig) -> Report:
-    """Read, tokenize and cut the rows of some data sets.
+def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: PreprocessConfig) -> Report:
+    """Read, tokenize and truncate the rows of some datasets.
 
     Raises:
-        ConfigError: the tokenizer cannot do what the rows need.
-        DataError: files or rows that cannot be used, or no row with anything to train on.
+        ConfigError: the rows need a chat template, character offsets or TRL, which are missing.
+        DataError: files or rows are invalid, or no row has a target.
     """
     report, parts, problems = Report(), [], _Problems()
     with progress_bars():
         for config in datasets:
             source = open_source(config)
-            table = _tokenized(source, _form(source, recipe, problems), tokenizer, recipe)
+            table = _tokenize_source(source, _find_row_format(source, options, problems), tokenizer, options)
             if table is not None:
                 problems.add_all(source, table)
-                parts.append(_used(source, table, recipe, report))
+                parts.append(_select_rows(source, table, options, report))
     problems.reject()
     report.rows = TokenTable(parts)
     if not len(report.rows):
         raise DataError(
-            f"no row has a token to train on within max_length {recipe.max_length}, or answers are empty ({report.left_out})"
+            f"no row has a token to train on: answers are empty or begin after max_length {options.max_length} ({report.left_out})"
         )
     return report
 
 
-def cut_rows(rows: TokenTable, recipe: PreprocessConfig) -> TokenTable:
-    """Rows that were left long to be packed, cut where a recipe does not pack them."""
-    length = recipe.max_length
-    if recipe.packing is not None or length is None or not len(rows) or int(rows.lengths.max()) <= length:
+def cut_rows(rows: TokenTable, options: PreprocessConfig) -> TokenTable:
+    """Truncate rows that were kept whole for packing, if these options do not pack them."""
+    length = options.max_length
+    if options.packing is not None or length is None or not len(rows) or int(rows.lengths.max()) <= length:
         return rows
     with progress_bars():
-        return TokenTable([cut(part, length) for part in rows.parts if len(part)])
+        return TokenTable([truncate(part, length) for part in rows.parts if len(part)])
 
 
-def pack_rows(rows: TokenTable, recipe: PreprocessConfig) -> TokenTable:
-    """The rows of each data set packed as a recipe says; as they are if it says nothing."""
-    if recipe.packing is None:
+def pack_rows(rows: TokenTable, options: PreprocessConfig) -> TokenTable:
+    """Pack the rows of each dataset, or return them unchanged if these options do not pack."""
+    if options.packing is None:
         return rows
     with progress_bars():
-        return TokenTable([pack(part, recipe.packing, recipe.max_length or 0) for part in rows.parts if len(part)])
+        return TokenTable([pack(part, options.packing, options.max_length or 0) for part in rows.parts if len(part)])
 
 
 def summary(rows: TokenTable, packed: TokenTable) -> str:
-    """How much there is, in a line."""
+    """Describe the number of rows, tokens and targets in one line."""
     tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
     count = f"{len(rows):,} rows" if packed is rows else f"{len(rows):,} rows in {len(packed):,} packed rows"
     if left_out := sum(len(part.table) - len(part) for part in packed.parts) if packed is not rows else 0:
-        count += f" ({left_out:,} more have nothing to train on)"
-    return f"{count}, {tokens:,} tokens, {targets:,} of them trained on ({targets / max(1, tokens):.0%})"
+        count += f" ({left_out:,} more have no token to train on)"
+    return f"{count}, {tokens:,} tokens, {targets:,} trained on ({targets / max(1, tokens):.0%})"
 
 
-def _form(source: Source, recipe: PreprocessConfig, problems: _Problems) -> Form | None:
-    """The form of a data set, as its first row shows it."""
+def _find_row_format(source: Source, options: PreprocessConfig, problems: _Problems) -> RowFormat | None:
+    """Return the format of a dataset, recognized by its first row; add a problem if it has none."""
     try:
         first = source.row(0)
         _require_columns(source)
-        return find_form(_renamed(first, source), source.config.format, recipe.objective, source.config.columns or ())
-    except RowError as error:  # without a form every further row would say the same
+        return find_format(
+            _renamed(first, source), source.config.format, options.objective, source.config.columns or ()
+        )
+    except RowError as error:  # every further row would give the same error
         problems.add(f"{source.place(0)}: {error}")
         return None
 
 
 def _require_columns(source: Source) -> None:
-    """RowError for an optional field under a name that none of the first rows has."""
-    optional = {theirs for ours, theirs in (source.config.columns or {}).items() if ours in OPTIONAL}
-    some = (source.row(index) for index in range(min(_ROWS_LOOKED_AT, len(source))))
-    for row in some if optional else ():
+    """Raise RowError if ``columns`` names an optional field that none of the first rows has."""
+    optional = {theirs for ours, theirs in (source.config.columns or {}).items() if ours in OPTIONAL_FIELDS}
+    first_rows = (source.row(index) for index in range(min(_ROWS_INSPECTED, len(source))))
+    for row in first_rows if optional else ():
         optional -= set(row) if isinstance(row, dict) else set()
         if not optional:
             return
     if optional:
-        raise RowError(
-            f"field {min(optional)!r}, which columns names, is in none of the first {_ROWS_LOOKED_AT:,} rows"
-        )
+        raise RowError(f"field {min(optional)!r} of columns is in none of the first {_ROWS_INSPECTED:,} rows")
 
 
 def _renamed(row: Any, source: Source) -> Any:
-    return rename(row, source.config.columns) if source.config.columns and isinstance(row, dict) else row
+    return rename_fields(row, source.config.columns) if source.config.columns and isinstance(row, dict) else row
 
 
-def _tokenized(source: Source, form: Form | None, tokenizer: Any, recipe: PreprocessConfig) -> Any:
-    """The tokens of all rows, from the cache if they are there."""
+def _tokenize_source(source: Source, row_format: RowFormat | None, tokenizer: Any, options: PreprocessConfig) -> Any:
+    """Return the table of tokens of a dataset, from the cache if available."""
     import datasets
 
-    if form is None:
+    if row_format is None:
         return None
     fingerprint = digest(
-        VERSION, source.fingerprint, source.config.columns, form.name, recipe.objective, recipe.train_on,
-        _length_of_rows(recipe), _state(tokenizer),
+        _CACHE_VERSION, source.fingerprint, source.config.columns, row_format.name, options.objective, options.train_on,
+        _row_length_limit(options), _tokenizer_state(tokenizer),
     )  # fmt: skip
-    pair = recipe.objective == "dpo"
+    is_pair = options.objective == "dpo"
     features = {
-        **{name: datasets.List(datasets.Value("int32")) for name in ("input_ids", *(["rejected_ids"] if pair else []))},
         **{
-            name: datasets.List(datasets.Value("bool")) for name in ("trained", *(["rejected_trained"] if pair else []))
+            name: datasets.List(datasets.Value("int32"))
+            for name in ("input_ids", *(["rejected_ids"] if is_pair else []))
+        },
+        **{
+            name: datasets.List(datasets.Value("bool"))
+            for name in ("trained", *(["rejected_trained"] if is_pair else []))
         },
         "num_targets": datasets.Value("int32"),
         "flags": datasets.Value("int8"),
         "problem": datasets.Value("string"),
     }
-    make = ExampleTokenizer(tokenizer, recipe.train_on, _length_of_rows(recipe))
     return source.table.map(
-        partial(_tokenize_rows, source=source.without_table(), form=form, make=make, num_sequences=1 + pair),
+        partial(
+            _tokenize_rows,
+            source=source.without_table(),
+            row_format=row_format,
+            tokenizer=ExampleTokenizer(tokenizer, options.train_on, _row_length_limit(options)),
+            num_sequences=1 + is_pair,
+        ),
         batched=True,
-        batch_size=_rows_at_once(source.table),
-        num_proc=recipe.num_proc,
+        batch_size=_rows_per_batch(source.table),
+        num_proc=options.num_proc,
         remove_columns=source.table.column_names,
         features=datasets.Features(features),
         new_fingerprint=fingerprint,
@@ -230,18 +241,18 @@ def _tokenized(source: Source, form: Form | None, tokenizer: Any, recipe: Prepro
     )
 
 
-def _rows_at_once(table: Any) -> int:
-    """Rows of a batch: a few MiB of text, however long each is."""
-    return max(1, min(200, _TEXT_AT_ONCE * len(table) // max(1, table.data.nbytes)))
+def _rows_per_batch(table: Any) -> int:
+    """Return the number of rows that have about `_BATCH_BYTES` of text."""
+    return max(1, min(200, _BATCH_BYTES * len(table) // max(1, table.data.nbytes)))
 
 
-def _length_of_rows(recipe: PreprocessConfig) -> int | None:
-    """To what rows are cut before they are packed; some ways of packing keep the rest."""
-    return recipe.max_length if recipe.packing in (None, "bfd") else None
+def _row_length_limit(options: PreprocessConfig) -> int | None:
+    """Return the length that rows are truncated to before packing, or None if packing keeps whole rows."""
+    return options.max_length if options.packing in (None, "bfd") else None
 
 
-def _state(tokenizer: Any) -> list[Any]:
-    """What of a tokenizer decides on its tokens."""
+def _tokenizer_state(tokenizer: Any) -> list[Any]:
+    """Return everything that the tokens of a tokenizer depend on."""
     import tokenizers
     import transformers
 
@@ -255,22 +266,27 @@ def _state(tokenizer: Any) -> list[Any]:
 
 
 def _tokenize_rows(
-    columns: dict[str, list[Any]], *, source: Source, form: Form, make: ExampleTokenizer, num_sequences: int
+    columns: dict[str, list[Any]],
+    *,
+    source: Source,
+    row_format: RowFormat,
+    tokenizer: ExampleTokenizer,
+    num_sequences: int,
 ) -> dict[str, list[Any]]:
-    """A batch of rows. What is wrong with a row is written down in its place: all are to be told at once."""
-    made: list[tuple[list[Tokens], str | None]] = []
+    """Tokenize a batch of rows. Errors go into the column ``problem``, so that all of them are reported at once."""
+    tokenized: list[tuple[list[Tokens], str | None]] = []
     for row in source.rows(columns):
         try:
             if not isinstance(row, dict):
-                find_form(row, None, "sft")  # says what it is
-            made.append((make.tokenize(form.convert(_renamed(row, source))), None))
+                find_format(row, None, "sft")  # raises RowError
+            tokenized.append((tokenizer.tokenize(row_format.convert(_renamed(row, source))), None))
         except RowError as error:
-            made.append(([Tokens(np.zeros(0, np.int32), np.zeros(0, bool))] * num_sequences, str(error)))
-    sequences = [tokens for tokens, _ in made]
+            tokenized.append(([Tokens(np.zeros(0, np.int32), np.zeros(0, bool))] * num_sequences, str(error)))
+    sequences = [tokens for tokens, _ in tokenized]
     result: dict[str, list[Any]] = {
-        "num_targets": [_targets(each) for each in sequences],
+        "num_targets": [_num_targets(each) for each in sequences],
         "flags": [_flags(each) for each in sequences],
-        "problem": [problem for _, problem in made],
+        "problem": [problem for _, problem in tokenized],
     }
     for index, (ids, trained) in enumerate(
         (("input_ids", "trained"), ("rejected_ids", "rejected_trained"))[:num_sequences]
@@ -280,36 +296,36 @@ def _tokenize_rows(
     return result
 
 
-def _targets(sequences: Sequence[Tokens]) -> int:
-    """Targets of a row; of a preference of which one answer has none, none."""
-    numbers = [each.num_targets for each in sequences]
-    return sum(numbers) if all(numbers) else 0
+def _num_targets(sequences: Sequence[Tokens]) -> int:
+    """Return the number of targets in a row, or 0 if one answer of a preference has none."""
+    counts = [each.num_targets for each in sequences]
+    return sum(counts) if all(counts) else 0
 
 
 def _flags(sequences: Sequence[Tokens]) -> int:
-    kinds = {
-        CUT: any(each.is_cut for each in sequences),
-        MISSING_EOS: not all(each.ends for each in sequences),
-        CUT_ANSWER: any(each.lost_targets for each in sequences),
-        DROPPED_BY_TEMPLATE: not all(each.whole for each in sequences),
-        PLAIN: any(each.without_template for each in sequences),
+    flags = {
+        TRUNCATED: any(each.is_truncated for each in sequences),
+        MISSING_EOS: not all(each.has_end for each in sequences),
+        TRUNCATED_ANSWER: any(each.lost_targets for each in sequences),
+        DROPPED_BY_TEMPLATE: not all(each.is_complete for each in sequences),
+        UNTEMPLATED: any(each.is_untemplated for each in sequences),
     }
-    return sum(bit for bit, is_so in kinds.items() if is_so)
+    return sum(bit for bit, is_set in flags.items() if is_set)
 
 
-def _used(source: Source, table: Any, recipe: PreprocessConfig, report: Report) -> Part:
-    """The rows of a data set that are used, counted."""
+def _select_rows(source: Source, table: Any, options: PreprocessConfig, report: Report) -> Part:
+    """Select the rows of a dataset to use, and count them in the report."""
     chosen = np.arange(len(table))
     if source.config.fraction is not None:
         number = max(1, round(source.config.fraction * len(table)))
-        chosen = np.sort(np.random.default_rng((recipe.seed, len(table))).permutation(len(table))[:number])
+        chosen = np.sort(np.random.default_rng((options.seed, len(table))).permutation(len(table))[:number])
     report.read += len(chosen)
     flags, targets = (table.data.column(name).to_numpy() for name in ("flags", "num_targets"))
-    report.cut.add(chosen[(flags[chosen] & CUT) != 0], source.place)
+    report.truncated.add(chosen[(flags[chosen] & TRUNCATED) != 0], source.place)
     report.missing_eos.add(chosen[(flags[chosen] & MISSING_EOS) != 0], source.place)
     report.left_out.add(chosen[targets[chosen] == 0], source.place)
     chosen = chosen[targets[chosen] > 0]
-    report.plain.add(chosen[(flags[chosen] & PLAIN) != 0], source.place)
+    report.untemplated.add(chosen[(flags[chosen] & UNTEMPLATED) != 0], source.place)
     report.dropped_by_template.add(chosen[(flags[chosen] & DROPPED_BY_TEMPLATE) != 0], source.place)
-    report.cut_answer.add(chosen[(flags[chosen] & CUT_ANSWER) != 0], source.place)
+    report.truncated_answers.add(chosen[(flags[chosen] & TRUNCATED_ANSWER) != 0], source.place)
     return Part(table, source.place, chosen, source.config.weight)

@@ -1,7 +1,7 @@
-"""What of a conversation a chat template leaves out: each part is marked with a word, and those that are missing are left out.
+"""Find the parts of a conversation that a chat template drops.
 
-Looking for the parts themselves would not do: an answer of one letter stands somewhere in any text.
-
+A unique marker is appended to each part, and parts whose marker is missing from the rendered text were dropped. Searching for
+the parts themselves would not work: an answer of one letter occurs in almost any text.
 """
 
 import json
@@ -9,127 +9,128 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from horizon_lm.data.conversations import TEXTS, Conversation, Message, RowError, is_said
+from horizon_lm.data.conversations import TEXT_KEYS, Conversation, Message, RowError, has_text
 
-Write = Callable[[Conversation], str]  # a conversation as a template writes it
+Render = Callable[[Conversation], str]  # renders a conversation to text
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedConversation:
-    """A conversation as a template writes it.
+    """A conversation and its text.
 
     Attributes:
-        text: its rendering.
-        conversation: in the form that the template takes.
-        messages: those whose content is in the text.
-        is_whole: the text has all that the conversation says.
+        text: the rendered text.
+        conversation: the conversation, with tool arguments in the form that the template expects.
+        messages: the messages whose content is in the text.
+        is_complete: True if the text has every part of the conversation.
     """
 
     text: str
     conversation: Conversation
     messages: Sequence[Message]
-    is_whole: bool
+    is_complete: bool
 
 
-def written(conversation: Conversation, write: Write) -> RenderedConversation:
-    """Render a conversation.
+def render_checked(conversation: Conversation, render: Render) -> RenderedConversation:
+    """Render a conversation and check that no answer or tool call is dropped.
 
     Raises:
-        RowError: the template leaves out an answer, or a call of a tool. Besides, what the template raises.
+        RowError: the template drops an answer or a tool call.
+        Exception: any error of the template.
     """
-    taken: tuple[Conversation, str, str] | None = None
-    refusal: Exception | None = None
-    for form in forms_of(conversation):
+    first_rendered: tuple[Conversation, str, str] | None = None
+    first_error: Exception | None = None
+    for variant in argument_variants(conversation):
         try:
-            text = write(form)
-        except Exception as error:  # of the template, which is a program
-            refusal = refusal or error
+            text = render(variant)
+        except Exception as error:  # a template is a program and may raise anything
+            first_error = first_error or error
             continue
-        marked = _marked(form, write)
-        taken = taken or (form, text, marked)
-        if f"'{_mark('arguments')}': '" not in marked:  # else the template would write Python's form of them
-            return _compared(form, text, marked)
-    if taken is None:
-        assert refusal is not None
-        raise refusal
-    return _compared(*taken)
+        marked = _render_with_markers(variant, render)
+        first_rendered = first_rendered or (variant, text, marked)
+        if f"'{_marker('arguments')}': '" not in marked:  # else the template would render Python's variant of them
+            return _check_coverage(variant, text, marked)
+    if first_rendered is None:
+        assert first_error is not None
+        raise first_error
+    return _check_coverage(*first_rendered)
 
 
-def forms_of(conversation: Conversation) -> Iterator[Conversation]:
-    """As it is; and with the arguments of calls as JSON text, which some templates want."""
+def argument_variants(conversation: Conversation) -> Iterator[Conversation]:
+    """Yield a conversation, and a copy with the arguments of tool calls as JSON text, which some templates expect."""
     yield conversation
     if any(_calls(message) for message in conversation.messages):
-        yield replace(conversation, messages=[_with_text(message) for message in conversation.messages])
+        yield replace(conversation, messages=[_with_json_arguments(message) for message in conversation.messages])
 
 
-def _compared(form: Conversation, text: str, marked: str) -> RenderedConversation:
-    missing = [place for place in _places(form) if _mark(*place) not in marked]
-    for index, message in enumerate(form.messages):
+def _check_coverage(conversation: Conversation, text: str, marked: str) -> RenderedConversation:
+    missing = [place for place in _parts(conversation) if _marker(*place) not in marked]
+    for index, message in enumerate(conversation.messages):
         if any(place[:2] == ("call", index) for place in missing):
             raise RowError(
-                "the chat template leaves out a call of a tool, so the model would learn to say nothing in its place; name a "
-                "template that writes calls with chat_template_path, or leave the row out"
+                "the chat template drops a tool call, so the model would learn to end its turn instead; set chat_template_path to "
+                "a template that renders tool calls, or drop the row"
             )
         if ("content", index) in missing and message["role"] == "assistant" and not _calls(message):
             raise RowError(
-                f"the chat template leaves out the assistant's answer (message {index + 1}), so there is nothing to learn from "
-                "it; name a template that writes it with chat_template_path"
+                f"the chat template drops the assistant's answer (message {index + 1}), so there is nothing to train on; set "
+                "chat_template_path to a template that renders it"
             )
-    messages = [message for index, message in enumerate(form.messages) if ("content", index) not in missing]
-    return RenderedConversation(text, form, messages, not missing)
+    messages = [message for index, message in enumerate(conversation.messages) if ("content", index) not in missing]
+    return RenderedConversation(text, conversation, messages, not missing)
 
 
-# Marks
+# Markers
 
-_Place = tuple[str | int, ...]
+_Part = tuple[str | int, ...]
 
 
-def _mark(*place: str | int) -> str:
-    """A word that no row has, whatever a template does to letters or quotes them with."""
+def _marker(*place: str | int) -> str:
+    """Return a unique word for a part that survives changes of case and quoting."""
     return f"qzx{'y'.join(map(str, place))}xzq"
 
 
-def _places(conversation: Conversation) -> Iterator[_Place]:
-    """The parts of a conversation that say something."""
+def _parts(conversation: Conversation) -> Iterator[_Part]:
+    """Yield the parts of a conversation that have content."""
     for index, message in enumerate(conversation.messages):
-        for name in TEXTS:
-            if is_said(message.get(name)):
+        for name in TEXT_KEYS:
+            if has_text(message.get(name)):
                 yield name, index
         for number in range(len(_calls(message))):
             yield "call", index, number
     for number, tool in enumerate(conversation.tools or ()):
-        if isinstance(_function(tool).get("name"), str):
+        if isinstance(_tool_function(tool).get("name"), str):
             yield "tool", number
 
 
-def _marked(conversation: Conversation, write: Write) -> str:
-    """The rendering with all parts marked; all marks, if the template does not take that: then nothing can be told."""
+def _render_with_markers(conversation: Conversation, render: Render) -> str:
+    """Render a conversation with a marker on every part."""
     try:
-        return write(_with_marks(conversation)).casefold()
-    except Exception:
-        return " ".join(_mark(*place) for place in _places(conversation))
+        return render(_add_markers(conversation)).casefold()
+    except Exception:  # the template does not accept markers: assume that no part is dropped
+        return " ".join(_marker(*place) for place in _parts(conversation))
 
 
-def _with_marks(conversation: Conversation) -> Conversation:
+def _add_markers(conversation: Conversation) -> Conversation:
     messages = []
     for index, message in enumerate(conversation.messages):
         changed = dict(message)
-        for name in TEXTS:
-            if is_said(message.get(name)):
-                changed[name] = message[name] + _mark(name, index)
+        for name in TEXT_KEYS:
+            if has_text(message.get(name)):
+                changed[name] = message[name] + _marker(name, index)
         calls = [
-            {**call, "function": _called(call["function"], _mark("call", index, number))}
+            {**call, "function": _mark_call(call["function"], _marker("call", index, number))}
             for number, call in enumerate(_calls(message))
         ]
         messages.append({**changed, "tool_calls": calls} if calls else changed)
     tools = conversation.tools and [
-        _tool(tool, _mark("tool", number)) for number, tool in enumerate(conversation.tools)
+        _mark_tool(tool, _marker("tool", number)) for number, tool in enumerate(conversation.tools)
     ]
     return replace(conversation, messages=messages, tools=tools)
 
 
-def _called(function: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    arguments, word = function.get("arguments"), _mark("arguments")
+def _mark_call(function: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    arguments, word = function.get("arguments"), _marker("arguments")
     if isinstance(arguments, dict):
         arguments = {**arguments, word: mark}
     elif isinstance(arguments, str):
@@ -141,33 +142,33 @@ def _called(function: Mapping[str, Any], mark: str) -> dict[str, Any]:
     }
 
 
-def _tool(tool: Any, mark: str) -> Any:
-    function = _function(tool)
+def _mark_tool(tool: Any, mark: str) -> Any:
+    function = _tool_function(tool)
     if not isinstance(function.get("name"), str):
         return tool
     named = {**function, "name": function["name"] + mark}
     return {**tool, "function": named} if "function" in tool else named
 
 
-def _function(tool: Any) -> Mapping[str, Any]:
+def _tool_function(tool: Any) -> Mapping[str, Any]:
     function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
     return function if isinstance(function, Mapping) else {}
 
 
-# Calls
+# Tool calls
 
 
 def _calls(message: Message) -> Sequence[Any]:
     return message.get("tool_calls") or ()
 
 
-def _with_text(message: Message) -> Message:
-    """A message with the arguments of its calls as JSON text."""
-    calls = [{**call, "function": _as_text(call["function"])} for call in _calls(message)]
+def _with_json_arguments(message: Message) -> Message:
+    """Return a message with the arguments of its calls as JSON text."""
+    calls = [{**call, "function": _function_with_json(call["function"])} for call in _calls(message)]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
+def _function_with_json(function: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     return {
         **function,

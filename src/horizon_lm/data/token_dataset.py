@@ -1,4 +1,4 @@
-"""Tokenized rows, on disk, by their number."""
+"""Tokenized rows on disk, read by index."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +14,12 @@ from horizon_lm.data.tokenize import Tokens
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is trained on at once: one sequence of tokens, or the two of a preference.
+    """A training row: one sequence of tokens, or the two sequences of a preference.
 
     Attributes:
-        sequences: with their tokens and targets.
-        segments: for packed rows, the lengths of the rows in it; None for others.
-        place: where the row comes from, for messages.
+        sequences: the tokenized sequences.
+        segments: lengths of the rows in a packed row; None for other rows.
+        place: origin of the row, for messages.
     """
 
     sequences: Sequence[Tokens]
@@ -27,17 +27,17 @@ class Row:
     place: str
 
     def __len__(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the number of tokens in the longest sequence."""
         return max(len(sequence.ids) for sequence in self.sequences)
 
 
 class TokenTable(Sequence[Row]):
-    """Rows of which only those that are asked for are in memory.
+    """A sequence of rows that are read from disk on access.
 
     Attributes:
-        lengths: int (n,), tokens of each row, of the longer sequence where there are two.
-        num_tokens: int (n,), tokens of each row in all.
-        num_targets: int (n,).
+        lengths: tokens in the longest sequence of each row, int (n,).
+        num_tokens: tokens in all sequences of each row, int (n,).
+        num_targets: targets in each row, int (n,).
     """
 
     def __init__(self, parts: Sequence["Part"]) -> None:
@@ -66,99 +66,102 @@ class TokenTable(Sequence[Row]):
 
     @property
     def parts(self) -> Sequence["Part"]:
-        """Its data sets."""
+        """The parts, one for each dataset."""
         return self._parts
 
     @property
     def needs_mask(self) -> bool:
-        """Rows are packed, or some sequence is shorter than others."""
+        """True if rows are packed or differ in length."""
         if any("seq_lengths" in part.table.column_names for part in self._parts):
             return True
         per_row = max((part.num_sequences for part in self._parts), default=1)
         return bool(len(self)) and int(self.num_tokens.min()) < per_row * int(self.lengths.max())
 
     def part_sizes(self) -> list[int]:
-        """Rows of each data set, in order."""
+        """Return the number of rows in each dataset."""
         return [len(part.indices) for part in self._parts]
 
     def weights(self) -> list[float]:
-        """How often the rows of each data set come in an epoch."""
+        """Return the number of times that the rows of each dataset are used in an epoch."""
         return [part.weight for part in self._parts]
 
     @property
     def fingerprint(self) -> str:
-        """Of the rows and their order."""
+        """A hash of the rows and their order."""
         return digest(*(part.fingerprint for part in self._parts))
 
     def token_ids(self) -> Iterator[np.ndarray]:
-        """All tokens of all rows, some at a time."""
+        """Yield all tokens of all rows, in chunks."""
         for part in self._parts:
             yield from part.token_ids()
 
     def split(self, held_out: np.ndarray) -> tuple["TokenTable", "TokenTable"]:
-        """The rows of a mask (n,), and the others."""
-        inside, outside, start = [], [], 0
+        """Return the rows that a mask (n,) selects, and the other rows."""
+        selected, others, start = [], [], 0
         for part in self._parts:
             mask = held_out[start : start + len(part.indices)]
-            inside.append(part.only(part.indices[mask]))
-            outside.append(part.only(part.indices[~mask]))
+            selected.append(part.select(part.indices[mask]))
+            others.append(part.select(part.indices[~mask]))
             start += len(part.indices)
-        return TokenTable(inside), TokenTable(outside)
+        return TokenTable(selected), TokenTable(others)
 
 
 class Part:
-    """The rows of one data set that are used.
+    """The rows in use of one dataset.
 
     Args:
         table: a `datasets.Dataset` of tokens: ``input_ids``, ``trained``, ``num_targets``, and for preferences also
-            ``rejected_ids`` and ``rejected_trained``; ``seq_lengths`` where rows are packed.
-        place: from a row's number to where it comes from.
-        indices: numbers of the rows in use.
-        weight: how often each comes in an epoch.
+            ``rejected_ids`` and ``rejected_trained``, for packed rows also ``seq_lengths``.
+        place: function from the index of a row to its origin.
+        indices: indices of the rows in use.
+        weight: number of times that each row is used in an epoch.
     """
 
     def __init__(self, table: Any, place: Callable[[int], str], indices: np.ndarray, weight: float = 1.0) -> None:
         self.table, self._place, self.indices, self.weight = table, place, indices, weight
-        each = np.stack([_list_lengths(table.data.column(name)) for name in self._names])
+        each = np.stack([_list_lengths(table.data.column(name)) for name in self._id_columns])
         self.lengths, self.num_tokens = each.max(0), each.sum(0)
         self.num_targets = table.data.column("num_targets").to_numpy().astype(np.int64)
 
     def __len__(self) -> int:
-        """Rows in use."""
+        """Return the number of rows in use."""
         return len(self.indices)
 
     @property
     def num_sequences(self) -> int:
-        """Of a row: two of a preference."""
-        return len(self._names)
+        """The number of sequences in a row: two for preferences, else one."""
+        return len(self._id_columns)
 
     @property
-    def _names(self) -> list[str]:
+    def _id_columns(self) -> list[str]:
         return [name for name in ("input_ids", "rejected_ids") if name in self.table.column_names]
 
     @property
     def fingerprint(self) -> str:
+        """A hash of the rows in use and their order."""
         return digest(self.table._fingerprint, hashlib.sha256(self.indices.tobytes()).hexdigest())
 
-    def only(self, indices: np.ndarray) -> "Part":
-        """Other rows of it."""
+    def select(self, indices: np.ndarray) -> "Part":
+        """Return a part with other rows in use."""
         return Part(self.table, self._place, indices, self.weight)
 
     def row(self, index: int) -> Row:
+        """Return the row of an index in the table."""
         entry = self.table.data.fast_slice(index, 1)
 
         def values(name: str) -> np.ndarray:
             return np.array(entry.column(name)[0].values.to_numpy(zero_copy_only=False))
 
         masks = ("trained", "rejected_trained")
-        sequences = [Tokens(values(ids), values(mask)) for ids, mask in zip(self._names, masks, strict=False)]
+        sequences = [Tokens(values(ids), values(mask)) for ids, mask in zip(self._id_columns, masks, strict=False)]
         segments = values("seq_lengths").tolist() if "seq_lengths" in entry.column_names else None
         return Row(sequences, segments, self._place(index))
 
     def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-        """Rows in use, many at once: their numbers (n,), where their tokens end (n,), all their tokens, and their targets.
+        """Yield chunks of the rows in use: their indices (n,), ends (n,), tokens (t,) and target masks (t,).
 
-        Of a preference, the chosen answers alone.
+        The rows' tokens are concatenated, and row i ends before ``ends[i]``. Preferences contribute their chosen answers
+        only.
         """
         used = np.zeros(len(self.lengths), dtype=bool)
         used[self.indices] = True
@@ -173,31 +176,32 @@ class Part:
             start += len(lengths)
 
     @cached_property
-    def keys(self) -> np.ndarray:
-        """For each row in use a number that tells its tokens from others'."""
-        keys, used = np.zeros(len(self.lengths), dtype=np.uint64), np.sort(self.indices)
-        for name in self._names:
+    def row_hashes(self) -> np.ndarray:
+        """A hash of the tokens of each row in use, uint64 (n,)."""
+        hashes, used = np.zeros(len(self.lengths), dtype=np.uint64), np.sort(self.indices)
+        for name in self._id_columns:
             start = 0
             for chunk in self.table.data.column(name).chunks:
                 values, ends = chunk.flatten().to_numpy(), np.cumsum(chunk.value_lengths())
                 for row in used[np.searchsorted(used, start) : np.searchsorted(used, start + len(chunk))] - start:
-                    text = keys[start + row].tobytes() + values[ends[row - 1] if row else 0 : ends[row]].tobytes()
-                    keys[start + row] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+                    content = hashes[start + row].tobytes() + values[ends[row - 1] if row else 0 : ends[row]].tobytes()
+                    hashes[start + row] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
                 start += len(chunk)
-        return keys[self.indices]
+        return hashes[self.indices]
 
     def place(self, index: int) -> str:
-        """Where a row comes from."""
+        """Return the origin of a row."""
         return self._place(index)
 
     def token_ids(self) -> Iterator[np.ndarray]:
-        for name in self._names:
+        """Yield all tokens of the table, in chunks, rows out of use included."""
+        for name in self._id_columns:
             for chunk in self.table.data.column(name).chunks:
                 yield chunk.flatten().to_numpy(zero_copy_only=False)
 
 
 def _list_lengths(column: Any) -> np.ndarray:
-    """Lengths of the lists in a column, from their offsets alone."""
+    """Return the lengths of the lists in a column without reading the lists."""
     import pyarrow.compute as pc
 
     return np.asarray(pc.list_value_length(column).to_numpy(), dtype=np.int64)

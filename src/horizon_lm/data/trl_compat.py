@@ -1,27 +1,28 @@
-"""What is TRL's and not ours: packing, the templates that it trains with, and the prompt that two answers share."""
+"""Wrap the functions of TRL that are used here: packing, training templates, and extraction of a shared prompt."""
 
 from typing import Any
 
 from horizon_lm.errors import ConfigError
 
 
-def is_there() -> bool:
-    """Whether TRL is installed."""
+def is_installed() -> bool:
+    """Return whether TRL is installed."""
     from importlib.util import find_spec
 
     return find_spec("trl") is not None
 
 
-def _need(what: str) -> None:
-    if not is_there():
+def _require(feature: str) -> None:
+    """Raise ConfigError if TRL, which a feature needs, is not installed."""
+    if not is_installed():
         raise ConfigError(
-            f"{what} needs TRL, which is not installed: pip install trl, or Horizon-LM with its extra post-training"
+            f"{feature} needs TRL; install it with pip install trl, or install Horizon-LM with the extra post-training"
         )
 
 
 def extract_prompt(pair: dict[str, Any]) -> dict[str, Any]:
-    """The beginning that ``chosen`` and ``rejected`` share, as ``prompt``, and what follows it in each."""
-    _need("a preference without a prompt")
+    """Return a pair with the common start of ``chosen`` and ``rejected`` moved to ``prompt``."""
+    _require("a preference without a prompt")
     from trl.data_utils import extract_prompt as extract
 
     found: dict[str, Any] = extract(pair)
@@ -29,33 +30,40 @@ def extract_prompt(pair: dict[str, Any]) -> dict[str, Any]:
 
 
 def training_template(tokenizer: Any) -> str | None:
-    """TRL's version with generation marks of a tokenizer's template, if that is one that it knows."""
-    if not is_there():
+    """Return TRL's version of a tokenizer's template with generation marks, or None if TRL has none."""
+    if not is_installed():
         return None
     from jinja2 import TemplateError
     from trl.chat_template_utils import get_training_chat_template
 
     try:
         template: str | None = get_training_chat_template(tokenizer)
-    except (ValueError, TypeError, TemplateError):  # not a known one
+    except (ValueError, TypeError, TemplateError):  # a template unknown to TRL
         return None
     return template
 
 
 def pack(table: Any, length: int, strategy: str, **map_options: Any) -> Any:
-    """Rows of a `datasets.Dataset`, all of whose columns are lists, joined into rows of at most ``length``.
+    """Pack the rows of a dataset into rows of at most ``length`` tokens.
+
+    Args:
+        table: a `datasets.Dataset` whose columns are lists, one entry per token.
+        length: maximum number of tokens in a packed row.
+        strategy: bfd, bfd_split or wrapped.
+        map_options: options of `datasets.Dataset.map`.
 
     Returns:
-        A dataset with the same columns; but for ``wrapped``, with ``seq_lengths``, too: tokens of each row in a row.
+        A dataset with the same columns, and except for ``wrapped`` also ``seq_lengths``, the lengths of the rows in a
+        packed row.
     """
-    _need("packing")
+    _require("packing")
     from trl.data_utils import pack_dataset
 
     return pack_dataset(table, length, strategy, map_options)
 
 
 def version() -> str | None:
-    """Of TRL; None where it is not installed."""
+    """Return the version of TRL, or None if it is not installed."""
     from importlib.metadata import version
 
-    return version("trl") if is_there() else None
+    return version("trl") if is_installed() else None

@@ -1,1 +1,1 @@
-"""What is learned: from a model and a batch to a loss."""
+"""Compute the loss of a model on a batch: supervised, preference, and user-defined objectives."""

@@ -1,4 +1,4 @@
-"""What an objective is."""
+"""Define objectives and their losses, and adapt a user's loss function."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +16,12 @@ from horizon_lm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What an objective makes of a batch.
+    """The loss of a batch.
 
     Attributes:
-        value: a scalar with its graph; the mean over ``weight`` things.
-        weight: of the batch in a mean over several: its trained tokens, or its pairs.
-        metrics: sums over the same things, by name; they are logged as means.
+        value: scalar tensor with its graph, the mean over the batch's targets or pairs.
+        weight: number of targets or pairs, which weights the batch in a mean over batches.
+        metrics: sums over the same targets or pairs by name; they are logged as means.
     """
 
     value: torch.Tensor
@@ -29,47 +29,47 @@ class Loss:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def with_balance(loss: torch.Tensor, aux_loss: torch.Tensor | None) -> torch.Tensor:
-    """A loss with what the model adds to it for the balance of experts."""
+def add_aux_loss(loss: torch.Tensor, aux_loss: torch.Tensor | None) -> torch.Tensor:
+    """Return a loss plus the auxiliary loss that balances the experts of a mixture, if there is one."""
     return loss if aux_loss is None else loss + aux_loss.to(loss.device)
 
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Put a model into evaluation mode, make no graphs, and leave all generators as they were before."""
+    """Context manager: evaluate a model without gradients, and restore its mode and all random states."""
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _generators_forked(model._horizon.engine.device):
+        with torch.no_grad(), _random_states_restored(model._horizon.engine.device):
             yield
     finally:
         model.train(was_training)
 
 
 @contextmanager
-def _generators_forked(device: Device) -> Iterator[None]:
-    """Leave the generators of Python, numpy and torch, on the host and on the device, as they were before."""
-    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), device.rng_state()
+def _random_states_restored(device: Device) -> Iterator[None]:
+    """Context manager: restore the random states of Python, numpy and torch, on the host and on the device."""
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), device.rng_state()
     try:
         yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        device.set_rng_state(of_torch)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        device.set_rng_state(torch_state)
 
 
 class Objective(Protocol):
-    """A loss of a batch. The rows of a step are one batch, however few of them are on the device at once."""
+    """A function from a model and a batch to a loss. The batch has all rows of a step, in however many micro-batches."""
 
     def __call__(self, model: Any, batch: Batch) -> Loss: ...
 
 
-class OwnObjective:
-    """A user's function as an objective.
+class CustomObjective:
+    """The objective of a user's loss function.
 
     Args:
-        function: given the streamed model and a `Batch`, returns the loss, a scalar tensor, or the loss and a dict of numbers
-            to log.
+        function: takes the streamed model and a `Batch`, and returns the loss as a scalar tensor, or the loss and a dict of
+            metrics.
     """
 
     def __init__(self, function: Callable[[Any, Batch], Any]) -> None:
@@ -79,7 +79,7 @@ class OwnObjective:
         result = self._function(model, batch)
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ConfigError("an objective returns the loss as a tensor of one number, or it and a dict of numbers")
+            raise ConfigError("an objective must return a scalar tensor, or a scalar tensor and a dict of numbers")
         return Loss(loss, 1.0, {name: _number(value) for name, value in metrics.items()})
 
 

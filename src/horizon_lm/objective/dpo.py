@@ -1,4 +1,4 @@
-"""Direct preference optimisation (arXiv 2305.18290) and its relatives, on log-probabilities of whole answers."""
+"""Losses of direct preference optimization (arXiv 2305.18290) on the log-probabilities of whole answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from torch.nn import functional as F  # noqa: N812
 from horizon_lm.config import DpoConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.loader import Batch
-from horizon_lm.objective.base import Loss, with_balance
+from horizon_lm.objective.base import Loss, add_aux_loss
 
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Log-ratios of the model to the reference, of B pairs.
+    """Log-ratios of the model to the reference for B pairs.
 
     Attributes:
-        chosen, rejected: (B,), of the whole answers.
-        chosen_length, rejected_length: (B,), their tokens.
+        chosen, rejected: log-ratios of the whole answers, shape (B,).
+        chosen_length, rejected_length: number of tokens in the answers, shape (B,).
     """
 
     chosen: torch.Tensor
@@ -33,23 +33,23 @@ PairLoss = Callable[[Ratios, float, float], torch.Tensor]
 
 
 def sigmoid(ratios: Ratios, beta: float, smoothing: float) -> torch.Tensor:
-    """DPO (arXiv 2305.18290, equation 7)."""
+    """Return the DPO loss of each pair (arXiv 2305.18290, equation 7)."""
     return -F.logsigmoid(beta * (ratios.chosen - ratios.rejected))
 
 
 def hinge(ratios: Ratios, beta: float, smoothing: float) -> torch.Tensor:
-    """SLiC-HF's (arXiv 2305.10425), with log-ratios."""
+    """Return the hinge loss of SLiC-HF (arXiv 2305.10425), applied to log-ratios."""
     return torch.relu(1 - beta * (ratios.chosen - ratios.rejected))
 
 
 def ipo(ratios: Ratios, beta: float, smoothing: float) -> torch.Tensor:
-    """IPO (arXiv 2310.12036, equation 17), of log-ratios per token, as TRL has it."""
+    """Return the IPO loss (arXiv 2310.12036, equation 17), with log-ratios per token as in TRL."""
     difference = ratios.chosen / ratios.chosen_length - ratios.rejected / ratios.rejected_length
     return (difference - 1 / (2 * beta)) ** 2
 
 
 def robust(ratios: Ratios, beta: float, smoothing: float) -> torch.Tensor:
-    """Robust DPO (arXiv 2403.00409, equation 12): a share of the preferences is the wrong way round."""
+    """Return the robust DPO loss (arXiv 2403.00409, equation 12) for a share ``smoothing`` of wrong preferences."""
     logits = beta * (ratios.chosen - ratios.rejected)
     return (-(1 - smoothing) * F.logsigmoid(logits) + smoothing * F.logsigmoid(-logits)) / (1 - 2 * smoothing)
 
@@ -58,7 +58,7 @@ LOSSES: dict[str, PairLoss] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo, "
 
 
 def answer_logprobs(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities (2, B) of the chosen and the rejected answers of a batch of pairs, and the model's own loss."""
+    """Return the log-probabilities (2, B) of the chosen and rejected answers, and the auxiliary loss of the experts if any."""
     from horizon_lm.engine.chunked_losses import token_logprobs
 
     output = token_logprobs(model, labels=batch.labels, **batch.inputs())
@@ -66,11 +66,11 @@ def answer_logprobs(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tenso
 
 
 class Dpo:
-    """The loss of a batch of pairs: the mean over them.
+    """The objective of DPO: the mean loss of the pairs in a batch.
 
     Args:
-        config: of the run.
-        references: log-probabilities (2, B) of the answers of a batch under the model that the run started from.
+        config: settings of the run.
+        references: function from a batch to the log-probabilities (2, B) of its answers under the initial model.
     """
 
     def __init__(self, config: DpoConfig, references: Callable[[Batch], np.ndarray]) -> None:
@@ -96,7 +96,7 @@ class Dpo:
         }  # fmt: skip
         names, sums = list(metrics), torch.stack([values.detach().sum() for values in metrics.values()]).tolist()
         return Loss(
-            with_balance(torch.stack(terms).sum(), aux_loss),
+            add_aux_loss(torch.stack(terms).sum(), aux_loss),
             float(margins.numel()),
             dict(zip(names, sums, strict=True)),
         )

@@ -1,4 +1,4 @@
-"""Compute the log-probabilities of answers under the initial model once, and keep them on disk under checksums."""
+"""Compute the log-probabilities of answers under the initial model once, and cache them on disk with checksums."""
 
 import hashlib
 import os
@@ -23,21 +23,21 @@ _MAGIC = b"HLMPAIR1"
 _RECORD = np.dtype([("pair", "<f4", 2), ("checksum", "<u8")])
 
 
-class KeptPairs:
-    """Pairs (n, 2) of fp32 numbers, kept in a file as they come. Several processes may write the same ones.
+class PairFile:
+    """A file of fp32 pairs (n, 2) that grows as they are computed. Several processes may write the same pairs.
 
-    The file is `_MAGIC` and a record for each row. A record of zeros was never written; one with another checksum than its
-    own was altered or broken off, and is missing, too.
+    The file is `_MAGIC` and one record per row. A record of zeros was never written. A record with a wrong checksum was altered
+    or partly written, and counts as missing, too.
 
     Args:
-        file: None to keep nothing.
-        count: rows.
-        key: what the numbers depend on; numbers under another key have other checksums.
+        file: path of the file, or None to keep the pairs in memory only.
+        count: number of rows.
+        key: hash of everything that the pairs depend on; it is part of the checksums.
 
     Attributes:
-        values: (n, 2), zero where nothing is known.
-        known: (n,), where something is.
-        num_altered: rows of the file that are not as they were written.
+        values: the pairs, float32 (n, 2); zero if unknown.
+        known: mask of the known pairs, bool (n,).
+        num_altered: number of records with a wrong checksum.
     """
 
     def __init__(self, file: Path | None, count: int, key: str) -> None:
@@ -59,7 +59,7 @@ class KeptPairs:
         self.num_altered = int((written & ~self.known).sum())
 
     def put(self, first: int, pairs: np.ndarray) -> None:
-        """Keep the pairs of consecutive rows. A full disk is no error: then they are missing another time."""
+        """Store the pairs of consecutive rows. If writing fails, another run has to compute them again."""
         stop = first + len(pairs)
         self.values[first:stop], self.known[first:stop] = pairs, True
         if self._file is None:
@@ -74,13 +74,16 @@ class KeptPairs:
             finally:
                 os.close(descriptor)
 
-    def forget(self) -> None:
-        """Remove the file."""
+    def delete(self) -> None:
+        """Delete the file."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
     def _checksums(self, pairs: np.ndarray, first: int) -> np.ndarray:
-        """Return checksums of rows of pairs: SplitMix64 (Steele et al., OOPSLA 2014), in which no two pairs of a row agree."""
+        """Return the checksums (n,) of pairs by SplitMix64 (Steele et al., OOPSLA 2014).
+
+        For one row and key, the mapping is a bijection, so any altered pair changes the checksum.
+        """
         x = np.ascontiguousarray(pairs, "<f4").view(np.uint64).reshape(-1) ^ self._key
         x = x + np.arange(first + 1, first + len(pairs) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -88,18 +91,18 @@ class KeptPairs:
         return x ^ (x >> np.uint64(31))
 
 
-VERSION = 3  # of what is kept
+VERSION = 3  # of the cached values; raise it when their computation changes
 
 
 class ReferenceCache:
-    """Reference log-probabilities of data sets, by what they depend on. One that was interrupted goes on where it was.
+    """A cache of reference log-probabilities by dataset and model. An interrupted computation continues where it stopped.
 
     Args:
-        model: streamed, with the weights that the run starts from.
-        say: prints a line about what was kept and cannot be used.
+        model: the streamed model with its initial weights.
+        say: function that prints a line about cached values that cannot be used.
 
     Attributes:
-        problem: why nothing can be kept, as a sentence; empty if it can.
+        problem: reason why values cannot be cached, or an empty text.
     """
 
     def __init__(self, model: Any, say: Callable[[str], None] = lambda line: None) -> None:
@@ -111,37 +114,38 @@ class ReferenceCache:
             if not os.access(self._folder, os.W_OK):
                 raise PermissionError(f"{self._folder} is not writable")
         except OSError as error:
-            self.problem = f"it cannot be kept ({error})"
+            self.problem = f"it cannot be cached ({error})"
 
     def logprobs(
         self, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None] = lambda done, of: None
     ) -> np.ndarray:
-        """Log-probabilities (n, 2), float32, of the chosen and the rejected answers of all rows.
+        """Return the log-probabilities, float32 (n, 2), of the chosen and rejected answers of all rows.
 
         Args:
-            batch_size: rows in one forward.
-            advance: told how many rows are done, of how many.
+            rows: preferences.
+            batch_size: number of rows in one forward pass.
+            advance: called with the number of finished rows and of all rows.
 
         Raises:
-            NonFiniteError: some are NaN or infinite.
+            NonFiniteError: some log-probabilities are NaN or infinite.
         """
         key = hashlib.sha256(f"{VERSION} {self._key} {rows.fingerprint}".encode()).hexdigest()
         file = None if self.problem else self._folder / f"{key[:32]}.pairs"
-        kept = KeptPairs(file, len(rows), key)
+        kept = PairFile(file, len(rows), key)
         if kept.num_altered:
             self._say(
-                f"reference: {kept.num_altered:,} of {len(rows):,} rows in {file} are not as they were written; they are "
-                "computed again"
+                f"reference: {kept.num_altered:,} of {len(rows):,} rows in {file} are corrupted and will be computed "
+                "again"
             )
         self._compute(kept, rows, batch_size, advance)
         if not np.isfinite(kept.values).all():
             place = rows[int(np.flatnonzero(~np.isfinite(kept.values).all(1))[0])].place
-            kept.forget()
-            raise NonFiniteError(f"the reference gives no finite log-probability to {place}: check the model's weights")
+            kept.delete()
+            raise NonFiniteError(f"the reference log-probability of {place} is not finite; check the model's weights")
         return kept.values
 
-    def _compute(self, kept: KeptPairs, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None]) -> None:
-        """Those that are not there yet; kept as they come, where other runs may keep the same."""
+    def _compute(self, kept: PairFile, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None]) -> None:
+        """Compute and store the pairs that are missing."""
         if kept.known.all():
             return
         with evaluation_mode(self._model):
@@ -153,20 +157,20 @@ class ReferenceCache:
 
 
 def lookup(values: np.ndarray) -> Callable[[Batch], np.ndarray]:
-    """From a batch to the values (2, B) of its rows."""
+    """Return a function from a batch to the values (2, B) of its rows."""
     return lambda batch: np.ascontiguousarray(values[list(batch.rows)].T)
 
 
 def model_key(model: Any) -> str:
-    """A name for a streamed model as it is: its config, how it computes, and every byte of its weights."""
+    """Return a hash of a streamed model's config, computation and weights."""
     import transformers
 
     engine = model._horizon.engine
-    how = [
+    computation = [
         transformers.__version__, torch.__version__, model.config.to_json_string(use_diff=False),
         model.config.get_text_config()._attn_implementation, engine.options.compute_dtype, engine.device.torch_device.type,
     ]  # fmt: skip
-    digest = hashlib.sha256(repr(how).encode())
+    digest = hashlib.sha256(repr(computation).encode())
     with ThreadPoolExecutor(usable_cores()) as threads:
         for each in threads.map(_digest, engine.store.units.items()):
             digest.update(each)
@@ -174,7 +178,7 @@ def model_key(model: Any) -> str:
 
 
 def _digest(unit: tuple[str, Any]) -> bytes:
-    """Of the weights of a unit, with their names; what is between them does not count."""
+    """Return a hash of the names and weights of a unit, without the alignment gaps between them."""
     name, slabs = unit
     digest = hashlib.sha256(name.encode())
     for slab in (slabs.weights, slabs.low):

@@ -11,7 +11,7 @@ from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarning, first_line
-from horizon_lm.objective.base import Objective, OwnObjective
+from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.residency import ExpectedBatch
 from horizon_lm.streaming_options import StreamingOptions
@@ -225,13 +225,13 @@ def make_objectives(
         model: the streamed model.
         data: the rows.
         reporter: shows the progress of the reference.
-        custom_loss: a user's function to train with, as for `OwnObjective`.
+        custom_loss: a user's function to train with, as for `CustomObjective`.
     """
     if isinstance(config, DpoConfig):
         return _dpo_objectives(config, model, data, reporter, custom_loss)
     from horizon_lm.objective import sft
 
-    training = OwnObjective(custom_loss) if custom_loss else _token_objective(config)
+    training = CustomObjective(custom_loss) if custom_loss else _token_objective(config)
     return Objectives(training, dict.fromkeys(data.eval_sets, sft.likelihood))
 
 
@@ -261,7 +261,7 @@ def _dpo_objectives(
     if cache.problem:
         reporter.print(f"reference: {cache.problem}, so the next run will compute it again")
     if custom_loss:
-        training: Objective = OwnObjective(custom_loss)
+        training: Objective = CustomObjective(custom_loss)
     else:
         training = objective_of("training data", data.training.packed, config.reference_batch_size)
     size = config.per_device_eval_batch_size

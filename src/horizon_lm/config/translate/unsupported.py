@@ -1,18 +1,17 @@
-"""Settings of other trainers: their names in the tables of ``translations/``, and what replaces those not supported."""
+"""What to write instead of settings of other trainers."""
 
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from ruamel.yaml import YAML
+
 
 @cache
 def tables() -> dict[str, Mapping[str, Any]]:
-    """The table of each trainer, by the name of its file."""
-    from ruamel.yaml import YAML
-
-    folder = files("horizon_lm.config") / "translations"
-    yaml = YAML(typ="safe", pure=True)
+    """Return the translation table of each trainer by the stem of its file."""
+    folder, yaml = files("horizon_lm.config.translate"), YAML(typ="safe", pure=True)
     return {
         name: yaml.load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
         for name in ("trl", "llamafactory", "axolotl")
@@ -20,33 +19,27 @@ def tables() -> dict[str, Mapping[str, Any]]:
 
 
 def our_name(theirs: str) -> str | None:
-    """What a setting of any of them is called here; None if it is not one that is only called otherwise."""
+    """Return our name of another trainer's setting, or None if no table renames it."""
     return next((table["rename"][theirs] for table in tables().values() if theirs in table.get("rename", {})), None)
 
 
 _ONE_DEVICE = "a run has one process and one device; remove it"
-_RECOMPUTED = "every block is recomputed in the backward in any case; remove it"
-_STREAMED = "weights stream from host memory without it; remove it"
-_PRECISION = "weights are bf16 with an fp32 master in any case, unless precision says otherwise; remove it"
-_BATCHES = "batches are made from rows on disk as a step needs them; remove it"
-_FOUND = "the plan finds what fits before the run begins; remove it"
-_KERNELS = "there is nothing of that kind here; remove it"
-_PLAIN_LOSS = "this part of the objective does not exist here; remove it, or give train() an objective of your own"
-_LOGS = "metrics are written as logging_steps says; remove it"
-_EVALUATION = "held-out rows are evaluated before training, as eval_strategy says, and at the end; remove it"
-_BEST = "the last weights are exported, and with save_strategy those on the way; the best have the lowest eval_loss in metrics.jsonl; remove it"
-_RESUME = "a run cannot be resumed yet; remove it"
+_RECOMPUTED = "every block is recomputed in the backward pass unless resident_graphs keeps it; remove it"
+_STREAMED = "weights are always streamed from host memory; remove it"
+_PRECISION = "weights are bf16 with an fp32 master by default; see precision"
+_BATCHES = "batches are built from rows on disk as steps need them; remove it"
+_PLANNED = "the plan fits the run into memory before it starts; remove it"
+_KERNELS = "not supported; remove it"
+_LOSS = "this variant of the loss is not supported; remove it, or pass train() an objective of your own"
+_LOGS = "logging_steps decides when metrics are written; remove it"
+_EVALUATION = "the eval set is evaluated before and after training and as eval_strategy says; remove it"
+_BEST = "runs export the last weights, and checkpoints as save_strategy says; pick the best by eval_loss in metrics.jsonl; remove it"
+_RESUME = "resuming a run is not supported yet; remove it"
 _HUB = "the finished model is uploaded once, with the account that is logged in; remove it"
 _TRACKIO = "set it in trackio's own environment variables; remove it"
 
-RENAMED = {
-    "boundaries": "activation_checkpoints",
-    "held_blocks": "resident_blocks",
-    "held_graphs": "resident_graphs",
-}  # earlier names of our settings
-
-ELSEWHERE = {
-    # of TRL's and transformers' configurations
+UNSUPPORTED = {  # the remedy by name of the setting
+    # settings of SFTConfig, DPOConfig and TrainingArguments
     **dict.fromkeys(
         (
             "accelerator_config", "average_tokens_across_devices", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb",
@@ -69,7 +62,7 @@ ELSEWHERE = {
         ),
         _BATCHES,
     ),
-    **dict.fromkeys(("auto_find_batch_size", "skip_memory_metrics", "torch_empty_cache_steps"), _FOUND),
+    **dict.fromkeys(("auto_find_batch_size", "skip_memory_metrics", "torch_empty_cache_steps"), _PLANNED),
     **dict.fromkeys(
         (
             "use_liger_kernel", "liger_kernel_config", "torch_compile_backend", "torch_compile_mode", "debug",
@@ -82,7 +75,7 @@ ELSEWHERE = {
             "discopop_tau", "f_alpha_divergence_coef", "f_divergence_type", "ld_alpha", "use_weighting", "sync_ref_model",
             "ref_model_mixup_alpha", "ref_model_sync_steps",
         ),
-        _PLAIN_LOSS,
+        _LOSS,
     ),
     **dict.fromkeys(
         (
@@ -104,42 +97,42 @@ ELSEWHERE = {
     **dict.fromkeys(("project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"), _TRACKIO),
     "assistant_only_loss": "use train_on: assistant, which is the default for conversations",
     "completion_only_loss": "use train_on: completion, which is the default for a prompt and its completion",
-    "dataset_kwargs": "rows are always prepared; remove it",
+    "dataset_kwargs": "rows are always tokenized; remove it",
     "dataset_text_field": "use columns in datasets: {text: NAME}",
     "eos_token": "change it in the model's tokenizer_config.json",
-    "pad_token": "padding is told by the attention mask, so that no token is needed; remove it",
+    "pad_token": "padding is marked by the attention mask and needs no token; remove it",
     "padding_free": "use packing, or attn_implementation: varlen",
     "model_init_kwargs": "use precision, attn_implementation and trust_remote_code",
     "optim": "the optimizer is AdamW; remove it, or see moments",
-    "precompute_ref_log_probs": "the reference is always computed once, before training, and kept on disk; remove it",
-    "router_aux_loss_coef": "it is that of the model's config, where output_router_logits switches it on; remove it",
-    "shuffle_dataset": "rows are shuffled anew in each epoch, after they are packed in order; remove it",
+    "precompute_ref_log_probs": "the reference is always computed before training and cached on disk; remove it",
+    "router_aux_loss_coef": "set it in the model's config.json, with output_router_logits to enable it; remove it",
+    "shuffle_dataset": "rows are packed in order and then shuffled in every epoch; remove it",
     "torch_compile": "use compile",
-    "truncation_mode": "long rows lose their end (keep_start); remove it",
-    "use_cache": "it is for generation alone; remove it",
+    "truncation_mode": "long rows are always truncated at the end (keep_start); remove it",
+    "use_cache": "it only affects generation; remove it",
     "use_cpu": "use device: cpu",
-    # of the scripts around them, and of other versions
+    # settings of their scripts and of other versions
     "attn_impl": "transformers calls it attn_implementation",
     "batch_size": "use per_device_train_batch_size",
-    "dataset_name": "name it in datasets",
+    "dataset_name": "write it into datasets",
     "dataset_config": "use name in datasets: {path: ..., name: ...}",
     "dataset_train_split": "use split in datasets",
     "dataset_test_split": "use split in eval_datasets",
     "dtype": _PRECISION,
     "evaluation_strategy": "transformers calls it eval_strategy",
     "epochs": "transformers calls it num_train_epochs",
-    "eval_dataset": "name it in eval_datasets",
+    "eval_dataset": "write it into eval_datasets",
     "lr": "transformers calls it learning_rate",
     "max_seq_length": "TRL calls it max_length",
-    "max_prompt_length": "rows are cut at max_length as a whole; remove it",
+    "max_prompt_length": "max_length limits prompt and answer together; remove it",
     "micro_batch_size": "use per_device_train_batch_size",
-    "model": "the model's name goes into model_name_or_path",
-    "neftune_noise_alpha": "training is without noise on embeddings; remove it",
+    "model": "use model_name_or_path",
+    "neftune_noise_alpha": "noise on embeddings is not supported; remove it",
     "num_epochs": "transformers calls it num_train_epochs",
     "num_items_in_batch": "the loss is always the mean over all targets of a step; remove it",
     "torch_dtype": _PRECISION,
-    "train_file": "name the file in datasets",
-    "use_peft": "all weights are trained, or those that trainable names; adapters are not supported yet",
-    "validation_file": "name the file in eval_datasets",
-    "warmup_ratio": "warmup_steps takes a share of all steps below 1",
+    "train_file": "write the file into datasets",
+    "use_peft": "all weights are trained, or those that match trainable; adapters are not supported yet",
+    "validation_file": "write the file into eval_datasets",
+    "warmup_ratio": "use warmup_steps; values below 1 are a fraction of all steps",
 }  # fmt: skip
