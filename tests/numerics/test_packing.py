@@ -1,4 +1,4 @@
-"""Packed rows do not see each other, in every family that offers packing; the others are refused."""
+"""Packed rows do not see each other, in every family that supports packing; the others are rejected."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from horizon_lm.model.units import find_parts
 from tests import families
 from tests.e2e import tiny
 
-# Convolutions and states that run through, or masks that the model makes of its own accord.
+# Convolutions and recurrent states cross documents, or the model makes its own masks.
 REFUSED = ("opt", "qwen3_next", "gpt_oss", "falcon")
 WITHOUT_SDPA = ("gemma2", "gpt_oss")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
@@ -24,7 +24,7 @@ FIRST, LENGTH = 5, 13
 
 
 def packed(seed: int) -> dict[str, torch.Tensor]:
-    """Two rows of two packed rows each, of which ``seed`` changes the first; only the second is trained on."""
+    """Return two rows of two packed rows each: ``seed`` changes the first, and only the second is trained on."""
     ids = torch.randint(3, families.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     ids[:, :FIRST] = torch.randint(3, families.VOCABULARY, (2, FIRST), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
@@ -34,7 +34,7 @@ def packed(seed: int) -> dict[str, torch.Tensor]:
 
 
 def second(family: str, attn: str, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits of the second rows, and the gradients of all weights but those of the first rows' tokens."""
+    """Return the logits of the second rows, and the gradients of all weights except those of the first rows' tokens."""
     attention.register()
     options = {"output_router_logits": False} if family in families.MOE_WITH_AUXILIARY_LOSS else {}
     model = families.build(family, **options)
@@ -58,9 +58,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "attn"), CASES)
-def test_a_change_of_one_row_changes_nothing_of_the_next(family: str, attn: str) -> None:
+def test_packed_rows_are_independent(family: str, attn: str) -> None:
     (logits, grads), (again, other) = (second(family, attn, seed) for seed in (1, 2))
-    if family in EXPERTS:  # experts multiply the tokens of both at once, in other batches: the last bit may differ
+    if (
+        family in EXPERTS
+    ):  # experts multiply the tokens of both rows at once, in batches of other sizes: the last bit may differ
         torch.testing.assert_close(logits, again)
         torch.testing.assert_close(grads, other)
         return
@@ -70,8 +72,8 @@ def test_a_change_of_one_row_changes_nothing_of_the_next(family: str, attn: str)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_what_would_leak_is_refused(family: str) -> None:
-    """By looking at the masks that the model makes: no list of names."""
+def test_models_that_would_leak_are_rejected(family: str) -> None:
+    """The check looks at the masks that the model makes; it is no list of names."""
     model = families.build(family)
     parts = find_parts(build_skeleton(model.config))
     used = model.config._attn_implementation
@@ -83,15 +85,15 @@ def test_what_would_leak_is_refused(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["falcon", "qwen3_next"])
-def test_the_refused_ones_do_leak(family: str) -> None:
-    """So that a refusal that is no longer needed is seen."""
+def test_rejected_models_really_leak(family: str) -> None:
+    """If a rejection becomes needless, this test fails."""
     attn = families.build(family).config._attn_implementation
     logits, again = (second(family, attn, seed)[0] for seed in (1, 2))
     assert not torch.allclose(logits, again)
 
 
 @pytest.mark.usefixtures("whole_installation")
-def test_a_run_that_would_leak_does_not_begin(tmp_path: Path) -> None:
+def test_a_run_that_would_leak_is_rejected(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     families.build("falcon", vocab_size=400).save_pretrained(folder)
     tiny.build_tokenizer().save_pretrained(folder)
@@ -107,8 +109,8 @@ def test_a_run_that_would_leak_does_not_begin(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("whole_installation")
-def test_rows_of_a_step_do_not_depend_on_how_it_is_written(tmp_path: Path) -> None:
-    """8 x 1 and 1 x 8: the same loss, the same gradient, bit for bit."""
+def test_batch_size_and_accumulation_give_equal_steps(tmp_path: Path) -> None:
+    """8 x 1 and 1 x 8 give the same loss and the same gradient, bit for bit."""
     folder = tiny.save_model(tmp_path / "model")
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(20))
 

@@ -1,4 +1,4 @@
-"""The plan's bytes against those that are counted while a step really runs, for every family and many settings."""
+"""Planned bytes against those counted in a real step, for every family and many settings."""
 
 import itertools
 import random
@@ -25,7 +25,7 @@ LENGTH = 24
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of a run."""
+    """The settings of a run."""
 
     rows: int
     options: dict[str, Any]
@@ -55,7 +55,7 @@ class Case:
 
 
 def draw_case(draw: random.Random) -> Case:
-    """Settings of a run at random."""
+    """Return random settings of a run."""
     rows = draw.randint(1, 4)
     head = draw.choice(["chunked", "whole"])
     held = draw.randint(0, 3)
@@ -77,14 +77,14 @@ def draw_case(draw: random.Random) -> Case:
 
 
 def trainable(model: Any, frozen: frozenset[str]) -> str | None:
-    """Patterns of all other weights; of block 1, if there are none."""
+    """Return patterns of all other weights; of block 1, if there are none."""
     units = find_parts(model).units
     names = [ref.name for unit, refs in units.items() if unit not in frozen for ref in refs]
     return "|".join(names or [ref.name for ref in units["block1"]]) if frozen else None
 
 
 def outline_of(model: Any, trainable: str | None = None) -> Any:
-    """From the config alone."""
+    """Return the outline of a model from its config alone."""
     attention = model.config._attn_implementation
     return outline_config(
         model.config, "tiny", length=LENGTH, dtype=torch.float32, masked=True, attn_implementation=attention,
@@ -93,7 +93,7 @@ def outline_of(model: Any, trainable: str | None = None) -> Any:
 
 
 def batch(rows: int) -> dict[str, torch.Tensor]:
-    """Distinct tokens as far as the vocabulary goes, and padding, the most that a step can ask for."""
+    """Return as many distinct tokens as the vocabulary has, with padding: the batch that needs the most memory."""
     ids = torch.arange(rows * LENGTH).view(rows, LENGTH) % families.VOCABULARY
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
@@ -111,7 +111,7 @@ def train(streamed: Any, case: Case, steps: int = 2) -> None:
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_allocated_is_what_was_planned(family: str, seed: int) -> None:
+def test_allocated_bytes_equal_planned_bytes(family: str, seed: int) -> None:
     case = draw_case(random.Random(f"{family} {seed}"))
     model = families.build(family)
     pattern = trainable(model, case.frozen)
@@ -142,7 +142,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"device_micro_batch_size": 2},
     {"resident_blocks": 1, "resident_graphs": 1, "device_micro_batch_size": 3},
 ]
-LONG = {"shape": (2, 480), "device_micro_batch_size": 1}  # rows longer than any window, and masks that weigh
+LONG = {"shape": (2, 480), "device_micro_batch_size": 1}  # rows longer than any window, and large masks
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ LONG = {"shape": (2, 480), "device_micro_batch_size": 1}  # rows longer than any
     ],
     ids=str,
 )
-def test_activations_are_as_planned(family: str, options: dict[str, Any]) -> None:
-    """Counted by an instrument that shares no code with device, engine or plan."""
+def test_activations_match_the_plan(family: str, options: dict[str, Any]) -> None:
+    """They are counted by an instrument that shares no code with device, engine or plan."""
     wide = {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -194,8 +194,8 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_boundaries_of_frozen_blocks_do_not_travel() -> None:
-    """Only blocks that a gradient passes through keep one, and each travels there and back."""
+def test_boundaries_of_frozen_blocks_are_not_offloaded() -> None:
+    """Only blocks that a gradient passes through keep a boundary, which is copied to the host and back."""
     model = families.build("llama", num_hidden_layers=5)
     outline = outline_config(
         model.config, "tiny", length=LENGTH, dtype=torch.float32, trainable="layers.3.*|layers.4.*"
@@ -207,7 +207,7 @@ def test_boundaries_of_frozen_blocks_do_not_travel() -> None:
     assert (step.waiting, step.staying) == (1, 1)
 
 
-def test_a_long_forward_with_scores_is_planned_by_its_square() -> None:
+def test_attention_scores_are_planned_as_quadratic() -> None:
     config = families.build("gpt_oss").config
     short, long = (outline_config(config, "tiny", length=n, dtype=torch.float32) for n in (64, 512))
     batch = ForwardBatch(1, 512)
@@ -218,8 +218,8 @@ def test_a_long_forward_with_scores_is_planned_by_its_square() -> None:
 
 @pytest.mark.parametrize("values", [("logprobs",), ("logprobs", "mean")])
 @pytest.mark.parametrize("head", ["chunked", "whole"])
-def test_heads_of_other_losses_are_as_planned(head: str, values: tuple[str, ...]) -> None:
-    """A vocabulary so wide that the loss decides."""
+def test_heads_of_other_losses_match_the_plan(head: str, values: tuple[str, ...]) -> None:
+    """The vocabulary is so large that the loss determines the peak."""
     model = families.build("llama", vocab_size=20_000, max_position_embeddings=128)
     outline = outline_config(model.config, "tiny", length=96, dtype=torch.float32, head_values=values)
     options = {**DEFAULTS, "head": head, "head_chunk_tokens": 128 if head == "chunked" else None}

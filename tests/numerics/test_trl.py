@@ -1,4 +1,4 @@
-"""Whole runs against TRL's trainers: the same rows in the same order give the same losses and the same weights."""
+"""Whole runs equal those of TRL's trainers: the same rows in the same order give the same losses and weights."""
 
 import json
 from collections.abc import Callable
@@ -26,13 +26,13 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # TRL, accelerate and transformers about each other
+    pytest.mark.filterwarnings("ignore"),  # warnings of TRL, accelerate and transformers about each other
     pytest.mark.timeout(600),
 ]
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Rows of very different lengths: some with a system message, some with many turns."""
+    """Return rows of very different lengths: some with a system message, some with many turns."""
     rows = []
     for n in range(count):
         turns = [{"role": "system", "content": f"Be keeper number {n}."}] if n % 3 == 0 else []
@@ -44,7 +44,7 @@ def conversations(count: int) -> list[dict[str, Any]]:
 
 
 class Recorder:
-    """Wraps the collator of a trainer and writes down which rows each micro-batch has."""
+    """A wrapper of a trainer's collator that records the rows of each micro-batch."""
 
     def __init__(self, collator: Callable[[list[Any]], Any], key: Callable[[Any], Any]) -> None:
         self._collator, self._key, self.batches = collator, key, []
@@ -55,7 +55,7 @@ class Recorder:
 
 
 def steps_of(batches: list[list[Any]], rows: int, per_step: int = 8) -> list[list[Any]]:
-    """Micro-batches of a trainer as the rows of its steps: an epoch's last step has what is left over."""
+    """Return the rows of each step from a trainer's micro-batches; an epoch's last step has the rest."""
     flat = [each for batch in batches for each in batch]
     steps: list[list[Any]] = []
     for start in range(0, len(flat), rows):
@@ -68,7 +68,7 @@ def run_ours(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_file: Path, order: Callable[[Any], list[list[int]]],
     **settings: Any,
 ) -> tuple[list[dict[str, Any]], Any]:  # fmt: skip
-    """A run with the rows in a given order; its metrics, and the model that it leaves."""
+    """Run with rows in a given order. Return the metrics and the exported model."""
 
     class Ordered(Sampler):
         def rows(self, step: int) -> list[int]:
@@ -94,7 +94,7 @@ def run_ours(
 def assert_same(
     theirs: Any, logs: list[dict[str, Any]], ours: Any, lines: list[dict[str, Any]], folder: Path, max_grad_norm: float
 ) -> None:
-    """Losses, gradient norms, learning rates and the way of every weight are the same within float32's rounding."""
+    """Assert that losses, gradient norms, learning rates and changes of weights are equal within float32 rounding."""
     start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logs = [log for log in logs if "loss" in log]
     assert len(logs) == len(lines) == STEPS
@@ -134,7 +134,7 @@ def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool, max
     trainer.data_collator = recorder = Recorder(trainer.data_collator, lambda example: tuple(example["input_ids"]))
     count = len(trainer.train_dataset)
     trainer.train()
-    assert count < len(rows)  # rows were packed, or lost all that was to be trained on
+    assert count < len(rows)  # rows were packed, or have no trained token left
 
     def order(table: Any) -> list[list[int]]:
         number = {tuple(row.sequences[0].ids.tolist()): index for index, row in enumerate(table)}
@@ -142,12 +142,12 @@ def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool, max
         return [[number[key] for key in step] for step in steps_of(recorder.batches, count)]
 
     lines, ours = run_ours(folder, tmp_path, monkeypatch, rows_file, order, max_length=max_length, packing=packing)
-    assert count < STEPS * 8  # an epoch ends on the way
+    assert count < STEPS * 8  # an epoch ends within these steps
     assert_same(model, trainer.state.log_history, ours, lines, folder, SHARED["max_grad_norm"])
 
 
 def preferences(count: int) -> list[dict[str, Any]]:
-    """Several pairs for each prompt; some answers, and some prompts, are longer than a row may be."""
+    """Return several pairs for each prompt; some answers and some prompts are longer than the maximum length."""
     return [
         {
             "prompt": [{"role": "user", "content": f"What of night {n // 4}? " * (1 + n // 4 % 8)}],
@@ -194,10 +194,10 @@ def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precomputed: bool,
     count = len(trainer.train_dataset)
     trainer.train()
     assert count < len(rows)  # some prompts fill a whole row
-    assert count % 4 == 0  # else a mean of means is not the mean
+    assert count % 4 == 0  # otherwise the mean of means is not the mean
 
     def order(table: Any) -> list[list[int]]:
-        # Pairs that are the same once they are cut stand for each other.
+        # Pairs that are equal once they are truncated count as the same.
         number = {tuple(tuple(s.ids.tolist()) for s in row.sequences): index for index, row in enumerate(table)}
         assert len(table) == count
         return [[number[key] for key in step] for step in steps_of(recorder.batches[-2 * STEPS :], count)]

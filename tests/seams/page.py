@@ -1,4 +1,4 @@
-"""docs/compatibility.md, made of the rows and of what comes of them."""
+"""Generate docs/compatibility.md from the rows and their outcomes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -65,7 +65,7 @@ def line(row: Row) -> str:
 
 
 def _parts(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
-    """Yield what comes of the cases, alike ones together."""
+    """Yield the outcomes of the cases, equal ones grouped."""
     alike: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
         alike.setdefault(_words(outcome), []).append(name)
@@ -74,7 +74,7 @@ def _parts(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
 
 
 def _words(outcome: Outcome) -> str:
-    """Return what came of a case, with one name for all classes of models, so that alike cases are alike."""
+    """Return the outcome of a case in words, with one name for all classes of models, so that equal outcomes are equal texts."""
     if outcome.kind == WORKS:
         return f"works, and warns: {_CLASS.sub('Model', outcome.message)}" if outcome.message else "works"
     error, _, message = outcome.message.partition(": ")
