@@ -1,4 +1,7 @@
-"""The executor: runs the passes of a training step, and knows what each of their operations moves."""
+"""The executor: runs the passes of a training step, and determines the data movements of each operation.
+
+Shapes do not occur here: the executor moves whole slabs, and the modules that compute a unit know its tensors.
+"""
 
 import weakref
 from collections import Counter
@@ -41,7 +44,7 @@ class Engine:
 
     Autograd and the model's own forward drive. The modules of this package that compute a unit (embedding, blocks, LM
     head, outer parameters) take buffers from the engine and report computations to its cursor; the engine builds the
-    schedule of each pass and says what each copy of it moves.
+    schedule of each pass and provides the data movements of its copies.
     """
 
     def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions) -> None:
@@ -66,7 +69,7 @@ class Engine:
         self._anchor: Anchor | None = None
         self._shape: tuple[Any, ...] = ()  # of the last pass that recorded
 
-        self._resident_version = -1  # of the weights that stay on the device between passes
+        self._resident_version = -1  # version of the weights that stay on the device between passes
         self._set_residency(options.residency or Residency(0))
 
     # Units and parameters
@@ -200,7 +203,7 @@ class Engine:
         try:
             self.cursor.start(schedule, self._moves)
             yield
-            self.updates.add(self.cursor.update_tasks())
+            self.updates.add(self.cursor.update_tasks())  # the embedding's remaining rows, still running
             self.cursor.finish()
             self._resident_version, self.updates.table = self.store.version, None
         except BaseException as error:
@@ -271,8 +274,9 @@ class Engine:
         """Context manager: run one node of a backward. The first node of a forward begins its pass."""
         self.check_alive()
         if self.backward is None:
-            self._require_possible(state)  # what is rejected here has changed nothing
+            self._require_possible(state)  # outside of the try: a rejection here has changed nothing, and is no fault
         try:
+            # Nodes of several forwards may be in one graph: a node of another forward ends the running pass.
             if self.backward is None or self.backward.state is not state:
                 if self.backward is not None:
                     self._require_possible(state)
@@ -308,6 +312,7 @@ class Engine:
         self._free_head_buffer(state)
         schedule = build.backward(self.layout, blocks=state.keeps, trainable=trainable, head_grads=state.head_grads)
         self.cursor.start(schedule, self._moves)
+        # No node knows that it is the last one; autograd tells when its graph is done.
         Variable._execution_engine.queue_callback(self._end_of_graph)
 
     def _free_head_buffer(self, state: ForwardState) -> None:
@@ -325,6 +330,7 @@ class Engine:
         assert self.backward is not None
         self.backward.landed[unit] = names
         optimizer = self.updates.in_backward
+        # The embedding's update is issued by the next forward, and a tied head's gradient is added to the embedding's.
         if optimizer is not None and unit != EMBED and self.slab_unit(unit) == unit:
             assert self.grads.slots is not None
             self.cursor.bind(Kind.UPDATE, unit, optimizer.moves(unit, names, self.grads.slots.of(unit)))
@@ -348,7 +354,7 @@ class Engine:
         running, self.backward = self.backward, None
         if running is None:
             return
-        self.grads.land(self.cursor.landing_tasks())
+        self.grads.land(self.cursor.landing_tasks())  # they go on landing while the host continues
         self.cursor.finish()
         running.state.consumed = True
         optimizer = self.updates.in_backward
@@ -382,7 +388,7 @@ class Engine:
 
     def _moves(self, op: Op) -> Sequence[Move] | None:
         """Return the moves of an operation of the starting pass; None if they depend on the batch (see `Cursor.bind`)."""
-        if op.kind == Kind.UPDATE:  # the embedding's, or in a backward the unit's own, for which see `landed`
+        if op.kind == Kind.UPDATE:  # in a forward the embedding's; in a backward a unit's own, which `landed` binds
             return None if self.updates.table is None or self.backward is not None else self.updates.table.rest()
         if op.kind == Kind.STREAM_OUT and op.unit != EMBED:
             return self.grads.moves(self.slab_unit(op.unit), self.memory.grads_of(op))
