@@ -104,7 +104,7 @@ class Engine:
         late = [name for name in trainable if name not in self.store.units[self.store.unit_of[name]].grad_layout]
         if late:
             raise StreamingError(
-                f"{late[0]} was frozen when training began, so there is no room for its gradient; set requires_grad "
+                f"{late[0]} was frozen when training began, so no memory was allocated for its gradient; set requires_grad "
                 "before the first training step"
             )
 
@@ -293,9 +293,9 @@ class Engine:
             raise StreamingError("create_graph=True is not supported: a streamed model has no second derivatives")
         if not state.anchor.sees_whole_backward():
             raise StreamingError(
-                "gradients of a streamed model go to host memory, all of them, so backward(inputs=...) and "
-                "torch.autograd.grad are not supported; call backward() and read param.grad, and freeze what should get none "
-                "(requires_grad_(False)) before the forward"
+                "all gradients of a streamed model go to host memory, so backward(inputs=...) and torch.autograd.grad are not "
+                "supported; call backward() and read param.grad, and freeze the other parameters (requires_grad_(False)) "
+                "before the forward"
             )
         self.foreign_writes.follow()
         state.check_usable(self.store.version, self._config())
@@ -422,8 +422,8 @@ class Engine:
         """Wait for updates before another optimizer's step. StreamingError if it would lose the weights' low halves."""
         if self.store.precision.low_half:
             raise StreamingError(
-                f"{optimizer} sees bfloat16 weights and would round every update to them: in precision 'fp32_master' their "
-                "other 16 bits are horizon_lm.AdamW's. Use that optimizer, or stream with precision='bf16' or 'float32'."
+                f"{optimizer} would round every update to bfloat16: in precision 'fp32_master' only horizon_lm.AdamW knows the "
+                "other 16 bits of the weights. Use that optimizer, or stream with precision='bf16' or 'float32'."
             )
         self.hand_out_weight()
 
@@ -441,8 +441,8 @@ class Engine:
             return
         if self.updates.in_backward is not None and self.updates.in_backward.pending:
             raise StreamingError(
-                f"{name}.grad: with update_in_backward no gradients are kept, they are applied as they come. Gradients cannot "
-                "be read or clipped (clip_grad_norm_); use horizon_lm.AdamW without update_in_backward for that"
+                f"{name}.grad: update_in_backward applies gradients as they land and keeps none, so they cannot be read or "
+                "clipped (clip_grad_norm_); use horizon_lm.AdamW without update_in_backward for that"
             )
         if landing_grad(param) is not None:
             self.wait_for_grads()
