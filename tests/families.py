@@ -58,7 +58,7 @@ MOE_WITH_AUXILIARY_LOSS = ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss")
 
 
 def build(family: str, seed: int = 0, **overrides: Any) -> Any:
-    """A Hugging Face model of that family with random weights, large enough for gradients to be seen everywhere."""
+    """Build a Hugging Face model with random weights, large enough for visible gradients everywhere."""
     settings = _COMMON | FAMILIES[family] | overrides
     attention = settings.pop("attn_implementation", "sdpa")
     if "layer_types" in settings:
@@ -73,7 +73,7 @@ def build(family: str, seed: int = 0, **overrides: Any) -> Any:
 
 
 def batch(rows: int = 3, length: int = 11, padding: str = "right", seed: int = 1) -> dict[str, torch.Tensor]:
-    """Random tokens with one padded row; padded positions have no label."""
+    """Return random tokens with one padded row; padded positions have no label."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     mask = torch.ones_like(ids)

@@ -1,4 +1,4 @@
-"""The cases of the census."""
+"""Name and run the cases of the census."""
 
 from collections.abc import Callable
 
@@ -17,16 +17,16 @@ CASES: dict[str, Callable[[Subject], Outcome]] = {
     )
 }  # fmt: skip
 FOR_IMAGES = ("images", "default_images", "images_in_micro_batches")
-FOR_REFUSALS = ("whole", "default")  # of the mappings whose models nobody means to train
+FOR_REFUSALS = ("whole", "default")  # mappings whose models are not meant to be trained
 
 
 def cases_of(mapping: str) -> list[str]:
-    """The names of the cases for a mapping."""
+    """Return the names of the cases for a mapping."""
     if mapping not in ("causal", "image_text"):
         return list(FOR_REFUSALS)
     return [name for name in CASES if mapping == "image_text" or name not in FOR_IMAGES]
 
 
 def run_case(subject: Subject, name: str) -> Outcome:
-    """Run a case, whatever it raises."""
+    """Run a case, and return its outcome whatever it raises."""
     return attempt(CASES[name], subject)

@@ -57,7 +57,7 @@ def _render(results: dict[str, Any]) -> None:
 
 
 def merge(files: list[Path]) -> dict[str, Any]:
-    """The results of several shards; of two results of a type, the later file's cases count."""
+    """Merge the results of several shards; if two have results of a type, the later file's cases count."""
     merged: dict[str, Any] = {mapping: {} for mapping in MAPPINGS.split(",")}
     for file in files:
         for mapping, types in json.loads(file.read_text(encoding="utf-8")).items():
@@ -68,6 +68,6 @@ def merge(files: list[Path]) -> dict[str, Any]:
 
 
 def dump(proven: dict[str, Any]) -> str:
-    """JSON with one line a type."""
+    """Return JSON with one line per type."""
     types = ",\n".join(f'  "{name}": {json.dumps(each)}' for name, each in proven["types"].items())
     return f'{{\n "transformers": "{proven["transformers"]}",\n "types": {{\n{types}\n }}\n}}\n'

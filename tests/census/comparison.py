@@ -1,22 +1,22 @@
-"""Training steps of two models, compared."""
+"""Compare training steps of two models."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-TOLERANCE = 1e-5  # of a loss, and of all gradients together, relative
-WORST_TOLERANCE = 1e-3  # of one parameter's gradient, relative to it or to a thousandth of all
+TOLERANCE = 1e-5  # relative error of a loss, and of all gradients together
+WORST_TOLERANCE = 1e-3  # error of one parameter's gradient, relative to it or to a thousandth of all
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case came to.
+    """The outcome of a case.
 
     Attributes:
-        status: ``right`` (bit for bit, or within `TOLERANCE` where sums are in another order), ``close`` (should be
+        status: ``right`` (bit for bit, or within `TOLERANCE` if sums are in another order), ``close`` (should be
             bit for bit, and is within `TOLERANCE`), ``wrong``, ``rejected`` (by an error of Horizon-LM), ``crashed``,
-            ``plain_fails`` (plain Hugging Face cannot do it), ``cannot_build`` or ``no_such_case``.
+            ``plain_fails`` (plain Hugging Face fails), ``cannot_build`` or ``no_such_case``.
         detail: a figure or a message.
     """
 
@@ -26,7 +26,7 @@ class Outcome:
 
 @dataclass
 class Step:
-    """What one forward and backward leave."""
+    """The results of one forward and backward."""
 
     loss: torch.Tensor
     logits: torch.Tensor | None
@@ -34,7 +34,7 @@ class Step:
 
 
 def train_step(model: Any, batch: dict[str, torch.Tensor], **options: Any) -> Step:
-    """Forward and backward, from a seed."""
+    """Run a forward and a backward, from a seed."""
     torch.manual_seed(7)
     output = model(**batch, **options)
     output.loss.backward()
@@ -63,12 +63,12 @@ def _zeros(grad: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tenso
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Distance, relative to the norm of what is right."""
+    """Return the distance, relative to the norm of the right value."""
     return float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-12))
 
 
 def compare_grads(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, float, float, str]:
-    """Whether gradients are the same bit for bit; how far all and the worst one are off; the worst one's name."""
+    """Return whether gradients are equal bit for bit, the errors of all and of the worst one, and the worst one's name."""
     missing = theirs.keys() - ours.keys()
     if missing:
         return False, float("inf"), float("inf"), f"{sorted(missing)[0]} is missing"
@@ -88,7 +88,7 @@ def compare_grads(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, f
 
 
 def compare_step(ours: Step, theirs: Step, exact: bool, logits: bool = False) -> Outcome:
-    """Compare loss, gradients and, where wanted, logits. ``exact``: they should be the same bit for bit."""
+    """Compare loss, gradients and, on request, logits. ``exact``: they should be equal bit for bit."""
     same, all_off, worst_off, worst = compare_grads(ours.grads, theirs.grads)
     loss_off = relative(ours.loss, theirs.loss)
     logits_off = relative(ours.logits, theirs.logits) if logits else 0.0  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rows with images, without a processor: arguments that a model's forward accepts are found by trying."""
+"""Make rows with images without a processor: try arguments until the model's forward accepts them."""
 
 import copy
 import inspect
@@ -10,7 +10,7 @@ import torch
 
 from tests.census.tiny_models import CannotBuildError
 
-ROWS, TEXT = 2, 5  # rows, each of one image between tokens of text
+ROWS, TEXT = 2, 5  # rows, each with one image between tokens of text
 _MISMATCH = re.compile(r"tokens:? (\d+).*features:? (\d+)", re.DOTALL)
 
 
@@ -18,7 +18,7 @@ def image_batch(model: Any) -> dict[str, torch.Tensor]:
     """Return rows with one image each.
 
     Raises:
-        CannotBuildError: no arguments were found that the model takes.
+        CannotBuildError: no arguments that the model accepts were found.
     """
     token, reasons = _image_token(model.config), []
     if token is None:
@@ -32,7 +32,7 @@ def image_batch(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _try(model: Any, token: int, pixels: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | str:
-    """Rows that the model takes, or what it says of them. It says itself how many tokens an image has."""
+    """Return rows that the model accepts, or its error message, which tells how many tokens an image has."""
     arguments = inspect.signature(type(model).forward).parameters
     marks = [name for name in ("token_type_ids", "mm_token_type_ids") if name in arguments]
     number, width = 4, model.config.get_text_config().hidden_size
@@ -79,7 +79,7 @@ def _image_token(config: Any) -> int | None:
 
 
 def _candidates(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Arguments for images, as processors of transformers make them."""
+    """Yield arguments for images, as processors of transformers make them."""
     vision = next(
         (c for n, c in vars(model.config).items() if re.search(r"vision|vq", n) and hasattr(c, "to_dict")), None
     )

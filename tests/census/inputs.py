@@ -1,18 +1,18 @@
-"""Rows for tiny models: text with one padded row, prompts, images."""
+"""Make rows for tiny models: text with one padded row, and prompts."""
 
 import torch
 
 from tests.census.shrink import NUM_PLAIN_TOKENS
 
-LENGTHS = {"reformer": 16, "big_bird": 16}  # rows of these must fill blocks
-TOKEN_TYPES = {  # models that want to know in training what is text
+LENGTHS = {"reformer": 16, "big_bird": 16}  # their rows must fill whole attention blocks
+TOKEN_TYPES = {  # models that need to know in training which tokens are text
     "gemma3": "token_type_ids", "shieldgemma2": "token_type_ids", "paligemma": "token_type_ids",
     "molmo2": "mm_token_type_ids",
 }  # fmt: skip
 
 
 def text_batch(model_type: str, rows: int = 3, seed: int = 1, padding: str = "right") -> dict[str, torch.Tensor]:
-    """Random tokens; the first row is padded, and padding has no label."""
+    """Return random tokens; the first row is padded, and padding has no label."""
     length = LENGTHS.get(model_type, 11)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, NUM_PLAIN_TOKENS, (rows, length), generator=generator)
@@ -29,6 +29,6 @@ def text_batch(model_type: str, rows: int = 3, seed: int = 1, padding: str = "ri
 
 
 def prompts(model_type: str, seed: int = 2) -> dict[str, torch.Tensor]:
-    """Prompts of which the first is padded on the left."""
+    """Return prompts, the first padded on the left."""
     batch = text_batch(model_type, seed=seed, padding="left")
     return {name: batch[name] for name in ("input_ids", "attention_mask")}

@@ -1,4 +1,4 @@
-"""The page of models, from the results of a census."""
+"""Render the page of models from the results of a census."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,7 +38,7 @@ _VERDICTS = ("right", "rejected", "wrong", "fails", "not tried")
 
 
 def page(results: Mapping[str, Mapping[str, Result]]) -> str:
-    """Return the page, in Markdown."""
+    """Return the page in Markdown."""
     lines = [_HEAD.format(version=transformers.__version__), *_counts(results)]
     for mapping, title in _TITLES.items():
         lines += ["", f"## {title}", "", *_types(mapping, results[mapping])]

@@ -1,4 +1,4 @@
-"""Run cases of many model types, several at once."""
+"""Run cases of many model types, several in parallel."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ def tasks_of(mappings: Sequence[str], types: Sequence[str] | None, shard: str) -
 
 
 def run(tasks: Sequence[Task], cases: Sequence[str] | None, jobs: int, timeout: float) -> Iterator[tuple[Task, Any]]:
-    """Yield the result of each task as it is there. ``cases``: None for all; ``timeout``: seconds of one case."""
+    """Yield the result of each task as it is finished. ``cases``: None for all; ``timeout``: seconds for one case."""
     local, workers = threading.local(), []
 
     def work(task: Task) -> tuple[Task, Any]:
@@ -42,7 +42,7 @@ def run(tasks: Sequence[Task], cases: Sequence[str] | None, jobs: int, timeout: 
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Say in one line what a type came to."""
+    """Return the outcome of a type in one line."""
     if result["status"] != "built":
         return f"{result['status']}: {result.get('detail')}"
     cases = result["cases"].items()

@@ -1,4 +1,4 @@
-"""Shrink the default config of a model type: every size that it has, by rules about the names of fields."""
+"""Shrink the default config of a model type: every size in it, by rules on the names of fields."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from tests.census.overrides import OVERRIDES
 
 VOCABULARY = 112
-NUM_PLAIN_TOKENS = 80  # ids from here on are special tokens, which rows of text do not have
+NUM_PLAIN_TOKENS = 80  # ids from here on are special tokens, which rows of text do not contain
 WIDTH, HEADS, HEAD_DIM, INTERMEDIATE, EXPERTS = 64, 4, 16, 96, 4
-LENGTH = 64  # of the longest row
+LENGTH = 64  # length of the longest row
 
 
 def tiny_config(model_type: str, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
@@ -33,7 +33,7 @@ def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _SpecialTokens:
-    """Ids of special tokens by the name of their field, from `NUM_PLAIN_TOKENS` on."""
+    """Gives ids to special tokens, by the name of their field, from `NUM_PLAIN_TOKENS` on."""
 
     _COMMON: Mapping[str, int] = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "forced_eos": 2, "forced_bos": 1}
 
@@ -82,9 +82,9 @@ def _shrink(default: Any, overrides: Mapping[str, Any], ids: _SpecialTokens, tow
 
 
 def _fields(config: Any) -> dict[str, Any]:
-    """The arguments of a config's class, with their values."""
+    """Return the arguments of a config's class, with their values."""
     values = {}
-    config.allow_global_per_layer_attribute_access = True  # what differs by layer is derived from these again
+    config.allow_global_per_layer_attribute_access = True  # values that differ by layer are derived from these again
     for name in type(config).__dataclass_fields__:
         with suppress(AttributeError):
             values[name] = getattr(config, name)
@@ -95,7 +95,7 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 
 def _chosen_layers(config: Any, tower: bool) -> list[int] | None:
-    """Layers of which every kind is there, in a config that lists a kind for each layer."""
+    """Return indices of layers that include every kind, for a config that lists the kind of each layer."""
     lists = [v for v in _fields(config).values() if _is_per_layer(v, config) and not _is_range(v)]
     if not lists:
         return None
@@ -118,7 +118,7 @@ def _is_range(value: Any) -> bool:
 _KEEP = object()
 _Rule = Callable[
     [int, Any, bool], int
-]  # from the default value, its config, and whether it is of an image or audio tower
+]  # takes the default value, its config, and whether it belongs to an image or audio tower
 
 
 def _at_most(largest: int) -> _Rule:
@@ -183,7 +183,7 @@ _INT_RULES: list[tuple[re.Pattern[str], Any]] = [
 
 
 def _tiny_value(name: str, value: Any, config: Any, tower: bool) -> Any:
-    """The tiny value of one field, or `_KEEP`."""
+    """Return the tiny value of one field, or `_KEEP`."""
     if isinstance(value, float) and DROPOUT.search(name):
         return 0.0
     if value is None:
@@ -205,7 +205,7 @@ def _tiny_value(name: str, value: Any, config: Any, tower: bool) -> Any:
 
 
 def _tiny_rope(rope: dict[str, Any], sections: bool) -> Any:
-    """Rotary parameters for heads of `HEAD_DIM`. ``sections``: the model knows positions of several coordinates."""
+    """Return rotary parameters for heads of `HEAD_DIM`. ``sections``: positions have several coordinates."""
     if any(isinstance(v, dict) for v in rope.values()):
         return {k: _tiny_rope(v, sections) if isinstance(v, dict) else v for k, v in rope.items()}
     tiny = dict(rope)

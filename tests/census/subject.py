@@ -1,4 +1,4 @@
-"""A tiny model with what plain Hugging Face makes of it, and what exceptions mean."""
+"""A tiny model with reference results of plain Hugging Face, and the outcomes of exceptions."""
 
 import copy
 import re
@@ -17,33 +17,33 @@ from tests.census.images import image_batch
 from tests.census.inputs import text_batch
 from tests.census.tiny_models import CannotBuildError, build
 
-REJECTIONS = (ConfigError, ModelNotSupportedError)  # other errors come too late, or say nothing of the model
+REJECTIONS = (ConfigError, ModelNotSupportedError)  # other errors come too late, or are not about the model
 
 
 class NoSuchCaseError(Exception):
-    """A case that there is not for a model type; the message says what it has not."""
+    """A case that does not apply to a model type; the message says why."""
 
 
 class PlainFailsError(Exception):
-    """Plain Hugging Face cannot do what a case compares with."""
+    """An error of plain Hugging Face where a case needs its result."""
 
 
 class Subject:
-    """A model type's tiny model, and what plain Hugging Face makes of it."""
+    """The tiny model of a model type, and reference results of plain Hugging Face."""
 
     def __init__(self, mapping: str, model_type: str, overrides: dict[str, Any] | None = None) -> None:
         self.mapping, self.model_type, self.overrides = mapping, model_type, overrides or {}
 
     @cached_property
     def model(self) -> Any:
-        """The plain model. Cases take copies of it."""
+        """The plain model; cases take copies of it."""
         return build(self.model_type, self.mapping, **self.overrides)
 
     def copy(self) -> Any:
         return copy.deepcopy(self.model)
 
     def stream(self, **settings: Any) -> Any:
-        """Stream a copy of the model, whatever the table says of it: the table is made of what comes of it."""
+        """Stream a copy of the model, proven or not: the table of proven models is made from the outcomes."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", horizon_lm.UnprovenModelWarning)
             warnings.simplefilter("ignore", horizon_lm.HeadWarning)
@@ -55,17 +55,17 @@ class Subject:
 
     @cached_property
     def plain(self) -> Step:
-        """One training step of the plain model; PlainFailsError where it is not the same twice."""
+        """Run a training step of the plain model. PlainFailsError if it is not the same twice."""
         return self._plain_step(self.batch())
 
     @cached_property
     def images(self) -> dict[str, torch.Tensor]:
-        """Rows with images."""
+        """Return rows with images."""
         return image_batch(self.model)
 
     @cached_property
     def plain_images(self) -> Step:
-        """One training step of the plain model on rows with images."""
+        """Run a training step of the plain model on rows with images."""
         return self._plain_step(self.images)
 
     def _plain_step(self, batch: dict[str, torch.Tensor]) -> Step:
@@ -81,7 +81,7 @@ class Subject:
 
 
 def attempt(case: Callable[[Subject], Outcome], subject: Subject) -> Outcome:
-    """Run a case, whatever it raises."""
+    """Run a case, and return its outcome whatever it raises."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -99,7 +99,7 @@ def attempt(case: Callable[[Subject], Outcome], subject: Subject) -> Outcome:
 
 
 def _without_plain(subject: Subject, error: Exception) -> Outcome:
-    """There is nothing to compare with; a model that is rejected all the same counts as rejected."""
+    """Return the outcome of a case without a reference: a model that is rejected counts as rejected."""
     try:
         subject.stream(head="whole")
     except REJECTIONS as rejection:
@@ -114,7 +114,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An exception with the last places in transformers and in Horizon-LM that it went through."""
+    """Return a description of an exception, with the last places in transformers and Horizon-LM that it passed through."""
     frames = traceback.extract_tb(error.__traceback__)
     places = []
     for package in ("transformers", "horizon_lm"):

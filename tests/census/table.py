@@ -1,4 +1,4 @@
-"""The table that ships with the package, and the page of models, from the results of a census."""
+"""Make the table that ships with the package, and the page of models, from the results of a census."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -6,9 +6,9 @@ from typing import Any
 
 import transformers
 
-# A type is proven when all of these are right: what training with the default settings is made of.
+# A type is proven if all of these are right: together they make up training with the default settings.
 NEEDED = ("whole", "default", "accumulation", "evaluation", "adamw", "update_in_backward", "save", "default_precision")
-FEATURES = {  # by the case that proves each
+FEATURES = {  # the case that proves each
     "micro_batches": ("micro_batches", "default_micro_batches"),
     "hidden_states": ("hidden_states",),
     "generate": ("generate",),
@@ -21,7 +21,7 @@ FEATURES = {  # by the case that proves each
 }
 GOOD = ("right", "close")
 
-Result = Mapping[str, Any]  # of one model type: as `tests.census.runner` makes it
+Result = Mapping[str, Any]  # the result of one model type, as `tests.census.runner` makes it
 
 
 def is_right(result: Result, *cases: str) -> bool:
@@ -33,12 +33,12 @@ def is_proven(result: Result) -> bool:
 
 
 def features(result: Result) -> list[str]:
-    """What is proven of a model type besides `NEEDED`."""
+    """Return the features that are proven of a model type, in addition to `NEEDED`."""
     return [name for name, cases in FEATURES.items() if is_right(result, *cases)]
 
 
 def entry(result: Result) -> dict[str, Any]:
-    """What the table says of a proven model type."""
+    """Return the entry of a proven model type."""
     found = features(result)
     ties = {"tied" if result["tied"] else "untied"}
     if "other_tie" in found:
@@ -49,7 +49,7 @@ def entry(result: Result) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
-    """The table of proven model types, by the type in a model's own config."""
+    """Return the table of proven model types, by the type in a model's own config."""
     types: dict[str, dict[str, Any]] = {}
     for mapping in ("causal", "image_text"):
         for result in results.get(mapping, {}).values():
@@ -61,11 +61,11 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
     return {"transformers": transformers.__version__, "types": dict(sorted(types.items()))}
 
 
-VERDICTS = {"wrong": "wrong", "crashed": "fails", "rejected": "rejected", "plain_fails": "not tried"}  # the worst first
+VERDICTS = {"wrong": "wrong", "crashed": "fails", "rejected": "rejected", "plain_fails": "not tried"}  # worst first
 
 
 def verdict(result: Result) -> tuple[str, str]:
-    """What a type came to (right, wrong, fails, rejected, not tried), and why where it is not right."""
+    """Return the outcome of a type (right, wrong, fails, rejected, not tried), and the reason unless it is right."""
     if result["status"] != "built":
         return "not tried", f"no tiny model can be built: {one_line(result['detail'])}"
     if is_proven(result):
@@ -83,11 +83,11 @@ def verdict(result: Result) -> tuple[str, str]:
 
 
 def count(results: Mapping[str, Result]) -> Counter[str]:
-    """How many types of a mapping came to each verdict."""
+    """Return the number of types of a mapping for each verdict."""
     return Counter(verdict(result)[0] for result in results.values())
 
 
 def one_line(text: str) -> str:
-    """The beginning of a message, fit for a cell of a table."""
+    """Return the beginning of a message, fit for a cell of a table."""
     short = " ".join(text.split()).replace("|", "/")
     return short if len(short) < 240 else short[:240].rpartition(" ")[0] + " ..."

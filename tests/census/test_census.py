@@ -1,4 +1,4 @@
-"""What the table of proven models says is so: a sample of types here, every type with ``-m slow``."""
+"""The table of proven models is right: a sample of types here, every type with ``-m slow``."""
 
 import json
 from typing import Any
@@ -27,14 +27,14 @@ def proven() -> dict[str, Any]:
 
 
 def claims(found: dict[str, Any] | None) -> set[str]:
-    """The cases that the table says are right for a type."""
+    """Return the cases that the table claims for a type."""
     if found is None:
         return set()
     return {*NEEDED, *(case for feature, cases in FEATURES.items() if feature in found["features"] for case in cases)}
 
 
 @pytest.mark.parametrize(("mapping", "model_type"), SAMPLE)
-def test_the_table_is_right(mapping: str, model_type: str) -> None:
+def test_claims_of_the_table_hold(mapping: str, model_type: str) -> None:
     subject = Subject(mapping, model_type)
     claimed = claims(proven().get(subject.model.config.model_type))
     outcomes = {case: run_case(subject, case) for case in QUICK if case in cases_of(mapping)}
@@ -64,7 +64,7 @@ def test_every_type(mapping: str, model_type: str) -> None:
 
 
 class Broken(Subject):
-    """Streams a model of which one weight is another one."""
+    """A subject that streams its model with one changed weight."""
 
     def stream(self, **settings: Any) -> Any:
         with torch.no_grad():
@@ -76,11 +76,11 @@ class Broken(Subject):
 
 
 @pytest.mark.parametrize("case", ["whole", "default", "micro_batches", "accumulation", "evaluation", "hidden_states"])
-def test_a_changed_weight_is_seen(case: str) -> None:
+def test_a_changed_weight_is_detected(case: str) -> None:
     assert run_case(Broken("causal", "llama"), case).status == "wrong"
 
 
-def test_moved_parameters_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_parameters_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject("causal", "bart")
     unused = next(name for name, grad in subject.plain.grads.items() if grad is None)
     stream = subject.stream

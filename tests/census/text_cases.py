@@ -1,4 +1,4 @@
-"""Cases on text: each compares one thing with plain Hugging Face."""
+"""Cases on text; each compares one feature with plain Hugging Face."""
 
 import tempfile
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.census.inputs import prompts
 from tests.census.overrides import SAMPLE_IN_TRAINING
 from tests.census.subject import PlainFailsError, Subject, describe
 
-ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}  # a small eps would magnify differences of rounding
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}  # a small eps would amplify rounding differences
 
 
 def whole(subject: Subject) -> Outcome:
@@ -21,7 +21,7 @@ def whole(subject: Subject) -> Outcome:
 
 
 def default(subject: Subject) -> Outcome:
-    """The default settings. The detail begins with the head that they came to."""
+    """Compare a step with the default settings. The detail begins with the head that was used."""
     plain, model = subject.plain, subject.stream()
     outcome = compare_step(train_step(model, subject.batch()), plain, exact=False)
     return Outcome(outcome.status, f"{model._horizon.engine.options.head}: {outcome.detail}")
@@ -36,7 +36,7 @@ def default_micro_batches(subject: Subject) -> Outcome:
 
 
 def _in_micro_batches(subject: Subject, **settings: Any) -> Outcome:
-    """One row at a time. A model that draws random numbers draws them by micro-batch: it is compared in evaluation mode."""
+    """Compare a step with one row at a time. A model that draws random numbers draws them by micro-batch, so it is in eval mode."""
     subject.plain  # noqa: B018
     plain, streamed = subject.copy(), subject.stream(device_micro_batch_size=1, **settings)
     for model in (plain, streamed):
@@ -46,7 +46,7 @@ def _in_micro_batches(subject: Subject, **settings: Any) -> Outcome:
 
 
 def accumulation(subject: Subject) -> Outcome:
-    """Two backward calls, whose gradients add up."""
+    """Compare the sum of gradients of two backward calls."""
 
     def both(model: Any, **options: Any) -> Step:
         first = train_step(model, subject.batch(seed=1), **options)
@@ -58,7 +58,7 @@ def accumulation(subject: Subject) -> Outcome:
 
 
 def evaluation(subject: Subject) -> Outcome:
-    """The loss in evaluation mode with the default head, and the logits without labels."""
+    """Compare the loss in eval mode with the default head, and the logits without labels."""
     subject.plain  # noqa: B018
     batch = subject.batch()
     results = []
@@ -76,7 +76,7 @@ def evaluation(subject: Subject) -> Outcome:
 
 
 def hidden_states(subject: Subject) -> Outcome:
-    """Values of all hidden states, and gradients through the last one, with the default head."""
+    """Compare all hidden states, and gradients through the last one, with the default head."""
     subject.plain  # noqa: B018
 
     def step(model: Any, **options: Any) -> tuple[Step, list[torch.Tensor]]:
@@ -100,7 +100,7 @@ def hidden_states(subject: Subject) -> Outcome:
 
 
 def generate(subject: Subject) -> Outcome:
-    """Greedy tokens after prompts that are padded on the left."""
+    """Compare greedily generated tokens after prompts that are padded on the left."""
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     batch = prompts(subject.model_type)
 
@@ -119,7 +119,7 @@ def generate(subject: Subject) -> Outcome:
 
 
 def adamw(subject: Subject) -> Outcome:
-    """Three steps. Parameters without a gradient stay as they are."""
+    """Compare three optimizer steps. Parameters without a gradient must not change."""
     return _adamw(subject)
 
 
@@ -136,7 +136,7 @@ def _adamw(subject: Subject, **settings: Any) -> Outcome:
     for seed in (1, 2, 3):
         for model, each, options in ((plain, optimizer, {"use_cache": False}), (streamed, ours, {})):
             torch.manual_seed(7)
-            model(**subject.batch(seed), **options).loss.backward()  # update_in_backward keeps no gradients to look at
+            model(**subject.batch(seed), **options).loss.backward()  # update_in_backward keeps no gradients to compare
             each.step()
             each.zero_grad()
     weights, our_weights = plain.state_dict(), {n: w.clone() for n, w in streamed.state_dict().items()}
@@ -153,7 +153,7 @@ def _adamw(subject: Subject, **settings: Any) -> Outcome:
 
 
 def save(subject: Subject) -> Outcome:
-    """A plain model that is loaded from what a streamed one saves has its weights."""
+    """Compare the weights of a plain model loaded from the folder that a streamed one has saved."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             theirs = _reload(subject.copy(), type(subject.model), Path(folder) / "plain")
@@ -178,7 +178,7 @@ def _reload(model: Any, model_class: Any, folder: Path) -> dict[str, torch.Tenso
 
 
 def varlen(subject: Subject) -> Outcome:
-    """``attn_implementation="varlen"`` on padded rows: tokens that are trained are as without it."""
+    """Compare trained tokens with ``attn_implementation="varlen"`` on padded rows with those without it."""
     plain = subject.plain
     model = subject.stream(head="whole", attn_implementation="varlen")
     outcome = compare_step(train_step(model, subject.batch()), plain, exact=False)
@@ -186,7 +186,7 @@ def varlen(subject: Subject) -> Outcome:
 
 
 def default_precision(subject: Subject) -> Outcome:
-    """One step in ``fp32_master``."""
+    """Compare one step in ``fp32_master``."""
     plain = subject.plain
     model = subject.stream(precision="fp32_master")
     optimizer = horizon_lm.AdamW(model, **ADAMW)

@@ -19,24 +19,24 @@ MAPPINGS = {
 
 
 class CannotBuildError(Exception):
-    """A model type of which no tiny model can be made; the message is the reason."""
+    """A model type without a tiny model; the message is the reason."""
 
 
 def model_types(mapping: str) -> list[str]:
-    """The names of a mapping of transformers (``MODEL_FOR_CAUSAL_LM_MAPPING`` for ``causal``), aliases included."""
+    """Return the names of a mapping of transformers (``MODEL_FOR_CAUSAL_LM_MAPPING`` for ``causal``), aliases included."""
     return sorted(getattr(modeling_auto, f"MODEL_FOR_{MAPPINGS[mapping]}_MAPPING_NAMES"))
 
 
 def build(model_type: str, mapping: str = "causal", seed: int = 0, **overrides: Any) -> Any:
-    """Return a tiny model in float32 with random weights, large enough for gradients to be seen everywhere.
+    """Return a tiny model in float32 with random weights, large enough for visible gradients everywhere.
 
     Raises:
-        CannotBuildError: there is none; the message says why.
+        CannotBuildError: no tiny model can be built; the message says why.
     """
     torch.manual_seed(seed)
     try:
         model = _build(model_type, mapping, overrides)
-    except Exception as error:  # whatever a config or a class of transformers does not like
+    except Exception as error:  # any error of a config or a class of transformers
         raise CannotBuildError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
     with torch.no_grad():
         for param in model.parameters():
@@ -49,7 +49,7 @@ def build(model_type: str, mapping: str = "causal", seed: int = 0, **overrides: 
 def _build(model_type: str, mapping: str, overrides: Mapping[str, Any]) -> Any:
     special = OVERRIDES.get(model_type, {})
     if mapping == "causal" and hasattr(CONFIG_MAPPING[model_type], "is_decoder"):
-        overrides = {"is_decoder": True} | dict(overrides)  # else bert and its like see what comes after
+        overrides = {"is_decoder": True} | dict(overrides)  # otherwise bert and the like attend to later tokens
     config = tiny_config(model_type, overrides)
     if "part" in special:
         config = getattr(config, special["part"])
@@ -75,7 +75,7 @@ def remove_dropout(model: torch.nn.Module) -> None:
 
 
 def describe_model(model: Any) -> dict[str, Any]:
-    """Return what there is to say of a tiny model: classes, size, kinds of layers."""
+    """Return a description of a tiny model: classes, size, kinds of layers."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     embedding = head = None

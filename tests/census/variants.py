@@ -1,4 +1,4 @@
-"""Cases on rows with images, and on other configs of a model type."""
+"""Cases on rows with images, and on variants of a config."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ SEVERITY = ("right", "close", "cannot_build", "plain_fails", "rejected", "crashe
 
 
 def images(subject: Subject) -> Outcome:
-    """Rows with one image each."""
+    """Compare a step on rows with one image each."""
     plain = subject.plain_images
     return compare_step(train_step(subject.stream(head="whole"), subject.images), plain, exact=True, logits=True)
 
@@ -27,36 +27,36 @@ def default_images(subject: Subject) -> Outcome:
 
 
 def images_in_micro_batches(subject: Subject) -> Outcome:
-    """One row at a time. Only a call knows that there are images, so that is where they may be rejected."""
+    """Compare a step with one row at a time. Only a call shows that there are images, so they may be rejected there."""
     plain = subject.plain_images
     model = subject.stream(head="whole", device_micro_batch_size=1)
     try:
         return compare_step(train_step(model, subject.images), plain, exact=False)
     except StreamingError as error:
-        if type(error) is not StreamingError:  # a schedule that does not fit, for one
+        if type(error) is not StreamingError:  # a layer schedule that does not fit, for example
             raise
         return Outcome("rejected", f"StreamingError: {first_sentence(error)}")
 
 
 def other_tie(subject: Subject) -> Outcome:
-    """The head tied to the embedding where it is not, and the other way round."""
+    """Compare a step with the head tied to the embedding if it is not by default, and vice versa."""
     tied = describe_model(subject.model)["tied"]
     return _variant(subject, {"tie_word_embeddings": not tied}, lambda model: describe_model(model)["tied"] != tied)
 
 
 def auxiliary_loss(subject: Subject) -> Outcome:
-    """A mixture of experts with the loss of its router."""
+    """Compare a step of a mixture of experts with the loss of its router."""
     known = "output_router_logits" in type(subject.model.config.get_text_config()).__dataclass_fields__
     return _variant(subject, {"output_router_logits": True} if known else None, lambda model: True)
 
 
 def shared_state(subject: Subject) -> Outcome:
-    """Blocks that use what blocks before them have computed."""
+    """Compare a step of blocks that use results of earlier blocks."""
     return _variant(subject, SHARED_STATE.get(subject.model_type), lambda model: True)
 
 
 def _variant(subject: Subject, overrides: dict[str, Any] | None, is_one: Callable[[Any], bool]) -> Outcome:
-    """The cases `whole` and `default` on another config of the type; the worse outcome of both."""
+    """Run the cases `whole` and `default` on a variant of the config. Return the worse outcome."""
     if overrides is None:
         raise NoSuchCaseError("its config has no such field")
     try:

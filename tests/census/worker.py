@@ -12,7 +12,7 @@ from tests.census.cases import run_case
 from tests.census.subject import Subject
 from tests.census.tiny_models import CannotBuildError, describe_model
 
-TASKS_PER_WORKER = 600  # a worker grows; then a fresh one goes on
+TASKS_PER_WORKER = 600  # memory of a worker grows; a fresh one continues
 
 
 def serve() -> None:
@@ -20,7 +20,7 @@ def serve() -> None:
     import transformers
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever models print goes elsewhere
+    os.dup2(2, 1)  # models may print; stdout is for answers only
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     subject = Subject("", "")
@@ -46,7 +46,7 @@ def _describe(subject: Subject) -> dict[str, Any]:
 
 
 class Worker:
-    """A process that runs cases; started anew when it crashed, hung or has run long."""
+    """A process that runs cases; it is restarted after a crash, a hang, or many cases."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout, self._process, self._tasks = timeout, None, 0  # type: ignore[var-annotated]
@@ -61,7 +61,7 @@ class Worker:
             )  # fmt: skip
             self._tasks = 0
         self._tasks += 1
-        process, timeout = self._process, self._timeout + (60 if self._tasks == 1 else 0)  # imports take their time
+        process, timeout = self._process, self._timeout + (60 if self._tasks == 1 else 0)  # imports take some time
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps([mapping, model_type, case]) + "\n")

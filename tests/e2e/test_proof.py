@@ -46,7 +46,7 @@ def test_gradient_mismatch_ends_the_run(model: Path, tmp_path: Path, monkeypatch
 
     def alter(sink: Any) -> list[str]:
         names = close(sink)
-        sink._taken.slot *= 1.1
+        sink._slot.buffer *= 1.1
         return names
 
     monkeypatch.setattr(GradSink, "close", alter)

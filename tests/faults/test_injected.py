@@ -1,4 +1,4 @@
-"""A fault at any operation of any pass leaves nothing taken, and the next step is that of an undisturbed run."""
+"""After a fault at any operation of any pass all buffers are free, and the next step equals that of an undisturbed run."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ class InjectedError(Exception):
 
 
 class Fuse:
-    """Blows once, at the n-th operation that a device is given."""
+    """Raises an error once, at the n-th operation that a device is given."""
 
     def __init__(self, error: type[BaseException] = InjectedError) -> None:
         self.at: int | None = None
@@ -38,7 +38,7 @@ class Fuse:
 
 
 def fused(base: type[CpuDevice], fuse: Fuse, **options: Any) -> CpuDevice:
-    """A device whose computations and copies pass by the fuse."""
+    """Return a device whose computations and copies pass by the fuse."""
 
     class Fused(base):  # type: ignore[misc, valid-type]
         def begin(self, task: Any) -> None:
@@ -69,7 +69,7 @@ def make(device: Any) -> tuple[Any, Any]:
 
 
 def step(model: Any, optimizer: Any, seed: int, updated: list[bool] | None = None) -> float:
-    """Make a step; ``updated`` gets an entry when its gradients are complete."""
+    """Run a step; ``updated`` gets an entry when its gradients are complete."""
     loss = model(**families.batch(seed=seed)).loss
     loss.backward()
     if updated is not None:
@@ -130,14 +130,14 @@ def test_a_fault_at_every_operation(
         assert fuse.blown_at is not None
         blown.add(fuse.blown_at)
         if updated:
-            optimizer.zero_grad()  # in the update, which goes on where it stopped
+            optimizer.zero_grad()  # the fault was in the update, which continues where it stopped
         else:
             assert_idle(model)
             if model._horizon.engine.grads.invalid:
                 with pytest.raises(StreamingError, match="zero_grad"):
                     optimizer.step()
             else:
-                optimizer.step()  # in the forward, which changes no gradient: there is none, so nothing happens
+                optimizer.step()  # the fault was in the forward: there are no gradients, so nothing happens
             optimizer.zero_grad()
             assert step(model, optimizer, 2) == undisturbed[1]
         for got, expected in zip(weights(model), undisturbed[2], strict=True):
@@ -150,7 +150,7 @@ def test_a_fault_at_every_operation(
 
 @pytest.mark.parametrize("base", [CpuDevice, SimulatedDevice])
 def test_a_fault_at_every_operation_of_an_update_in_backward(base: type[CpuDevice]) -> None:
-    """Before the first unit is updated nothing is lost; after that the model is torn, and says so."""
+    """A fault before the first update loses nothing; a later one leaves a partial update, which every use reports."""
 
     def made(device: Any) -> tuple[Any, Any]:
         model = horizon_lm.stream(families.build("llama"), device, precision="float32", activation_checkpoints="host")
@@ -163,7 +163,7 @@ def test_a_fault_at_every_operation_of_an_update_in_backward(base: type[CpuDevic
     step(model, optimizer, 1)
     fuse.arm(10**9)
     step(model, optimizer, 2)
-    outcomes = {"torn": 0, "recovered": 0}
+    outcomes = {"partial": 0, "recovered": 0}
     for at in range(fuse.count):
         again = Fuse()
         model, optimizer = made(fused(base, again))
@@ -172,7 +172,7 @@ def test_a_fault_at_every_operation_of_an_update_in_backward(base: type[CpuDevic
         with pytest.raises(InjectedError):
             step(model, optimizer, 2)
         if optimizer.partial_update:
-            outcomes["torn"] += 1
+            outcomes["partial"] += 1
             with pytest.raises(PartialUpdateError):
                 step(model, optimizer, 2)
             continue
@@ -206,7 +206,7 @@ def test_a_copy_that_fails_half_way(monkeypatch: pytest.MonkeyPatch, undisturbed
     assert all(torch.equal(a, b) for a, b in zip(weights(model), undisturbed[2], strict=True))
 
 
-def test_a_fault_inside_an_update_tears_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_inside_an_update_leaves_a_partial_update(monkeypatch: pytest.MonkeyPatch) -> None:
     from horizon_lm.optim import update_tasks
 
     model, optimizer = make("cpu")
@@ -224,7 +224,7 @@ def test_a_fault_inside_an_update_tears_the_model(monkeypatch: pytest.MonkeyPatc
     update_kernel = update_tasks.update_kernel
     monkeypatch.setattr(update_tasks, "update_kernel", failing_kernel)
     step(model, optimizer, 2)
-    with pytest.raises((InjectedError, PartialUpdateError)):  # in a thread; whoever comes next is told
+    with pytest.raises((InjectedError, PartialUpdateError)):  # raised in a thread, and again at the next use
         model(**families.batch())
     monkeypatch.undo()
     for use in (lambda: model(**families.batch()), optimizer.step, model.state_dict):
@@ -248,7 +248,7 @@ def test_a_fault_in_foreign_code_between_blocks(undisturbed: Any) -> None:
     assert step(model, optimizer, 2) == undisturbed[1]
 
 
-def test_a_second_backward_is_refused() -> None:
+def test_a_second_backward_is_rejected() -> None:
     model, _ = make("cpu")
     loss = model(**families.batch()).loss
     loss.backward(retain_graph=True)
@@ -256,7 +256,7 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
-def test_a_backward_after_an_update_is_refused() -> None:
+def test_a_backward_after_an_update_is_rejected() -> None:
     model, optimizer = make("cpu")
     late = model(**families.batch(seed=3)).loss
     step(model, optimizer, 1)
@@ -264,7 +264,7 @@ def test_a_backward_after_an_update_is_refused() -> None:
         late.backward()
 
 
-def test_double_backward_is_refused() -> None:
+def test_double_backward_is_rejected() -> None:
     model, _ = make("cpu")
     with pytest.raises(StreamingError, match="create_graph"):
         model(**families.batch()).loss.backward(create_graph=True)

@@ -1,4 +1,4 @@
-"""Runs that others are compared with, each made once."""
+"""Reference runs for comparison, each made once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from tests.numerics.test_races import Result, train
 
 @pytest.fixture(scope="session")
 def undisturbed() -> Callable[..., Result]:
-    """Training on the reference device, by settings."""
+    """Return a function that trains on the CPU with given settings, once for each."""
     known: dict[Any, Result] = {}
 
     def get(**settings: Any) -> Result:

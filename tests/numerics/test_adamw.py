@@ -1,4 +1,4 @@
-"""The optimizer equals torch.optim.AdamW, in every precision mode as far as the mode allows."""
+"""The optimizer equals torch.optim.AdamW, in each precision as far as that precision allows."""
 
 import copy
 from typing import Any
@@ -55,7 +55,7 @@ def test_fp32_master_is_an_exact_float32_master() -> None:
             param.grad = None
         plain(**families.batch(seed=step)).loss.backward()
         for ours, other in zip(split.parameters(), plain.parameters(), strict=True):
-            other.grad.copy_(ours.grad)  # the bf16 gradients, in both
+            other.grad.copy_(ours.grad)  # both get the bf16 gradients
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -69,7 +69,7 @@ def test_bf16_follows_float32_on_average() -> None:
     reference = families.build("llama")
     start = {n: p.detach().clone() for n, p in reference.named_parameters()}
     model = horizon_lm.stream(copy.deepcopy(reference), precision="bf16", head="whole")
-    hyper = HYPER | {"lr": 1e-4}  # far below the distance of two bf16 weights
+    hyper = HYPER | {"lr": 1e-4}  # far below the spacing of bf16 weights
     run(model, horizon_lm.AdamW(model, **hyper), 20)
     run(reference, torch.optim.AdamW(reference.parameters(), **hyper), 20)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -79,7 +79,7 @@ def test_bf16_follows_float32_on_average() -> None:
     assert 0.8 < slope < 1.2
 
 
-def test_schedulers_and_groups() -> None:
+def test_schedulers_and_param_groups() -> None:
     reference = families.build("llama")
     model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head="whole")
 
@@ -101,7 +101,7 @@ def test_schedulers_and_groups() -> None:
         torch.testing.assert_close(masters(model)[name], param.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_state_dict_goes_on_where_it_was() -> None:
+def test_state_dict_resumes_training_bit_for_bit() -> None:
     def fresh() -> tuple[Any, Any]:
         model = horizon_lm.stream(families.build("llama"), precision="float32", head="whole")
         return model, horizon_lm.AdamW(model, **HYPER)
@@ -118,7 +118,7 @@ def test_state_dict_goes_on_where_it_was() -> None:
         assert torch.equal(masters(other)[name], master), name
 
 
-def test_the_norm_is_of_the_gradients_as_stored() -> None:
+def test_the_norm_is_computed_from_stored_gradients() -> None:
     model = horizon_lm.stream(families.build("llama"), precision="fp32_master")
     optimizer = horizon_lm.AdamW(model, max_grad_norm=0.1)
     model(**families.batch()).loss.backward()
@@ -128,7 +128,7 @@ def test_the_norm_is_of_the_gradients_as_stored() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_non_finite_gradient_reaches_no_weight(value: float) -> None:
+def test_a_non_finite_gradient_updates_no_weight(value: float) -> None:
     model = horizon_lm.stream(families.build("llama"))
     optimizer = horizon_lm.AdamW(model, max_grad_norm=1.0)
     before = masters(model)
@@ -142,7 +142,7 @@ def test_a_non_finite_gradient_reaches_no_weight(value: float) -> None:
     assert not all(torch.equal(before[name], after) for name, after in masters(model).items())
 
 
-def test_bad_settings() -> None:
+def test_invalid_settings_are_rejected() -> None:
     model = horizon_lm.stream(families.build("llama"))
     with pytest.raises(ConfigError, match="out of range"):
         horizon_lm.AdamW(model, lr=-1)
@@ -160,11 +160,11 @@ def _frozen() -> Any:
     return families.build("llama").requires_grad_(False)
 
 
-# The optimizer on gradients that are given
+# The optimizer with given gradients
 
 
 def real_shapes() -> Any:
-    """One block with the shapes of SmolLM2-135M, and some of its table."""
+    """Return shapes of one block of SmolLM2-135M, and of a part of its embedding."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -176,7 +176,7 @@ def real_shapes() -> Any:
 
 
 def fed(model: Any, optimizer: Any, num_steps: int) -> dict[str, torch.Tensor]:
-    """Weights after steps with given gradients: heavy-tailed, of sizes that differ by parameter."""
+    """Return the weights after steps with given gradients: heavy-tailed, of a scale that differs by parameter."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(num_steps):
         for index, param in enumerate(model.parameters()):
@@ -202,7 +202,7 @@ def test_fifty_steps_on_real_shapes_equal_torch() -> None:
     model = horizon_lm.stream(real_shapes(), precision="float32", head="whole")
     optimizer = horizon_lm.AdamW(model, **hyper)
     ids = torch.arange(8)[None]
-    model(input_ids=ids, labels=ids).loss.backward()  # so that there are gradients to write to
+    model(input_ids=ids, labels=ids).loss.backward()  # allocates the gradients
     fed(model, optimizer, 50)
     ours = masters(model)
     movement = rms(ends["foreach"], start)
@@ -222,7 +222,7 @@ def test_the_norm_is_that_of_clip_grad_norm(precision: str, backwards: int, tied
         model(**families.batch(seed=part)).loss.backward()
     known = optimizer._squares(
         {u: optimizer._present(u) for u in model._horizon.engine.store.units}
-    )  # as they were summed while landing
+    )  # as summed while landing
     engine = model._horizon.engine
     assert all(
         engine.grads.squares.of(unit) is not None for unit in known if engine.store.units[unit].grad_layout.numel
@@ -236,7 +236,7 @@ def test_the_norm_is_that_of_clip_grad_norm(precision: str, backwards: int, tied
     assert optimizer.grad_norm == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_a_gradient_that_was_changed_is_squared_again() -> None:
+def test_a_changed_gradient_is_squared_again() -> None:
     model = horizon_lm.stream(families.build("llama"), precision="float32")
     optimizer = horizon_lm.AdamW(model, max_grad_norm=1e9)
     model(**families.batch()).loss.backward()
@@ -281,7 +281,7 @@ def test_host_bytes_per_trainable_parameter(precision: str, options: dict[str, A
     by_kind = horizon_lm.stats(model)["host_bytes_by_kind"]
     slots = by_kind.pop("landing", 0)
     scales = 2 * 4 * num_params / 256 if options.get("moments") == "8bit" else 0
-    padding = 4096 * 4 * len(model._horizon.engine.store.units)  # slabs begin on pages
+    padding = 4096 * 4 * len(model._horizon.engine.store.units)  # slabs are aligned to pages
     print(f"{precision} {options}: {(sum(by_kind.values()) - scales) / num_params:.3f}, slots {slots}")
     assert per_param * num_params <= sum(by_kind.values()) - scales <= per_param * num_params + 2 * padding
     if options.get("update_in_backward"):
@@ -305,7 +305,7 @@ def losses(model: Any, optimizer: Any, num_steps: int = 8) -> list[float]:
 
 @pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
 @pytest.mark.parametrize("precision", ["fp32_master", "bf16"])
-def test_moments_in_fewer_bits_train_as_fp32_does(precision: str, moments: str) -> None:
+def test_reduced_precision_moments_train_like_fp32(precision: str, moments: str) -> None:
     def run_with(kind: str) -> list[float]:
         model = horizon_lm.stream(families.build("llama"), precision=precision)
         return losses(model, horizon_lm.AdamW(model, lr=2e-3, moments=kind), 24)
@@ -333,7 +333,7 @@ def test_accumulation_in_fp32_rounds_less() -> None:
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_state_of_every_kind_of_moments_comes_back(moments: str) -> None:
+def test_state_of_every_moment_format_is_restored(moments: str) -> None:
     def fresh() -> tuple[Any, Any]:
         model = horizon_lm.stream(families.build("llama"), precision="fp32_master")
         return model, horizon_lm.AdamW(model, lr=1e-3, moments=moments)
@@ -373,11 +373,11 @@ def test_step_returns_before_the_updates_are_done(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(update_tasks._Work, "run", slow)
     optimizer.step()
     optimizer.zero_grad()
-    optimizer.param_groups[0]["lr"] = 1e9  # a scheduler's; this step has its own
-    store = model._horizon.engine.store  # looking at a parameter would wait for its update
+    optimizer.param_groups[0]["lr"] = 1e9  # a scheduler's change; the running step keeps its own rate
+    store = model._horizon.engine.store  # reading a parameter would wait for its update
     assert all(torch.equal(store.weight(name), value) for name, value in before.items())
     gate.set()
-    after = model.state_dict()  # waits for what it needs
+    after = model.state_dict()  # waits for the updates it needs
     assert not any(torch.equal(after[name], before[name]) for name in before)
     assert all(p.isfinite().all() for p in after.values())
 
@@ -413,7 +413,7 @@ def test_update_in_backward_gives_the_same_bits(precision: str, tied: bool, micr
             got.append(loss.item())
             loss.backward()
             if in_backward:
-                with pytest.raises(StreamingError, match="no gradients are kept"):
+                with pytest.raises(StreamingError, match="keeps none"):
                     _ = model.lm_head.weight.grad
             optimizer.step()
             schedule.step()
@@ -427,7 +427,7 @@ def test_update_in_backward_gives_the_same_bits(precision: str, tied: bool, micr
         assert torch.equal(results[1][1][name], master), name
 
 
-def test_update_in_backward_refuses_what_it_cannot_do() -> None:
+def test_update_in_backward_rejects_unsupported_uses() -> None:
     model = horizon_lm.stream(families.build("llama"))
     for options in ({"max_grad_norm": 1.0}, {"non_finite": "skip"}):
         with pytest.raises(ConfigError, match="update_in_backward"):
@@ -449,7 +449,7 @@ def test_update_in_backward_refuses_what_it_cannot_do() -> None:
         horizon_lm.AdamW(trained, update_in_backward=True)
 
 
-def test_a_non_finite_unit_is_not_applied_in_the_backward() -> None:
+def test_a_unit_with_non_finite_gradients_is_not_updated_in_backward() -> None:
     model = horizon_lm.stream(families.build("llama"), precision="float32")
     optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
     before = masters(model)
@@ -461,7 +461,7 @@ def test_a_non_finite_unit_is_not_applied_in_the_backward() -> None:
         model(**families.batch())
     now = {name: model._horizon.engine.store.master(name) for name in before}
     assert all(value.isfinite().all() for value in now.values())
-    assert not torch.equal(now["lm_head.weight"], before["lm_head.weight"])  # it had been updated before
+    assert not torch.equal(now["lm_head.weight"], before["lm_head.weight"])  # it was updated before the fault
     assert torch.equal(now["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
 
 
@@ -471,7 +471,7 @@ def _poison_gradient(hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-def test_a_non_finite_step_is_skipped_if_wanted() -> None:
+def test_a_non_finite_step_is_skipped_on_request() -> None:
     model = horizon_lm.stream(families.build("llama"))
     optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=1.0, non_finite="skip")
     losses(model, optimizer, 1)
@@ -500,7 +500,7 @@ def spoiled_step(model: Any, optimizer: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::horizon_lm.errors.NonFiniteWarning")
 @pytest.mark.parametrize(("options", "limit"), [({}, 3), ({"max_consecutive_skips": 1}, 1)])
-def test_more_skips_in_a_row_than_allowed_are_an_error(options: dict[str, int], limit: int) -> None:
+def test_too_many_skipped_steps_in_a_row_raise(options: dict[str, int], limit: int) -> None:
     model, optimizer = skipping(**options)
     before = masters(model)
     for _ in range(limit):
@@ -531,7 +531,7 @@ def test_skips_are_counted_from_the_last_good_step() -> None:
         skipping(max_consecutive_skips=0)
 
 
-def test_frozen_parameters_cost_nothing_and_stay() -> None:
+def test_frozen_parameters_take_no_memory_and_do_not_change() -> None:
     for in_backward in (False, True):
         plain = families.build("llama")
         plain.model.layers[0].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Batches of many lengths: memory that grows with the batch is made once, and nothing is waited for on the way."""
+"""Batches of many lengths: buffers that grow with the batch are allocated once, and no step waits for the device to be idle."""
 
 import random
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def gpu() -> Iterator[EmulatedGpu]:
 
 
 def batch(length: int, distinct: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
-    """Rows of one length with so many distinct ids."""
+    """Return rows of one length with a given number of distinct ids."""
     ids = torch.arange(rows * length).view(rows, length) % distinct + 3
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -42,13 +42,13 @@ def step(model: Any, optimizer: Any, length: int, distinct: int = 5) -> float:
 
 
 def growing_bytes(model: Any) -> int:
-    """Host memory that depends on the batch: boundaries, and where rows of the table land."""
+    """Return the host memory that depends on the batch: boundaries, and landing slots for rows of the embedding."""
     kinds = horizon_lm.stats(model)["host_bytes_by_kind"]
     return kinds["boundaries"] + kinds.get("landing", 0)
 
 
 class Counting(CpuDevice):
-    """Counts what waits for everything that runs."""
+    """A device that counts how often the host waits until it is idle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class Counting(CpuDevice):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
-def test_host_memory_is_that_of_the_longest_batch(order: str, in_backward: bool) -> None:
-    """Not of all lengths together."""
+def test_host_memory_is_bounded_by_the_longest_batch(order: str, in_backward: bool) -> None:
+    """Buffers of shorter batches are not added to it."""
 
     def train(lengths: list[int]) -> tuple[list[int], Any]:
         model = horizon_lm.stream(families.build("llama"), "cpu", "float32", activation_checkpoints="host")
@@ -82,8 +82,8 @@ def test_host_memory_is_that_of_the_longest_batch(order: str, in_backward: bool)
 
 
 @pytest.mark.parametrize("expected", [False, True])
-def test_page_locked_memory_is_that_of_the_longest_batch(gpu: EmulatedGpu, expected: bool) -> None:
-    """What was given up is not locked any more; a batch that is expected leaves nothing to give up."""
+def test_page_locked_memory_is_bounded_by_the_longest_batch(gpu: EmulatedGpu, expected: bool) -> None:
+    """Replaced buffers are unlocked; if the largest batch is known in advance, none is replaced."""
 
     def train(lengths: list[int]) -> tuple[Any, list[int]]:
         model = horizon_lm.stream(
@@ -106,7 +106,7 @@ def test_page_locked_memory_is_that_of_the_longest_batch(gpu: EmulatedGpu, expec
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
 def test_more_distinct_ids_do_not_synchronize(in_backward: bool) -> None:
-    """Buffers are made for as many rows as a batch of this size can read."""
+    """Buffers are allocated for as many rows as a batch of this size can read."""
     model = horizon_lm.stream(families.build("llama"), device := Counting(), "float32", activation_checkpoints="host")
     optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
     step(model, optimizer, LONGEST, distinct=2)
@@ -115,7 +115,7 @@ def test_more_distinct_ids_do_not_synchronize(in_backward: bool) -> None:
         step(model, optimizer, LONGEST, distinct)
     assert device.num_synchronizations == before
     step(model, optimizer, 2 * LONGEST)
-    assert device.num_synchronizations > before  # the control: a batch that nobody expected
+    assert device.num_synchronizations > before  # the control: a larger batch than expected
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
@@ -134,7 +134,7 @@ def test_batches_up_to_the_expected_one_do_not_synchronize(in_backward: bool) ->
 
 
 def test_a_batch_with_more_distinct_ids_than_expected() -> None:
-    """It is an expectation, no limit."""
+    """The expectation is no limit."""
     losses = []
     for expected in (None, ExpectedBatch(ROWS * 8, distinct_tokens=3)):
         model = horizon_lm.stream(families.build("llama"), "simulated", "float32", activation_checkpoints="host")
@@ -146,8 +146,8 @@ def test_a_batch_with_more_distinct_ids_than_expected() -> None:
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
-def test_lengths_change_nothing(in_backward: bool) -> None:
-    """Late copies: a buffer that is replaced too early would lose what is on its way."""
+def test_batch_lengths_do_not_change_results(in_backward: bool) -> None:
+    """With late copies, a buffer that is replaced too early would lose a copy to or from it."""
 
     def train(device: Any) -> list[float]:
         model = horizon_lm.stream(families.build("llama"), device, "float32", activation_checkpoints="host")
@@ -159,8 +159,8 @@ def test_lengths_change_nothing(in_backward: bool) -> None:
         assert train(ThreadedDevice(seed, delay=2e-3)) == expected
 
 
-def test_an_abandoned_forward_of_another_length() -> None:
-    """Its buffers come back too small, and go."""
+def test_an_abandoned_forward_of_another_length_frees_its_buffers() -> None:
+    """Its buffers go back to the pool, are too small, and are freed."""
     model = horizon_lm.stream(
         families.build("llama"), device := ThreadedDevice(1), "float32", activation_checkpoints="host"
     )

@@ -1,4 +1,4 @@
-"""Feed-forward layers in chunks of tokens: the same numbers, with less held at once."""
+"""Feed-forward layers in chunks of tokens: the same numbers with less memory."""
 
 import copy
 from typing import Any
@@ -38,7 +38,7 @@ def test_the_same_numbers(family: str, settings: dict[str, Any]) -> None:
         torch.testing.assert_close(p.grad, q[1].grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_less_is_held() -> None:
+def test_chunks_reduce_peak_memory() -> None:
     block = meta_copy(families.build("llama", hidden_size=64, intermediate_size=512).model.layers[0])
     chunked = meta_copy(block)
     assert chunk_mlps(chunked, 16) == 1
@@ -51,6 +51,6 @@ def test_less_is_held() -> None:
     assert before.peak - after.peak > 2.5 * wide
 
 
-def test_what_is_not_a_feed_forward_layer() -> None:
+def test_models_without_a_feed_forward_layer_are_rejected() -> None:
     with pytest.raises(ModelNotSupportedError, match="mlp_chunk_tokens"):
         horizon_lm.stream(families.build("mixtral"), mlp_chunk_tokens=8)

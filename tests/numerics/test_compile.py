@@ -1,4 +1,4 @@
-"""Compiled blocks: one graph for all blocks of a structure, equal to eager, and the recomputation to the forward."""
+"""Compiled blocks: one graph for all blocks of a structure, equal to eager; the recompute equals the forward."""
 
 import copy
 import shutil
@@ -19,7 +19,7 @@ from tests.threaded import ThreadedDevice
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"),
-    # torch.compile looks at the gradient of a chunk, and hides the warning where warnings are no errors
+    # torch.compile reads a chunk's gradient; the warning is hidden unless warnings are errors
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
@@ -40,7 +40,7 @@ CHUNKED = {"attn_implementation": "varlen", "mlp_chunk_tokens": 21}
     ids=str,
 )
 def test_equal_to_eager_and_compiled_once(family: str, settings: dict[str, Any]) -> None:
-    """Rows are padded: with ``varlen`` they are computed by segment."""
+    """Rows are padded, so that ``varlen`` computes them by segment."""
     plain = families.build(family)
     settings = {"precision": "float32", "check_recompute": True} | settings
     eager = horizon_lm.stream(copy.deepcopy(plain), **settings)
@@ -51,9 +51,9 @@ def test_equal_to_eager_and_compiled_once(family: str, settings: dict[str, Any])
         expected, got = (gradients(m, families.batch(seed=seed)) for m in (eager, compiled))
         torch.testing.assert_close(got[0], expected[0], rtol=1e-6, atol=0)
         for a, b in zip(got[1], expected[1], strict=True):
-            assert (a - b).norm() <= 3e-6 * b.norm().clamp(min=1e-3)  # sums in another order: 1.2e-6 on some CPUs
+            assert (a - b).norm() <= 3e-6 * b.norm().clamp(min=1e-3)  # another order of summation: 1.2e-6 on some CPUs
     structures = {structure_key(block.module) for block in compiled._horizon.blocks.blocks}
-    parts = 3 if "mlp_chunk_tokens" in settings else 1  # before the chunks, a chunk, and after
+    parts = 3 if "mlp_chunk_tokens" in settings else 1  # before the chunks, one chunk, and after them
     assert 1 <= counters["stats"]["unique_graphs"] <= parts * len(structures)  # three blocks, forward and backward
     assert bool(counters["graph_break"]) == (parts > 1)
 
@@ -64,7 +64,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {  # family,
     "padded": ("llama", {}, {"attn_implementation": "varlen"}, 1),
     "packed": ("llama", {}, {"attn_implementation": "varlen"}, 1),
     "padded, with a window": ("mistral", {"sliding_window": 6}, {"attn_implementation": "varlen"}, 1),
-    "chunked": ("llama", {}, {"mlp_chunk_tokens": 20}, 3),  # before the chunks, a chunk, and after
+    "chunked": ("llama", {}, {"mlp_chunk_tokens": 20}, 3),  # before the chunks, one chunk, and after them
 }
 
 
@@ -82,7 +82,7 @@ def shaped(kind: str, rows: int, length: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_BACKEND", "aot_eager")  # graphs are found before they are made into code
+    monkeypatch.setattr(compiling, "_BACKEND", "aot_eager")  # counts graphs before code is generated for them
     family, sizes, settings, graphs = KINDS[kind]
     model = horizon_lm.stream(families.build(family, **sizes), precision="float32", compile=True, **settings)
     torch._dynamo.reset()
@@ -94,7 +94,7 @@ def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.Monk
     for rows, length in SHAPES:
         gradients(model, shaped(kind, rows, length))
     assert num_graphs() == graphs
-    gradients(model, shaped(kind, 1, 29))  # sizes of one are constants for torch.compile
+    gradients(model, shaped(kind, 1, 29))  # torch.compile treats sizes of 1 as constants
     gradients(model, shaped(kind, 1, 23))
     assert num_graphs() == 2 * graphs
     model.eval()
@@ -116,8 +116,8 @@ def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.Monk
         {"attn_implementation": "varlen", "device_micro_batch_size": 2},
     ],
 )
-def test_recomputed_as_before(settings: dict[str, Any]) -> None:
-    """With dropout, micro-batches of two sizes, and graphs that are kept; checked to the last bit by the engine."""
+def test_recompute_equals_the_compiled_forward(settings: dict[str, Any]) -> None:
+    """With dropout, micro-batches of two sizes, and kept graphs; the engine itself compares every bit."""
     model = families.build("gpt2")
     assert model.config.attn_pdrop > 0
     streamed = horizon_lm.stream(model, precision="float32", compile=True, check_recompute=True, **settings)
@@ -128,14 +128,14 @@ def test_recomputed_as_before(settings: dict[str, Any]) -> None:
 
 
 class Measured(ThreadedDevice):
-    """Says something about memory without watching operations, which would keep them from being compiled."""
+    """A device that reports memory without watching operations, which would prevent their compilation."""
 
     def meter(self) -> Any:
         return nullcontext(SimpleNamespace(current=10_000, peak=20_000))
 
 
 @pytest.mark.parametrize("padding", ["none", "right"])
-def test_planning_compiles_nothing_of_its_own(padding: str) -> None:
+def test_planning_causes_no_extra_compilation(padding: str) -> None:
     device = Measured(1, spare=400_000)
     model = horizon_lm.stream(families.build("llama"), device, precision="float32", compile=True, head_chunk_tokens=64)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Why weights in bf16 need help: small updates that rounding to the nearest loses, and the offered modes do not."""
+"""bf16 weights lose small updates by rounding to nearest; the precisions offered do not lose them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ VOCABULARY, ROWS, LENGTH, STEPS = 64, 8, 32, 100
 
 
 def batch(seed: int, shift: int) -> dict[str, torch.Tensor]:
-    """Sequences with a rule to learn: each token follows from the two before it, with a little noise."""
+    """Return sequences with a rule to learn: each token follows from the two before it, with a little noise."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
     for t in range(2, LENGTH):
@@ -25,7 +25,7 @@ def batch(seed: int, shift: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def pretrained() -> dict[str, torch.Tensor]:
-    """Weights of a small model that knows one rule."""
+    """Return the weights of a small model that has learned one rule."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(STEPS):
@@ -45,7 +45,7 @@ def build() -> Any:
 
 
 def fine_tune(weights: dict[str, torch.Tensor], lr: float, precision: str, **options: Any) -> tuple[float, float]:
-    """Validation loss after learning another rule, and the share of weights that are still what they were."""
+    """Return the validation loss after learning another rule, and the share of weights that did not change."""
     model = build().to(torch.bfloat16)
     model.load_state_dict(weights)
     model = horizon_lm.stream(model, precision=precision)
@@ -77,7 +77,7 @@ MODES: dict[str, dict[str, Any]] = {
     ("lr", "modes", "never_changed"),
     [(1e-5, ["fp32_master", "bf16, stochastic"], 0.8), pytest.param(1e-4, list(MODES), 0.2, marks=pytest.mark.slow)],
 )
-def test_rounding_to_the_nearest_loses_what_the_modes_keep(
+def test_modes_keep_updates_that_rounding_to_nearest_loses(
     pretrained: dict[str, torch.Tensor],
     lr: float,
     modes: list[str],

@@ -1,4 +1,4 @@
-"""Memory of the CUDA device's own code on an emulated GPU: what is page-locked, by whom, and what is allocated when."""
+"""Memory of the CUDA device on an emulated GPU: page-locking, and device allocations."""
 
 import gc
 import itertools
@@ -25,18 +25,18 @@ PIECE = 3 * PAGE
 def gpu() -> Iterator[EmulatedGpu]:
     with emulated_gpu() as gpu:
         yield gpu
-        gc.collect()  # what devices do when they are gone belongs in here
+        gc.collect()  # threads of freed devices must end while the emulation is active
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the slabs of a toy are registered in several pieces, and staged in several."""
+    """Register and stage memory in small pieces, so that the slabs of a tiny model need several."""
     monkeypatch.setattr(page_locks, "REGISTER_PIECE", PIECE)
     monkeypatch.setattr(cuda, "_STAGING_BYTES", PAGE)
 
 
 def train(device: Any, precision: str = "float32", steps: int = 2, **settings: Any) -> tuple[list[float], Any]:
-    """Losses of a few steps, and the model."""
+    """Return the losses of a few steps, and the model."""
     model = horizon_lm.stream(
         families.build("llama"), device, precision, activation_checkpoints="host", compile=False, **settings
     )
@@ -60,8 +60,8 @@ def train(device: Any, precision: str = "float32", steps: int = 2, **settings: A
     ("precision", "stride"),
     [("fp32_master", 3), *[pytest.param(each, 1, marks=pytest.mark.slow) for each in ("float32", "fp32_master")]],
 )
-def test_a_refusal_at_each_piece(gpu: EmulatedGpu, precision: str, stride: int) -> None:
-    """The rest is locked, copies of what is not are staged, nothing else changes, and a warning has the bytes."""
+def test_page_locking_that_fails_at_one_piece(gpu: EmulatedGpu, precision: str, stride: int) -> None:
+    """The rest is locked, copies of unlocked memory are staged, results do not change, and a warning names the bytes."""
     dtype = {"compute_dtype": torch.float32}
     expected, _ = train("cpu", precision, **dtype)
     losses, model = train(CudaDevice(), precision, **dtype)
@@ -88,8 +88,8 @@ def test_a_refusal_at_each_piece(gpu: EmulatedGpu, precision: str, stride: int) 
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_nothing_can_be_locked(gpu: EmulatedGpu) -> None:
-    """One warning for the weights, another when it is twice as much, not one for each buffer."""
+def test_page_locking_that_always_fails(gpu: EmulatedGpu) -> None:
+    """There is a warning for the weights, and another at twice as many bytes, but not one for each buffer."""
     gpu.lockable = 0
     with pytest.warns(PageLockWarning) as caught:
         losses, model = train(CudaDevice())
@@ -102,8 +102,8 @@ def test_nothing_can_be_locked(gpu: EmulatedGpu) -> None:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("refused", [set(), {0}, {1}, {2}, {0, 2}, {0, 1, 2}], ids=str)
-def test_copies_end_where_registrations_end(gpu: EmulatedGpu, refused: set[int]) -> None:
-    """A buffer that is locked in part, or in several pieces, is no page-locked memory as a whole."""
+def test_copies_are_split_where_registrations_end(gpu: EmulatedGpu, refused: set[int]) -> None:
+    """A buffer that is locked in part, or in several pieces, is not page-locked as a whole."""
     buffer = Arena(3 * PIECE).take(3 * PIECE // 4, torch.float32)
     buffer.copy_(torch.arange(buffer.numel()))
     locks = PageLocks(OnGpu.device)
@@ -136,7 +136,7 @@ def test_copies_end_where_registrations_end(gpu: EmulatedGpu, refused: set[int])
 
 
 def test_a_copy_across_a_half_locked_buffer_fails(gpu: EmulatedGpu) -> None:
-    """The negative control: the emulation refuses what CUDA refuses, though the first byte is page-locked."""
+    """Negative control: like CUDA, the emulation rejects such a copy, although its first byte is page-locked."""
     buffer = torch.zeros(2 * PAGE, dtype=torch.uint8)
     gpu.lock(buffer.data_ptr(), PAGE)
     assert buffer.is_pinned()
@@ -145,7 +145,7 @@ def test_a_copy_across_a_half_locked_buffer_fails(gpu: EmulatedGpu) -> None:
 
 
 def test_weights_are_locked_once_they_are_written(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their pages are there already: the driver need not make them, one by one in one thread."""
+    """By then their pages exist, and the driver need not make them one by one in one thread."""
     seen = []
     lock = PageLocks.lock
 
@@ -161,7 +161,7 @@ def test_weights_are_locked_once_they_are_written(gpu: EmulatedGpu, monkeypatch:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_memory_is_locked_through_the_device_that_trains(index: int) -> None:
-    """Through another one it would make a context there."""
+    """Locking through another device would create a context on it."""
     with emulated_gpu(index=index) as gpu:
         losses, model = train(CudaDevice(f"cuda:{index}"))
         assert model._horizon.engine.device.torch_device == torch.device("cuda", index)
@@ -197,7 +197,7 @@ def test_segments_expand_unless_the_user_says_otherwise(
     assert gpu.settings == set_up
 
 
-def test_memory_is_given_back_after_each_rehearsal(gpu: EmulatedGpu) -> None:
+def test_cached_memory_is_freed_after_each_rehearsal(gpu: EmulatedGpu) -> None:
     model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False)
     trims = []
     for length in (8, 8, 24, 16):
@@ -209,7 +209,7 @@ def test_memory_is_given_back_after_each_rehearsal(gpu: EmulatedGpu) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp32_master", "compute_dtype": torch.float32}], ids=str)
 def test_threads_that_enqueue_copies_allocate_nothing(gpu: EmulatedGpu, settings: dict[str, Any]) -> None:
-    """Device memory or page-locked memory, beyond the numbers that gradients are squared into."""
+    """They allocate neither device memory nor page-locked memory, except for sums of squares."""
     train(CudaDevice(), **settings)
     large = [(thread, numel) for thread, numel in gpu.allocations if numel > 1]
     assert len(large) > 6
@@ -217,18 +217,18 @@ def test_threads_that_enqueue_copies_allocate_nothing(gpu: EmulatedGpu, settings
 
 
 @pytest.mark.usefixtures("whole_installation")
-def test_links_take_what_is_planned_for_them(gpu: EmulatedGpu) -> None:
+def test_links_take_the_planned_memory(gpu: EmulatedGpu) -> None:
     from horizon_lm.preflight.this_machine import SCRATCH_BYTES, STAGING_BYTES
 
     device = CudaDevice()
-    assert gpu.allocations == []  # a plan looks at the device, and allocates nothing
+    assert gpu.allocations == []  # planning looks at the device, but allocates nothing
     device.open_streams()
     assert sum(numel for _, numel in gpu.allocations) == SCRATCH_BYTES + STAGING_BYTES
     assert device.scratch_bytes == SCRATCH_BYTES
 
 
-def test_workspaces_of_cublas_are_there_and_stated(gpu: EmulatedGpu) -> None:
-    """Before anything is planned, so that what is spare is spare; and they are part of a step's peak."""
+def test_cublas_workspaces_are_allocated_first_and_counted(gpu: EmulatedGpu) -> None:
+    """They are allocated before anything is planned, so that spare memory is really spare, and they are part of the planned peak."""
     peaks = []
     for workspace in (0, 2**25):
         gpu.workspace = workspace
@@ -240,19 +240,19 @@ def test_workspaces_of_cublas_are_there_and_stated(gpu: EmulatedGpu) -> None:
     assert peaks[1] - peaks[0] == 2**25
 
 
-def test_spare_memory_is_what_the_process_may_take(gpu: EmulatedGpu) -> None:
+def test_spare_memory_respects_the_limit_of_the_process(gpu: EmulatedGpu) -> None:
     device = CudaDevice()
     assert device.spare_bytes() == 10**9
     gpu.fraction = 0.25
     assert device.spare_bytes() == 250_000_000
-    gpu.workspace = 50_000_000  # of what is taken already, nothing is free again
+    gpu.workspace = 50_000_000  # memory that is taken already does not become free
     gpu.multiplying.add(0)
     assert device.spare_bytes() == 200_000_000
     gpu.fraction = 0.01
     assert device.spare_bytes() == 0
 
 
-def test_no_warning_where_all_memory_is_locked(gpu: EmulatedGpu) -> None:
+def test_no_warning_if_all_memory_is_page_locked(gpu: EmulatedGpu) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _, model = train(CudaDevice())

@@ -1,4 +1,4 @@
-"""The CUDA device's own code on an emulated GPU: the same numbers, nothing mixed up, no waiting inside a step."""
+"""The CUDA device on an emulated GPU: the same numbers as on the CPU, correct order, and no waiting of the host inside a step."""
 
 import gc
 import subprocess
@@ -25,11 +25,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "whole head": {"head": "whole"},
     "16 bits": {"precision": "fp32_master", "compute_dtype": torch.bfloat16},
 }
-# Transformers looks whether a mask has any padding before it makes one of its own; `varlen` makes none.
+# transformers reads a mask on the host to see if it has any padding; `varlen` makes no mask.
 LOOKS_AT_MASKS = ("gemma2", "qwen3_next")
 
 
-# A program that ends while a thread of the device is inside torch.
+# Run as a program that ends while a thread of the device is inside torch.
 PROGRAM = """
 import torch
 from horizon_lm.device.cuda import CudaLink
@@ -52,13 +52,13 @@ with emulated_gpu():
 def gpu() -> Iterator[EmulatedGpu]:
     with emulated_gpu() as gpu:
         yield gpu
-        gc.collect()  # what devices do when they are gone belongs in here
+        gc.collect()  # threads of freed devices must end while the emulation is active
 
 
 def _train(
     model: Any, padding: str, gpu: EmulatedGpu | None = None, max_grad_norm: float | None = None
 ) -> tuple[list[float], list[str]]:
-    """Losses of four steps, and what the host waited for in the last two."""
+    """Return the losses of four steps, and the waits of the host in the last two."""
     optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=max_grad_norm)
     losses = []
     for seed in range(4):
@@ -78,7 +78,7 @@ def _train(
 
 
 def _assert_same_as_on_the_cpu(family: str, padding: str, gpu: EmulatedGpu, **settings: Any) -> list[str]:
-    """Train on the emulated GPU and on the CPU to the same bits; returns the waits of the former."""
+    """Train on the emulated GPU and on the CPU to the same bits. Return the waits of the host on the former."""
     settings = {"precision": "float32", "compile": False} | settings
     model = horizon_lm.stream(families.build(family), CudaDevice(), **settings)
     attention = model.config._attn_implementation
@@ -111,8 +111,8 @@ def test_the_host_never_waits_inside_a_dense_step(gpu: EmulatedGpu, settings: st
     assert waits == []
 
 
-def test_the_emulation_sees_mistakes(gpu: EmulatedGpu) -> None:
-    """The negative control."""
+def test_the_emulation_detects_mistakes(gpu: EmulatedGpu) -> None:
+    """Negative control: mixed devices are an error, and each wait of the host is counted."""
     there = torch.ones(3, device="cuda")
     assert isinstance(there, OnGpu)
     with pytest.raises(RuntimeError, match="host memory and on the GPU"):
@@ -126,27 +126,27 @@ def test_the_emulation_sees_mistakes(gpu: EmulatedGpu) -> None:
 
 
 def test_memory_that_cannot_be_page_locked(gpu: EmulatedGpu) -> None:
-    """What CUDA said is told, and not left for the next operation."""
+    """CUDA's error is reported, and cleared before the next operation."""
     device = CudaDevice()
     assert device.try_registering(2**20) is None
     assert gpu.num_locked() == 0  # nothing stays so
     gpu.lockable = 2**20
     assert device.try_registering(2**21) == "out of memory"
     torch.ones(1, device="cuda")
-    assert device.registration_error is None  # nobody uses that memory
+    assert device.registration_error is None  # no operation uses that memory
     with pytest.warns(PageLockWarning, match=r"2.00 MiB of host memory \(2,097,152 bytes\).*out of memory"):
         assert not gpu.is_locked(device.host_buffer(2**21))
     assert device.registration_error == "out of memory"
     torch.ones(1, device="cuda")
     assert gpu.is_locked(device.host_buffer(2**20))
     assert gpu.lock(0, 2**21)
-    with pytest.raises(RuntimeError, match="CUDA error"):  # the negative control
+    with pytest.raises(RuntimeError, match="CUDA error"):  # negative control
         torch.ones(1, device="cuda")
 
 
 @pytest.mark.usefixtures("whole_installation")
-def test_a_plan_for_a_gpu_that_is_here(gpu: EmulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fits what the driver says is free, chooses what stays there, and says so if memory cannot be page-locked."""
+def test_a_plan_for_the_present_gpu(gpu: EmulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fits the free memory that the driver reports, chooses what stays on the device, and reports memory that cannot be page-locked."""
     from horizon_lm.config import plan_config
     from horizon_lm.preflight.admission import apply_plan, plan_run
     from horizon_lm.preflight.inputs import open_source
@@ -167,7 +167,7 @@ def test_a_plan_for_a_gpu_that_is_here(gpu: EmulatedGpu, tmp_path: Path, monkeyp
     assert plan.device.available is not None
     assert free <= plan.device.available
     assert plan.step.settings.compiled
-    assert plan.step.settings.residency == Residency(3, 3, 3)  # all of a tiny model
+    assert plan.step.settings.residency == Residency(3, 3, 3)  # a tiny model fits as a whole
     settled = apply_plan(run, plan)
     assert (settled.activation_checkpoints, settled.resident_blocks, settled.resident_graphs) == (3, 3, 3)
     assert not [reason for reason in plan.reasons if "page-locked" in reason]
@@ -175,8 +175,8 @@ def test_a_plan_for_a_gpu_that_is_here(gpu: EmulatedGpu, tmp_path: Path, monkeyp
     assert [reason for reason in plan_run(run, open_source(run), this_machine(run)).reasons if "page-locked" in reason]
 
 
-def test_ids_that_are_changed_on_the_way(gpu: EmulatedGpu) -> None:
-    """Ids are looked up where the caller had them, unless somebody wrote to those on the device."""
+def test_ids_changed_by_other_code_are_read_again(gpu: EmulatedGpu) -> None:
+    """The caller's ids on the host are used, unless other code wrote to those on the device."""
 
     def change(module: Any, args: Any) -> None:
         args[0][:, 2] = 5
@@ -191,7 +191,7 @@ def test_ids_that_are_changed_on_the_way(gpu: EmulatedGpu) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_program_ends_as_it_should() -> None:
-    """A thread that was inside torch when the interpreter ended would abort the process."""
+def test_clean_interpreter_exit() -> None:
+    """A thread inside torch at the end of the interpreter would abort the process."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

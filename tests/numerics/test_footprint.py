@@ -1,4 +1,4 @@
-"""What a block's computation holds, found on the meta device, against the same counted while it really runs."""
+"""The memory of a block's computation, found on the meta device, against the bytes counted in a real run."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ MODELS = {
 def call_of_a_block(
     family: str, rows: int, length: int, **settings: Any
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The only block of a small model, and the arguments that the model calls it with."""
+    """Return the only block of a small model, and the arguments that the model calls it with."""
     config = AutoConfig.for_model(
         family, hidden_size=256, intermediate_size=688, num_hidden_layers=1, num_attention_heads=8, vocab_size=128,
         **MODELS[family] | settings,
@@ -40,7 +40,7 @@ def call_of_a_block(
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize(("rows", "length"), [(2, 128), (3, 320)])
-def test_a_block_takes_what_was_found(family: str, rows: int, length: int) -> None:
+def test_a_block_takes_the_measured_footprint(family: str, rows: int, length: int) -> None:
     block, args, kwargs = call_of_a_block(family, rows, length)
     found = run_on_meta(block, args, kwargs, torch.bfloat16).footprint
     with StorageMeter() as real:

@@ -1,4 +1,4 @@
-"""check_gradients: blocks equal plain autograd on the device, and what differs is named."""
+"""check_gradients: correct gradients pass, and a wrong one is named."""
 
 from typing import Any
 
@@ -24,26 +24,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_right_gradients_pass(family: str, settings: str) -> None:
+def test_correct_gradients_pass(family: str, settings: str) -> None:
     model = horizon_lm.stream(build(family), check_gradients=2, **SETTINGS[settings])
     model(**batch()).loss.backward()
-    assert model._horizon.blocks.gradient_check is None  # done, and over
+    assert model._horizon.blocks.gradient_check is None  # it compared one step, and is over
 
 
 def wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient is altered on its way out of the device."""
+    """Alter a gradient on its way out of the device."""
     close = GradSink.close
 
     def alter(sink: Any) -> list[str]:
         names = close(sink)
-        sink._taken.slot *= 1.1
+        sink._slot.buffer *= 1.1
         return names
 
     monkeypatch.setattr(GradSink, "close", alter)
 
 
 def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a block computes is not what its code says, as with a wrong kernel of a compiler."""
+    """Make a block compute something else than its code, like a wrong kernel of a compiler."""
     forward = StreamedBlock.forward
 
     def alter(block: Any, *args: Any, plainly: bool, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("breaks", [wrong_slot, wrong_kernel])
 @pytest.mark.parametrize("settings", ["float32", "micro-batches"])
-def test_a_difference_is_named(breaks: Any, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_named(breaks: Any, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch)
     model = horizon_lm.stream(build("llama"), check_gradients=3, **SETTINGS[settings])
     with pytest.raises(
@@ -69,6 +69,6 @@ def test_blocks_are_spread_over_the_model() -> None:
     assert model._horizon.blocks.gradient_check.indices == {0, 3, 6}
 
 
-def test_a_number_of_blocks_is_not_negative() -> None:
+def test_a_negative_number_of_blocks_is_rejected() -> None:
     with pytest.raises(ConfigError, match="check_gradients is -1"):
         horizon_lm.stream(build("llama"), check_gradients=-1)

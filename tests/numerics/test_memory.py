@@ -1,4 +1,4 @@
-"""Traffic and memory, counted; activations by an instrument that shares no code with the device's counters."""
+"""Bytes moved and allocated; activations are counted by an instrument that shares no code with the device's counters."""
 
 from collections import Counter
 from typing import Any
@@ -11,7 +11,7 @@ from tests import families
 from tests.storages import StorageMeter
 
 
-def test_the_meter_sees_what_it_should() -> None:
+def test_the_storage_meter_counts_live_bytes() -> None:
     with StorageMeter() as meter:
         a = torch.ones(1000)
         b = a.view(10, 100)
@@ -53,12 +53,12 @@ def test_device_peak_grows_when_boundaries_stay_on_the_device() -> None:
         with StorageMeter() as meter:
             streamed(**families.batch(rows=8, length=32)).loss.backward()
         peaks.append(meter.peak)
-    assert peaks[1] > peaks[0] + 50 * 8 * 32 * 32 * 4  # one more hidden state for each block
+    assert peaks[1] > peaks[0] + 50 * 8 * 32 * 32 * 4  # one hidden state more for each block
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 3, 1])
 @pytest.mark.parametrize("head", ["whole", "chunked"])
-def test_traffic(head: str, micro_batch_size: int | None) -> None:
+def test_bytes_moved_per_step(head: str, micro_batch_size: int | None) -> None:
     rows, num_blocks = 6, 5
     model = _streamed(num_blocks, micro_batch_size, precision="fp32_master", head=head)
     model(**families.batch(rows=rows)).loss.backward()
@@ -70,7 +70,7 @@ def test_traffic(head: str, micro_batch_size: int | None) -> None:
     for u in range(num_blocks):
         assert moved[f"stream_in:block{u}"] == 2 * slab[f"block{u}"]
         assert moved[f"stream_out:block{u}"] == slab[f"block{u}"]
-    # At most twice: gradients of a chunked head are made in the forward, rows and outer parameters need no second look.
+    # At most twice: a chunked head computes gradients in the forward; rows and outer parameters are not needed again.
     assert moved["stream_in:head"] == (2 if head == "whole" else 1) * slab["head"]
     assert moved["stream_in:outer"] == slab["outer"]
     assert moved["stream_in:embed"] == moved["stream_out:embed"] == unique * 64 * 2

@@ -1,4 +1,4 @@
-"""An optimizer's state comes back as it was, from torch's AdamW too; one that does not fit changes nothing."""
+"""The optimizer's state is restored exactly, from torch's AdamW, too; a state that does not fit changes nothing."""
 
 import copy
 import io
@@ -40,7 +40,7 @@ def masters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def saved(*parts: Any) -> list[Any]:
-    """Through a file, as a checkpoint goes."""
+    """Write a state to a file and read it, like a checkpoint."""
     file = io.BytesIO()
     torch.save([part.state_dict() for part in parts], file)
     file.seek(0)
@@ -55,7 +55,7 @@ def assert_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=["fused", "foreach", "neither"])
-def test_goes_on_from_torch(options: dict[str, Any]) -> None:
+def test_training_continues_from_torch_adamw(options: dict[str, Any]) -> None:
     reference, reference_optimizer = theirs(**options)
     steps(reference, reference_optimizer, 1, 2, 3)
     model, optimizer = ours(plain=copy.deepcopy(reference))
@@ -68,7 +68,7 @@ def test_goes_on_from_torch(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
-def test_torch_goes_on_from_ours(options: dict[str, Any]) -> None:
+def test_torch_adamw_continues_from_our_state(options: dict[str, Any]) -> None:
     model, optimizer = ours()
     steps(model, optimizer, 1, 2, 3)
     model_state, state = saved(model, optimizer)
@@ -83,7 +83,7 @@ def test_torch_goes_on_from_ours(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-def test_moments_come_in_any_floating_dtype(moments: str, dtype: torch.dtype) -> None:
+def test_moments_are_loaded_from_any_floating_dtype(moments: str, dtype: torch.dtype) -> None:
     reference, reference_optimizer = theirs()
     steps(reference, reference_optimizer, 1, 2)
     state = copy.deepcopy(reference_optimizer.state_dict())
@@ -98,8 +98,8 @@ def test_moments_come_in_any_floating_dtype(moments: str, dtype: torch.dtype) ->
         assert optimizer.state[param]["step"] == 2
 
 
-def test_a_parameter_that_torch_has_no_state_of_begins_anew() -> None:
-    """torch makes a state with the first gradient."""
+def test_a_parameter_without_torch_state_starts_fresh() -> None:
+    """torch creates a parameter's state with its first gradient."""
     reference, reference_optimizer = theirs()
     model, optimizer = ours(plain=copy.deepcopy(reference))
     steps(model, optimizer, 8, 9)
@@ -114,7 +114,7 @@ def test_a_parameter_that_torch_has_no_state_of_begins_anew() -> None:
     assert optimizer.state[model.lm_head.weight]["step"] == 2
 
 
-def test_groups_are_taken_over() -> None:
+def test_param_groups_are_loaded() -> None:
     def halves(model: Any) -> list[dict[str, Any]]:
         params = list(model.parameters())
         return [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 1e-4}]
@@ -133,7 +133,7 @@ def test_groups_are_taken_over() -> None:
         assert torch.equal(optimizer.state[one]["exp_avg"], other_optimizer.state[two]["exp_avg"])
 
 
-def test_a_part_of_the_parameters_has_a_state_dict() -> None:
+def test_state_dict_of_a_subset_of_parameters() -> None:
     model, _ = ours()
     optimizer = horizon_lm.AdamW(model, params=model.model.layers[1].parameters(), **HYPER)
     steps(model, optimizer, 1)
@@ -148,7 +148,7 @@ def test_a_part_of_the_parameters_has_a_state_dict() -> None:
     )
 
 
-def test_parameters_may_come_later_but_not_from_elsewhere() -> None:
+def test_param_groups_may_be_added_but_only_from_the_same_model() -> None:
     model, _ = ours()
     optimizer = horizon_lm.AdamW(model, params=model.model.layers[1].parameters(), **HYPER)
     optimizer.add_param_group({"params": model.model.layers[0].parameters(), "lr": 1e-4})
@@ -160,12 +160,12 @@ def test_parameters_may_come_later_but_not_from_elsewhere() -> None:
         horizon_lm.AdamW(model, params=families.build("llama").parameters())
 
 
-# A run that is stopped and goes on
+# A run that is stopped and resumed
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 @pytest.mark.parametrize("precision", ["float32", "fp32_master", "bf16"])
-def test_goes_on_with_the_same_bits(precision: str, moments: str) -> None:
+def test_resumed_training_is_bit_equal(precision: str, moments: str) -> None:
     model, optimizer = ours(precision, moments=moments)
     steps(model, optimizer, 1, 2, 3)
     model_state, state = saved(model, optimizer)
@@ -201,8 +201,8 @@ def test_low_halves_are_views() -> None:
         assert not any("low_half" in entry for entry in entries)
 
 
-def test_rounding_goes_on_where_it_was() -> None:
-    """No parameter has had a gradient in every step, so none knows how many steps there were."""
+def test_stochastic_rounding_resumes_its_sequence() -> None:
+    """No parameter had a gradient in every step, so none has counted all steps."""
 
     def alternating(model: Any, optimizer: Any, *numbers: int) -> None:
         for number in numbers:
@@ -224,7 +224,7 @@ def test_rounding_goes_on_where_it_was() -> None:
     assert_equal(masters(model), masters(other))
 
 
-# What does not fit
+# States that do not fit
 
 
 def in_state(change: Callable[[dict[int, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
@@ -232,7 +232,7 @@ def in_state(change: Callable[[dict[int, Any]], Any]) -> Callable[[dict[str, Any
 
 
 def in_last(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
-    """Only the last parameter's: those before it must not have been copied by then."""
+    """Return a state whose last parameter only is wrong: those before it must not have been copied when that is found."""
 
     def change(state: dict[str, Any]) -> None:
         entry = state["state"][max(state["state"])]
@@ -282,7 +282,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_state_that_does_not_fit_changes_nothing(name: str) -> None:
+def test_a_mismatched_state_changes_nothing(name: str) -> None:
     change, message = BROKEN[name]
     other, other_optimizer = ours("fp32_master", lr=0.5)
     steps(other, other_optimizer, 1, 2)
@@ -315,7 +315,7 @@ def test_states_of_other_modes_are_rejected(kept: Any, loaded: Any, message: str
 
 
 def test_a_state_without_low_halves_leaves_them() -> None:
-    """The weights are the model's; torch's state has nothing of them."""
+    """A state of torch has no low halves, so those of the weights stay."""
     reference, reference_optimizer = theirs()
     steps(reference, reference_optimizer, 1)
     model, optimizer = ours("fp32_master", plain=copy.deepcopy(reference))
@@ -324,7 +324,7 @@ def test_a_state_without_low_halves_leaves_them() -> None:
     assert_equal(before, masters(model))
 
 
-# A step of nothing
+# A step without gradients
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"update_in_backward": True}])

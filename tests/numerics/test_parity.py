@@ -1,4 +1,4 @@
-"""Loss, logits and gradients equal plain Hugging Face autograd: bit for bit where nothing is summed in another order."""
+"""Loss, logits and gradients equal plain Hugging Face autograd, bit for bit unless sums are taken in another order."""
 
 import copy
 import re
@@ -15,7 +15,7 @@ WHOLE = {"precision": "float32", "head": "whole", "check_recompute": True}
 
 
 def plain_step(model: Any, inputs: dict[str, torch.Tensor]) -> Any:
-    """Loss and gradients of plain Hugging Face autograd. Without a cache, whose copies change memory layouts."""
+    """Run a step of plain Hugging Face autograd. Without a cache, whose copies change memory layouts."""
     torch.manual_seed(7)
     output = model(**inputs, use_cache=False)
     output.loss.backward()
@@ -43,7 +43,7 @@ def assert_equal_gradients(got: Any, expected: Any) -> None:
 def assert_close_gradients(got: Any, expected: Any, tolerance: float = 1e-4) -> None:
     for name, theirs in gradients(expected).items():
         error = (gradients(got)[name] - theirs).norm()
-        # Some gradients are zero but for rounding (a key's bias does not change attention).
+        # Some gradients are zero except for rounding (a key's bias does not change attention).
         assert error < tolerance * theirs.norm() + 1e-6, f"{name}: error {error:.2e} of {theirs.norm():.2e}"
 
 
@@ -65,7 +65,7 @@ def test_bit_equal(family: str, padding: str, device: str) -> None:
         assert got.aux_loss > 0
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2])  # of three rows: three and two micro-batches
+@pytest.mark.parametrize("micro_batch_size", [1, 2])  # three rows: three and two micro-batches
 @pytest.mark.parametrize("head", ["whole", "chunked"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_micro_batches_and_chunks(family: str, head: str, micro_batch_size: int) -> None:
@@ -74,7 +74,7 @@ def test_micro_batches_and_chunks(family: str, head: str, micro_batch_size: int)
         copy.deepcopy(reference),
         precision="float32",
         head=head,
-        head_chunk_tokens=9,  # of 26 trained tokens: three chunks
+        head_chunk_tokens=9,  # 26 trained tokens: three chunks
         device_micro_batch_size=micro_batch_size,
         check_recompute=True,
     )
@@ -124,7 +124,7 @@ def test_fp32_master_computes_like_float32_on_rounded_weights(family: str) -> No
     assert torch.equal(got.logits, expected.logits)
     for name, theirs in gradients(rounded).items():
         if rounded.config.tie_word_embeddings and rounded.get_parameter(name) is rounded.get_input_embeddings().weight:
-            # Two contributions are rounded one by one.
+            # Two contributions, each rounded.
             assert (gradients(model)[name].float() - theirs).norm() < 0.01 * theirs.norm()
         else:
             assert torch.equal(gradients(model)[name], theirs.to(torch.bfloat16)), name
@@ -150,7 +150,7 @@ def test_dropout_follows_the_micro_batch() -> None:
     got.loss.backward()
     torch.testing.assert_close(got.loss, total, rtol=1e-6, atol=1e-6)
     assert_close_gradients(model, reference)
-    # Another draw gives another mask: the test would notice dropout that is not replayed or not random.
+    # Another draw gives another mask, so the test would find dropout that is not replayed, or not random.
     assert not torch.equal(model(**inputs).loss, got.loss)
 
 
@@ -259,7 +259,7 @@ def test_loss_on_a_middle_layer() -> None:
     assert_equal_gradients(model, reference)
 
 
-def test_corrupted_slab_is_noticed() -> None:
+def test_a_corrupted_slab_changes_logits_and_gradients() -> None:
     reference = build("llama")
     model = horizon_lm.stream(copy.deepcopy(reference), **WHOLE)
     slab = model._horizon.engine.store.units["block1"].weights

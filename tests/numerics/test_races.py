@@ -1,4 +1,4 @@
-"""The simulated device: the adversary changes nothing, unless a wait is missing."""
+"""The simulated device: running operations as early or as late as allowed changes no result, unless a wait is missing."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def losses_of(model: Any, num_steps: int) -> Iterator[float]:
-    """Every kind of pass after every other: abandoned forwards, evaluation in between, two forwards then backward."""
+    """Return losses from every kind of pass after every other: abandoned forwards, evaluation, two forwards before a backward."""
     optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
 
     def forward(seed: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def losses_of(model: Any, num_steps: int) -> Iterator[float]:
         forward(10).backward()
         optimizer.step()
         optimizer.zero_grad()
-        # The first forward after an update goes on with it, and whatever comes next meets that.
+        # The first forward after an update continues it; whatever follows must wait for that.
         loss = forward(11)
         with torch.no_grad():
             yield forward(97).item()
@@ -70,7 +70,7 @@ def losses_of(model: Any, num_steps: int) -> Iterator[float]:
 
 
 def losses_of_one_backward(model: Any, num_steps: int) -> Iterator[float]:
-    """The same with one backward a step, in which the weights change."""
+    """Return losses likewise, with one backward per step, which updates the weights."""
     optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
 
     def forward(seed: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ def losses_of_one_backward(model: Any, num_steps: int) -> Iterator[float]:
         step(3 * loss)
         with torch.no_grad():
             yield forward(99).item()
-        held = forward(51)  # has the head's buffer, so that the next one has to do without
+        held = forward(51)  # holds the head's buffer, so that the next forward has to do without
         yield held.item()
         loss = forward(8)
         yield loss.item()
@@ -116,7 +116,7 @@ def train(
     device: Any, expected: Result | None = None, num_steps: int = 2, tied: bool = False, update_in_backward: bool = False,
     **settings: Any,
 ) -> Result:  # fmt: skip
-    """Losses and final weights. Stops at the first loss that is not the expected one."""
+    """Return losses and final weights. Stop at the first loss that is not the expected one."""
     model = horizon_lm.stream(families.build("llama", tie_word_embeddings=tied), device, **settings)
     losses: list[float] = []
     for loss in (losses_of_one_backward if update_in_backward else losses_of)(model, num_steps):
@@ -135,7 +135,7 @@ def same(a: Result, b: Result) -> bool:
 @pytest.mark.parametrize("precision", ["float32", "fp32_master", "bf16"])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("seed", range(6))
-def test_the_adversary_changes_nothing(
+def test_adversarial_order_changes_no_result(
     undisturbed: Callable[..., Result], name: str, precision: str, seed: int
 ) -> None:
     options = SETTINGS[name] | {"precision": precision}
@@ -144,7 +144,7 @@ def test_the_adversary_changes_nothing(
     assert same(train(device, **options), undisturbed(**options))
 
 
-# A minute each: by default every third wait of those that have every kind of operation between them.
+# A minute each: by default every third wait; together they cover every kind of operation.
 _ALWAYS = ("boundaries on the host", "update in backward, tied")
 
 
@@ -184,7 +184,7 @@ def test_each_dropped_wait_changes_the_numbers(
 
 
 def _needed(made: Passes, schedule: Pass, op_index: int, wait: Wait) -> bool:
-    """Whether some sequence of passes is wrong without this wait. Across passes, others may imply it."""
+    """Return whether some sequence of passes is wrong without this wait. Other waits may imply one across passes."""
     if isinstance(wait, After):
         return True
     broken = without_wait(schedule, op_index, wait)
@@ -193,7 +193,7 @@ def _needed(made: Passes, schedule: Pass, op_index: int, wait: Wait) -> bool:
 
 
 def _invisible(schedule: Pass, op_index: int, wait: Wait) -> str | None:
-    """Why dropping a wait cannot change the numbers on the simulated device; None if it can."""
+    """Return why dropping a wait cannot change the numbers on the simulated device; None if it can."""
     op = schedule.ops[op_index]
     if isinstance(wait, LastUse) and wait.stream == Stream.COMPUTE:
         return "it computes eagerly, so computations of earlier passes are over"

@@ -1,4 +1,4 @@
-"""Reference log-probabilities: whose they are, and what is kept of them."""
+"""Reference log-probabilities: the key of their cache, and the values in it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ def build(precision: str = "fp32_master") -> Any:
     return horizon_lm.stream(tiny.build_model(402), device="cpu", precision=precision)
 
 
-def test_one_bit_of_a_weight_makes_another_key() -> None:
+def test_one_changed_weight_bit_changes_the_key() -> None:
     model = build()
     before = model_key(model)
     assert model_key(build()) == before
@@ -53,7 +53,9 @@ class InterruptionError(Exception):
     pass
 
 
-def test_goes_on_where_it_was_interrupted(cache: Path, rows: TokenTable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_computation_is_continued(
+    cache: Path, rows: TokenTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, calls = build(), []
     expected = ReferenceCache(model).logprobs(rows, 2)
     for file in cache.iterdir():
@@ -74,8 +76,8 @@ def test_goes_on_where_it_was_interrupted(cache: Path, rows: TokenTable, monkeyp
     assert len(list(cache.iterdir())) == 1
 
 
-def test_what_never_reached_the_disk_is_computed(cache: Path, rows: TokenTable) -> None:
-    """A crash of the machine leaves zeros; another run may have been faster."""
+def test_missing_values_are_computed(cache: Path, rows: TokenTable) -> None:
+    """A crash of the machine leaves zeros, which another run may have filled."""
     model, said = build(), []
     expected = ReferenceCache(model).logprobs(rows, 2)
     (file,) = cache.iterdir()
@@ -114,7 +116,7 @@ ALTERATIONS: dict[str, Callable[[bytearray], None]] = {
 
 @pytest.mark.parametrize("state", ["whole", "interrupted"])
 @pytest.mark.parametrize("name", ALTERATIONS)
-def test_what_was_altered_on_disk_is_computed_again(name: str, state: str, cache: Path, rows: TokenTable) -> None:
+def test_altered_values_are_computed_again(name: str, state: str, cache: Path, rows: TokenTable) -> None:
     model = build()
     expected = ReferenceCache(model).logprobs(rows, 2)
     (file,) = cache.iterdir()
@@ -137,8 +139,8 @@ def test_what_was_altered_on_disk_is_computed_again(name: str, state: str, cache
     assert said == []
 
 
-def test_values_of_other_rows_are_not_taken(cache: Path, rows: TokenTable) -> None:
-    """A file under another's name."""
+def test_values_of_other_rows_are_not_used(cache: Path, rows: TokenTable) -> None:
+    """A file has the name of another."""
     ReferenceCache(build("bf16")).logprobs(rows, 2)
     (other,) = cache.iterdir()
     expected = ReferenceCache(build()).logprobs(rows, 2)
@@ -153,7 +155,7 @@ def _interrupt() -> None:
     raise InterruptionError
 
 
-def test_works_where_nothing_can_be_kept(cache: Path, rows: TokenTable) -> None:
+def test_works_without_a_writable_cache(cache: Path, rows: TokenTable) -> None:
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file in the place of a folder")
     found = ReferenceCache(build())
@@ -161,7 +163,7 @@ def test_works_where_nothing_can_be_kept(cache: Path, rows: TokenTable) -> None:
     assert np.isfinite(found.logprobs(rows, 2)).all()
 
 
-def test_broken_weights_are_told(cache: Path, rows: TokenTable) -> None:
+def test_broken_weights_are_reported(cache: Path, rows: TokenTable) -> None:
     plain = tiny.build_model(402)
     with torch.no_grad():
         plain.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan

@@ -1,4 +1,4 @@
-"""Attention by segment as an operation of its own: what autograd makes of the same calls, and what torch.compile asks of it."""
+"""Attention by segment as a custom operation: equal to autograd, and valid for torch.compile."""
 
 from typing import Any
 
@@ -21,14 +21,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def tensors(dtype: torch.dtype, width: int = 4) -> list[torch.Tensor]:
-    """Queries of four heads; keys and values of two, values wider."""
+    """Return queries of four heads, and keys and values of two; values are wider."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(2, 4, 7, 8), (2, 2, 7, 8), (2, 2, 7, width)]
     return [torch.randn(size, dtype=dtype, generator=generator).requires_grad_() for size in sizes]
 
 
 def arguments(rows: Any = LENGTHS, scaling: Any = None, dropout: float = 0.0, window: Any = None) -> list[Any]:
-    """Offsets on the device and on the host, and the options."""
+    """Return offsets on the device and on the host, and the options."""
     offsets = (None, None) if rows is None else Segments(rows, torch.device("cpu")).offsets(0, 2)
     return [*offsets, scaling, dropout, window]
 
@@ -48,7 +48,7 @@ def test_equal_to_autograd(case: str, dtype: torch.dtype) -> None:
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 2e-2}
     for ours, theirs in zip(*pairs, strict=True):
         torch.testing.assert_close(ours, theirs, **tolerance)
-    # Whatever is not compiled is autograd's own, to the last bit.
+    # Uncompiled, it is autograd's own, to the last bit.
     rows = None if offsets is None else (offsets, ends)
     plain = segment_attention(*inputs, rows, scaling, dropout, window)
     assert plain.grad_fn.name() != got.grad_fn.name()
@@ -67,10 +67,10 @@ def test_gradients_are_those_of_the_output(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_torch_asks_of_an_operation(case: str) -> None:
-    """Shapes without data, no aliases, and a backward that can be traced."""
+def test_the_operation_passes_opcheck(case: str) -> None:
+    """It gives shapes without data, no aliases, and a backward that can be traced."""
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    traced = () if case == "dropout" else ("test_aot_dispatch_dynamic",)  # which compares two runs
+    traced = () if case == "dropout" else ("test_aot_dispatch_dynamic",)  # compares two runs, so nothing may be random
     torch.library.opcheck(_attend, (*tensors(torch.float32), *arguments(**CASES[case])), test_utils=tests + traced)
 
 
@@ -84,8 +84,8 @@ def test_dropout_leaves_the_mean() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_calls_of_the_flash_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On meta tensors, which have its shapes and no data: what it gives has the shapes that graphs are told."""
+def test_calls_of_the_flash_kernel_have_the_right_shapes(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On meta tensors, the outputs have the shapes that graphs are compiled for."""
     monkeypatch.setattr(module, "has_kernel", lambda *_: True)
     query, key, value = (t.detach().bfloat16().to("meta") for t in tensors(torch.float32, width=8))
     offsets, ends, *options = arguments(window=window)
@@ -96,4 +96,4 @@ def test_calls_of_the_flash_kernel(window: int | None, monkeypatch: pytest.Monke
     told_grads = _differentiate(results[0], query, key, value, *results, *rows)
     for got, expected in zip((*results[:2], *grads), (*told[:2], *told_grads), strict=True):
         assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
-    assert [g.shape[2] for g in grads] == [4, 2, 2]  # fewer heads of keys and values, as they are
+    assert [g.shape[2] for g in grads] == [4, 2, 2]  # fewer heads of keys and values, not repeated

@@ -1,4 +1,4 @@
-"""Streams that run by themselves: threads play them, late by random delays, and nothing changes unless a wait is missing."""
+"""Asynchronous streams, played by threads with random delays: no result changes, unless a wait is missing."""
 
 import gc
 import threading
@@ -26,12 +26,12 @@ from tests.threaded import ThreadedDevice
 
 @pytest.mark.parametrize("slow", [[Stream.COPY_IN], [Stream.COPY_OUT], None, []], ids=["in", "out", "both", "none"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_delays_change_nothing(undisturbed: Callable[..., Result], name: str, slow: list[Stream] | None) -> None:
+def test_delays_change_no_result(undisturbed: Callable[..., Result], name: str, slow: list[Stream] | None) -> None:
     options = SETTINGS[name] | {"precision": "fp32_master"}
     assert same(train(ThreadedDevice(1, delay=5e-4, slow=slow), **options), undisturbed(**options))
 
 
-# Computation is done when the next task is issued here, so that waiting for it cannot be missed.
+# On this device, computation is done when the next task is issued, so a missing wait for it changes nothing.
 @pytest.mark.parametrize(
     ("waiting", "for_"),
     [
@@ -39,10 +39,10 @@ def test_delays_change_nothing(undisturbed: Callable[..., Result], name: str, sl
         (Stream.COPY_IN, Stream.COPY_OUT),
     ],
 )  # fmt: skip
-def test_a_missing_wait_is_seen(
+def test_a_missing_wait_is_detected(
     undisturbed: Callable[..., Result], waiting: Stream, for_: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control: one stream does not wait for another."""
+    """Negative control: one stream does not wait for another."""
     options = {"activation_checkpoints": "host", "precision": "float32"}
     expected = undisturbed(**options)
     order = StreamDevice._order
@@ -79,9 +79,9 @@ class InjectedError(Exception):
 
 
 class Failing(ThreadedDevice):
-    """Once `armed`, counts the tasks that its issuers order, by name, and fails in the one named `at`.
+    """A device that counts the tasks of its issuers by name once it is `armed`, and fails in the one named `at`.
 
-    By name and not by number: the issuers run beside each other, so which of their tasks is the n-th is chance.
+    Names are used and not numbers: the issuers run concurrently, so the n-th of their tasks is a matter of chance.
     """
 
     def __init__(self, at: tuple[str, int] | None = None) -> None:
@@ -109,7 +109,7 @@ def _make(device: Any) -> tuple[Any, Any]:
 
 
 def _step(model: Any, optimizer: Any, seed: int, updated: list[bool] | None = None) -> float:
-    """Make a step; ``updated`` gets an entry when its gradients are complete."""
+    """Run a step; ``updated`` gets an entry when its gradients are complete."""
     loss = model(**families.batch(seed=seed)).loss
     loss.backward()
     if updated is not None:
@@ -167,7 +167,7 @@ def test_threads_end_with_the_model() -> None:
     del model, optimizer
     deadline = time.monotonic() + 30
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        gc.collect()  # more than once: a thread that is still at work keeps its device, and so the model, alive
+        gc.collect()  # more than once: a working thread keeps its device, and so the model, alive
         time.sleep(0.01)
     assert not [thread.name for thread in threads if thread.is_alive()]
 
@@ -176,7 +176,7 @@ def test_threads_end_with_the_model() -> None:
     ("spare", "planned"),
     [(0, Residency(0, 0, 0)), (400_000, Residency(3, 3, 2)), (2_000_000, Residency(3, 3, 3))],
 )  # fmt: skip
-def test_spare_memory_is_spent_and_changes_nothing(spare: int, planned: Residency) -> None:
+def test_using_spare_memory_changes_no_result(spare: int, planned: Residency) -> None:
     def run(device: Any) -> tuple[list[float], list[torch.Tensor], Any]:
         model = horizon_lm.stream(families.build("llama"), device, head_chunk_tokens=64)
         optimizer = horizon_lm.AdamW(model, lr=1e-2)
@@ -206,8 +206,8 @@ PEAKS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_plan_that_failed_is_made_for_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory while planning, and the usual remedy."""
+def test_planning_is_repeated_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning runs out of memory, and the user takes a smaller batch."""
 
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("full")
@@ -224,26 +224,26 @@ def test_a_plan_that_failed_is_made_for_the_next_batch(monkeypatch: pytest.Monke
     assert engine.residency.boundaries == 3
 
 
-def test_a_stream_that_takes_nothing_any_more_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_stream_raises_instead_of_deadlocking(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = _make(device := ThreadedDevice(1))
     _step(model, optimizer, 1)
     horizon_lm.synchronize(model)
     with monkeypatch.context() as patch:
         patch.setattr(device, "_wait_event", lambda stream, event: 1 / 0 if stream is not None else event.synchronize())
-        device.allocate(8, torch.float32, "table_rows")  # which the copy streams have to wait for
+        device.allocate(8, torch.float32, "table_rows")  # the copy streams have to wait for it
         with pytest.raises(ZeroDivisionError):
             _step(model, optimizer, 2)
     optimizer.zero_grad()
     assert torch.isfinite(torch.tensor(_step(model, optimizer, 3)))
 
 
-# Planned as if all blocks were as the largest.
+# Planned as if all blocks were like the largest.
 MAY_BE_LESS = ("the first block frozen", "blocks of two kinds", "blocks of two kinds, micro-batches", "longer rows")
 
 
 @pytest.mark.parametrize("spare", [20_000_000, pytest.param(200_000_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PEAKS)
-def test_the_peak_that_was_planned_is_not_exceeded(spare: int, name: str) -> None:
+def test_the_planned_peak_is_not_exceeded(spare: int, name: str) -> None:
     options = dict(PEAKS[name])
     sizes = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 997}
     depth = {} if options.get("family") == "deepseek_v3" else {"num_hidden_layers": 8}
@@ -264,7 +264,7 @@ def test_the_peak_that_was_planned_is_not_exceeded(spare: int, name: str) -> Non
                 with torch.no_grad():
                     model(input_ids=ids)
             for step in range(2):
-                if step == 1:  # what planning took is no step's
+                if step == 1:  # memory of planning is not memory of a step
                     meter.peak = meter.current
                 model(input_ids=ids, labels=ids).loss.backward()
                 if optimizer is not None:
@@ -278,8 +278,8 @@ def test_the_peak_that_was_planned_is_not_exceeded(spare: int, name: str) -> Non
 
 @pytest.mark.parametrize("update_in_backward", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # with dropout; with a tied head
-def test_a_larger_batch_is_planned_for_again(family: str, update_in_backward: bool) -> None:
-    """Updates may be on their way when the plan is made, the table's among them."""
+def test_a_larger_batch_is_planned_again(family: str, update_in_backward: bool) -> None:
+    """Updates, the embedding's among them, may be running when the plan is made."""
 
     def run(device: Any) -> tuple[Any, list[float], list[Any]]:
         model = horizon_lm.stream(families.build(family), device, head_chunk_tokens=64)
@@ -306,7 +306,7 @@ def test_a_larger_batch_is_planned_for_again(family: str, update_in_backward: bo
     assert plans[-1].residency.graphs < plans[0].residency.graphs
 
 
-def test_a_trace_has_every_operation_and_its_waiting() -> None:
+def test_a_trace_has_every_operation_and_its_waits() -> None:
     device = ThreadedDevice(1, delay=2e-3, slow=[Stream.COPY_IN])
     model, optimizer = _make(device)
     _step(model, optimizer, 1)

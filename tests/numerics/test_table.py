@@ -1,4 +1,4 @@
-"""The table's gradient: rows of steps before are gone, and only they are cleared."""
+"""The embedding's gradient: rows of earlier steps are cleared, and no others."""
 
 import threading
 from typing import Any
@@ -18,7 +18,7 @@ EVERYTHING = slice(None)
 
 @pytest.fixture
 def cleared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What each landing of rows clears: a number of rows, everything or nothing."""
+    """Record what each landing of rows clears: a number of rows, everything or nothing."""
     found: list[Any] = []
     run = LandRows.run
 
@@ -53,21 +53,21 @@ def test_rows_of_the_step_before_are_cleared(tied: bool, cleared: list[Any]) -> 
     plain, streamed = models(tied)
     for seed in range(4):
         same_gradients(plain, streamed, seed)
-    if tied:  # the head's gradient is on all rows
+    if tied:  # the head's gradient has all rows
         assert cleared == [None] * 4
     else:
         assert cleared[0] == EVERYTHING
         assert all(isinstance(number, int) and number < families.VOCABULARY for number in cleared[1:])
 
 
-def test_after_an_accumulation_everything_is_cleared(cleared: list[Any]) -> None:
+def test_everything_is_cleared_after_accumulation(cleared: list[Any]) -> None:
     plain, streamed = models()
     for seed, zero in enumerate((True, True, False, True)):
         same_gradients(plain, streamed, seed, zero)
     assert [type(number) for number in cleared] == [slice, int, type(None), slice]
 
 
-def test_a_gradient_that_somebody_holds_does_not_leak(cleared: list[Any]) -> None:
+def test_a_gradient_held_by_other_code_is_cleared(cleared: list[Any]) -> None:
     plain, streamed = models()
     same_gradients(plain, streamed, 0)
     held = streamed.get_input_embeddings().weight.grad
@@ -81,7 +81,7 @@ def test_a_gradient_that_somebody_holds_does_not_leak(cleared: list[Any]) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("add", [False, True])
 def test_rows_land_in_several_threads(dtype: torch.dtype, add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table, and its sum of squares to the last bit, are independent of the number of threads."""
+    """The gradient and its sum of squares do not depend on the number of threads, to the last bit."""
     generator = torch.Generator().manual_seed(0)
     before = torch.randn(300, 64, generator=generator).to(dtype) if add else torch.zeros(300, 64, dtype=dtype)
     source = torch.randn(200, 64, generator=generator).to(dtype)
@@ -93,7 +93,7 @@ def test_rows_land_in_several_threads(dtype: torch.dtype, add: bool, monkeypatch
     barrier = threading.Barrier(2, timeout=60)
 
     def meeting(*args: Any) -> Any:
-        """A kernel whose two calls wait for one another, which only two threads can do."""
+        """Return a kernel whose two calls wait for each other, so that only two threads can finish them."""
         land = kernel(*args)
 
         def run(*arrays: Any) -> float:

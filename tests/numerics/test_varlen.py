@@ -12,12 +12,12 @@ from horizon_lm.model import attention
 from horizon_lm.model.attention import find_segments
 from tests import families
 
-REFUSED = ("gemma2", "gpt_oss", "qwen3_next", "falcon")
+REJECTED = ("gemma2", "gpt_oss", "qwen3_next", "falcon")
 CPU = torch.device("cpu")
 
 
 def models(family: str, **settings: Any) -> tuple[Any, Any]:
-    """A plain model with Hugging Face's masks, and the same one streamed with varlen; without dropout."""
+    """Return a plain model with Hugging Face's masks, and the same one streamed with varlen; without dropout."""
     plain = families.build(family).eval()
     settings = {"precision": "float32", "head": "whole", "check_recompute": True} | settings
     return plain, horizon_lm.stream(copy.deepcopy(plain), attn_implementation="varlen", **settings)
@@ -34,28 +34,28 @@ def same_gradients(a: Any, b: Any) -> None:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("family", sorted(set(families.FAMILIES) - set(REFUSED)))
-def test_packed_documents_are_computed_as_if_alone(family: str) -> None:
+@pytest.mark.parametrize("family", sorted(set(families.FAMILIES) - set(REJECTED)))
+def test_packed_documents_are_independent(family: str) -> None:
     plain, streamed = models(family, device_micro_batch_size=2)
     first, second = tokens(3, 7), tokens(3, 5, seed=1)
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None].expand(3, -1)
     packed = streamed(input_ids=torch.cat([first, second], 1), position_ids=positions).logits
     alone = torch.cat([plain(input_ids=first).logits, plain(input_ids=second).logits], 1)
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
-    # The test sees a leak: without position ids the second document reads the first.
+    # The test would find a leak: without position ids the second document reads the first.
     leaking = streamed(input_ids=torch.cat([first, second], 1)).logits
     assert (leaking - alone)[:, 7:].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", sorted(set(families.FAMILIES) - set(REFUSED)))
+@pytest.mark.parametrize("family", sorted(set(families.FAMILIES) - set(REJECTED)))
 @pytest.mark.parametrize("settings", [{}, {"device_micro_batch_size": 2}, {"resident_blocks": 2, "resident_graphs": 1}])
-def test_padded_rows_equal_masked_ones(family: str, settings: dict[str, Any]) -> None:
+def test_padded_rows_equal_masked_rows(family: str, settings: dict[str, Any]) -> None:
     plain, streamed = models(family, **settings)
     ids = tokens(3, 12)
     mask = torch.ones(3, 12, dtype=torch.long)
     mask[0, 9:], mask[1, :3] = 0, 0
     labels = ids.masked_fill(mask == 0, -100)
-    labels[1, 3] = -100  # nothing but padding predicts it
+    labels[1, 3] = -100  # only padding predicts it
     losses = [m(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss for m in (plain, streamed)]
     torch.testing.assert_close(losses[1], losses[0])
     sum(losses).backward()
@@ -75,11 +75,11 @@ def test_no_mask_is_made() -> None:
     assert seen == [None] * 3
 
 
-def test_masks_that_are_given_as_a_whole_are_left_alone() -> None:
+def test_given_4d_masks_are_left_alone() -> None:
     config = families.build("gemma3_text").config
     for mask in ({"full_attention": torch.ones(1, 1, 9, 9)}, torch.ones(1, 1, 9, 9)):
         attention.reject_large_mask(config, {"attention_mask": mask}, 2**20, 2**20, 4)
-    with pytest.raises(DoesNotFitError):  # the control: the same size, to be made
+    with pytest.raises(DoesNotFitError):  # control: the model would make a mask of the same size
         attention.reject_large_mask(config, {}, 2**20, 2**20, 4)
 
 
@@ -95,7 +95,7 @@ def test_masks_that_are_given_as_a_whole_are_left_alone() -> None:
         ("mistral", "sdpa", {}, True),  # a window
     ],
 )
-def test_a_large_mask_is_refused_before_it_is_made(
+def test_a_large_mask_is_rejected_before_it_is_made(
     monkeypatch: pytest.MonkeyPatch, limit: int, family: str, implementation: str, batch: Any, has_mask: bool
 ) -> None:
     monkeypatch.setattr(attention, "LARGEST_MASK", limit)
@@ -111,8 +111,8 @@ def test_a_large_mask_is_refused_before_it_is_made(
         model(**call)
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_what_it_cannot_do_is_refused(family: str) -> None:
+@pytest.mark.parametrize("family", REJECTED)
+def test_unsupported_models_are_rejected(family: str) -> None:
     with pytest.raises(ModelNotSupportedError, match="varlen"):
         horizon_lm.stream(families.build(family), attn_implementation="varlen", head="whole")
 

@@ -1,4 +1,4 @@
-"""How values of a plain and of a streamed model differ."""
+"""Compare values of a plain and of a streamed model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Optimizers as people write them."""
+"""Optimizers such as other packages have."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,8 @@
 """Random sequences of public calls on a streamed and on a plain model: python -m tests.seams.fuzz --seconds 600 --seed 0.
 
-Each call is made on the streamed model first. If it is rejected, the plain model does not make it, and both go on from
+Each call is made on the streamed model first. If it is rejected, the plain model does not make it, and both continue from
 where they were; otherwise both must return the same. Every divergence is a failure, and so is the rejection of a call
-that nothing stands against.
+that should work.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tests.seams.fuzz_worlds import Setting, World, open_worlds
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its name in `CALLS`, and the seed of what it chooses."""
+    """A call: its name in `CALLS`, and the seed of its choices."""
 
     name: str
     seed: int
@@ -48,11 +48,11 @@ class Play:
 
 
 class Divergence(Exception):  # noqa: N818
-    """The streamed model did something else than the plain one."""
+    """An error that says how the streamed model behaved differently from the plain one."""
 
 
 def draw(seed: int, length: int = 12, without: Collection[str] = ()) -> Play:
-    """Return the sequence of a seed, from all calls but some."""
+    """Return the sequence of a seed, made of all calls except some."""
     chosen = random.Random(seed)
     setting = Setting.draw(chosen)
     names, weights = zip(*((name, call.weight) for name, call in CALLS.items() if name not in without), strict=True)
@@ -67,7 +67,7 @@ def play(sequence: Play, rejections: Counter[str] | None = None) -> None:
         Divergence: they differ, with the call that showed it.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of writes by others and the like; the table of rows notes them
+        warnings.simplefilter("ignore")  # such as warnings of foreign writes; the table of rows checks them
         _play(sequence, rejections)
 
 
@@ -76,7 +76,9 @@ def _play(sequence: Play, rejections: Counter[str] | None) -> None:
     for number, call in enumerate(sequence.calls):
         try:
             _make(call, streamed, plain, rejections)
-            if call.seed % 3 == 0 or number == len(sequence.calls) - 1:  # to look changes what is under way
+            if (
+                call.seed % 3 == 0 or number == len(sequence.calls) - 1
+            ):  # reading the state would wait for what is still running
                 _compare(streamed.state(), plain.state(), sequence.setting.tolerance)
                 _compare(*(_result(CALLS["evaluate"].make, world, 2) for world in (streamed, plain)), tolerance=2e-5)
         except Divergence as found:
@@ -90,7 +92,7 @@ def _make(call: Call, streamed: World, plain: World, rejections: Counter[str] | 
     got = _result(kind.make, streamed, call.seed)
     if isinstance(got, HorizonError):
         if call.name in NEVER_REJECTED and call.name not in streamed.rejects:
-            raise Divergence(f"rejected, and nothing stands against it: {type(got).__name__}: {got}")
+            raise Divergence(f"rejected, and should work it: {type(got).__name__}: {got}")
         if rejections is not None:
             rejections[f"{call.name}: {type(got).__name__}: {str(got)[:160]}"] += 1
         for world in (streamed, plain):
@@ -126,7 +128,7 @@ def _compare(got: Any, expected: Any, tolerance: float) -> None:
 
 
 def _end(streamed: World, plain: World, tolerance: float) -> None:
-    """After all calls, an ordinary step of training must be the same."""
+    """Run an ordinary training step after all calls; it must be the same on both models."""
     for name in ("zero_grad", "accumulate", "step", "evaluate"):
         try:
             _make(Call(name, 2), streamed, plain, None)
@@ -136,7 +138,7 @@ def _end(streamed: World, plain: World, tolerance: float) -> None:
 
 
 def fails(sequence: Play) -> str | None:
-    """Return what goes wrong with a sequence, or None."""
+    """Return a description of the failure of a sequence; None if it succeeds."""
     try:
         play(sequence)
     except Divergence as found:
@@ -147,7 +149,7 @@ def fails(sequence: Play) -> str | None:
 
 
 def shrink(sequence: Play) -> Play:
-    """Return a sequence that still fails and has no call that can be left out."""
+    """Return a shorter sequence that still fails, none of whose calls can be left out."""
     calls: Sequence[Call] = sequence.calls
     position = 0
     while position < len(calls):
@@ -160,7 +162,7 @@ def shrink(sequence: Play) -> Play:
 
 
 def main() -> int:
-    """Play sequences for a time, and print the failures and what was rejected."""
+    """Play sequences for some time, and print failures and rejected calls."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the first sequence; the next one has the next")

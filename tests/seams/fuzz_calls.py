@@ -1,4 +1,4 @@
-"""Calls of which sequences are made; each is made on a streamed and on a plain model alike."""
+"""The calls of random sequences; each is made on a streamed and on a plain model."""
 
 import random
 import tempfile
@@ -19,7 +19,7 @@ from tests.seams.use import copied_weights
 
 @dataclass(frozen=True)
 class Kind:
-    """A call, and how often it is made."""
+    """A kind of call, and its relative frequency."""
 
     make: Callable[[World, random.Random], Any]
     weight: int
@@ -42,7 +42,7 @@ def _batch(chosen: random.Random) -> dict[str, torch.Tensor]:
     return families.batch(chosen.choice((2, 3)), chosen.choice((5, 11)), padding, chosen.randrange(100))
 
 
-# A step in parts
+# Parts of a step
 
 
 @_call(4)
@@ -266,7 +266,7 @@ def attribute(world: World, chosen: random.Random) -> Any:
     return None
 
 
-# What is rejected, or works
+# Calls that are rejected or work
 
 
 @_call(1, never_rejected=False)
@@ -276,7 +276,7 @@ def cast(world: World, chosen: random.Random) -> Any:
     ways = [lambda: target.half(), lambda: target.to(torch.float64), lambda: target.type(torch.float64)]
     if (
         target is world.model
-    ):  # of a module alone it replaces parameters, which the next forward finds: see replace_parameter
+    ):  # on a module it replaces parameters, which the next forward rejects: see replace_parameter
         ways.append(lambda: target.to("meta"))
     chosen.choice(ways)()
     return accumulate(world, chosen)
@@ -335,7 +335,7 @@ def grad_of_some(world: World, chosen: random.Random) -> Any:
     return torch.autograd.grad(value, param)[0] if param.requires_grad else None
 
 
-# Errors of others in between
+# Errors in other code
 
 
 @_call(1)

@@ -1,4 +1,4 @@
-"""The two models of a sequence, and how the streamed one is made."""
+"""The two models of a sequence, and the settings of the streamed one."""
 
 import random
 from collections.abc import Collection
@@ -15,13 +15,13 @@ from tests.seams.use import copied_gradients, copied_weights
 
 
 class World:
-    """A model with its optimizer, and what sequences of calls leave.
+    """A model with its optimizer, and the state that sequences of calls leave.
 
     Attributes:
-        pending: losses that wait for their backward.
+        pending: losses without a backward so far.
         draws: dropout draws the same numbers on both models.
-        rejects: calls that may be rejected here, besides those that may be anywhere.
-        follows: the model whose weights this one takes over after each call, because it rounds in ways of its own.
+        rejects: calls that may be rejected in this setting, in addition to those that may be in any.
+        follows: the model whose weights this one copies after each call, because it rounds differently.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class World:
 
     @property
     def blocks(self) -> Any:
-        """The list of blocks."""
+        """Return the list of blocks."""
         return next(m for m in self.model.modules() if isinstance(m, nn.ModuleList))
 
     def parameter(self, chosen: random.Random) -> nn.Parameter:
-        """Choose a parameter."""
+        """Return a randomly chosen parameter."""
         return chosen.choice(list(self.model.parameters()))
 
     def linear(self, chosen: random.Random) -> nn.Module:
-        """Choose a module inside a block that has parameters of its own."""
+        """Return a randomly chosen module inside a block, with parameters of its own."""
         block = chosen.choice(list(self.blocks))
         return chosen.choice([m for m in block.modules() if m._parameters and m is not block])
 
     def state(self) -> dict[str, Any]:
-        """Copy all that can be seen."""
+        """Return a copy of all visible state."""
         return {
             "weights": copied_weights(self.model),
             "gradients": copied_gradients(self.model),
@@ -63,7 +63,7 @@ class World:
         }
 
     def follow(self) -> None:
-        """Take over the weights of the other model."""
+        """Copy the weights of the followed model."""
         if self.follows is not None:
             state = copied_weights(self.follows.model)
             with torch.no_grad():
@@ -72,14 +72,14 @@ class World:
                         value.copy_(state[name])
 
     def give_up(self) -> None:
-        """Leave the step that failed, as a loop does that catches an error."""
+        """Drop the step that failed, as a training loop does that catches the error."""
         self.pending.clear()
         self.model.zero_grad()
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Arguments of `horizon_lm.stream`."""
+    """The arguments of `horizon_lm.stream` for a sequence."""
 
     family: str
     head: str
@@ -107,13 +107,13 @@ class Setting:
 
     @property
     def exact(self) -> bool:
-        """Whether the streamed model computes the same bits."""
+        """Return whether the streamed model computes the same bits."""
         return self.head == "whole" and self.micro_batch is None
 
     @property
     def tolerance(self) -> float:
         if self.precision != "float32":
-            return 3e-2  # of gradients; losses are compared with those of the same weights
+            return 3e-2  # of gradients; losses are compared at equal weights
         return 1e-6 if self.exact else 2e-4
 
     def stream(self, model: Any) -> Any:
@@ -132,7 +132,7 @@ def open_worlds(setting: Setting) -> tuple[World, World]:
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if setting.family == "gpt2" else {}
     plain = families.build(setting.family, **rates)
     streamed = setting.stream(families.build(setting.family, **rates))
-    settings = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # eps: a gradient of nothing but rounding moves nothing
+    settings = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # eps: a gradient that is only rounding changes nothing
     if setting.ours:
         optimizer: torch.optim.Optimizer = horizon_lm.AdamW(streamed, **settings)
     else:

@@ -1,4 +1,4 @@
-"""docs/compatibility.md, made of the rows and of what comes of them."""
+"""Generate docs/compatibility.md from the rows and their outcomes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,12 +10,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 _HEAD = """# Compatibility
 
-What other code may do with a streamed model. Each line is a test in `tests/seams`: the same code runs on a plain and on a
-streamed model. It *works* if what it returns is equal: losses, gradients, weights, tokens, in float32 on the CPU unless the line
-names another precision. Otherwise it is *rejected* by the error that the line shows, and the model computes afterwards as it did
-before. `python -m tests.seams` writes this page, and a test of each line fails when the page is not what happens.
+Uses of a streamed model by other code. Each line is a test in `tests/seams`: the same code runs on a plain and on a streamed
+model. It *works* if losses, gradients, weights and tokens are equal, in float32 on the CPU unless the line names another
+precision. Otherwise it is *rejected* with the error shown, and the model computes afterwards as before. `python -m tests.seams`
+writes this page, and the test of a line fails if the page is out of date.
 
-Sequences of such calls are tried at random: `python -m tests.seams.fuzz --seconds 600`.
+Random sequences of such calls are tested, too: `python -m tests.seams.fuzz --seconds 600`.
 """
 _CLASS = re.compile(r"\b[A-Z]\w+(?:For[A-Z]\w+|LMHeadModel)\b")
 _SECTIONS = {
@@ -36,8 +36,8 @@ _SECTIONS = {
     "Models": "",
     "PEFT": "",
     "Trainers": (
-        "A bare `transformers.Trainer` with its own optimizer, accumulation, evaluation and saving trains a streamed and a plain "
-        "model alike, and resumes (`tests/seams/test_trainer.py`)."
+        "`transformers.Trainer` with its own optimizer, accumulation, evaluation and saving trains a streamed model as a plain one, "
+        "and resumes (`tests/seams/test_trainer.py`)."
     ),
 }
 
@@ -51,7 +51,7 @@ def page() -> str:
 
 def _section(title: str, note: str) -> str:
     lines = [line(row) for row in ROWS.values() if row.section == title]
-    table = "\n".join(["| what other code does | on a streamed model |", "|---|---|", *lines])
+    table = "\n".join(["| use | on a streamed model |", "|---|---|", *lines])
     return "\n\n".join(part for part in (f"## {title}", note, table) if part) + "\n"
 
 
@@ -65,7 +65,7 @@ def line(row: Row) -> str:
 
 
 def _parts(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
-    """Yield what comes of the cases, alike ones together."""
+    """Yield the outcomes of the cases, equal ones grouped."""
     alike: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
         alike.setdefault(_words(outcome), []).append(name)
@@ -74,7 +74,7 @@ def _parts(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
 
 
 def _words(outcome: Outcome) -> str:
-    """Return what came of a case, with one name for all classes of models, so that alike cases are alike."""
+    """Return the outcome of a case in words, with one name for all classes of models, so that equal outcomes are equal texts."""
     if outcome.kind == WORKS:
         return f"works, and warns: {_CLASS.sub('Model', outcome.message)}" if outcome.message else "works"
     error, _, message = outcome.message.partition(": ")

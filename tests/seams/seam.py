@@ -1,4 +1,4 @@
-"""The table of rows, and what runs one of them."""
+"""The table of rows, and the function that runs one of them."""
 
 import re
 import warnings
@@ -22,19 +22,19 @@ Body = Callable[..., Any]
 
 
 def llama() -> Any:
-    """Build the model of rows that are about no model in particular."""
+    """Build the model of rows that do not depend on the kind of model."""
     return families.build("llama")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model on which a row is tried.
+    """A model on which a row is tried.
 
     Attributes:
-        build: makes the plain model; called several times, and each time the same.
-        options: of `horizon_lm.stream`, besides ``precision="float32"``.
-        arguments: of the row's body, besides the model.
-        stream: makes the streamed model of a plain one; None for `horizon_lm.stream` with the options.
+        build: builds the plain model; called several times, with the same result.
+        options: arguments of `horizon_lm.stream` in addition to ``precision="float32"``.
+        arguments: further arguments of the row's body.
+        stream: streams a plain model; None for `horizon_lm.stream` with the options.
     """
 
     build: Callable[[], Any] = llama
@@ -59,21 +59,21 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Something that foreign code does with a model.
+    """A use of a model by other code.
 
     Attributes:
-        key: name of the test.
-        section: of the page.
-        text: what is done, as the page says it.
+        key: the name of the test.
+        section: the section of the page.
+        text: a description of the use, for the page.
         expected: `WORKS`, `REJECTED` or `EITHER`.
-        body: does it with a model, and returns what must be the same on a plain and on a streamed one.
-        cases: on which it is tried, by name.
-        tolerance: largest relative difference of a tensor.
+        body: uses a model, and returns values that must be equal on a plain and on a streamed one.
+        cases: the models on which it is tried, by name.
+        tolerance: the largest relative difference of a tensor.
         edits: the body may have changed weights before it was rejected.
-        says: a pattern that is found in the message of a rejection.
-        warns: a warning must come; where it may, the page says that it does.
-        survives: the model can be used after a rejection, because the body has put back what it changed.
-        keeps_gradients: the model can be asked for gradients after a rejection.
+        says: a pattern in the message of a rejection.
+        warns: a warning is required; the page mentions all warnings.
+        survives: the model can be used after a rejection, because the body has undone its changes.
+        keeps_gradients: gradients can be computed after a rejection.
     """
 
     key: str
@@ -90,13 +90,13 @@ class Row:
     says: str = ""
 
     def allows(self, outcome: "Outcome") -> bool:
-        """Return whether an outcome is what is expected."""
+        """Return whether an outcome is the expected one."""
         return outcome.kind in ((WORKS, REJECTED) if self.expected == EITHER else (self.expected,))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a row: ``kind`` is `WORKS`, `REJECTED` or `WRONG`; ``message`` is the error's, the warning's or the reason."""
+    """The outcome of a row: ``kind`` is `WORKS`, `REJECTED` or `WRONG`; ``message`` is that of the error or warning, or the reason."""
 
     kind: str
     message: str = ""
@@ -119,7 +119,7 @@ def row(
 
 
 def all_cases() -> list[tuple[str, str]]:
-    """Return the key and the name of the case of everything that is tried."""
+    """Return all pairs of a row's key and the name of one of its cases."""
     return [(key, name) for key, each in ROWS.items() for name in each.cases]
 
 
@@ -157,7 +157,7 @@ _KNOWN: dict[Any, tuple[Any, list[str]]] = {}
 
 
 def _plain_values(key: str, name: str) -> tuple[Any, list[str]]:
-    """Return what the body returns on the plain model, and the warnings; run once for all cases that differ in options."""
+    """Return the body's values on the plain model, and its warnings. Run once for all cases that differ in options only."""
     each = ROWS[key]
     case = each.cases[name]
     known = (key, case.build, str(sorted(case.arguments.items(), key=str)))
@@ -179,7 +179,7 @@ def _rejection(error: HorizonError, says: str) -> Outcome:
 
 
 def _call(body: Body, subject: Any, arguments: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return what the body returns or raises, and the warnings."""
+    """Return the value or the error of the body, and its warnings."""
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -191,7 +191,7 @@ def _call(body: Body, subject: Any, arguments: Mapping[str, Any]) -> tuple[Any, 
 
 
 def _half_done(each: Row, case: Case, model: Any, before: Mapping[str, torch.Tensor]) -> str | None:
-    """Return what a rejection has left undone: the model must compute as before, with the weights that it had."""
+    """Return a description of damage by a rejection; None if the model computes as before, with the same weights."""
     plain = case.plain()
     try:
         after = copied_weights(model)
@@ -209,5 +209,5 @@ def _half_done(each: Row, case: Case, model: Any, before: Mapping[str, torch.Ten
 
 
 def _without_places(message: str) -> str:
-    """Return a message without what differs from run to run: temporary folders and addresses."""
+    """Return a message without the parts that differ from run to run: temporary folders and addresses."""
     return re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"/tmp/[^\s'\",;)]+", "FOLDER", message))

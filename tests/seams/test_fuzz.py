@@ -14,7 +14,7 @@ def test_sequences_do_not_diverge(seed: int) -> None:
     play(draw(seed))
 
 
-def test_a_divergence_is_found_and_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_divergence_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(world: World, chosen: object) -> float:
         number = world.model.__dict__.setdefault("number_of_forwards", 0) + 1
         world.model.number_of_forwards = number

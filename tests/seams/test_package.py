@@ -1,4 +1,4 @@
-"""What can be imported from the package itself, and its defaults."""
+"""Names that can be imported from the package itself, and its defaults."""
 
 import inspect
 
@@ -24,5 +24,5 @@ def test_run_configs_are_importable_from_the_top(name: str) -> None:
     assert name in dir(horizon_lm)
 
 
-def test_the_device_is_found_by_itself_as_on_the_command_line() -> None:
+def test_the_default_device_is_found_as_on_the_command_line() -> None:
     assert inspect.signature(horizon_lm.from_pretrained).parameters["device"].default == "auto"

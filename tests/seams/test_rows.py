@@ -19,8 +19,8 @@ def test_seam(key: str, case: str | None) -> None:
         pytest.fail(f"{ROWS[key].text}: it {outcome.kind}, {outcome.message}", pytrace=False)
 
 
-def test_the_page_has_no_other_lines() -> None:
-    """Lines of rows are compared by the rows' own tests; here it is what they are about, and in which order."""
+def test_the_page_has_exactly_the_lines_of_the_table() -> None:
+    """The rows' own tests compare their lines; this one compares the texts and their order."""
     written = re.findall(r"^\| (.*?) \| .* \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     texts = [_cell(row.text) for row in ROWS.values()]
     assert sorted(text for text in written if text != "what other code does") == sorted(texts)

@@ -1,4 +1,4 @@
-"""The table can fail: rows that behave badly are found."""
+"""The table can fail: rows that misbehave are found."""
 
 import warnings
 from collections.abc import Callable
@@ -80,14 +80,14 @@ def test_bad_behaviour_is_found(body: Callable[[Any], Any], message: str, monkey
     assert message in outcome.message
 
 
-def test_a_rejection_has_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejection_has_the_expected_message(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _outcome(monkeypatch, _rejected) == seam.Outcome(
         seam.REJECTED, "StreamingError: this is not possible at 0x...: do that instead"
     )
     assert _outcome(monkeypatch, _rejected, says="stream\\(").kind == seam.WRONG
 
 
-def test_a_warning_is_noted_and_comes_where_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expected_warning_is_required_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     for expected in (True, False):
         assert _outcome(monkeypatch, _warns, warns=expected) == seam.Outcome(seam.WORKS, "of something")
     assert _outcome(monkeypatch, evaluated, warns=True).kind == seam.WRONG

@@ -1,4 +1,4 @@
-"""transformers' Trainer with its defaults, on a plain and on a streamed model: the same run."""
+"""transformers' Trainer with its defaults runs equally on a plain and on a streamed model."""
 
 import warnings
 from pathlib import Path
@@ -20,7 +20,7 @@ STEPS, ACCUMULATION = 20, 4
 
 
 def _rows(seed: int, number: int) -> datasets.Dataset:
-    """Rows of tokens, with padding and with a column that no model knows."""
+    """Return rows of tokens, with padding and with a column that no model knows."""
     batch = families.batch(rows=number, seed=seed)
     columns = {name: value.tolist() for name, value in batch.items()}
     return datasets.Dataset.from_dict({**columns, "place": list(range(number))})
@@ -49,12 +49,14 @@ def _train(model: Any, folder: Path, **settings: Any) -> list[dict[str, float]]:
     torch.manual_seed(0)
     trainer = _trainer(model, folder, **settings)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # trainers warn of much; what streaming warns of is in the table of rows
+        warnings.simplefilter(
+            "ignore"
+        )  # trainers warn a lot; the warnings of streaming are checked by the table of rows
         trainer.train()
     return _history(trainer)
 
 
-def test_a_bare_trainer_trains_a_streamed_model_alike(tmp_path: Path) -> None:
+def test_trainer_with_defaults_trains_a_streamed_model_equally(tmp_path: Path) -> None:
     plain = families.build("llama")
     expected = _train(plain, tmp_path / "plain")
     model = horizon_lm.stream(families.build("llama"), precision="float32")
@@ -67,7 +69,7 @@ def test_a_bare_trainer_trains_a_streamed_model_alike(tmp_path: Path) -> None:
     assert evaluated(saved) == pytest.approx(evaluated(plain), rel=1e-6)
 
 
-def test_a_trainer_resumes_a_streamed_model_from_its_checkpoint(tmp_path: Path) -> None:
+def test_trainer_resumes_a_streamed_model_from_its_checkpoint(tmp_path: Path) -> None:
     settings = {"max_steps": 6, "save_steps": 3, "eval_strategy": "no"}
     model = horizon_lm.stream(families.build("llama"), precision="float32", head="whole")
     expected = _train(model, tmp_path, **settings)
@@ -80,7 +82,7 @@ def test_a_trainer_resumes_a_streamed_model_from_its_checkpoint(tmp_path: Path) 
     assert difference(copied_weights(model), copied_weights(other), 1e-6) is None
 
 
-def test_a_trainer_with_our_optimizer(tmp_path: Path) -> None:
+def test_trainer_with_our_optimizer(tmp_path: Path) -> None:
     settings = {"max_steps": 6, "lr_scheduler_type": "constant"}
     plain = families.build("llama")
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
@@ -91,7 +93,7 @@ def test_a_trainer_with_our_optimizer(tmp_path: Path) -> None:
     assert difference(copied_weights(plain), copied_weights(model), 1e-6) is None
 
 
-def test_mixed_precision_of_a_trainer(tmp_path: Path) -> None:
+def test_trainer_in_mixed_precision(tmp_path: Path) -> None:
     settings = {"bf16": True, "max_steps": 10}
     expected = _train(families.build("llama"), tmp_path / "plain", **settings)
     model = horizon_lm.stream(families.build("llama"), precision="bf16")
@@ -104,7 +106,7 @@ def test_mixed_precision_of_a_trainer(tmp_path: Path) -> None:
     assert evaluated(saved) == pytest.approx(evaluated(model), rel=1e-3)
 
 
-def test_half_precision_of_a_trainer_works_or_is_rejected_by_name(tmp_path: Path) -> None:
+def test_trainer_in_half_precision_works_or_is_rejected_by_name(tmp_path: Path) -> None:
     settings = {"fp16": True, "max_steps": 4, "eval_strategy": "no"}
     try:
         expected = _train(families.build("llama"), tmp_path / "plain", **settings)

@@ -28,7 +28,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "bigbird_pegasus": _BART | {"attention_type": "original_full"},
     "whisper": _BART | {"max_target_positions": 64, "max_source_positions": 32, "num_mel_bins": 8},
     "cpmant": {"dim_head": 8, "dim_ff": 48, "prompt_length": 2},
-    # layers between the blocks and the head
+    # layers between blocks and head
     "rembert": _BERT | {"input_embedding_size": 16, "output_embedding_size": 24},
     # embeddings that are normalised after the lookup
     "muse_glimmer": {**_PROJECTOR, "text_config": {"head_dim": 8, "sliding_window": 6}},
@@ -40,7 +40,7 @@ _TYPES: dict[str, dict[str, Any]] = {
         },
         "audio_config": {"hidden_sizes": (8, 8), "patch_sizes": (2, 2), "depths": (1, 1), "num_hidden_layers": 2, "out_hidden_size": 32},
     },
-    # masks of their own
+    # their own masks
     "doge": {"keep_window_size": 4},
     # position embeddings counted from the mask
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 6},
@@ -57,7 +57,7 @@ UNSHIFTED = (
 
 
 def tiny(model_type: str, seed: int = 0, **overrides: Any) -> Any:
-    """Return a small causal language model of a type, with weights large enough for gradients to be seen everywhere."""
+    """Return a small causal language model of a type, with weights large enough for visible gradients everywhere."""
     if model_type in families.FAMILIES:
         return families.build(model_type, seed, **overrides)
     settings = families._COMMON | {"num_hidden_layers": 2} | _TYPES[model_type] | overrides

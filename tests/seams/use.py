@@ -1,4 +1,4 @@
-"""What the bodies of rows are made of; all of it runs on plain and on streamed models alike."""
+"""Helpers for the bodies of rows; they run on plain and on streamed models."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from tests import families
 
 
 def is_streamed(model: Any) -> bool:
-    """Return whether a model, or the one that it wraps, is streamed."""
+    """Return whether a model, or the model that it wraps, is streamed."""
     return any(isinstance(module, StreamedModel) for module in model.modules())
 
 
@@ -31,7 +31,7 @@ def evaluated(model: Any, **arguments: Any) -> float:
 
 
 def gradients(model: Any, **arguments: Any) -> dict[str, Any]:
-    """Return the loss and the gradients of the usual batch, from none before."""
+    """Return the loss and the gradients of the usual batch, after clearing all gradients."""
     model.zero_grad()
     value = loss(model, **arguments)
     value.backward()
@@ -39,17 +39,17 @@ def gradients(model: Any, **arguments: Any) -> dict[str, Any]:
 
 
 def copied_gradients(model: Any) -> dict[str, torch.Tensor | None]:
-    """Copy the gradients of all parameters."""
+    """Return copies of the gradients of all parameters."""
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
 
 
 def copied_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Copy the weights as a checkpoint has them."""
+    """Return copies of the weights, as a checkpoint has them."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def train(model: Any, optimizer: Any, steps: int = 3, **arguments: Any) -> list[float]:
-    """Run steps of training, each on another batch, and return the losses."""
+    """Run training steps, each on another batch, and return the losses."""
     losses = []
     for step in range(steps):
         value = model(**(families.batch(seed=step) | arguments)).loss
@@ -63,7 +63,7 @@ def train(model: Any, optimizer: Any, steps: int = 3, **arguments: Any) -> list[
 def adamw(
     model: Any, lr: float = 1e-2, weight_decay: float = 0.1, params: Iterable[Any] | None = None, **ours: Any
 ) -> Any:
-    """Make Horizon-LM's AdamW for a streamed model, and torch's for a plain one. ``ours``: settings of the former."""
+    """Return Horizon-LM's AdamW for a streamed model, torch's for a plain one. ``ours``: further settings of Horizon-LM's."""
     if is_streamed(model):
         return horizon_lm.AdamW(model, lr=lr, weight_decay=weight_decay, params=params, **ours)
     params = model.parameters() if params is None else params

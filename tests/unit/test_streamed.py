@@ -1,4 +1,4 @@
-"""What a streamed model does when it is used like any other: as defined, or refused by name."""
+"""Ordinary uses of a streamed model work as on a plain one, or are rejected by name."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ def streamed(**options: Any) -> Any:
     return horizon_lm.stream(families.build("llama"), precision="float32", **options)
 
 
-def test_gradient_checkpointing_is_a_no_op_with_one_notice() -> None:
+def test_gradient_checkpointing_warns_and_has_no_effect() -> None:
     model = streamed()
     with pytest.warns(UserWarning, match="recomputes every block"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -29,12 +29,12 @@ def test_gradient_checkpointing_is_a_no_op_with_one_notice() -> None:
 
 
 @pytest.mark.parametrize("method", ["half", "bfloat16", "double", "cuda", "resize_token_embeddings"])
-def test_moving_and_casting_are_refused(method: str) -> None:
+def test_moving_and_casting_are_rejected(method: str) -> None:
     with pytest.raises(StreamingError, match=method):
         getattr(streamed(), method)()
 
 
-def test_to_is_refused_unless_it_changes_nothing() -> None:
+def test_to_is_rejected_unless_it_changes_nothing() -> None:
     model = streamed()
     for unchanged in (model.to("cpu"), model.to(torch.float32), model.float(), model.cpu()):
         assert unchanged is model
@@ -43,7 +43,7 @@ def test_to_is_refused_unless_it_changes_nothing() -> None:
             model.to(target)
 
 
-def test_multiplying_by_the_heads_weight_is_refused() -> None:
+def test_multiplying_by_the_heads_weight_is_rejected() -> None:
     model = streamed()
     hidden = torch.randn(2, 32)
     for product in (
@@ -72,12 +72,12 @@ def test_without_labels_both_heads_return_logits() -> None:
         assert torch.equal(streamed(head=head)(**inputs).logits, expected)
 
 
-def test_a_cache_in_training_is_refused() -> None:
+def test_a_cache_in_training_is_rejected() -> None:
     with pytest.raises(StreamingError, match="use_cache"):
         streamed()(**families.batch(), use_cache=True)
 
 
-def test_tuples_on_request() -> None:
+def test_return_dict_false_returns_tuples() -> None:
     loss, *_ = streamed()(**families.batch(), return_dict=False)
     assert loss.ndim == 0
 
@@ -111,7 +111,7 @@ def test_zero_grad_in_any_form() -> None:
         torch.testing.assert_close(model.lm_head.weight.grad, first)
 
 
-def test_a_replaced_gradient_is_refused() -> None:
+def test_a_replaced_gradient_is_rejected() -> None:
     model = streamed()
     model(**families.batch()).loss.backward()
     model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
@@ -119,7 +119,7 @@ def test_a_replaced_gradient_is_refused() -> None:
         model(**families.batch()).loss.backward()
 
 
-def test_unfreezing_too_late_is_refused() -> None:
+def test_unfreezing_too_late_is_rejected() -> None:
     model = streamed()
     model.lm_head.weight.requires_grad_(False)
     model(**families.batch()).loss.backward()
@@ -128,7 +128,7 @@ def test_unfreezing_too_late_is_refused() -> None:
         model(**families.batch())
 
 
-def test_calling_a_unit_alone_is_refused() -> None:
+def test_calling_a_unit_by_itself_is_rejected() -> None:
     model, hidden = streamed(), torch.zeros(1, 2, 32)
     for part, call in (
         ("model.layers.1", lambda: model.model.layers[1](hidden)),
@@ -143,7 +143,7 @@ def test_calling_a_unit_alone_is_refused() -> None:
         assert torch.equal(model.get_input_embeddings()(ids), model.get_input_embeddings().weight[ids])
 
 
-def test_a_dropped_model_frees_everything() -> None:
+def test_a_dropped_model_is_freed() -> None:
     model = streamed()
     model(**families.batch()).loss.backward()
     slab = weakref.ref(model._horizon.engine.store.units["block0"].weights.untyped_storage())
@@ -154,7 +154,7 @@ def test_a_dropped_model_frees_everything() -> None:
     assert slab() is None
 
 
-def test_models_that_share_state_between_layers_are_refused() -> None:
+def test_models_that_share_state_between_layers_are_rejected() -> None:
     config = AutoConfig.for_model(
         "gemma3n_text", hidden_size=32, intermediate_size=[48] * 4, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, vocab_size=97, vocab_size_per_layer_input=97, num_kv_shared_layers=2,
@@ -165,7 +165,7 @@ def test_models_that_share_state_between_layers_are_refused() -> None:
         horizon_lm.stream(AutoModelForCausalLM.from_config(config))
 
 
-def test_blocks_that_write_buffers_are_refused() -> None:
+def test_blocks_that_write_buffers_are_rejected() -> None:
     model = families.build("llama")
     for layer in model.model.layers:
         layer.register_buffer("calls", torch.zeros(()))
@@ -182,7 +182,7 @@ def test_blocks_that_write_buffers_are_refused() -> None:
         horizon_lm.stream(model)(**families.batch())
 
 
-def test_a_refused_model_is_left_as_it_was() -> None:
+def test_a_rejected_model_is_left_unchanged() -> None:
     model = families.build("llama")
     model.model.embed_tokens.sparse = True
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -191,14 +191,14 @@ def test_a_refused_model_is_left_as_it_was() -> None:
     assert all(torch.equal(before[n], p) and p.dtype == torch.float32 for n, p in model.named_parameters())
 
 
-def test_quantized_weights_are_refused() -> None:
+def test_quantized_weights_are_rejected() -> None:
     model = families.build("llama")
     model.lm_head.weight = nn.Parameter(torch.zeros(97, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ModelNotSupportedError, match="quantized"):
         horizon_lm.stream(model)
 
 
-def test_a_copy_is_refused() -> None:
+def test_a_copy_is_rejected() -> None:
     with pytest.raises(StreamingError, match="cannot be copied"):
         copy.deepcopy(streamed())
 
@@ -212,7 +212,7 @@ def test_a_fault_in_an_evaluation_keeps_the_gradients() -> None:
     optimizer.step()
 
 
-def test_other_ties_and_other_models_are_refused() -> None:
+def test_other_ties_and_other_models_are_rejected() -> None:
     model = families.build("llama")
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ModelNotSupportedError, match="one parameter"):
@@ -232,19 +232,19 @@ def test_other_ties_and_other_models_are_refused() -> None:
         ({"device": "tpu"}, "'cpu', 'cuda' or 'simulated'"),
     ],
 )
-def test_bad_settings_name_the_choices(options: dict[str, Any], message: str) -> None:
+def test_invalid_settings_name_the_choices(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         horizon_lm.stream(families.build("llama"), **options)
 
 
-def test_streaming_twice_is_refused() -> None:
+def test_streaming_twice_is_rejected() -> None:
     model = streamed()
     with pytest.raises(StreamingError, match="already"):
         horizon_lm.stream(model)
 
 
 def test_row_dimensions_are_found_not_guessed() -> None:
-    """Batch size equal to sequence length and to the number of heads: no shape says which dimension is the batch."""
+    """The batch size equals the sequence length and the number of heads, so no shape tells which dimension is the batch."""
     reference = families.build("llama")
     model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", device_micro_batch_size=1)
     inputs = families.batch(rows=4, length=4, padding="none")

@@ -57,7 +57,7 @@ class GraphUse(Enum):
 
 
 class SavedForBackward:
-    """The things that a block's forward saves for its backward: random states, and its graph if there is room for it.
+    """The random states that a block's forward saves for its backward, and its graph if there is room for it.
 
     Attributes:
         rng_states: the random state that each micro-batch started from.
@@ -129,7 +129,7 @@ class BlockAutograd:
         uncompiled: the block runs uncompiled, whatever the model's setting.
         context: autocast, attention kernels and context variables of the forward.
         mode: train or eval mode of each module in the block.
-        saved: what the forward saved.
+        saved: random states and graphs that the forward saved.
         dims: the row dimension of each input; None for an input without rows.
         attributes: the modules' attributes in the forward.
         outputs: the outputs of all micro-batches.
@@ -212,7 +212,7 @@ class BlockAutograd:
     ) -> tuple[list[torch.Tensor | None], list[str]]:
         """Return the gradients of the inputs of all micro-batches, and the names of the parameters that got one."""
         saved = self.saved
-        input_grads: list[torch.Tensor | None] = [None] * len(inputs)
+        input_grads: list[torch.Tensor | None] = [None] * len(inputs)  # (B, T, H) for the hidden states
         if saved.graph_use is GraphUse.KEPT:
             assert saved.sink is not None
             sink = saved.sink  # the one that the graphs' leaves report to

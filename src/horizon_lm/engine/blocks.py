@@ -75,8 +75,8 @@ class Blocks:
         if self.rehearsal is not None:
             return self.rehearsal.forward(index, call)
         keys, hooked = capture.requested_keys(), self.blocks[index].is_hooked()
-        # Compiled code would not call what listens inside a block. A cache knows each block by its number, so compiled
-        # code could not be shared between blocks.
+        # Compiled code would not call hooks inside a block. A cache knows each block by its number, so compiled code could
+        # not be shared between blocks.
         uncompiled = bool(keys) or hooked or self.caching
         state = self.engine.recording
         if state is not None and index in state.keeps:
@@ -122,7 +122,7 @@ class Blocks:
         ):
             if offload:
                 # Copied within the device first: the copy to the host may take its time, the original is free sooner.
-                hidden = call.tensors[call.hidden]
+                hidden = call.tensors[call.hidden]  # (B, T, H)
                 self._ring(index, hidden).copy_(hidden.contiguous().view(-1).view(torch.uint8))
             weights = self.weights(index)
             with module.bound(weights if saved is None else saved.params(weights)):
@@ -139,7 +139,7 @@ class Blocks:
                     ):
                         tree = Tree(run_block(module, args, kwargs, keys, self.segments, rows, uncompiled))
                     if saved is not None:
-                        if call.containers(args, kwargs) != before:  # autograd would not see what went through it
+                        if call.containers(args, kwargs) != before:  # autograd would miss gradients through it
                             raise ModelNotSupportedError(
                                 f"{module.name} hands state to later blocks through a container among its arguments; "
                                 "streaming blocks one by one would give wrong gradients"

@@ -51,7 +51,9 @@ class LossInputs:
         """
         labels, shifted = call.pop("labels", None), call.pop("shift_labels", None)
         if shifted is None:
-            shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+            shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[
+                ..., 1:
+            ]  # (B, T): the last token of a row has no target
         trained = (shifted.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
         num_items = call.pop("num_items_in_batch", None)
         num_items = len(trained) if num_items is None else num_items
@@ -96,7 +98,7 @@ class ChunkedLmHead:
         """Context manager: run the model's forward over the whole batch without its head, and without the final norm.
 
         Args:
-            with_norm: compute the final norm all the same, because somebody looks at its output.
+            with_norm: compute the final norm all the same, because the caller or a hook uses its output.
         """
         self._active, self._skips_norm = True, self.path.norm_is_last and not with_norm
         try:
@@ -152,7 +154,7 @@ class ChunkedLmHead:
     def head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of the present chunk (1, N, V); in the forward of the whole batch, zeros (1, 1, V).
 
-        The one ignored token that they stand for lets the model add what it adds to its loss besides cross-entropy.
+        They stand for one ignored token, for which the model computes its loss without any cross-entropy: the auxiliary part.
         """
         if self._chunk is not None:
             return self._chunk.project(hidden)
@@ -324,7 +326,7 @@ class ChunkedRun(ABC):
         if not chunks:  # no first chunk will overwrite the buffers
             for tensor in grads.values():
                 tensor.zero_()
-        hidden_grad = torch.zeros_like(flat)
+        hidden_grad = torch.zeros_like(flat)  # zero for tokens in no chunk
         leaves = [w.detach().requires_grad_() for w in outer]
         with torch.enable_grad(), no_autocast_cache():
             for number, index in enumerate(chunks):

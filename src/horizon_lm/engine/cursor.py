@@ -64,7 +64,7 @@ class Cursor:
         """Context manager: run a computation at its turn in the schedule. ScheduleMismatchError if it is not its turn."""
         index = self._advance_to(kind, unit)
         task = self._tasks[index]
-        self._device.begin(task)
+        self._device.begin(task)  # orders the computation behind the copies it waits for
         yield
         self._device.end(task)
         self._position = index + 1
@@ -139,7 +139,7 @@ class Cursor:
             if task.op.stream == Stream.COMPUTE and not task.done:
                 return
             if task.op.stream != Stream.COMPUTE and not task.done:
-                if task.moves is None:
+                if task.moves is None:  # not bound yet: later copies must not overtake it
                     return
                 self._device.issue(task)
             self._position += 1

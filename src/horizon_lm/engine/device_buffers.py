@@ -126,6 +126,7 @@ class DeviceBuffers:
         self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
         self.held_weights: dict[int, Slots] = {}
         self._new_held = lambda u: Slots(device, "held_weights", 1, store.units[block(u)].layout.numel, dtype)
+        # Summing in the accumulator overlaps with copying the last block's gradients from the only slot.
         self.grad_slots = Slots(device, "grad_slots", 1 if self.accumulates else 2, largest, grad_dtype)
         self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
         self.head_weights = Slots(device, "head_weights", 1, head, dtype)

@@ -40,7 +40,7 @@ class StreamedEmbedding:
             return self._look_up_on_host(ids)
         table = self._table(engine.store.units[EMBED].weights)
         if self.probe_rows is not None:
-            return torch.zeros(
+            return torch.zeros(  # (B + 1, T, H)
                 (*ids.shape, table.shape[1]), dtype=engine.options.compute_dtype, device=engine.device.torch_device
             )
         rows, positions = torch.unique(self._on_host(ids), return_inverse=True)  # (R,), (B, T) with values below R
@@ -62,7 +62,7 @@ class StreamedEmbedding:
     def _max_rows(self, tokens: int, vocabulary: int) -> int:
         """Return the most distinct rows that a batch of this size can read; in training, the largest batch expected.
 
-        Buffers are made for so many, or the first batch with more distinct ids would have to replace them.
+        Buffers are made for that many rows. Otherwise the first batch with more distinct ids would have to replace them.
         """
         expected = self.engine.expected
         return expected.table_rows(max(tokens, expected.tokens if self.engine.recording is not None else 0), vocabulary)
@@ -87,7 +87,7 @@ class StreamedEmbedding:
             )
         engine.hand_out_weight()
         with torch.no_grad():
-            rows, positions = torch.unique(ids.cpu(), return_inverse=True)
+            rows, positions = torch.unique(ids.cpu(), return_inverse=True)  # (R,), (B, T)
             self._require_rows(rows)
             device = engine.device.torch_device
             received = self._table(engine.store.units[EMBED].weights)[rows].to(device, engine.options.compute_dtype)
@@ -193,6 +193,7 @@ class _Lookup:
         engine = self.embedding.engine
         with engine.cursor.compute(Kind.FORWARD, EMBED), torch.no_grad():
             hidden = self.look_up(received)
+            # The buffer serves the next batch, so rows that the backward needs are copied.
             if self.forward_state is not None and not self.embedding.is_linear:
                 self._weight = received.clone()
             engine.device.poison(received)
@@ -211,7 +212,7 @@ class _Lookup:
             else:
                 assert self._weight is not None
                 weight, self._weight = self._weight, None
-            weight.requires_grad_()
+            weight.requires_grad_()  # (R, H)
             with torch.enable_grad():
                 (row_grads,) = torch.autograd.grad(self.look_up(weight), weight, grad)
             outgoing.copy_(row_grads)

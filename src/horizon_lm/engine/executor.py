@@ -25,6 +25,8 @@ A training step, and the module of each line (docs/architecture.md has the pictu
         for each unit, in the order of the next forward:     optim/update_tasks.py
             run AdamW in pieces on host threads              device/host_threads.py, kernels/adamw.py
         return; the next forward waits unit by unit          engine/executor.py (Engine.run_update)
+
+Shapes do not occur here: the executor moves whole slabs, and the modules that compute a unit know its tensors.
 """
 
 import weakref
@@ -68,7 +70,7 @@ class Engine:
 
     Autograd and the model's own forward drive. The modules of this package that compute a unit (embedding, blocks, LM
     head, outer parameters) take buffers from the engine and report computations to its cursor; the engine builds the
-    schedule of each pass and says what each copy of it moves.
+    schedule of each pass and provides the data movements of its copies.
     """
 
     def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions) -> None:
@@ -93,7 +95,7 @@ class Engine:
         self._anchor: Anchor | None = None
         self._shape: tuple[Any, ...] = ()  # of the last pass that recorded
 
-        self._resident_version = -1  # of the weights that stay on the device between passes
+        self._resident_version = -1  # version of the weights that stay on the device between passes
         self._set_residency(options.residency or Residency(0))
 
     # Units and parameters
@@ -128,7 +130,7 @@ class Engine:
         late = [name for name in trainable if name not in self.store.units[self.store.unit_of[name]].grad_layout]
         if late:
             raise StreamingError(
-                f"{late[0]} was frozen when training began, so there is no room for its gradient; set requires_grad "
+                f"{late[0]} was frozen when training began, so no memory was allocated for its gradient; set requires_grad "
                 "before the first training step"
             )
 
@@ -227,7 +229,7 @@ class Engine:
         try:
             self.cursor.start(schedule, self._moves)
             yield
-            self.updates.add(self.cursor.update_tasks())
+            self.updates.add(self.cursor.update_tasks())  # the embedding's remaining rows, still running
             self.cursor.finish()
             self._resident_version, self.updates.table = self.store.version, None
         except BaseException as error:
@@ -298,8 +300,9 @@ class Engine:
         """Context manager: run one node of a backward. The first node of a forward begins its pass."""
         self.check_alive()
         if self.backward is None:
-            self._require_possible(state)  # what is rejected here has changed nothing
+            self._require_possible(state)  # outside of the try: a rejection here has changed nothing, and is no fault
         try:
+            # Nodes of several forwards may be in one graph: a node of another forward ends the running pass.
             if self.backward is None or self.backward.state is not state:
                 if self.backward is not None:
                     self._require_possible(state)
@@ -316,9 +319,9 @@ class Engine:
             raise StreamingError("create_graph=True is not supported: a streamed model has no second derivatives")
         if not state.anchor.sees_whole_backward():
             raise StreamingError(
-                "gradients of a streamed model go to host memory, all of them, so backward(inputs=...) and "
-                "torch.autograd.grad are not supported; call backward() and read param.grad, and freeze what should get none "
-                "(requires_grad_(False)) before the forward"
+                "all gradients of a streamed model go to host memory, so backward(inputs=...) and torch.autograd.grad are not "
+                "supported; call backward() and read param.grad, and freeze the other parameters (requires_grad_(False)) "
+                "before the forward"
             )
         self.foreign_writes.follow()
         state.check_usable(self.store.version, self._config())
@@ -335,6 +338,7 @@ class Engine:
         self._free_head_buffer(state)
         schedule = build.backward(self.layout, blocks=state.keeps, trainable=trainable, head_grads=state.head_grads)
         self.cursor.start(schedule, self._moves)
+        # No node knows that it is the last one; autograd tells when its graph is done.
         Variable._execution_engine.queue_callback(self._end_of_graph)
 
     def _free_head_buffer(self, state: ForwardState) -> None:
@@ -352,6 +356,7 @@ class Engine:
         assert self.backward is not None
         self.backward.landed[unit] = names
         optimizer = self.updates.in_backward
+        # The embedding's update is issued by the next forward, and a tied head's gradient is added to the embedding's.
         if optimizer is not None and unit != EMBED and self.slab_unit(unit) == unit:
             assert self.grads.slots is not None
             self.cursor.bind(Kind.UPDATE, unit, optimizer.moves(unit, names, self.grads.slots.of(unit)))
@@ -375,7 +380,7 @@ class Engine:
         running, self.backward = self.backward, None
         if running is None:
             return
-        self.grads.land(self.cursor.landing_tasks())
+        self.grads.land(self.cursor.landing_tasks())  # they go on landing while the host continues
         self.cursor.finish()
         running.state.consumed = True
         optimizer = self.updates.in_backward
@@ -409,7 +414,7 @@ class Engine:
 
     def _moves(self, op: Op) -> Sequence[Move] | None:
         """Return the moves of an operation of the starting pass; None if they depend on the batch (see `Cursor.bind`)."""
-        if op.kind == Kind.UPDATE:  # the embedding's, or in a backward the unit's own, for which see `landed`
+        if op.kind == Kind.UPDATE:  # in a forward the embedding's; in a backward a unit's own, which `landed` binds
             return None if self.updates.table is None or self.backward is not None else self.updates.table.rest()
         if op.kind == Kind.STREAM_OUT and op.unit != EMBED:
             return self.grads.moves(self.slab_unit(op.unit), self.memory.grads_of(op))
@@ -443,8 +448,8 @@ class Engine:
         """Wait for updates before another optimizer's step. StreamingError if it would lose the weights' low halves."""
         if self.store.precision.low_half:
             raise StreamingError(
-                f"{optimizer} sees bfloat16 weights and would round every update to them: in precision 'fp32_master' their "
-                "other 16 bits are horizon_lm.AdamW's. Use that optimizer, or stream with precision='bf16' or 'float32'."
+                f"{optimizer} would round every update to bfloat16: in precision 'fp32_master' only horizon_lm.AdamW knows the "
+                "other 16 bits of the weights. Use that optimizer, or stream with precision='bf16' or 'float32'."
             )
         self.hand_out_weight()
 
@@ -462,8 +467,8 @@ class Engine:
             return
         if self.updates.in_backward is not None and self.updates.in_backward.pending:
             raise StreamingError(
-                f"{name}.grad: with update_in_backward no gradients are kept, they are applied as they come. Gradients cannot "
-                "be read or clipped (clip_grad_norm_); use horizon_lm.AdamW without update_in_backward for that"
+                f"{name}.grad: update_in_backward applies gradients as they land and keeps none, so they cannot be read or "
+                "clipped (clip_grad_norm_); use horizon_lm.AdamW without update_in_backward for that"
             )
         if landing_grad(param) is not None:
             self.wait_for_grads()

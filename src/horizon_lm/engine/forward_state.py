@@ -25,7 +25,7 @@ class Anchor:
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
-        sentinel = torch.zeros((), requires_grad=True)
+        sentinel = torch.zeros((), requires_grad=True)  # a restricted backward would not run its node
         self._sentinel = torch.autograd.graph.get_gradient_edge(sentinel).node
         self.tensor: torch.Tensor = _Anchor.apply(sentinel, *params)
 
@@ -93,7 +93,7 @@ class ForwardState:
         """
         if self.consumed:
             raise StreamingError(
-                "backward was called a second time on the same forward. A streamed model frees what it kept, so "
+                "backward was called a second time on the same forward. A streamed model frees its activation checkpoints, so "
                 "retain_graph has no effect: call the model again, or add the losses and call backward once."
             )
         if self.version != version:
@@ -113,7 +113,7 @@ class RunningForward:
     """A forward pass of the model, from its start to its end or its fault.
 
     Attributes:
-        state: what its backward will need; None if no backward can follow.
+        state: the state for its backward; None if no backward can follow.
         trained: full names of the parameters that require a gradient, by unit.
         num_rows: rows of the batch (B).
         micro_batches: row ranges (start, stop) that a block computes at once.
@@ -132,7 +132,7 @@ class RunningBackward:
     """A backward pass of the model, from its first node to the end of autograd's graph or its fault.
 
     Attributes:
-        state: what its forward kept.
+        state: the state of its forward.
         landed: full names of the parameters whose gradients are complete on the device, by unit.
     """
 

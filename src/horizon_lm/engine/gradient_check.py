@@ -20,7 +20,7 @@ from horizon_lm.schedule.ops import block
 if TYPE_CHECKING:
     from horizon_lm.engine.block_autograd import BlockAutograd
 
-_TIMES = 4.0  # a gradient may be off by so many times the error of plain autograd in the dtype of training
+_TIMES = 4.0  # allowed error, relative to that of plain autograd in the dtype of training
 _FLOOR = {
     torch.float32: 1e-4,
     torch.bfloat16: 2e-2,

@@ -143,7 +143,7 @@ class HostGrads:
         self._landing: list[Task] = []
         # The rows of the embedding's gradient that may be nonzero; None if any may be.
         self._table_rows: torch.Tensor | None = None
-        self._table_is_ours = True  # no other code has seen the embedding's gradient, and may write to it
+        self._table_is_exclusive = True  # no other code has the embedding's gradient, and could write to it
 
     def allocate(self, trainable: list[str], units: Iterable[str]) -> None:
         """Allocate host memory for gradients.
@@ -197,7 +197,7 @@ class HostGrads:
         before, self._table_rows = self._table_rows, None
         if not empty:
             return None
-        if self._table_is_ours:
+        if self._table_is_exclusive:
             self._table_rows = rows
         return slice(None) if before is None else before
 
@@ -205,7 +205,7 @@ class HostGrads:
         """Note that other code may read and write a unit's gradients from now on."""
         self.squared_norms.forget(unit)
         if unit == EMBED:
-            self._table_is_ours, self._table_rows = False, None
+            self._table_is_exclusive, self._table_rows = False, None
 
     def publish(self, names: Iterable[str]) -> None:
         """Set ``grad`` of these parameters to their gradients in host memory, which may still be landing."""

@@ -119,6 +119,7 @@ class _Projection:
             return torch.as_strided(buffer, *saved) if isinstance(saved, tuple) else saved
 
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
+            # A graph of its own, cut off from autograd's: its weights are in a buffer that others will use.
             leaves = [t.detach().requires_grad_(need) for t, need in zip((hidden, *outer), needs_grad, strict=True)]
             trained = head.grads()
             weights = {name: w.detach().requires_grad_(name in trained) for name, w in head.weights().items()}

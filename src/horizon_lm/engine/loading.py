@@ -253,6 +253,7 @@ def _draw(model: Any, refs: Sequence[ParamRef], store: Store, device: torch.devi
     for ref in refs:
         for module, attribute in ref.places:
             module._parameters[attribute] = nn.Parameter(drawn[ref.name], requires_grad=False)
+    # A module's whole initialisation runs, so that its parameters are drawn together, as in transformers.
     for module in {id(m): m for ref in refs for m, _ in ref.places}.values():
         model._init_weights(module)
     for ref in refs:

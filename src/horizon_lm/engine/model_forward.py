@@ -228,6 +228,7 @@ class ModelForward:
         self.embedding.expect(call.get("input_ids"), host_ids)
         inputs_need_grad = bool(call.get("inputs_embeds") is not None and call["inputs_embeds"].requires_grad)
         recording = torch.is_grad_enabled() and (inputs_need_grad or any(engine.trainable().values()))
+        # Configs have use_cache=True by default; a cache is kept only for callers that ask for one.
         if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
             call["use_cache"] = False
         if recording and call["use_cache"]:
@@ -243,7 +244,9 @@ class ModelForward:
         tokens_at_once = min(rows, engine.options.device_micro_batch_size or rows) * length
         size = BatchSize(rows * length, length, tokens_at_once, call.get("attention_mask") is not None)
         if recording and self.planner.is_needed(size):
-            self._plan(lambda outer: compute(dict(call), outer), size, rows, embed)
+            self._plan(
+                lambda outer: compute(dict(call), outer), size, rows, embed
+            )  # a copy: `compute` removes arguments
         with engine.forward_pass(
             recording=recording,
             rows=rows,
@@ -286,7 +289,7 @@ class ModelForward:
         )
 
     def _plan(self, compute: Callable[[dict[str, torch.Tensor]], Any], size: BatchSize, rows: int, embed: bool) -> None:
-        """Plan what stays on the device, from a rehearsal: a forward up to the last block, which measures one of each kind."""
+        """Plan what stays on the device, from a rehearsal: a forward up to the last block that measures one block per structure."""
         engine = self.engine
         state = engine.device.rng_state()
         with self.planner.planning(size) as plans:
@@ -331,8 +334,8 @@ class ModelForward:
         if not isinstance(call.get("logits_to_keep", 0), int) or call.get("logits_to_keep", 0):
             raise StreamingError("logits_to_keep together with labels needs head='whole'")
         as_tuple = call.pop("return_dict", None) is False
-        # With one ignored token in the place of all labels, the model's loss is what it adds to cross-entropy: the
-        # auxiliary loss of experts, or zero. The chunks compute the cross-entropy.
+        # With one ignored token instead of all labels, the model's loss is its part without cross-entropy: the auxiliary
+        # loss of experts, or zero. The chunks compute the cross-entropy.
         ignored = inputs.labels.new_full((1, 1), IGNORE_INDEX)
         unlabelled = {"labels": ignored, "shift_labels": ignored, "num_items_in_batch": inputs.num_items}
         with self.chunked.without_head(with_norm=self._needs_normed_hidden(call)):

@@ -53,7 +53,7 @@ class StreamArguments(StreamingOptions):
 
     def take_apart(self, model: Any) -> ModelParts:
         """Return the units of a model. Reject a model that cannot be streamed before any of its parameters is moved."""
-        capture.install_hooks(model)
+        capture.install_hooks(model)  # its own hooks must not count as foreign ones later
         parts = find_parts(model)
         trial = try_outer(parts)
         require_each_block_once(parts, trial)

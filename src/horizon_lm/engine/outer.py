@@ -61,7 +61,7 @@ class OuterParameters:
         layout, buffer = engine.store.units[OUTER].grad_layout, engine.memory.outer_grads[0]
         by_name = dict(zip(trained, grads, strict=True))
         with engine.cursor.compute(Kind.BACKWARD, OUTER):
-            buffer.zero_()
+            buffer.zero_()  # parameters without a gradient, and padding
             for name in layout:
                 grad = by_name.get(name)
                 if grad is not None:

@@ -67,6 +67,7 @@ _METADATA = {
 class StreamedParameter(nn.Parameter):
     """A parameter whose values are a view into a host slab, and which waits for its update before torch uses them."""
 
+    # Weak: parameters in a user's hands must not keep the slabs of a whole model alive.
     _owner: "weakref.ref[ParameterOwner] | None" = None
     _after_grad: "OrderedDict[int, Callable[[nn.Parameter], None]] | None" = None  # hooks, called after a backward
 

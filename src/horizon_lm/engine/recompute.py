@@ -67,7 +67,7 @@ class MicroBatchRandomness:
     """The random states of the micro-batches of one forward.
 
     A single micro-batch uses the global generators, as plain Hugging Face does. Several have a random stream each, seeded by
-    one draw from the global generator (`micro_batch_seeds`), which goes on from block to block.
+    one draw from the global generator (`micro_batch_seeds`), and continue their streams from block to block.
 
     Args:
         device: the model's device.

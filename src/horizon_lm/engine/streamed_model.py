@@ -292,7 +292,7 @@ def attach(
         assert ref.param.data_ptr() == store.weight(name).data_ptr() or ref.param.numel() == 0
         adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)
     cls = type(model)
-    parts.refer_weakly()
+    parts.refer_weakly()  # the model owns the engine, which has the parts
     model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), images)
     model.__class__ = _streamed_class(cls)  # type: ignore[arg-type]
     return model

@@ -53,13 +53,13 @@ _KINDS = {
 }  # fmt: skip
 
 
-@row("W20.train", SECTION, "Train `stream(get_peft_model(model))`, with ranks and alphas that differ", EITHER,
+@row("W20.train", SECTION, "Train `stream(get_peft_model(model))`, with different ranks and alphas", EITHER,
      cases={name: case for name, case in _KINDS.items() if name != "bf16"}, tolerance=1e-4)  # fmt: skip
 def train_adapters(model: Any) -> Any:
     return [evaluated(model), gradients(model), train(model, adamw(model)), evaluated(model)]
 
 
-@row("W20.ranks", SECTION, "Ranks and alphas that differ between blocks", cases={k: _KINDS[k] for k in ("lora", "mixed-ranks", "rslora", "one-layer")})  # fmt: skip
+@row("W20.ranks", SECTION, "Different ranks and alphas in blocks", cases={k: _KINDS[k] for k in ("lora", "mixed-ranks", "rslora", "one-layer")})  # fmt: skip
 def ranks(model: Any) -> Any:
     return [evaluated(model), gradients(model)]
 
@@ -124,7 +124,7 @@ def merge(model: Any) -> Any:
 @row(
     "W20.merge-and-unload",
     SECTION,
-    "`merge_and_unload()`, which takes the model apart",
+    "`merge_and_unload()`, which removes the adapter modules",
     EITHER,
     cases=_LORA,
     edits=True,
@@ -134,7 +134,7 @@ def merge_and_unload(model: Any) -> Any:
     return evaluated(model.merge_and_unload())
 
 
-@row("W20.save", SECTION, "`save_pretrained` writes the adapter alone, as plain PEFT reads it", cases=_LORA)
+@row("W20.save", SECTION, "`save_pretrained` writes the adapter only, in PEFT's format", cases=_LORA)
 def save(model: Any) -> Any:
     train(model, adamw(model))
     with tempfile.TemporaryDirectory() as folder:

@@ -37,7 +37,7 @@ def parameter_hook(model: Any, name: str) -> Any:
 @row(
     "W11.post-accumulate",
     SECTION,
-    "`p.register_post_accumulate_grad_hook`: called once in a backward for each parameter with a gradient, when `p.grad` is complete",
+    "`p.register_post_accumulate_grad_hook`: called once per backward for each parameter with a gradient, when `p.grad` is complete",
     cases={
         "whole": Case(options={"head": "whole"}), "chunked": Case(), "held": Case(options={"resident_blocks": 3, "resident_graphs": 3}),
         "micro-batches": Case(options={"device_micro_batch_size": 1}), "tied": Case(partial(families.build, "gpt2")),
@@ -53,7 +53,7 @@ def post_accumulate(model: Any, weights: bool = True) -> Any:
         for param in model.parameters()
         if param.requires_grad
     ]
-    for step in range(2):  # the second one adds to the first
+    for step in range(2):  # the second gradient is added to the first
         model(**families.batch(seed=step)).loss.backward()
     for handle in handles:
         handle.remove()
@@ -64,7 +64,7 @@ def post_accumulate(model: Any, weights: bool = True) -> Any:
 @row(
     "W11.layerwise",
     SECTION,
-    "Layerwise optimizers: each weight is updated and its gradient dropped in a post-accumulate hook",
+    "Layerwise optimizers: a post-accumulate hook updates each weight and drops its gradient",
     cases={"sgd": Case(arguments={"kind": "sgd"}), "adamw": Case(arguments={"kind": "adamw"}),
            "held": Case(options={"resident_blocks": 3, "resident_graphs": 3}, arguments={"kind": "adamw"})},
 )  # fmt: skip
@@ -108,7 +108,7 @@ def autograd_grad_of_inputs(model: Any) -> Any:
     return [torch.autograd.grad(value, hidden)[0], copied_gradients(model)]
 
 
-@row("autograd.inputs", SECTION, "Gradients of `inputs_embeds` by `loss.backward()`")
+@row("autograd.inputs", SECTION, "Gradients of `inputs_embeds` with `loss.backward()`")
 def gradients_of_inputs(model: Any) -> Any:
     hidden = torch.randn(3, 11, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     loss(model, input_ids=None, inputs_embeds=hidden).backward()
@@ -125,7 +125,7 @@ def create_graph(model: Any) -> Any:
     return values
 
 
-@row("W11.twice", SECTION, "A second backward through one forward, with `retain_graph=True`", EITHER)
+@row("W11.twice", SECTION, "A second backward through the same forward, with `retain_graph=True`", EITHER)
 def twice(model: Any) -> Any:
     value = loss(model)
     value.backward(retain_graph=True)

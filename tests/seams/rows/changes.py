@@ -59,7 +59,7 @@ def attention(model: Any, to: str) -> Any:
 @row(
     "W10.attribute",
     SECTION,
-    "Set a plain attribute of a module: `scaling`, `variance_epsilon`; for all blocks, for one, outside of blocks",
+    "Set a plain attribute of a module: `scaling`, `variance_epsilon`; in all blocks, in one, outside of blocks",
     cases={each: Case(arguments={"where": each}) for each in ("all", "one", "outside")},
 )
 def attribute(model: Any, where: str) -> Any:
@@ -94,7 +94,7 @@ def training_mode(model: Any) -> Any:
 
 
 def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Replace a module or parameter, and return what puts the old one back."""
+    """Replace a module or parameter. Return a function that restores the old one."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, before)
@@ -160,7 +160,7 @@ def _list_item(modules: Any, index: int, value: Any) -> Callable[[], None]:
 @row(
     "W10.replaced",
     SECTION,
-    "Replace, add or remove modules and parameters, in blocks or outside",
+    "Replace, add or remove modules and parameters, in blocks or outside of them",
     REJECTED,
     cases={each: Case(arguments={"what": each}) for each in REPLACED},
 )
@@ -203,7 +203,7 @@ def freeze(model: Any, steps: int) -> Any:
     return [losses, train(model, optimizer), gradients(model)]
 
 
-@row("W10.freeze-all-but-one", SECTION, "Freeze everything but one weight: of a block, a norm, the table, the head",
+@row("W10.freeze-all-but-one", SECTION, "Freeze all weights except one: of a block, a norm, the embedding, the head",
      cases={name: Case(arguments={"name": name}) for name in
             ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight")})  # fmt: skip
 def freeze_all_but_one(model: Any, name: str) -> Any:
@@ -249,8 +249,8 @@ _WHERE: dict[str, Callable[[Any], Any]] = {
 
 
 def _places(how: str) -> tuple[str, ...]:
-    """Return where something is tried: everywhere where it may differ, else on a model and a module."""
-    if how == "to-meta":  # of a module alone it replaces parameters, which the next forward finds
+    """Return the modules to try a change on: all of them if they may differ, else the model and one module."""
+    if how == "to-meta":  # on a module it replaces parameters, which the next forward rejects
         return ("model",)
     return tuple(_WHERE) if how in ("half", "to-dtype", "to_empty", "to-cpu") else ("model", "linear")
 
@@ -282,7 +282,7 @@ STAYS: dict[str, Callable[[Any], Any]] = {
 @row(
     "W10.stays",
     MOVING,
-    "Move the model or one of its modules to where it is: `.cpu()`, `.to('cpu')`, `.to(dtype)` of the dtype that it has",
+    "Move the model or one of its modules to its own device or dtype: `.cpu()`, `.to('cpu')`, `.to(dtype)`",
     EITHER,
     cases={f"{how}-{where}": Case(arguments={"how": how, "where": where}) for how in STAYS for where in _places(how)},
 )
@@ -292,7 +292,7 @@ def stays(model: Any, how: str, where: str) -> Any:
     return gradients(model)
 
 
-@row("W10.no-op", MOVING, "`.cpu()`, `.to('cpu')` and `.to(device of stream)` of the whole model change nothing and return it",
+@row("W10.no-op", MOVING, "`.cpu()`, `.to('cpu')` and `.to(device)` of the whole model change nothing and return the model",
      cases={name: Case(arguments={"target": target}) for name, target in (("cpu", None), ("to-cpu", "cpu"), ("device", torch.device("cpu")))})  # fmt: skip
 def no_op(model: Any, target: Any) -> Any:
     same = (model.cpu() if target is None else model.to(target)) is model

@@ -19,7 +19,7 @@ class _OfOthersError(Exception):
 
 
 def _late(model: Any) -> Any:
-    """Stream onto a device that does everything as late as it may."""
+    """Stream onto a simulated device that runs every operation as late as possible."""
     return horizon_lm.stream(model, device=SimulatedDevice(eagerness=0.0), precision="float32")
 
 
@@ -49,7 +49,7 @@ _WHEN = {
 @row(
     "errors.tokens",
     SECTION,
-    "A batch with a token that the vocabulary does not have, also while updates are under way: an `IndexError`, and training goes on",
+    "A batch with a token outside the vocabulary, also while updates are running: raises `IndexError`, and training can continue",
     cases=_WHEN,
 )
 def unknown_tokens(model: Any, pending: bool, training: bool) -> Any:
@@ -72,7 +72,7 @@ def _fail(*args: Any) -> None:
 @row(
     "errors.hook",
     SECTION,
-    "An error in a hook of a module inside a block, in the forward or in the backward: it is raised, and training goes on",
+    "An error in a hook of a module inside a block, in the forward or in the backward: it is raised, and training can continue",
     cases={
         f"{how}-{name}": Case(options=options, arguments={"how": how})
         for how in ("forward", "backward")
@@ -125,7 +125,7 @@ BAD: dict[str, Callable[[], dict[str, Any]]] = {
 @row(
     "errors.arguments",
     SECTION,
-    "A forward with arguments that are unusual or do not fit: what a plain model computes is computed, what it does not is not",
+    "A forward with unusual or invalid arguments: works if and only if a plain model accepts them",
     cases={
         f"{what}-{head}": Case(options={"head": head}, arguments={"what": what})
         for what in BAD
@@ -138,7 +138,7 @@ def bad_arguments(model: Any, what: str) -> Any:
     except Exception as error:
         if isinstance(error, AssertionError):
             raise
-        value = "an error"  # which one is the model's own affair
+        value = "an error"  # the kind of error is up to the model
     model.zero_grad()
     return [value, gradients(model)]
 

@@ -63,7 +63,7 @@ def _run(model: Any, interlude: Callable[[Any], Any]) -> dict[str, Any]:
 @row(
     "W16.interlude",
     SECTION,
-    "Evaluate, generate or save between steps of a model with dropout: the training that follows is the same as without",
+    "Evaluate, generate or save between steps of a model with dropout: training continues as without it",
     cases={
         f"{name}-{size}": Case(_dropout, {"device_micro_batch_size": rows}, {"name": name})
         for name in INTERLUDES

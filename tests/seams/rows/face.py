@@ -50,7 +50,7 @@ def footprint(model: Any) -> Any:
 @row(
     "face.another",
     OBJECT,
-    "Make another model of the class: `type(model)(model.config)`",
+    "Make a second model of the class: `type(model)(model.config)`",
     EITHER,
 )
 def another(model: Any) -> Any:
@@ -71,7 +71,7 @@ def positional(model: Any) -> Any:
 @row("face.unknown-argument", OBJECT, "An argument that the model's forward does not have", EITHER,
      cases={"llama": Case(), "gpt2": Case(partial(families.build, "gpt2"))})  # fmt: skip
 def unknown_argument(model: Any) -> Any:
-    return float(model(**families.batch(), nobody_knows_this=1).loss)
+    return float(model(**families.batch(), unknown_argument=1).loss)
 
 
 @row("face.tuple", OBJECT, "`return_dict=False`, and unpacking the output: `output[0]`, `output.to_tuple()`",
@@ -88,7 +88,7 @@ def logits(model: Any) -> Any:
     return [float(output.loss), output.logits.argmax(-1)]
 
 
-@row("face.own-loss", OBJECT, "A loss of one's own on logits, without labels")
+@row("face.own-loss", OBJECT, "A custom loss on logits, without labels")
 def own_loss(model: Any) -> Any:
     batch = families.batch()
     labels = batch.pop("labels")
@@ -164,7 +164,7 @@ def resize(model: Any, size: int) -> Any:
     return gradients(model)
 
 
-@row("face.resize-same", OBJECT, "`resize_token_embeddings()` to the size that there is", EITHER)
+@row("face.resize-same", OBJECT, "`resize_token_embeddings()` to the present size", EITHER)
 def resize_same(model: Any) -> Any:
     model.resize_token_embeddings(families.VOCABULARY)
     return gradients(model)
@@ -214,13 +214,13 @@ def part_alone(model: Any, part: str) -> Any:
         return [PARTS[part](model), evaluated(model)]
 
 
-@row("face.part-trained", SECTION, "Train through such calls", EITHER, cases={each: Case(arguments={"part": each}) for each in PARTS})  # fmt: skip
+@row("face.part-trained", SECTION, "Train through calls of single modules", EITHER, cases={each: Case(arguments={"part": each}) for each in PARTS})  # fmt: skip
 def part_trained(model: Any, part: str) -> Any:
     PARTS[part](model).float().pow(2).mean().backward()
     return copied_gradients(model)
 
 
-@row("face.part-between", SECTION, "Call modules by themselves while an optimizer's updates are under way", EITHER,
+@row("face.part-between", SECTION, "Call modules by themselves while an optimizer's updates are running", EITHER,
      cases={each: Case(arguments={"part": each}) for each in ("decoder", "head", "embedding", "norm", "mlp")},
      edits=True)  # fmt: skip
 def part_between(model: Any, part: str) -> Any:
@@ -289,11 +289,11 @@ def shallow_copy(model: Any) -> Any:
     return [evaluated(copy.copy(model)), gradients(model)]
 
 
-# What is left
+# Copies, second models, optimizers
 
 
 def _large() -> Any:
-    """Return a model of some megabytes."""
+    """Return a model of a few megabytes."""
     settings = families._COMMON | {"vocab_size": 8000, "hidden_size": 32, "num_hidden_layers": 2}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **settings))
 
@@ -309,7 +309,7 @@ def _use_and_drop(streamed: bool, trained: bool) -> weakref.ref[Any]:
     return weakref.ref(model)
 
 
-@row("face.dropped", OBJECT, "Make, use and drop models one after the other: memory and threads are freed with the last reference",
+@row("face.dropped", OBJECT, "Make, use and drop models one after the other: the last reference frees memory and threads",
      cases={"trained": Case(arguments={"trained": True}), "evaluated": Case(arguments={"trained": False})})  # fmt: skip
 def dropped(model: Any, trained: bool) -> Any:
     streamed = is_streamed(model)
@@ -320,7 +320,7 @@ def dropped(model: Any, trained: bool) -> Any:
         threads, before = threading.active_count(), psutil.Process().memory_info().rss
         left = [_use_and_drop(streamed, trained) for _ in range(15)]
         grown = psutil.Process().memory_info().rss - before
-        for _ in range(100):  # threads end by themselves, soon after what they worked for
+        for _ in range(100):  # threads end by themselves, soon after their device
             if threading.active_count() <= threads:
                 break
             time.sleep(0.05)
@@ -334,7 +334,7 @@ def dropped(model: Any, trained: bool) -> Any:
         gc.collect()
 
 
-@row("face.other-optimizer", OBJECT, "Make a second optimizer in the course of training")
+@row("face.other-optimizer", OBJECT, "Make a second optimizer during training")
 def other_optimizer(model: Any) -> Any:
     first = train(model, adamw(model))
     return first + train(model, adamw(model, lr=1e-3))

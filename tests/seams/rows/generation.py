@@ -55,7 +55,7 @@ def micro_batches(model: Any, padding: str) -> Any:
     return _generate(model, input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
 
 
-@row("W7.sampling", SECTION, "`generate` with sampling, beams, contrastive penalties: the same draws as a plain model's",
+@row("W7.sampling", SECTION, "`generate` with sampling, beams, penalties: the same draws as a plain model",
      cases={
          "sampling": Case(arguments={"do_sample": True, "temperature": 1.3, "top_k": 20}),
          "beams": Case(arguments={"num_beams": 3}),
@@ -79,7 +79,7 @@ def scores(model: Any) -> Any:
     return [output.sequences, list(output.scores), [list(states) for states in output.hidden_states]]
 
 
-@row("W7.after-training", SECTION, "`generate` between steps, in training mode, and train on")
+@row("W7.after-training", SECTION, "`generate` between steps, in training mode, and continue training")
 def after_training(model: Any) -> Any:
     from tests.seams.use import adamw, gradients, train
 

@@ -82,7 +82,7 @@ def _listening(how: str) -> dict[str, Case]:
     "W11.listen",
     SECTION,
     "Listen to modules inside blocks: forward hooks, pre-hooks, full backward hooks. They are called as with gradient checkpointing, "
-    "in the forward and again in the recompute, each for its own block and with its own module",
+    "in the forward and again in the recompute, with the module of their own block",
     cases={name: case for how in LISTENERS for name, case in _listening(how).items()},
 )
 def listen(model: Any, how: str) -> Any:
@@ -137,7 +137,7 @@ CHANGERS = {"output": _scale_output, "input": _scale_input, "gradient": _scale_g
 @row(
     "W11.change",
     SECTION,
-    "Change activations or gradients of one module inside a block by a hook",
+    "Change activations or gradients of a module inside a block with a hook",
     cases={f"{how}-{name}": Case(options=options, arguments={"how": how}) for how in CHANGERS
            for name, options in (("chunked", {}), ("micro-batches", {"device_micro_batch_size": 1}))},
 )  # fmt: skip
@@ -151,7 +151,7 @@ def change(model: Any, how: str) -> Any:
 @row(
     "W11.block",
     SECTION,
-    "Change what a whole block returns, or its gradient, by a hook",
+    "Change the output of a block, or its gradient, with a hook",
     cases={how: Case(arguments={"how": how}) for how in ("output", "gradient")},
 )
 def change_block(model: Any, how: str) -> Any:
@@ -225,7 +225,7 @@ CAPTURED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 @row(
     "W11.captured-loss",
     SECTION,
-    "Make a loss of an activation that a hook inside a block captured",
+    "A loss on an activation that a hook inside a block captured",
     REJECTED,
     cases={f"{how}-{size}": Case(options=options, arguments={"how": how}) for how in CAPTURED
            for size, options in (("whole", {"head": "whole"}), ("held", {"resident_blocks": 3, "resident_graphs": 3}))},

@@ -42,7 +42,7 @@ def _load(model: Any) -> None:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # says that the low halves are reset, which is another row's
+        warnings.simplefilter("ignore")  # warns that the low halves are reset, which another row tests
         model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()})
 
 
@@ -55,7 +55,7 @@ def _exported(model: Any) -> dict[str, torch.Tensor]:
 @row(
     "W13.write",
     SECTION,
-    "Write weights in precision `fp32_master`: the low halves of what is written become zero",
+    "Write weights in precision `fp32_master`: the low halves of the written weights become zero",
     cases={how: Case(options=_MASTER, arguments={"how": how}) for how in WRITES},
 )
 def write(model: Any, how: str) -> Any:
@@ -71,7 +71,7 @@ def write(model: Any, how: str) -> Any:
     cases={"": Case(options=_MASTER)},
 )
 def write_one(model: Any) -> Any:
-    """Return what has changed."""
+    """Return the weights that changed."""
     train(model, adamw(model))
     before = _exported(model)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def write_one(model: Any) -> Any:
 @row(
     "W13.edit-then-train",
     SECTION,
-    "Edit a weight in precision `fp32_master` right after a step, and go on: `p.mul_(1)` loses no more than the low half",
+    "Edit a weight in precision `fp32_master` right after a step, and continue: `p.mul_(1)` loses no more than the low half",
     cases={"": Case(options=_MASTER)},
     tolerance=0.01,
 )
@@ -114,7 +114,7 @@ _RESUMED = {p: Case(options={"precision": p}, arguments={"precision": p}) for p 
 @row(
     "W13.resume",
     SECTION,
-    "Resume from `torch.save` of `model.state_dict()` and then of `optimizer.state_dict()`: the run goes on as if it had not stopped",
+    "Resume from `torch.save` of `model.state_dict()` and then of `optimizer.state_dict()`: the run continues as if it had not stopped",
     cases=_RESUMED,
 )  # fmt: skip
 def resume(model: Any, precision: str) -> Any:
@@ -128,7 +128,7 @@ def resume(model: Any, precision: str) -> Any:
         saved = torch.load(path)
     other = _another(model, precision)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # says that the low halves are reset until the optimizer's state is loaded
+        warnings.simplefilter("ignore")  # warns that the low halves are reset until the optimizer's state is loaded
         other.load_state_dict(saved["model"])
     its_optimizer = adamw(other)
     its_optimizer.load_state_dict(saved["optimizer"])
@@ -140,7 +140,7 @@ def resume(model: Any, precision: str) -> Any:
 @row(
     "W13.resume-without",
     SECTION,
-    "Load a model's state in precision `fp32_master` without the optimizer's, which has the low halves",
+    "Load a model's state in precision `fp32_master` without the optimizer's, which contains the low halves",
     cases={"": Case(options=_MASTER)},
     warns=True,
 )

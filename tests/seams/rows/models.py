@@ -43,7 +43,7 @@ def layers_before_the_head(model: Any) -> Any:
 @row(
     "W3.logprobs",
     SECTION,
-    "`token_logprobs` of models with layers before the head, or with a loss of their own",
+    "`token_logprobs` of models with layers before the head, or with their own loss",
     cases={each: Case(partial(tiny, each)) for each in ("llama", "rembert", "bart", "whisper")}
     | {"as-wide": Case(partial(tiny, "rembert", output_embedding_size=32))},
 )
@@ -58,7 +58,7 @@ def logprobs(model: Any) -> Any:
 
 
 class _Normed(nn.Embedding):
-    """An embedding that normalises what it looks up, and so has other gradients than a lookup's."""
+    """An embedding that normalises its rows after the lookup, so that its gradients depend on their values."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return F.normalize(super().forward(ids), dim=-1)
@@ -73,7 +73,7 @@ def _normed() -> Any:
 @row(
     "W4.normed-embedding",
     SECTION,
-    "A model whose embedding computes with what it looks up",
+    "A model whose embedding changes the rows that it looks up",
     cases={"muse_glimmer": Case(partial(tiny, "muse_glimmer")), "muse_glimmer-whole": Case(partial(tiny, "muse_glimmer"), {"head": "whole"}),
            "muse_spark": Case(partial(tiny, "muse_spark"), {"head": "whole"}),
            "any": Case(_normed), "micro-batches": Case(_normed, {"device_micro_batch_size": 1})},
@@ -115,7 +115,7 @@ def hidden_states(model: Any) -> Any:
 @row(
     "W8.loss-on-hidden-states",
     SECTION,
-    "A loss made of hidden states and of the model's own, with the default head",
+    "A loss from hidden states and the model's own loss, with the default head",
     cases={
         f"{each}-{index}": Case(partial(families.build, each), arguments={"index": index})
         for each in _STATES
@@ -139,7 +139,7 @@ def attentions(model: Any) -> Any:
 
 
 class _Scale(nn.Module):
-    """Multiplies by a number that is kept in some way of its own."""
+    """A module that multiplies by a number, which is stored in a given way."""
 
     def __init__(self, how: str, value: float) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 
 def _differing(how: str) -> Any:
-    """Return a model whose blocks differ in a number that is kept in some way."""
+    """Return a model whose blocks differ in a number that is stored in a given way."""
     model = families.build("llama")
     for index, layer in enumerate(model.model.layers):
         layer.mlp = nn.Sequential(layer.mlp, _Scale(how, 0.5 + index))
@@ -218,13 +218,13 @@ def changed_later(model: Any) -> Any:
     return [first, evaluated(model), gradients(model)]
 
 
-@row("W12.own-mask", SECTION, "`attn_implementation='varlen'` for a model with masks of its own (doge)", REJECTED,
+@row("W12.own-mask", SECTION, "`attn_implementation='varlen'` for a model that makes its own masks (doge)", REJECTED,
      cases={"doge": Case(partial(tiny, "doge"), {"attn_implementation": "varlen"})}, survives=False)  # fmt: skip
 def own_mask(model: Any) -> Any:
     return [evaluated(model), gradients(model)]
 
 
-@row("W12.own-mask-later", SECTION, "`set_attn_implementation('varlen')` for a model with masks of its own after `stream()`", REJECTED,
+@row("W12.own-mask-later", SECTION, "`set_attn_implementation('varlen')` for a model that makes its own masks, after `stream()`", REJECTED,
      cases={"doge": Case(partial(tiny, "doge"))})  # fmt: skip
 def own_mask_later(model: Any) -> Any:
     expected = evaluated(model)
@@ -240,7 +240,7 @@ def own_mask_later(model: Any) -> Any:
 @row(
     "models.doge",
     SECTION,
-    "A model with masks of its own (doge) and its own attention",
+    "A model that makes its own masks (doge), with its own attention",
     cases={"doge": Case(partial(tiny, "doge"))},
 )
 def doge(model: Any) -> Any:
@@ -280,7 +280,7 @@ def sparse(model: Any) -> Any:
 
 
 def _loss_of_its_own(model: Any) -> Any:
-    """Give a model a loss function, as trainers do."""
+    """Set a loss function of a model, as trainers do."""
 
     def own(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
         return logits.float().pow(2).mean()
@@ -289,7 +289,7 @@ def _loss_of_its_own(model: Any) -> Any:
     return model
 
 
-@row("models.loss-function", SECTION, "A `loss_function` of one's own, set before or after `stream()`", EITHER,
+@row("models.loss-function", SECTION, "A custom `loss_function`, set before or after `stream()`", EITHER,
      cases={
          "before": Case(lambda: _loss_of_its_own(families.build("llama")), {}, {"later": False}),
          "before-whole": Case(lambda: _loss_of_its_own(families.build("llama")), {"head": "whole"}, {"later": False}),

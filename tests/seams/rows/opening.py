@@ -88,15 +88,15 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
     "max_memory": {"max_memory": {"cpu": "1GB"}},
     "offload_folder": {"offload_folder": "offload"},
     "tp_plan": {"tp_plan": "auto"},
-    "unknown": {"nobody_knows_this": 1},
+    "unknown": {"unknown_argument": 1},
 }
 
 
 @row(
     "opening.elsewhere",
     SECTION,
-    "`from_pretrained` with what streaming replaces or cannot do: `device_map`, `max_memory`, `offload_folder`, `load_in_4bit`, "
-    "`load_in_8bit`, `quantization_config`, `tp_plan`, and arguments that nobody knows",
+    "`from_pretrained` with arguments that streaming replaces or does not support: `device_map`, `max_memory`, `offload_folder`, `load_in_4bit`, "
+    "`load_in_8bit`, `quantization_config`, `tp_plan`, and unknown arguments",
     REJECTED,
     cases={each: Case(arguments={"which": each}) for each in ELSEWHERE},
 )
@@ -109,7 +109,7 @@ def open_elsewhere(model: Any, which: str) -> Any:
 @row(
     "opening.mode",
     SECTION,
-    "The mode after opening: `from_pretrained` gives a model in evaluation mode, `stream` one in the mode it was in",
+    "The mode after loading: `from_pretrained` returns a model in eval mode, `stream` keeps its mode",
 )
 def mode(model: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,7 @@ def mode(model: Any) -> Any:
         return [model.training, _open(model, folder).training]
 
 
-@row("opening.generation-config", SECTION, "Generation settings of the folder are those of the opened model")
+@row("opening.generation-config", SECTION, "Generation settings of the folder are loaded with the model")
 def generation_config(model: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         other = families.build("llama", seed=2)
@@ -128,7 +128,7 @@ def generation_config(model: Any) -> Any:
         return opened.generate(families.batch(rows=2, padding="none")["input_ids"])
 
 
-@row("opening.frozen", SECTION, "Stream a model of which a part is frozen, or in bfloat16: `requires_grad` stays",
+@row("opening.frozen", SECTION, "Stream a model that is partly frozen, or in bfloat16: `requires_grad` is kept",
      cases={"": Case(lambda: _frozen())})  # fmt: skip
 def frozen(model: Any) -> Any:
     return [[p.requires_grad for p in model.parameters()], gradients(model), copied_weights(model)]

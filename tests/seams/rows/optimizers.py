@@ -32,14 +32,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lion": lambda model: Lion(model.parameters(), lr=1e-3),
 }
 _HELD: dict[str, dict[str, Any]] = {
-    "nothing-held": {},
-    "all-held": {"resident_blocks": 3, "activation_checkpoints": "device"},
-    "graphs-held": {"resident_blocks": 3, "resident_graphs": 3, "activation_checkpoints": "device"},
+    "none-resident": {},
+    "all-resident": {"resident_blocks": 3, "activation_checkpoints": "device"},
+    "graphs-resident": {"resident_blocks": 3, "resident_graphs": 3, "activation_checkpoints": "device"},
 }
 
 
 def _matrix(*precisions: str) -> dict[str, Case]:
-    """Every optimizer with and without held blocks."""
+    """Return cases of every optimizer, with and without resident blocks."""
     return {
         f"{name}-{held}": Case(
             options={"precision": precision, "head": "whole", **options}, arguments={"optimizer": name}
@@ -47,7 +47,7 @@ def _matrix(*precisions: str) -> dict[str, Case]:
         for precision in precisions
         for name in OPTIMIZERS
         for held, options in _HELD.items()
-        if held != "graphs-held" or name == "adamw"
+        if held != "graphs-resident" or name == "adamw"
     }
 
 
@@ -55,7 +55,7 @@ def _matrix(*precisions: str) -> dict[str, Case]:
     "W5.optimizer",
     SECTION,
     "Train with another optimizer in precision `float32`: torch's (for-loop, foreach, fused; SGD, Muon), transformers' Adafactor, "
-    "8-bit and hand-written ones, with and without held blocks",
+    "8-bit and hand-written ones, with and without resident blocks",
     cases=_matrix("float32"),
 )
 def foreign_optimizer(model: Any, optimizer: str) -> Any:
@@ -70,7 +70,7 @@ def foreign_optimizer(model: Any, optimizer: str) -> Any:
     cases=_matrix("bf16"),
 )
 def foreign_optimizer_in_bf16(model: Any, optimizer: str) -> Any:
-    """Return by how much the loss differs from that of the weights that the model says it has."""
+    """Return the difference between the loss and that of the weights that the model reports."""
     made = OPTIMIZERS[optimizer](model)
     train(model, made, steps=9)
     model(**families.batch()).loss.backward()
@@ -86,7 +86,7 @@ def foreign_optimizer_in_bf16(model: Any, optimizer: str) -> Any:
 @row(
     "W13.optimizer",
     SECTION,
-    "Train with such an optimizer in precision `fp32_master`, whose weights have low halves that no other optimizer knows",
+    "Train with such an optimizer in precision `fp32_master`, whose weights have low halves unknown to other optimizers",
     REJECTED,
     cases=_matrix("fp32_master"),
     says="bf16.*float32|float32.*bf16",
@@ -143,7 +143,7 @@ _UNUSED = {
 @row(
     "W1.unused",
     SECTION,
-    "Train parameters of which some get no gradient: as in torch their `grad` is None, and no optimizer decays them",
+    "Train while some parameters get no gradient: as in torch, their `grad` is None, and no optimizer decays them",
     cases=_UNUSED,
     tolerance=1e-4,
 )
@@ -163,7 +163,9 @@ def unused(model: Any, by: str, batch: Any, ours: dict[str, Any] | None) -> Any:
     return {"losses": losses, "empty": empty, "weights": copied_weights(model)}
 
 
-@row("W1.unused-head", SECTION, "Train with a loss on hidden states alone: the head has no gradient and stays as it is")
+@row(
+    "W1.unused-head", SECTION, "Train with a loss on hidden states alone: the head has no gradient and does not change"
+)
 def unused_head(model: Any) -> Any:
     optimizer = adamw(model)
     for seed in range(2):
@@ -175,7 +177,7 @@ def unused_head(model: Any) -> Any:
     return copied_weights(model)
 
 
-@row("W1.first-without", SECTION, "Accumulate gradients where the first backward of a step does not reach a parameter")
+@row("W1.first-without", SECTION, "Accumulate gradients when the first backward of a step does not reach a parameter")
 def first_backward_without(model: Any) -> Any:
     for batch in (_embedded(model, 1), _ids(model, 2), _embedded(model, 3)):
         model(**batch).loss.backward()
@@ -209,13 +211,13 @@ def _in_backward(model: Any) -> Any:
 @row(
     "W18.clip-in-backward",
     SECTION,
-    "Clip by torch's `clip_grad_norm_` with `update_in_backward`, where no gradients are kept",
+    "Clip with torch's `clip_grad_norm_` and `update_in_backward`, which keeps no gradients",
     REJECTED,
     edits=True,
     keeps_gradients=False,
 )
 def clip_in_backward(model: Any) -> Any:
-    optimizer = model.kept = _in_backward(model)  # for as long as the model
+    optimizer = model.kept = _in_backward(model)  # keeps the optimizer alive as long as the model
     model(**families.batch()).loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
@@ -236,7 +238,7 @@ def read_in_backward(model: Any) -> Any:
     return copied_gradients(model)
 
 
-@row("optimizer.clip", SECTION, "Clip by torch's `clip_grad_norm_` or `clip_grad_value_` before a step")
+@row("optimizer.clip", SECTION, "Clip with torch's `clip_grad_norm_` or `clip_grad_value_` before a step")
 def clip(model: Any) -> Any:
     optimizer, norms = adamw(model), []
     for step in range(3):

@@ -20,7 +20,7 @@ SECTION = "Saving"
 
 
 def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of a folder."""
+    """Return all tensors of a folder."""
     return {name: value for path in Path(folder).glob("*.safetensors") for name, value in load_file(path).items()}
 
 
@@ -64,22 +64,22 @@ def save_arguments(model: Any, which: str) -> Any:
         return {"files": files, "tensors": _tensors(folder)}
 
 
-@row("saving.unknown-argument", SECTION, "`save_pretrained` with an argument that nobody knows", EITHER)
+@row("saving.unknown-argument", SECTION, "`save_pretrained` with an unknown argument", EITHER)
 def save_unknown(model: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder, nobody_knows_this=1)
+        model.save_pretrained(folder, unknown_argument=1)
         return _tensors(folder)
 
 
 @row(
     "saving.reload",
     SECTION,
-    "Load what `save_pretrained` wrote with plain transformers",
+    "Load the folder that `save_pretrained` wrote with plain transformers",
     cases={f"{family}-{p}": Case(partial(families.build, family), {"precision": p}) for family in ("llama", "gpt2", "mixtral")
            for p in ("float32", "bf16", "fp32_master")},
 )  # fmt: skip
 def reload(model: Any) -> Any:
-    """Return whether a plain model that is loaded from the folder has the loss of this one."""
+    """Return whether a plain model loaded from the folder has the same loss."""
     train(model, adamw(model))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -125,7 +125,7 @@ def safetensors(model: Any, how: str) -> Any:
         return load_file(path)
 
 
-@row("saving.torch-save", SECTION, "`torch.save(model.state_dict())`, for a plain model and back",
+@row("saving.torch-save", SECTION, "`torch.save(model.state_dict())`, loaded into a plain model and back",
      cases={p: Case(options={"precision": p}) for p in ("float32", "bf16")})  # fmt: skip
 def torch_save(model: Any) -> Any:
     train(model, adamw(model))
@@ -146,7 +146,7 @@ def torch_save(model: Any) -> Any:
             "no more than the weights": size < 1.5 * numbers}  # fmt: skip
 
 
-@row("saving.state-dict", SECTION, "`state_dict()` is as it was: `keep_vars`, `prefix`, a module's, and what torch's checkpoints make of it",
+@row("saving.state-dict", SECTION, "`state_dict()` as of a plain model: `keep_vars`, `prefix`, of a module, in torch's checkpoints",
      cases={how: Case(arguments={"how": how}) for how in ("keep_vars", "prefix", "module", "torch")})  # fmt: skip
 def state_dict(model: Any, how: str) -> Any:
     from torch.distributed.checkpoint import state_dict as torch_state
@@ -170,7 +170,7 @@ def after_step(model: Any, how: str) -> Any:
     return {name: value.clone() for name, value in model.get_submodule(module).state_dict().items()}
 
 
-@row("saving.kept", SECTION, "Keep a `state_dict()` while training goes on: its tensors follow, as in a plain model")
+@row("saving.kept", SECTION, "Keep a `state_dict()` during training: its tensors follow, as in a plain model")
 def kept(model: Any) -> Any:
     state = model.state_dict()
     train(model, adamw(model))
@@ -178,10 +178,10 @@ def kept(model: Any) -> Any:
     return dict(state)
 
 
-@row("saving.load-strict", SECTION, "`load_state_dict` with missing, unknown or misshapen tensors", EITHER,
+@row("saving.load-strict", SECTION, "`load_state_dict` with missing or unknown tensors, or other shapes", EITHER,
      cases={how: Case(arguments={"how": how}) for how in ("missing", "unknown", "shape", "partial", "assign")})  # fmt: skip
 def load_strict(model: Any, how: str) -> Any:
-    """Return the names of the error that there is, and the loss afterwards."""
+    """Return the names in the error, if there is one, and the loss afterwards."""
     state = {name: value.clone() for name, value in families.build("llama", seed=4).state_dict().items()}
     if how in ("missing", "partial"):
         state.pop("model.norm.weight")

@@ -15,7 +15,7 @@ SECTION = "Trainers"
 
 
 def fresh_accelerator(**settings: Any) -> Accelerator:
-    """Return an Accelerator with settings of its own: what another one has set holds for the whole process."""
+    """Return an Accelerator with fresh settings: those of an earlier one would hold for the whole process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(cpu=True, **settings)
 
@@ -66,7 +66,7 @@ def accelerate_offload(model: Any) -> Any:
         remove_hook_from_submodules(model)
 
 
-@row("trainers.scheduler", SECTION, "Schedulers of torch and of transformers, with either kind of optimizer",
+@row("trainers.scheduler", SECTION, "Schedulers of torch and of transformers, with our optimizer and torch's",
      cases={"ours": Case(arguments={"ours": True}), "torch": Case(arguments={"ours": False})})  # fmt: skip
 def scheduler(model: Any, ours: bool) -> Any:
     from transformers import get_linear_schedule_with_warmup
@@ -121,7 +121,7 @@ def grad_scaler(model: Any, ours: bool) -> Any:
     return [losses, copied_weights(model)]
 
 
-@row("trainers.closure", SECTION, "`optimizer.step(closure)`, and LBFGS, which calls it many times",
+@row("trainers.closure", SECTION, "`optimizer.step(closure)`, and LBFGS, which calls it repeatedly",
      cases={"ours": Case(arguments={"kind": "ours"}), "lbfgs": Case(arguments={"kind": "lbfgs"})}, tolerance=1e-3)  # fmt: skip
 def closure(model: Any, kind: str) -> Any:
     optimizer = adamw(model) if kind == "ours" else torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)

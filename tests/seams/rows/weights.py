@@ -94,8 +94,8 @@ _VIEWS: dict[str, Callable[[Any], Any]] = {
 @row(
     "W5.kept-view",
     SECTION,
-    "Edit weights through views that were taken before: `p.data`, `p.view(-1)`; through numpy arrays and storages, which torch "
-    "does not see, with `horizon_lm.synchronize(model)` afterwards",
+    "Edit weights through existing views: `p.data`, `p.view(-1)`; through numpy arrays and storages, unnoticed by torch, with "
+    "`horizon_lm.synchronize(model)` afterwards",
     cases={
         f"{how}-{held}": Case(options=options, arguments={"how": how})
         for how in _VIEWS
@@ -116,7 +116,7 @@ def kept_view(model: Any, how: str) -> Any:
 @row(
     "W5.edit-one",
     SECTION,
-    "Edit one weight in place after a forward: in a block, a norm, the table, the head",
+    "Edit one weight in place after a forward: in a block, a norm, the embedding, the head",
     cases=_PLACES,
 )
 def edit_one(model: Any, place: str) -> Any:
@@ -125,7 +125,7 @@ def edit_one(model: Any, place: str) -> Any:
     return [first, evaluated(model), gradients(model)]
 
 
-@row("W5.edit-after-step", SECTION, "Edit in place between steps of Horizon-LM's optimizer, or any other")
+@row("W5.edit-after-step", SECTION, "Edit in place between steps of Horizon-LM's optimizer, or of any other")
 def edit_between_steps(model: Any) -> Any:
     optimizer, losses = adamw(model), []
     for step in range(3):
@@ -219,7 +219,7 @@ def step_before_backward(model: Any, ours: bool) -> Any:
 
 
 def _late(model: Any) -> Any:
-    """Stream onto a device that does everything as late as it may."""
+    """Stream onto a simulated device that runs every operation as late as possible."""
     return horizon_lm.stream(model, device=SimulatedDevice(eagerness=0.0), precision="float32")
 
 
@@ -240,7 +240,7 @@ _PENDING = {"late": Case(stream=_late), "threads": Case()}
 @row(
     "W6.read-after-step",
     SECTION,
-    "Read weights right after `optimizer.step()`, while updates may be under way: `p.sum()`, `p.data.clone()`, `p.detach().numpy()`",
+    "Read weights right after `optimizer.step()`, while updates may be running: `p.sum()`, `p.data.clone()`, `p.detach().numpy()`",
     cases={f"{how}-{name}": Case(stream=case.stream, arguments={"how": how}) for how in READS for name, case in _PENDING.items()},
 )  # fmt: skip
 def read_after_step(model: Any, how: str) -> Any:
@@ -253,7 +253,7 @@ def read_after_step(model: Any, how: str) -> Any:
 @row(
     "W6.edit-pending",
     SECTION,
-    "Edit weights in place right after `optimizer.step()`, while updates may be under way",
+    "Edit weights in place right after `optimizer.step()`, while updates may be running",
     cases={f"{how}-{name}": Case(stream=case.stream, arguments={"how": how}) for how in EDITS for name, case in _PENDING.items()},
 )  # fmt: skip
 def edit_pending(model: Any, how: str) -> Any:
