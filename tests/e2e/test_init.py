@@ -16,7 +16,7 @@ FOREIGN = Path(__file__).parents[1] / "data" / "foreign"
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the model and the rows that the foreign files name."""
+    """Return a folder with the model and the rows that the foreign files name."""
     monkeypatch.chdir(tmp_path)
     tiny.save_model(tmp_path / "base-model")
     rows = [

@@ -40,7 +40,7 @@ def error_of(*args) -> str:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL uses deprecated names of transformers
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
 def test_every_trl_setting_is_supported_or_explained(objective: str) -> None:
-    """Share TRL's names and defaults, and explain each setting of TRL that is not supported."""
+    """Shared settings have TRL's defaults, and each setting that is not supported has a remedy."""
     import trl
 
     theirs = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[objective](use_cpu=True, bf16=False)

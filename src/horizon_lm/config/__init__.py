@@ -1,4 +1,4 @@
-"""Define the settings of a run as one flat schema; help, documentation and comments in run files come from it.
+"""Define the settings of a run as one flat schema, the source of help, documentation and comments in run files.
 
 Settings that TRL 1.x or transformers 5 also have keep their meaning and default; the others have names of their own.
 """

@@ -83,9 +83,8 @@ def _as_entries(value: Any) -> Any:
 DatasetList = Annotated[list[DatasetConfig], BeforeValidator(_as_entries), Field(min_length=1)]
 
 
-WITHOUT_ROWS = {
-    "without_rows": True
-}  # validation context in which `datasets` may be missing, for plans made before rows exist
+# Validation context in which `datasets` may be missing, for plans that are made before the rows exist.
+WITHOUT_ROWS = {"without_rows": True}
 
 
 class DataSettings(Settings):

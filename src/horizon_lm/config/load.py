@@ -62,7 +62,7 @@ def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split command-line tokens into the run file, if any, and the overrides.
 
     Raises:
-        ConfigError: there are several files.
+        ConfigError: more than one file is given.
     """
     files, overrides = [], []
     expects_value = False

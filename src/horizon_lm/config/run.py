@@ -44,7 +44,7 @@ class OutputSettings(Settings):
     )
 
     eval_strategy: Literal["no", "steps", "epoch"] = Field(
-        "no", description="When to evaluate during training, besides before and after it: no, steps or epoch."
+        "no", description="When to evaluate during training, in addition to before and after it: no, steps or epoch."
     )
     eval_steps: Interval | None = Field(
         None,
@@ -68,7 +68,7 @@ class OutputSettings(Settings):
     log_unit_grad_norms: bool = Field(False, description="Log the gradient norm of each unit of the model.")
     report_to: str | list[str] = Field(
         "none",
-        description="Trackers to send metrics to, besides metrics.jsonl: tensorboard, wandb, trackio, mlflow, ... or none.",
+        description="Trackers to send metrics to, in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow, ... or none.",
     )
     run_name: str | None = Field(None, description="Name of the run in these trackers. Default: output_dir.")
 

@@ -63,7 +63,8 @@ the same messages.
 }
 
 
-OF_A_RUN = "# The settings of this run, defaults included."  # the first line of config.yaml, by which a run folder is recognized
+# The first line of config.yaml. Run folders are recognized by it, so it must not change.
+OF_A_RUN = "# The settings of this run, defaults included."
 
 
 def to_yaml(config: RunConfig) -> str:

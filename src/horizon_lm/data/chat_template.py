@@ -108,9 +108,8 @@ class ChatRenderer:
         """Find the assistant's tokens by the template's marks, else by TRL's, else by locating the answers."""
         if self._has_generation_marks(found.conversation):
             return self._tokenize_with_marks(found.conversation, None)
-        for variant in (
-            argument_variants(conversation) if self._training is not None else ()
-        ):  # it may expect arguments in the other form
+        # TRL's template may expect tool arguments in the other form than the model's own.
+        for variant in argument_variants(conversation) if self._training is not None else ():
             if self._training_template_matches(variant, found.text):
                 return self._tokenize_with_marks(variant, self._training)
         return self._tokenize_with_spans(

@@ -17,7 +17,7 @@ class Conversation:
         messages: dicts with role and content; the assistant's also with ``tool_calls`` and ``reasoning_content``.
         tools: JSON schemas of the tools that the assistant may call.
         template_options: further arguments of the chat template, such as ``enable_thinking``.
-        num_prompt: number of first messages that form the prompt; None if the row does not separate a prompt.
+        num_prompt: number of leading messages that form the prompt; None if the row has no separate prompt.
     """
 
     messages: Sequence[Message]

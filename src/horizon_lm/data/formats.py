@@ -18,6 +18,7 @@ from horizon_lm.data.conversations import (
     read_messages,
     validate_messages,
 )
+from horizon_lm.data.trl_compat import extract_prompt
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class RowFormat:
 
     Attributes:
         name: its name in the setting `format`.
-        required: alternative sets of fields, one of which a row must have.
+        required: alternative sets of fields; a row must have all fields of one set.
         convert: function from a row to an example; raises RowError if the row is invalid.
     """
 
@@ -107,11 +108,13 @@ def _from_sharegpt(row: Mapping[str, Any]) -> Conversation:
 
 
 def _from_alpaca(row: Mapping[str, Any]) -> Conversation:
+    return _conversation(row, [*_alpaca_prompt(row), {"role": "assistant", "content": _text_field(row, "output")}])
+
+
+def _alpaca_prompt(row: Mapping[str, Any]) -> list[Message]:
+    """Return the earlier turns of an alpaca row, followed by its instruction and input as one message."""
     parts = [_text_field(row, "instruction"), _text_field(row, "input", optional=True)]
-    messages = _history(row)
-    messages.append({"role": "user", "content": "\n".join(part for part in parts if part)})
-    messages.append({"role": "assistant", "content": _text_field(row, "output")})
-    return _conversation(row, messages)
+    return [*_history(row), {"role": "user", "content": "\n".join(part for part in parts if part)}]
 
 
 def _history(row: Mapping[str, Any]) -> list[Message]:
@@ -144,19 +147,11 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
         answers = {name: [row[name]] for name in ("chosen", "rejected") if isinstance(row.get(name), Mapping)}
         return {**row, "prompt": row["conversations"], **answers}
     if "instruction" in row and isinstance(chosen, str) and isinstance(rejected, str):
-        asked = "\n".join(
-            part for part in (_text_field(row, "instruction"), _text_field(row, "input", optional=True)) if part
-        )
-        prompt = [*_history(row), {"role": "user", "content": asked}]
-        return {
-            **row,
-            "prompt": prompt,
-            **{name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")},
-        }
+        answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
+        return {**row, "prompt": _alpaca_prompt(row), **answers}
     if "prompt" in row and not (isinstance(row["prompt"], str) and isinstance(chosen, list)):
-        return row  # a text prompt of two conversations is also the start of both
-    from horizon_lm.data.trl_compat import extract_prompt
-
+        return row
+    # A text prompt beside two conversations usually repeats their start, so it is ignored unless they hold only answers.
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str | list) or not value:
             raise RowError(f"field {name!r} must be text or a list of {{role, content}}, but is {describe_type(value)}")
@@ -168,7 +163,7 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(chosen, list):
         pair = {name: read_messages(row, name) for name in pair}
     found = {**row, **extract_prompt(pair)}
-    if not found["prompt"] and isinstance(row.get("prompt"), str):  # the conversations hold the answers alone
+    if not found["prompt"] and isinstance(row.get("prompt"), str):
         return {**row, **pair, "prompt": [{"role": "user", "content": row["prompt"]}]}
     if not found["prompt"]:
         raise RowError(_NO_PROMPT)

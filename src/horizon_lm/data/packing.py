@@ -9,9 +9,8 @@ from horizon_lm.data import trl_compat
 from horizon_lm.data.sources import digest
 from horizon_lm.data.token_dataset import Part
 
-_TOKENS_PER_BATCH = (
-    2_000_000  # packed with each other: 1,000 rows, as in TRL, unless they average more than 2,000 tokens
-)
+# Tokens that are packed with each other: 1,000 rows, as in TRL, unless they average more than 2,000 tokens.
+_TOKENS_PER_BATCH = 2_000_000
 _ROW_COLUMN = "row_of_token"  # index of the row that each token comes from
 
 

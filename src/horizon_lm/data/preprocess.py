@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.config import DatasetConfig
+from horizon_lm.data import trl_compat
 from horizon_lm.data.conversations import RowError
 from horizon_lm.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields
 from horizon_lm.data.packing import pack, truncate
@@ -21,18 +22,13 @@ _MAX_PROBLEMS_SHOWN = 5  # in one error
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
 _ROWS_INSPECTED = 1000  # for optional fields
 _PLACES_SHOWN = 3  # rows listed in a finding
-TRUNCATED, MISSING_EOS, TRUNCATED_ANSWER, DROPPED_BY_TEMPLATE, UNTEMPLATED = (
-    1,
-    2,
-    4,
-    8,
-    16,
-)  # bits of a row's flags, as `Report` tells them
+# Bits of the flags of a row; `Report` counts the rows of each.
+TRUNCATED, MISSING_EOS, TRUNCATED_ANSWER, DROPPED_BY_TEMPLATE, UNTEMPLATED = (1 << bit for bit in range(5))
 
 
 @dataclass(frozen=True, slots=True)
 class PreprocessConfig:
-    """The options of preprocessing.
+    """Options of preprocessing.
 
     Attributes:
         objective, train_on, max_length: settings of the run.
@@ -51,7 +47,7 @@ class PreprocessConfig:
 
 @dataclass
 class ExampleCounts:
-    """The number of rows with some property, and the places of the first ones."""
+    """A count of rows, with the places of the first ones."""
 
     count: int = 0
     places: list[str] = field(default_factory=list)
@@ -91,7 +87,7 @@ class Report:
 
 @dataclass
 class _Problems:
-    """The number of invalid rows, and messages about the first ones."""
+    """A count of invalid rows, with messages about the first ones."""
 
     count: int = 0
     shown: list[str] = field(default_factory=list)
@@ -112,7 +108,7 @@ class _Problems:
             self.shown.append(f"{source.place(index)}: {problems[index].as_py()}")
 
     def reject(self) -> None:
-        """Raise DataError with the messages if there are invalid rows."""
+        """Raise DataError with the messages if any row is invalid."""
         if self.count:
             heading = "" if self.count == 1 else f"{self.count:,} invalid rows:\n"
             more = f"\n... and {self.count - _MAX_PROBLEMS_SHOWN:,} more" if self.count > _MAX_PROBLEMS_SHOWN else ""
@@ -255,8 +251,6 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
     """Return everything that the tokens of a tokenizer depend on."""
     import tokenizers
     import transformers
-
-    from horizon_lm.data import trl_compat
 
     return [
         transformers.__version__, tokenizers.__version__, trl_compat.version(), type(tokenizer).__name__,

@@ -66,10 +66,7 @@ def _read_lines(path: str, lines: TextIO) -> Iterator[tuple[str, Any]]:
                 f"{path}:{number}:{error.colno}: not valid JSON ({error.msg}); a JSONL file has one object per line, "
                 "a JSON file one list of rows"
             ) from error
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # a number with thousands of digits, or thousands of nested brackets
+        except (ValueError, RecursionError) as error:  # thousands of digits, or of nested brackets
             raise DataError(f"{path}:{number}: cannot be read ({first_line(error)})") from error
         yield f"{path}:{number}", row
 
@@ -222,7 +219,7 @@ class Source:
         return [_without_nulls(dict(zip(names, row, strict=True))) for row in zip(*values, strict=True)]
 
     def row(self, index: int) -> Any:
-        """Return the row of an index."""
+        """Return the row at an index."""
         return self.rows(self.table[index : index + 1])[0]
 
     def place(self, index: int) -> str:
@@ -254,7 +251,7 @@ def open_source(config: DatasetConfig) -> Source:
 
 
 def _local_files(config: DatasetConfig) -> list[Path]:
-    """Return the files of a local path, or none if `datasets` shall select them by a name, a split or patterns.
+    """Return the files of a local path, or none if `datasets` selects them by name, split or pattern.
 
     Raises:
         DataError: the folder has no files of rows, files of several types, or a file that looks held out.
@@ -351,11 +348,10 @@ def _load_with_datasets(config: DatasetConfig, files: Sequence[Path]) -> Source:
         options["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE) / "horizon-lm" / digest(state))
     try:
         table = datasets.load_dataset(**options, split=config.split or "train")
-    except Exception as error:  # each reader, and the hub, has its own
+    except Exception as error:  # readers and the hub raise errors of many types
         raise DataError(f"{config.path}: {_innermost_reason(error)}") from error
-    if any(
-        name.startswith("__index_level_") for name in table.column_names
-    ):  # pandas takes surplus first fields for an index
+    # pandas takes surplus first fields for an index
+    if any(name.startswith("__index_level_") for name in table.column_names):
         raise DataError(f"{config.path}: rows have more fields than the header; quote texts that contain commas")
     return Source(config, table, digest(table._fingerprint, state), is_json=False)
 

@@ -48,7 +48,8 @@ def render_checked(conversation: Conversation, render: Render) -> RenderedConver
             continue
         marked = _render_with_markers(variant, render)
         first_rendered = first_rendered or (variant, text, marked)
-        if f"'{_marker('arguments')}': '" not in marked:  # else the template would render Python's variant of them
+        # Some templates print a dict of arguments in Python's syntax. They need arguments as JSON text.
+        if f"'{_marker('arguments')}': '" not in marked:
             return _check_coverage(variant, text, marked)
     if first_rendered is None:
         assert first_error is not None

@@ -146,7 +146,7 @@ class Part:
         return Part(self.table, self._place, indices, self.weight)
 
     def row(self, index: int) -> Row:
-        """Return the row of an index in the table."""
+        """Return the row at an index of the table."""
         entry = self.table.data.fast_slice(index, 1)
 
         def values(name: str) -> np.ndarray:

@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from horizon_lm.config import DpoConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.loader import Batch
+from horizon_lm.engine.chunked_losses import token_logprobs
 from horizon_lm.objective.base import Loss, add_aux_loss
 
 
@@ -59,8 +60,6 @@ LOSSES: dict[str, PairLoss] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo, "
 
 def answer_logprobs(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probabilities (2, B) of the chosen and rejected answers, and the auxiliary loss of the experts if any."""
-    from horizon_lm.engine.chunked_losses import token_logprobs
-
     output = token_logprobs(model, labels=batch.labels, **batch.inputs())
     return output.logprobs.sum(1).view(2, -1), output.aux_loss
 

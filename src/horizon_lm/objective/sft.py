@@ -3,6 +3,7 @@
 from typing import Any
 
 from horizon_lm.data.loader import Batch
+from horizon_lm.engine.chunked_losses import token_logprobs
 from horizon_lm.objective.base import Loss, add_aux_loss
 
 
@@ -21,8 +22,6 @@ def likelihood(model: Any, batch: Batch) -> Loss:
 
 def dft(model: Any, batch: Batch) -> Loss:
     """Return the dynamic fine-tuning loss, which weights each target by its probability (arXiv 2508.05629, equation 9)."""
-    from horizon_lm.engine.chunked_losses import token_logprobs
-
     output = token_logprobs(model, labels=batch.labels, **batch.inputs())
     loss = -(output.logprobs * output.logprobs.exp().detach()).sum() / batch.num_trained
     return Loss(add_aux_loss(loss, output.aux_loss), batch.num_trained)
@@ -39,8 +38,6 @@ class SmoothedNll:
         self._share = share
 
     def __call__(self, model: Any, batch: Batch) -> Loss:
-        from horizon_lm.engine.chunked_losses import token_logprobs
-
         output = token_logprobs(model, labels=batch.labels, **batch.inputs(), statistics=["mean"])
         assert output.mean is not None
         total = (1 - self._share) * output.logprobs.sum() + self._share * output.mean.sum()

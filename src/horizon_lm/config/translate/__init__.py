@@ -1,7 +1,7 @@
 """Translate run files of TRL, LLaMA-Factory and Axolotl, with `translate_file` as the entry point.
 
 Names, values and defaults of each trainer are data (``trl.yaml``, ``llamafactory.yaml``, ``axolotl.yaml``); `settings` applies
-them, `dataset_entries` converts what they say about rows, and `unsupported` says what to write instead of a setting.
+them, `dataset_entries` translates datasets, and `unsupported` names a replacement for settings that are not supported.
 """
 
 from horizon_lm.config.translate.settings import Translation, translate_file

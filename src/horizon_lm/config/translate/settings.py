@@ -161,7 +161,7 @@ def _translate_setting(
     elif key.startswith("lora_"):
         result.left_out[key] = "adapters are not supported yet"
     elif value is False:
-        # What is switched off is usually absent here, too; the table names the exceptions.
+        # A setting that is off needs no mention, except for those in the table.
         if key in table.get("unsupported_if_false", {}):
             result.left_out[key] = table["unsupported_if_false"][key]
     elif key not in table.get("objective", {}):

@@ -1,4 +1,4 @@
-"""What to write instead of settings of other trainers."""
+"""Name the replacement or the remedy for settings of other trainers."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -38,7 +38,7 @@ _RESUME = "resuming a run is not supported yet; remove it"
 _HUB = "the finished model is uploaded once, with the account that is logged in; remove it"
 _TRACKIO = "set it in trackio's own environment variables; remove it"
 
-UNSUPPORTED = {  # the remedy by name of the setting
+UNSUPPORTED = {  # the replacement or remedy, by name
     # settings of SFTConfig, DPOConfig and TrainingArguments
     **dict.fromkeys(
         (
