@@ -143,6 +143,7 @@ def train(
     require_callable(objective)
     config = config.model_copy(update={"device": choose_device(config.device)})
     run_dir = RunDir(config)
+    handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
     with Interrupts() as interrupts, Reporter(print_fn) as reporter:
         admission = Admission(config)
         admission.reject_if_impossible()
@@ -159,7 +160,6 @@ def train(
         plan = admission.admit(data.loader, data.eval_sets.values(), num_steps, intervals.num_saves(), prompts.longest)
         reporter.print(*summary_lines(plan))
         config = apply_plan(config, plan)
-        handler = Callbacks(config, callbacks, num_steps, sampler.steps_per_epoch)
         run_dir.begin(config, plan)
         reporter.print(f"run folder: {run_dir.path}")
         model = load_model(config)
@@ -201,7 +201,9 @@ class _Loop:
         run_dir, callbacks, num_steps = self.run_dir, self.callbacks, self.intervals.num_steps
         tracing = Tracing(self.model, self.config.trace_steps, num_steps, run_dir.trace_file)
         self.reporter.begin(run_dir.metrics_file, num_steps)
-        callbacks.begin(self.model, self.tokenizer, self.optimizer, self.scheduler)
+        callbacks.begin(
+            self.model, self.tokenizer, self.optimizer, self.scheduler, num_steps, self.intervals.steps_per_epoch
+        )
         interrupts.finish_steps()
         loss_before, step = self.evaluate(0), 0
         while step < num_steps and not callbacks.control.stop:
