@@ -16,7 +16,7 @@ from horizon_lm.preflight.admission import Admission, apply_plan
 from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
 from horizon_lm.training.interrupts import Interrupts
-from horizon_lm.training.metrics import Metrics, Reporter
+from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
 from horizon_lm.training.non_finite import finite_loss, update
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.run_dir import RunDir
@@ -167,13 +167,16 @@ def train(
         objectives = make_objectives(config, model, data, reporter, objective)
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         optimizer, scheduler = build_optimizer(model, config, num_steps)
+        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan)
         result = _Loop(
             config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
-            Metrics(num_steps, sampler.steps_per_epoch, plan),
+            metrics,
         ).run(interrupts)  # fmt: skip
         if config.push_to_hub:
             reporter.print(run_dir.push(config))
-        reporter.print(run_dir.final_message(result.num_steps, num_steps, result.num_skipped))
+        warning = growth_warning("training", metrics.first_loss, metrics.last_loss)
+        warning += growth_warning("eval", result.eval_loss_before, result.eval_loss_after)
+        reporter.print(run_dir.final_message(result.num_steps, num_steps, result.num_skipped, warning))
     return result
 
 
