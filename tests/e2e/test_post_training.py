@@ -287,6 +287,15 @@ def test_report_to_without_its_package(base: dict[str, Any]) -> None:
     assert "report_to: " in result.stderr
 
 
+def test_missing_tracker_is_found_before_the_rows_are_read(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "load_tokenizer", lambda config: pytest.fail("work began before the tracker was checked"))
+    monkeypatch.setattr(loop, "load_data", lambda *args: pytest.fail("work began before the tracker was checked"))
+    with pytest.raises(ConfigError, match="report_to: CometCallback requires"):
+        horizon_lm.train({**base, "report_to": "comet_ml"}, **QUIET)
+
+
 def test_custom_loss(base: dict[str, Any]) -> None:
     """The same loss as a custom function gives the same run, and its metrics are logged."""
     horizon_lm.train({**base, "max_steps": 4}, **QUIET)

@@ -27,20 +27,18 @@ class Callbacks:
     Args:
         config: settings of the run.
         callbacks: the user's instances or classes of `transformers.TrainerCallback`.
-        num_steps: steps of the run.
-        steps_per_epoch: steps of one epoch.
 
     Raises:
         ConfigError: the package of a ``report_to`` service is missing, or transformers or a callback rejects the run.
     """
 
-    def __init__(self, config: RunConfig, callbacks: Sequence[Any], num_steps: int, steps_per_epoch: int) -> None:
-        self._steps_per_epoch = steps_per_epoch
+    def __init__(self, config: RunConfig, callbacks: Sequence[Any]) -> None:
+        self._steps_per_epoch = 1
         self._callbacks = [*_report_to_callbacks(config.report_to), *callbacks]
         self._handler: Any = None
         if not self._callbacks:
             return
-        from transformers import TrainerControl, TrainerState, TrainingArguments
+        from transformers import TrainingArguments
 
         try:
             self._args = TrainingArguments(**_training_arguments(config))
@@ -48,12 +46,14 @@ class Callbacks:
             raise ConfigError(f"callbacks need accelerate, which is not installed ({first_line(error)})") from error
         except ValueError as error:
             raise ConfigError(f"callbacks: transformers' TrainingArguments reject these settings: {error}") from error
-        self._state, self._control = TrainerState(max_steps=num_steps, log_history=[]), TrainerControl()
 
-    def begin(self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any) -> None:
+    def begin(
+        self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, num_steps: int, steps_per_epoch: int
+    ) -> None:
         """Signal the start of training."""
         if not self._callbacks:
             return
+        from transformers import TrainerControl, TrainerState
         from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
         class LoopFlow(DefaultFlowCallback):  # type: ignore[misc]
@@ -65,6 +65,8 @@ class Callbacks:
             def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
                 return control
 
+        self._steps_per_epoch = steps_per_epoch
+        self._state, self._control = TrainerState(max_steps=num_steps, log_history=[]), TrainerControl()
         self._handler = CallbackHandler([LoopFlow(), *self._callbacks], model, tokenizer, optimizer, scheduler)
         self._call("on_init_end")
         try:

@@ -16,7 +16,7 @@ from horizon_lm.preflight.admission import Admission, apply_plan
 from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
 from horizon_lm.training.interrupts import Interrupts
-from horizon_lm.training.metrics import Metrics, Reporter
+from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
 from horizon_lm.training.non_finite import finite_loss, update
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.run_dir import RunDir
@@ -143,6 +143,7 @@ def train(
     require_callable(objective)
     config = config.model_copy(update={"device": choose_device(config.device)})
     run_dir = RunDir(config)
+    handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
     with Interrupts() as interrupts, Reporter(print_fn) as reporter:
         admission = Admission(config)
         admission.reject_if_impossible()
@@ -159,7 +160,6 @@ def train(
         plan = admission.admit(data.loader, data.eval_sets.values(), num_steps, intervals.num_saves(), prompts.longest)
         reporter.print(*summary_lines(plan))
         config = apply_plan(config, plan)
-        handler = Callbacks(config, callbacks, num_steps, sampler.steps_per_epoch)
         run_dir.begin(config, plan)
         reporter.print(f"run folder: {run_dir.path}")
         model = load_model(config)
@@ -167,13 +167,16 @@ def train(
         objectives = make_objectives(config, model, data, reporter, objective)
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         optimizer, scheduler = build_optimizer(model, config, num_steps)
+        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan)
         result = _Loop(
             config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
-            Metrics(num_steps, sampler.steps_per_epoch, plan),
+            metrics,
         ).run(interrupts)  # fmt: skip
         if config.push_to_hub:
             reporter.print(run_dir.push(config))
-        reporter.print(run_dir.final_message(result.num_steps, num_steps, result.num_skipped))
+        warning = growth_warning("training", metrics.first_loss, metrics.last_loss)
+        warning += growth_warning("eval", result.eval_loss_before, result.eval_loss_after)
+        reporter.print(run_dir.final_message(result.num_steps, num_steps, result.num_skipped, warning))
     return result
 
 
@@ -201,7 +204,9 @@ class _Loop:
         run_dir, callbacks, num_steps = self.run_dir, self.callbacks, self.intervals.num_steps
         tracing = Tracing(self.model, self.config.trace_steps, num_steps, run_dir.trace_file)
         self.reporter.begin(run_dir.metrics_file, num_steps)
-        callbacks.begin(self.model, self.tokenizer, self.optimizer, self.scheduler)
+        callbacks.begin(
+            self.model, self.tokenizer, self.optimizer, self.scheduler, num_steps, self.intervals.steps_per_epoch
+        )
         interrupts.finish_steps()
         loss_before, step = self.evaluate(0), 0
         while step < num_steps and not callbacks.control.stop:

@@ -28,7 +28,9 @@ class Metrics:
 
     def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan) -> None:
         self._num_steps, self._steps_per_epoch, self._plan = num_steps, steps_per_epoch, plan
-        self.last_loss, self._learning_rate = math.nan, 0.0
+        self._learning_rate = 0.0
+        self.first_loss: float | None = None  # of the first and of the last line with a loss
+        self.last_loss: float | None = None
         self._flops_per_token = plan.step.outline.step_flops(plan.step.tokens) / plan.step.tokens
         self.tokens_trained = self.tokens_total = self._rows = 0
         self.started = time.perf_counter()
@@ -52,7 +54,7 @@ class Metrics:
 
     def add(self, value: float, loss: Loss, batch: Batch, learning_rate: float) -> None:
         """Add a step with its loss and the learning rate of its update."""
-        self.last_loss, self._learning_rate = value, learning_rate
+        self._learning_rate = learning_rate
         if math.isfinite(value):  # else the step was skipped
             self._losses.append(value)
             self._weight += loss.weight
@@ -85,10 +87,13 @@ class Metrics:
         self.tokens_trained += self._window_trained
         self.tokens_total += self._window_total
         device_bytes, host_bytes = horizon_lm.stats(model)["device_bytes_peak"], resident_bytes()
+        loss = sum(self._losses) / len(self._losses) if self._losses else None
+        if loss is not None:
+            self.first_loss, self.last_loss = loss if self.first_loss is None else self.first_loss, loss
         line = {
             "step": step,
             "epoch": round(step / self._steps_per_epoch, 4),
-            "loss": sum(self._losses) / len(self._losses) if self._losses else None,
+            "loss": loss,
             **{name: total / self._weight for name, total in self._sums.items()},
             "grad_norm": optimizer.grad_norm,
             **({f"grad_norm/{unit}": norm for unit, norm in optimizer.unit_grad_norms.items()} if unit_norms else {}),
@@ -114,6 +119,16 @@ class Metrics:
         self._losses, self._sums, self._weight = [], {}, 0.0
         self._window_steps = self._window_trained = self._window_total = 0
         return line
+
+
+def growth_warning(name: str, before: float | None, after: float | None) -> str:
+    """Return a warning if a loss grew tenfold during a run; an empty text otherwise."""
+    if before is None or after is None or not 0 < 10 * before <= after:
+        return ""
+    return (
+        f"warning: the {name} loss grew from {before:.4g} to {after:.4g}, so the model is likely worse than before; "
+        "lower learning_rate, or check the rows\n"
+    )
 
 
 def _ratio(value: float, planned: float | None) -> float | None:

@@ -153,15 +153,15 @@ class RunDir:
         with suppress(OSError):
             write_loss_png(self.metrics_file, self.path / "loss.png")
 
-    def final_message(self, steps_done: int, num_steps: int, num_skipped: int) -> str:
-        """Return the last lines of a run: early stop, skipped steps, the model's folder and how to use it."""
+    def final_message(self, steps_done: int, num_steps: int, num_skipped: int, warning: str) -> str:
+        """Return the last lines of a run: early stop, skipped steps, a warning, the model's folder and how to use it."""
         early = f"stopped by a callback after step {steps_done} of {num_steps}\n" if steps_done < num_steps else ""
         skipped = ""
         if num_skipped:
             skipped = f"{num_skipped} of {steps_done} steps were skipped, because their gradient was not finite"
             skipped += "; the model is unchanged\n" if num_skipped == steps_done else "\n"
         return (
-            f"{early}{skipped}\nThe trained model is in {self.model_dir}. Try it:\n"
+            f"{early}{skipped}{warning}\nThe trained model is in {self.model_dir}. Try it:\n"
             f'  horizon-lm generate {self.model_dir} "..."\n'
             f"Look at the run:\n  horizon-lm report {self.path}\n"
             "Use it in Python:\n"
