@@ -139,7 +139,7 @@ class ThreadedDevice(StreamDevice):
         return self._streams[-1], ThreadedLink(pause, self._pieces)
 
     @contextlib.contextmanager
-    def _on(self, stream: _Stream) -> Any:
+    def _use_stream(self, stream: _Stream) -> Any:
         _current.stream = stream
         yield
         _current.stream = None

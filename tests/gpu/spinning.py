@@ -37,7 +37,7 @@ class SpinningDevice(CudaDevice):
         return stream, link
 
     @contextmanager
-    def _on(self, stream: Any) -> Iterator[None]:
+    def _use_stream(self, stream: Any) -> Iterator[None]:
         with torch.cuda.stream(stream):
             if stream in self._late:
                 torch.cuda._sleep(self._random.randrange(1, self._cycles))

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.device import cuda
+from horizon_lm.device import cuda_link
 from horizon_lm.device.cpu import HostLink
-from horizon_lm.device.cuda import CudaDevice, CudaLink
+from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.device.cuda_link import CudaLink
 from tests import families
 from tests.emulated import GPU, emulated_gpu
 from tests.gpu.conftest import Accelerator
@@ -23,8 +24,8 @@ SIZE = 100_003  # more than a piece, and not a multiple of one, with the piece b
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_PIECE", 1 << 15)
-    monkeypatch.setattr(cuda, "_STAGING_BYTES", 1 << 18)
+    monkeypatch.setattr(cuda_link, "_PIECE_ELEMENTS", 1 << 15)
+    monkeypatch.setattr(cuda_link, "_STAGING_BYTES", 1 << 18)
 
 
 @pytest.fixture

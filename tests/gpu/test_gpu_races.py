@@ -63,7 +63,7 @@ def test_a_missing_wait_is_seen(
         pytest.skip("threads compute at once, so that this wait is never one")
     options = {"activation_checkpoints": "host", "precision": "float32"} | EXACT
     expected = train(accelerator.open(), **options)
-    order = StreamDevice._order
+    order = StreamDevice._await_dependencies
 
     def careless(self: StreamDevice, stream: Any, task: Task) -> None:
         if task.op.stream == waiting:
@@ -72,7 +72,7 @@ def test_a_missing_wait_is_seen(
             torch.cuda._sleep(1_000_000)  # computation is what comes late
         order(self, stream, task)
 
-    monkeypatch.setattr(StreamDevice, "_order", careless)
+    monkeypatch.setattr(StreamDevice, "_await_dependencies", careless)
     slow = [for_] if for_ != Stream.COMPUTE else []
     for seed in range(4):
         try:
