@@ -1,4 +1,4 @@
-"""What a device waited for, found in a trace; and which operations a trace of some steps has."""
+"""Test the causes of waiting that a trace shows, and the operations in a trace of some steps."""
 
 import json
 import time
@@ -39,15 +39,15 @@ def _updated(start: float, end: float, kind: Kind = Kind.UPDATE) -> Span:
     [
         ([], 1.0, {"host": 4.0}),
         ([_copied_in(0.0, 5.0)], 1.0, {"copy_in": 4.0}),
-        # The copy waited for an update itself, which was copied from nothing before.
+        # The copy itself waited for the update.
         ([_updated(0.0, 3.0), _copied_in(3.0, 5.0)], 1.0, {"update": 2.0, "copy_in": 2.0}),
         ([_updated(0.0, 3.0, Kind.UPDATE_ROWS), _copied_in(3.0, 4.5)], 1.0, {"update": 2.0, "copy_in": 1.5, "host": 0.5}),
         ([_copied_out(0.0, 2.5)], 1.0, {"copy_out": 1.5, "host": 2.5}),
-        # Enqueued late: a copy in that ran meanwhile was not what held it up.
+        # Enqueued late: the copy in that ran before is not the cause.
         ([_copied_in(0.0, 5.0)], 4.0, {"host": 3.0, "copy_in": 1.0}),
         ([_copied_out(0.0, 3.0), _copied_in(0.0, 5.0)], 4.0, {"copy_out": 2.0, "host": 1.0, "copy_in": 1.0}),
         ([_updated(0.0, 5.0)], 5.0, {"host": 4.0}),
-        # Outside of the gap nothing counts.
+        # Operations outside the gap do not count.
         ([_copied_in(0.0, 1.0), _copied_in(5.0, 6.0)], 1.0, {"host": 4.0}),
     ],
 )  # fmt: skip
@@ -57,21 +57,19 @@ def test_a_gap_is_divided_among_its_causes(others: list[Span], reached: float, e
     assert exposed_seconds(spans) == pytest.approx(nothing | expected)
 
 
-def test_a_device_that_never_waits() -> None:
+def test_a_device_that_never_waits_has_no_exposed_time() -> None:
     spans = [_computed(0.0, 1.0), _computed(1.0, 2.0), _computed(2.0, 3.0), _copied_in(0.0, 3.0)]
     assert sum(exposed_seconds(spans).values()) == 0
     assert sum(exposed_seconds([]).values()) == 0
 
 
 def test_updates_of_the_step_before_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run under the forward of the first step that is; what had ended before it is no part of it."""
+    """Updates of the step before overlap with the first traced forward; those that ended earlier are left out."""
     monkeypatch.setattr(horizon_lm, "synchronize", lambda model: None)
     device: Any = SimpleNamespace(trace=None, used_bytes=lambda: 0)
     model = SimpleNamespace(_horizon=SimpleNamespace(engine=SimpleNamespace(device=device)))
     tracing = Tracing(model, num_traced=2, num_steps=9, path=tmp_path / "trace.json")
-    at_submission: dict[
-        int, tuple[Trace | None, float]
-    ] = {}  # an update tells the trace that was there when it was due
+    at_submission: dict[int, tuple[Trace | None, float]] = {}  # an update is recorded in the trace of its submission
     for step in range(1, 6):
         tracing.before_step(step)
         at_submission[step] = device.trace, time.perf_counter()
