@@ -1,8 +1,8 @@
-"""A GPU that is not there: tensors in host memory that say they are on one, and as much of ``torch.cuda`` as we call.
+"""An emulated GPU: tensors in host memory that report a CUDA device, and the part of ``torch.cuda`` that we call.
 
-It shows what the CPU cannot: an operation that mixes host and device raises, as on a GPU, unless it copies; an operation for
-whose result the caller would have to wait is written down. Everything happens at once: races are for other tests. Inside a
-backward only numbers are checked: tensors that autograd makes there say nothing of where they are.
+It finds mistakes that a CPU does not: an operation that mixes host and device raises, unless it is a copy, and an operation
+that would make the host wait is recorded. Everything runs at once, so races are left to other tests. Inside a backward only
+numbers are checked, because tensors that autograd creates there report no device.
 """
 
 import threading
@@ -25,7 +25,7 @@ _WITH_BOTH = ("copy_", "__get__", "__set__", "register_hook")
 
 
 class OnGpu(torch.Tensor):
-    """A tensor on the emulated GPU; what is computed from it is there as well."""
+    """A tensor on the emulated GPU. Results that are computed from it are there, too."""
 
     device = GPU  # type: ignore[assignment]
     is_cuda = True  # type: ignore[assignment]
@@ -36,15 +36,21 @@ class OnGpu(torch.Tensor):
 
 
 class EmulatedGpu:
-    """What happened: ``waits`` has the operations for which the host would have waited, and where they stand.
+    """The state of the emulated GPU, and a record of its use.
 
-    No more than ``lockable`` bytes can be page-locked at once, nor as the n-th piece of memory with n in ``refused``; who tries
-    leaves an error for the next operation.
+    Page-locking a piece of memory that is larger than ``lockable``, or whose number is in ``refused``, fails and leaves an
+    error for the next operation, as CUDA does.
 
     Attributes:
-        current: the thread's current device. ``pinned_on`` has those on which host memory was page-locked.
-        settings: what the allocator was told. ``trims``: how often it gave memory back.
-        fraction: of the device, that the process may take.
+        waits: operations for which the host would have waited, with their places in the code.
+        lockable: the largest number of bytes that can be page-locked at once.
+        refused: numbers of the pieces that cannot be page-locked.
+        asked: number of pieces so far.
+        current: the thread's current device.
+        pinned_on: devices on which host memory was page-locked.
+        settings: settings of the allocator.
+        trims: number of times that the allocator gave memory back.
+        fraction: the fraction of the device that the process may use.
         workspace: bytes that cuBLAS keeps for each thread that multiplies.
     """
 
@@ -85,7 +91,7 @@ class EmulatedGpu:
         return len(self._locked)
 
     def registered_bytes(self) -> int:
-        """Of memory that was page-locked in place; what torch page-locks for itself comes on top."""
+        """Return the bytes that are page-locked in place, without the memory that torch page-locks for itself."""
         return sum(self._registered.values())
 
     def current_device(self) -> int:
@@ -93,7 +99,7 @@ class EmulatedGpu:
 
     @contextmanager
     def on(self, device: Any) -> Iterator[None]:
-        """Inside, a device is the thread's current one."""
+        """Context manager: make a device the thread's current one."""
         before = self.current_device()
         self.current.index = before if device is None else device.index
         yield
@@ -116,12 +122,12 @@ class EmulatedGpu:
         return not self.is_locked(tensor) and any(first < stop and start < last for first, last in self._locked)
 
     def begins_locked(self, tensor: torch.Tensor) -> bool:
-        """As CUDA sees it: by the first byte."""
+        """Return whether the first byte is page-locked, which is all that CUDA checks."""
         return any(first <= tensor.data_ptr() < last for first, last in self._locked)
 
     def waited(self, name: str) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # the threads of copy streams may
+            return  # threads of copy streams may wait
         frames = [f for f in traceback.extract_stack() if "horizon_lm" in f.filename or "transformers" in f.filename]
         self.waits.append(f"{name} at {frames[-1].filename}:{frames[-1].lineno}" if frames else name)
 
@@ -134,7 +140,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation in host memory, and say where its result is."""
+    """Run an operation in host memory, and label its result with a device."""
     assert _gpu is not None
     name = getattr(func, "__name__", str(func))
     plain = torch._C.DisableTorchFunctionSubclass
@@ -148,14 +154,14 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if on_gpu and (uses_mask or by_value):
         _gpu.waited(name)
     if name == "copy_":
-        _copies(args[0], args[1], kwargs.get("non_blocking", False))
-    to_gpu, args, kwargs = _placed(name, args, kwargs, on_gpu)
+        _check_copy(args[0], args[1], kwargs.get("non_blocking", False))
+    to_gpu, args, kwargs = _place_result(name, args, kwargs, on_gpu)
     if on_gpu and name in ("mm", "matmul", "__matmul__", "linear"):
         _gpu.multiplying.add(threading.get_ident())
     if to_gpu and _gpu.failed:
         _gpu.failed = False
         raise RuntimeError("CUDA error: out of memory")
-    if name == "histc":  # on a CPU for floating-point numbers only
+    if name == "histc":  # supported on a CPU only for floating-point numbers
         args = (args[0].float(), *args[1:])
     with plain():
         result = func(*args, **kwargs)
@@ -165,11 +171,11 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     if name == "__get__" and not isinstance(result, torch.Tensor):
         return result
-    return tree_map(lambda leaf: _said_to_be(leaf, to_gpu), result)
+    return tree_map(lambda leaf: _label(leaf, to_gpu), result)
 
 
-def _copies(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-    """A copy between host and device makes the host wait, unless it is asked not to and the memory is page-locked."""
+def _check_copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+    """Record a copy for which the host waits: one that is not asked to be asynchronous, or of pageable memory."""
     assert _gpu is not None
     if isinstance(destination, OnGpu) == isinstance(source, OnGpu):
         return
@@ -180,8 +186,8 @@ def _copies(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool)
         _gpu.waited("copy_")
 
 
-def _placed(name: str, args: Any, kwargs: dict[str, Any], on_gpu: bool) -> tuple[bool, Any, dict[str, Any]]:
-    """Where a result belongs, and arguments that ask for host memory instead."""
+def _place_result(name: str, args: Any, kwargs: dict[str, Any], on_gpu: bool) -> tuple[bool, Any, dict[str, Any]]:
+    """Return whether a result is on the GPU, and the arguments with host memory in place of the GPU."""
     assert _gpu is not None
     host, asked = torch.device("cpu"), [kwargs["device"]] if kwargs.get("device") is not None else []
     if name == "to":
@@ -197,22 +203,22 @@ def _placed(name: str, args: Any, kwargs: dict[str, Any], on_gpu: bool) -> tuple
     to_gpu = device.type == "cuda"
     if name == "to" and to_gpu != on_gpu:
         kwargs = kwargs | {"copy": True}
-        if not (kwargs.get("non_blocking") and to_gpu):  # a few pageable bytes leave at once
+        if not (kwargs.get("non_blocking") and to_gpu):  # a few pageable bytes are copied at once
             _gpu.waited("to")
     return to_gpu, args, kwargs | ({"device": host} if "device" in kwargs else {})
 
 
-def _said_to_be(leaf: Any, on_gpu: bool) -> Any:
+def _label(leaf: Any, on_gpu: bool) -> Any:
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, OnGpu) == on_gpu:
         return leaf
     return leaf.as_subclass(OnGpu if on_gpu else torch.Tensor)
 
 
 class _Event:
-    """Everything has happened when it is recorded."""
+    """An event that has happened once it is recorded."""
 
     def __init__(self, blocking: bool = False, enable_timing: bool = False) -> None:
-        assert blocking  # a thread that waits for it sleeps
+        assert blocking  # a waiting thread must sleep
 
     def record(self, stream: Any = None) -> None:
         return
@@ -234,7 +240,7 @@ _HostGenerator = torch.Generator
 
 
 class _Generator:
-    """In host memory, wherever it is asked for."""
+    """A generator in host memory, for any device."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return _HostGenerator()
@@ -242,7 +248,7 @@ class _Generator:
 
 @contextmanager
 def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGpu]:
-    """Inside, a GPU is emulated: the last of as many as its index says. The first one is current."""
+    """Context manager: emulate a GPU, the last of ``index + 1``. The first one is current."""
     global _gpu
     _gpu = gpu = EmulatedGpu()
     device = torch.device("cuda", index)
@@ -256,7 +262,7 @@ def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGp
         "is_available": lambda: True, "device_count": lambda: index + 1, "current_device": gpu.current_device, "get_device_capability": lambda *_: (9, 0), "synchronize": lambda *_: None,
         "mem_get_info": lambda *_: (free_bytes, free_bytes), "memory_reserved": lambda *_: gpu.allocated(), "memory_allocated": lambda *_: gpu.allocated(),
         "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
-        # Numbers are drawn in host memory, whose state is kept as well.
+        # Random numbers are drawn in host memory, whose state is saved, too.
         "get_rng_state": lambda *_: None, "set_rng_state": lambda *_: None,
         "get_device_properties": lambda *_: SimpleNamespace(name="Emulated GPU", total_memory=free_bytes, major=9, minor=0, uuid="0"),
         "cudart": lambda: SimpleNamespace(cudaHostRegister=gpu.lock, cudaHostUnregister=gpu.unlock, cudaGetErrorString=lambda code: "out of memory"),

@@ -1,4 +1,4 @@
-"""Threads that play the streams of an accelerator: what `StreamDevice` does, with real concurrency and no accelerator."""
+"""Threads in the role of an accelerator's streams, to test `StreamDevice` with real concurrency on a CPU."""
 
 import contextlib
 import queue
@@ -21,7 +21,7 @@ _current = threading.local()
 
 
 class _Event:
-    """Set by a stream when it comes to it."""
+    """An event that a stream sets when it reaches it."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -36,7 +36,7 @@ class _Event:
 
 
 class _Stream:
-    """Runs what is enqueued, in order, when it likes."""
+    """A thread that runs enqueued functions in order."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
@@ -50,8 +50,8 @@ def _run(work: "queue.SimpleQueue[Callable[[], Any] | None]") -> None:
         del item
 
 
-class _Later:
-    """A number that a stream will have computed once its task is done."""
+class _PendingNumber:
+    """A number that is known once the task that computes it is done."""
 
     def __init__(self) -> None:
         self.value = float("nan")
@@ -61,47 +61,47 @@ class _Later:
 
 
 class ThreadedLink:
-    """Enqueues transfers in pieces, with pauses between them: a slow link on which copies straddle computations."""
+    """A slow link that enqueues transfers in pieces, with pauses between them, so that copies straddle computations."""
 
     def __init__(self, pause: Callable[[], None], pieces: int) -> None:
         self._host, self._pause, self._pieces = HostLink(), pause, pieces
-        self._scratch = torch.empty(16)  # as of a real link: the thread that transfers keeps it until it ends
+        self._scratch = torch.empty(16)  # stands for the memory of a real link, which its thread keeps until it ends
 
     def __del__(self) -> None:
-        time.sleep(0.05)  # the thread that ends is in no hurry: who counts memory has to wait for it
+        time.sleep(0.05)  # ends late, so that a test which counts memory has to wait for the thread
 
-    def _later(self, function: Callable[[], Any]) -> None:
+    def _enqueue(self, function: Callable[[], Any]) -> None:
         _current.stream.queue.put(self._pause)
         _current.stream.queue.put(function)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         for d, s in zip(destination.tensor_split(self._pieces), source.tensor_split(self._pieces), strict=True):
-            self._later(lambda d=d, s=s: self._host.copy(d, s))
+            self._enqueue(lambda d=d, s=s: self._host.copy(d, s))
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
-        self._later(lambda: self._host.gather(destination, table, rows))
+        self._enqueue(lambda: self._host.gather(destination, table, rows))
 
-    def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> _Later:
-        result = _Later()
-        self._later(lambda: setattr(result, "value", self._host.land(destination, source, add)))
+    def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> _PendingNumber:
+        result = _PendingNumber()
+        self._enqueue(lambda: setattr(result, "value", self._host.land(destination, source, add)))
         return result
 
-    def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> _Later:
-        result = _Later()
-        self._later(lambda: setattr(result, "value", self._host.land_rows(table, source, rows, add)))
+    def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> _PendingNumber:
+        result = _PendingNumber()
+        self._enqueue(lambda: setattr(result, "value", self._host.land_rows(table, source, rows, add)))
         return result
 
 
 class ThreadedDevice(StreamDevice):
-    """Computes in the caller's thread, at once; copies run in threads, each a random time late.
+    """A device that computes at once in the caller's thread, and copies in threads after random delays.
 
     Args:
-        seed: of the delays.
+        seed: the seed of the delays.
         delay: the longest pause before a piece of a copy, in seconds.
         slow: streams that pause; None for all.
-        pieces: into how many pieces a copy is cut.
-        spare: what `spare_bytes` says.
-        measures: it can tell what computations take.
+        pieces: the number of pieces of a copy.
+        spare: the return value of `spare_bytes`.
+        measures: True if `meter` is supported.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ThreadedDevice(StreamDevice):
     def poison(self, buffer: torch.Tensor) -> None:
         buffer.view(torch.uint8).fill_(0xFF)  # NaN
 
-    # Its device is host memory, as that of `CpuDevice`.
+    # Buffers are in host memory, as on a `CpuDevice`.
     host_buffer, free_host, register_host = CpuDevice.host_buffer, CpuDevice.free_host, CpuDevice.register_host
     rng_state, set_rng_state, seeded_rng_state = (
         CpuDevice.rng_state,
@@ -139,7 +139,7 @@ class ThreadedDevice(StreamDevice):
         return self._streams[-1], ThreadedLink(pause, self._pieces)
 
     @contextlib.contextmanager
-    def _on(self, stream: _Stream) -> Any:
+    def _use_stream(self, stream: _Stream) -> Any:
         _current.stream = stream
         yield
         _current.stream = None
@@ -163,7 +163,7 @@ class ThreadedDevice(StreamDevice):
             event.synchronize()
 
     def _start_clock(self) -> None:
-        return  # events have the host's
+        return  # events use the host's clock
 
     def _seconds(self, event: _Event) -> float:
         return event.seconds

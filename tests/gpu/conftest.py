@@ -1,4 +1,4 @@
-"""The device under test: a GPU, or with ``--device cpu`` threads that play its streams, to try these tests themselves."""
+"""The device under test: a GPU, or with ``--device cpu`` threads in the role of its streams, to try the tests themselves."""
 
 import warnings
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tests.threaded import ThreadedDevice
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What the tests need to know of the device, and of the toy that stands in for it."""
+    """The device under test, a GPU or its stand-in on the CPU."""
 
     is_cuda: bool
 
@@ -27,29 +27,29 @@ class Accelerator:
         return torch.device("cuda" if self.is_cuda else "cpu")
 
     def open(self) -> Any:
-        """A device of our own for one model."""
+        """Open a device for one model."""
         return CudaDevice() if self.is_cuda else ThreadedDevice(1, delay=1e-4, spare=20_000_000, measures=True)
 
     def slowed(self, seed: int, seconds: float, streams: Any = None) -> Any:
-        """The same with copies that come late, by up to so many seconds; ``streams``: which of them, None for both."""
+        """Open a device whose copies are up to ``seconds`` late, on some streams or (None) on both."""
         if self.is_cuda:
             return SpinningDevice(seed, seconds, streams)
         return ThreadedDevice(seed, delay=seconds, slow=streams)
 
     def meter(self) -> AbstractContextManager[Any]:
-        """Follows device memory, without counting on the engine."""
+        """Measure device memory independently of the engine."""
         return AllocatorMeter(self.torch_device) if self.is_cuda else StorageMeter()
 
     def host_bytes(self) -> int:
-        """Of this process."""
+        """Return the resident host memory of this process."""
         return psutil.Process().memory_info().rss
 
     @contextmanager
-    def without_synchronisation(self) -> Any:
-        """Inside, an operation that makes the host wait for the device raises."""
+    def without_synchronization(self) -> Any:
+        """Context manager: raise if an operation makes the host wait for the device."""
         try:
             if self.is_cuda:
-                with warnings.catch_warnings(action="ignore"):  # that this mode does not see everything
+                with warnings.catch_warnings(action="ignore"):  # a warning that this mode is incomplete
                     torch.cuda.set_sync_debug_mode("error")
             yield
         finally:
@@ -68,12 +68,12 @@ def accelerator(request: pytest.FixtureRequest) -> Accelerator:
 @pytest.fixture
 def only_cuda(accelerator: Accelerator) -> Accelerator:
     if not accelerator.is_cuda:
-        pytest.skip("nothing stands in for this on a CPU")
+        pytest.skip("this has no stand-in on a CPU")
     return accelerator
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what compiles."""
+    """Mark the tests that compile."""
     for item in items:
         if item.get_closest_marker("gpu") and "compile" in item.name:
             item.add_marker("compiled")
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def one_plan() -> Iterator[None]:
-    """Attention without cuDNN, which may choose another plan when it computes a block again: then it is not equal bit for bit."""
+    """Disable cuDNN attention, which may choose another plan when a block is recomputed, with other bits."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     yield

@@ -1,4 +1,4 @@
-"""A CUDA device whose copies come late: a kernel that only spins is put before each."""
+"""A CUDA device with late copies: a spinning kernel runs before each of them."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -10,16 +10,16 @@ import torch
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.schedule.ops import Stream
 
-_CYCLES_PER_SECOND = 1.5e9  # about what a GPU runs at; a delay need not be exact
+_CYCLES_PER_SECOND = 1.5e9  # about the clock of a GPU; a delay need not be exact
 
 
 class SpinningDevice(CudaDevice):
-    """See the module's description.
+    """A CUDA device that delays its copies.
 
     Args:
-        seed: of the delays.
-        seconds: the longest of them.
-        slow: streams that are late; None for both.
+        seed: the seed of the delays.
+        seconds: the longest delay.
+        slow: streams whose copies are delayed; None for both.
     """
 
     def __init__(self, seed: int, seconds: float, slow: Sequence[Stream] | None = None) -> None:
@@ -37,7 +37,7 @@ class SpinningDevice(CudaDevice):
         return stream, link
 
     @contextmanager
-    def _on(self, stream: Any) -> Iterator[None]:
+    def _use_stream(self, stream: Any) -> Iterator[None]:
         with torch.cuda.stream(stream):
             if stream in self._late:
                 torch.cuda._sleep(self._random.randrange(1, self._cycles))

@@ -1,4 +1,4 @@
-"""Attention by segment on the device, with fewer heads of keys and values, against float32 segment by segment."""
+"""Compare grouped-query attention over segments on the device with float32 attention, segment by segment."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     "options", [{}, {"window": 16}, {"scaling": 0.5}, {"rows": None}, {"rows": None, "window": 16}], ids=str
 )
-def test_segments(accelerator: Accelerator, heads: int, options: dict[str, Any]) -> None:
+def test_attention_over_segments(accelerator: Accelerator, heads: int, options: dict[str, Any]) -> None:
     device, generator = accelerator.torch_device, torch.Generator().manual_seed(0)
     exact = [torch.randn(2, count, 128, 64, generator=generator).bfloat16().float() for count in (8, heads, heads)]
     exact = [t.to(device).requires_grad_() for t in exact]
@@ -41,6 +41,6 @@ def test_segments(accelerator: Accelerator, heads: int, options: dict[str, Any])
     expected = _gradients(by_segment(*exact, borders, options["scaling"], 0.0, options["window"]), exact)
     plain = _gradients(by_segment(*halves, borders, options["scaling"], 0.0, options["window"]), halves)
     got = _gradients(segment_attention(*halves, **options), halves)
-    assert has_kernel(halves[0], halves[2], 0.0) == accelerator.is_cuda  # or nothing was compared
+    assert has_kernel(halves[0], halves[2], 0.0) == accelerator.is_cuda  # or the kernel was not tested
     for ours, theirs, true in zip(got, plain, expected, strict=True):
         assert _error(ours, true) < 1.5 * _error(theirs, true) + 1e-3

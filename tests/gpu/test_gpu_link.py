@@ -1,4 +1,4 @@
-"""Transfers of the device against those in host memory, number by number."""
+"""Compare the transfers of the device with those in host memory, number by number."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.device import cuda
+from horizon_lm.device import cuda_link
 from horizon_lm.device.cpu import HostLink
-from horizon_lm.device.cuda import CudaDevice, CudaLink
+from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.device.cuda_link import CudaLink
 from tests import families
 from tests.emulated import GPU, emulated_gpu
 from tests.gpu.conftest import Accelerator
@@ -18,13 +19,13 @@ from tests.gpu.conftest import Accelerator
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.bfloat16]
-SIZE = 100_003  # more than a piece, and not a multiple of one, with the piece below
+SIZE = 100_003  # more than a piece, and not a multiple of one
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_PIECE", 1 << 15)
-    monkeypatch.setattr(cuda, "_STAGING_BYTES", 1 << 18)
+    monkeypatch.setattr(cuda_link, "_PIECE_ELEMENTS", 1 << 15)
+    monkeypatch.setattr(cuda_link, "_STAGING_BYTES", 1 << 18)
 
 
 @pytest.fixture
@@ -40,14 +41,14 @@ def _host(values: torch.Tensor, pinned: bool) -> torch.Tensor:
 @pytest.mark.parametrize("pinned", [True, False], ids=["page-locked", "staged"])
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("of", DTYPES, ids=str)
-def test_copies(link: CudaLink, of: torch.dtype, to: torch.dtype, pinned: bool) -> None:
+def test_copies_equal_torch(link: CudaLink, of: torch.dtype, to: torch.dtype, pinned: bool) -> None:
     values = torch.randn(SIZE).to(of)
-    there = torch.empty(SIZE, dtype=to, device=GPU)
-    link.copy(there, _host(values, pinned))
+    on_device = torch.empty(SIZE, dtype=to, device=GPU)
+    link.copy(on_device, _host(values, pinned))
     torch.cuda.synchronize()
-    assert torch.equal(there.cpu(), values.to(to))
+    assert torch.equal(on_device.cpu(), values.to(to))
     back = _host(torch.empty(SIZE, dtype=of), pinned)
-    link.copy(back, there)
+    link.copy(back, on_device)
     torch.cuda.synchronize()
     assert torch.equal(back, values.to(to).to(of))
 
@@ -56,43 +57,43 @@ def test_copies(link: CudaLink, of: torch.dtype, to: torch.dtype, pinned: bool) 
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("of", DTYPES, ids=str)
-def test_landing(link: CudaLink, of: torch.dtype, to: torch.dtype, add: bool, pinned: bool) -> None:
+def test_landing_equals_the_host(link: CudaLink, of: torch.dtype, to: torch.dtype, add: bool, pinned: bool) -> None:
     gradient, before = torch.randn(SIZE).to(of), torch.randn(SIZE).to(to)
     expected, got = before.clone(), _host(before, pinned)
-    squares = HostLink().land(expected, gradient, add)
-    there = torch.empty(SIZE, dtype=of, device=GPU).copy_(gradient)
-    found = link.land(got, there, add)
+    expected_squares = HostLink().land(expected, gradient, add)
+    on_device = torch.empty(SIZE, dtype=of, device=GPU).copy_(gradient)
+    found = link.land(got, on_device, add)
     torch.cuda.synchronize()
     assert torch.equal(got, expected)
-    assert float(found) == pytest.approx(float(squares), rel=1e-5)
+    assert float(found) == pytest.approx(float(expected_squares), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_a_table(link: CudaLink, dtype: torch.dtype) -> None:
+def test_rows_of_a_table_equal_the_host(link: CudaLink, dtype: torch.dtype) -> None:
     table, rows = torch.randn(3001, 64).to(dtype), torch.randperm(3001)[:2003]
-    there = torch.empty(2003, 64, dtype=torch.float32, device=GPU)
-    link.gather(there, table, rows)
+    on_device = torch.empty(2003, 64, dtype=torch.float32, device=GPU)
+    link.gather(on_device, table, rows)
     torch.cuda.synchronize()
-    assert torch.equal(there.cpu(), table[rows].float())
+    assert torch.equal(on_device.cpu(), table[rows].float())
     for add in (False, True):
         expected, got = (torch.zeros(3001, 64, dtype=dtype) if not add else table.clone() for _ in range(2))
-        squares = HostLink().land_rows(expected, there.cpu(), rows, add)
-        found = link.land_rows(got, there, rows, add)
+        expected_squares = HostLink().land_rows(expected, on_device.cpu(), rows, add)
+        found = link.land_rows(got, on_device, rows, add)
         assert torch.equal(got, expected)
-        assert float(found) == pytest.approx(float(squares), rel=1e-5, abs=1e-3)
+        assert float(found) == pytest.approx(float(expected_squares), rel=1e-5, abs=1e-3)
 
 
-class Refusing(CudaDevice):
-    """A machine that page-locks nothing."""
+class NoPageLocking(CudaDevice):
+    """A device without page-locked memory."""
 
     def register_host(self, buffers: Any) -> None:
         self.registration_error = "refused"
 
 
 def test_memory_that_cannot_be_page_locked(only_cuda: Accelerator) -> None:
-    """Registered in place where that is possible; staged, with the same result, where it is not."""
+    """Copies of memory that cannot be registered are staged, with the same result."""
     losses = []
-    for device in (CudaDevice(), Refusing()):
+    for device in (CudaDevice(), NoPageLocking()):
         model = horizon_lm.stream(
             families.build("llama"), device, compile=False, attn_implementation="eager", activation_checkpoints="host"
         )
@@ -106,5 +107,5 @@ def test_memory_that_cannot_be_page_locked(only_cuda: Accelerator) -> None:
         slabs = model._horizon.engine.store.units.values()
         in_place = all(s.weights.is_pinned() and s.grads.is_pinned() for s in slabs if s.weights.numel())
         assert in_place == (device.registration_error is None)
-        assert in_place or isinstance(device, Refusing), device.registration_error
+        assert in_place or isinstance(device, NoPageLocking), device.registration_error
     assert losses[0] == losses[1]

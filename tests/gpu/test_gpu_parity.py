@@ -1,4 +1,4 @@
-"""On the device: gradients against plain Hugging Face autograd there, in fp32 and in bf16."""
+"""Compare gradients with plain Hugging Face autograd on the same device, in fp32 and in bf16."""
 
 import copy
 from typing import Any
@@ -10,7 +10,7 @@ import horizon_lm
 from tests import families
 from tests.gpu.conftest import Accelerator
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_plan")]  # recomputed blocks are compared bit for bit
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_plan")]  # recomputed blocks must be equal bit for bit
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole head": {"head": "whole"},
     "micro-batches": {"device_micro_batch_size": 2, "activation_checkpoints": "host"},
-    "held blocks": {"resident_blocks": 2, "resident_graphs": 1},
+    "resident blocks": {"resident_blocks": 2, "resident_graphs": 1},
     "compiled": {"compile": True},
 }
 
@@ -44,7 +44,7 @@ def _batch(padding: str = "none") -> dict[str, torch.Tensor]:
 
 
 def _plain(model: Any, batch: dict[str, torch.Tensor], accelerator: Accelerator, dtype: torch.dtype) -> Any:
-    """Loss and gradients of plain Hugging Face on the device, in fp32 on the CPU."""
+    """Return loss and gradients of plain Hugging Face on the device, as fp32 on the CPU."""
     plain = copy.deepcopy(model).to(accelerator.torch_device, dtype)
     loss = plain(**{k: v.to(accelerator.torch_device) for k, v in batch.items()}, use_cache=False).loss
     loss.backward()
@@ -55,7 +55,7 @@ def _streamed(model: Any, batch: dict[str, torch.Tensor], accelerator: Accelerat
     streamed = horizon_lm.stream(
         copy.deepcopy(model), accelerator.open(), **{"compile": False, "check_recompute": True} | settings
     )
-    for _ in range(2):  # the second time everything is planned and warm
+    for _ in range(2):  # the second pass is planned and warm
         streamed.zero_grad()
         loss = streamed(**batch).loss
         loss.backward()
@@ -63,14 +63,14 @@ def _streamed(model: Any, batch: dict[str, torch.Tensor], accelerator: Accelerat
 
 
 def _error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference of all gradients, relative."""
+    """Return the relative norm of the difference of all gradients."""
     difference = sum((grads[name] - g).square().sum() for name, g in reference.items())
     return float((difference / sum(g.square().sum() for g in reference.values())).sqrt())
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp32(accelerator: Accelerator, family: str, settings: str) -> None:
+def test_fp32_equals_plain_autograd(accelerator: Accelerator, family: str, settings: str) -> None:
     model, batch = _build(family), _batch()
     loss, reference = _plain(model, batch, accelerator, torch.float32)
     got, grads = _streamed(model, batch, accelerator, precision="float32", **SETTINGS[settings])
@@ -84,9 +84,9 @@ def test_fp32(accelerator: Accelerator, family: str, settings: str) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16(accelerator: Accelerator, family: str, settings: str) -> None:
-    """Rounding errors are of the size of plain Hugging Face's in bf16, both against fp32."""
-    model, batch = _build(family).bfloat16().float(), _batch()  # weights that bf16 holds exactly
+def test_bf16_is_as_exact_as_plain_autograd(accelerator: Accelerator, family: str, settings: str) -> None:
+    """Rounding errors against fp32 are about as large as those of plain Hugging Face in bf16."""
+    model, batch = _build(family).bfloat16().float(), _batch()  # weights that are exact in bf16
     exact, reference = _plain(model, batch, accelerator, torch.float32)
     theirs, their_grads = _plain(model, batch, accelerator, torch.bfloat16)
     ours, our_grads = _streamed(
@@ -99,7 +99,7 @@ def test_bf16(accelerator: Accelerator, family: str, settings: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_padded_rows_without_a_mask(accelerator: Accelerator, dtype: torch.dtype) -> None:
+def test_padded_rows_without_a_mask_equal_plain_autograd(accelerator: Accelerator, dtype: torch.dtype) -> None:
     model, batch = _build("llama").to(dtype).float(), _batch("right")
     loss, reference = _plain(model, batch, accelerator, torch.float32)
     got, grads = _streamed(
@@ -111,7 +111,7 @@ def test_padded_rows_without_a_mask(accelerator: Accelerator, dtype: torch.dtype
 
 
 def test_training_equals_torch(accelerator: Accelerator) -> None:
-    """Ten steps with clipping against Hugging Face on the device and torch's AdamW there."""
+    """Ten clipped steps equal Hugging Face and torch's AdamW on the same device."""
     model = _build("llama")
     plain = copy.deepcopy(model).to(accelerator.torch_device)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)

@@ -1,4 +1,4 @@
-"""The races of the simulated device, with real streams: late copies change nothing, unless a wait is missing."""
+"""Run the race tests of the simulated device on real streams: late copies change results only if a wait is missing."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +15,8 @@ from tests.numerics.test_races import SETTINGS, Result, same, train
 
 pytestmark = pytest.mark.gpu
 
-LATE = 1e-3  # seconds, before each copy
-# Kernels without atomics: then everything is the same bits, run after run.
+LATE = 1e-3  # seconds of delay before each copy
+# Kernels without atomics, whose results are the same bits in every run.
 EXACT: dict[str, Any] = {"attn_implementation": "eager", "compile": False}
 
 
@@ -55,24 +55,24 @@ def test_late_copies_change_nothing(
         (Stream.COPY_OUT, Stream.COMPUTE), (Stream.COPY_IN, Stream.COMPUTE),
     ],
 )  # fmt: skip
-def test_a_missing_wait_is_seen(
+def test_a_missing_wait_changes_results(
     accelerator: Accelerator, waiting: Stream, for_: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: one stream does not wait for another."""
     if for_ == Stream.COMPUTE and not accelerator.is_cuda:
-        pytest.skip("threads compute at once, so that this wait is never one")
+        pytest.skip("threads compute at once, so this wait never blocks")
     options = {"activation_checkpoints": "host", "precision": "float32"} | EXACT
     expected = train(accelerator.open(), **options)
-    order = StreamDevice._order
+    order = StreamDevice._await_dependencies
 
     def careless(self: StreamDevice, stream: Any, task: Task) -> None:
         if task.op.stream == waiting:
             task.waits = [other for other in task.waits if other.op.stream != for_]
         if for_ == Stream.COMPUTE and stream is None:
-            torch.cuda._sleep(1_000_000)  # computation is what comes late
+            torch.cuda._sleep(1_000_000)  # make computation late
         order(self, stream, task)
 
-    monkeypatch.setattr(StreamDevice, "_order", careless)
+    monkeypatch.setattr(StreamDevice, "_await_dependencies", careless)
     slow = [for_] if for_ != Stream.COMPUTE else []
     for seed in range(4):
         try:

@@ -1,4 +1,4 @@
-"""Steps on the device: the host never waits inside one, memory is what was stated, and nothing leaks."""
+"""Test steps on the device: the host never waits inside one, memory is as planned, and nothing leaks."""
 
 import gc
 import threading
@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def _sizes(accelerator: Accelerator, large: bool = False) -> dict[str, Any]:
-    """A model whose activations count on a GPU; a toy of it elsewhere."""
+    """Return sizes of a model whose activations matter on a GPU, or of a toy for a CPU."""
     width = 128 if not accelerator.is_cuda else 1024 if large else 512
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_attention_heads": 8, "num_key_value_heads": 4}
     return sizes | {"vocab_size": 997 if not accelerator.is_cuda else 32_003}
@@ -48,21 +48,21 @@ def test_the_host_never_waits_inside_a_step(accelerator: Accelerator, settings: 
     ).train()
     optimizer = horizon_lm.AdamW(model, max_grad_norm=1.0)
     batch = _batch(model, accelerator)
-    losses = [_step(model, optimizer, batch) for _ in range(3)]  # plans, compilers, cuBLAS
-    with accelerator.without_synchronisation():
+    losses = [_step(model, optimizer, batch) for _ in range(3)]  # planning, compilation, cuBLAS
+    with accelerator.without_synchronization():
         losses += [_step(model, optimizer, batch) for _ in range(3)]
     values = [loss.item() for loss in losses]
     assert values == sorted(values, reverse=True)  # it trains on one batch
 
 
-def test_the_guard_sees_a_synchronisation(only_cuda: Accelerator) -> None:
+def test_the_guard_detects_a_synchronization(only_cuda: Accelerator) -> None:
     number = torch.ones((), device="cuda")
-    with only_cuda.without_synchronisation(), pytest.raises(RuntimeError, match="synchroniz"):
+    with only_cuda.without_synchronization(), pytest.raises(RuntimeError, match="synchroniz"):
         number.item()
 
 
 def _peak(accelerator: Accelerator, num_blocks: int, **settings: Any) -> tuple[int, Any]:
-    """Device memory at most, of steps after the first two."""
+    """Return the peak device memory of the steps after the first two, and the model's streaming state."""
     built = families.build("llama", num_hidden_layers=num_blocks, **_sizes(accelerator, large=True))
     gc.collect()
     with accelerator.meter() as meter:
@@ -84,7 +84,7 @@ def test_peak_does_not_depend_on_depth(accelerator: Accelerator) -> None:
     print(f"4 blocks {shallow / MIB:.1f} MiB, 16 blocks {deep / MIB:.1f} MiB")
     assert deep < 1.02 * shallow
     on_device, _ = _peak(accelerator, 16, **settings | {"activation_checkpoints": "device"})
-    assert on_device > 1.02 * deep  # the control
+    assert on_device > 1.02 * deep  # the negative control
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_peak_does_not_depend_on_depth(accelerator: Accelerator) -> None:
     [{}, {"activation_checkpoints": "host"}, {"compile": True}, {"device_micro_batch_size": 2}, {"resident_blocks": 3, "resident_graphs": 3}],
     ids=str,
 )  # fmt: skip
-def test_peak_is_what_was_stated(accelerator: Accelerator, settings: dict[str, Any]) -> None:
+def test_peak_is_as_planned(accelerator: Accelerator, settings: dict[str, Any]) -> None:
     peak, streaming = _peak(accelerator, 8, **{"compile": False} | settings)
-    stated = streaming.planner.plan.peak
-    print(f"{settings}: {streaming.engine.residency}, stated {stated / MIB:.1f} MiB, peak {peak / MIB:.1f} MiB")
-    assert abs(peak / stated - 1) < (0.05 if accelerator.is_cuda else 0.1)  # a toy is mostly small change
+    planned = streaming.planner.plan.peak
+    print(f"{settings}: {streaming.engine.residency}, planned {planned / MIB:.1f} MiB, peak {peak / MIB:.1f} MiB")
+    assert abs(peak / planned - 1) < (0.05 if accelerator.is_cuda else 0.1)  # allocations of a toy are mostly small
 
 
 def test_nothing_leaks(accelerator: Accelerator) -> None:
-    """In 200 steps; toys do with fewer."""
+    """Memory is the same after 200 steps, or fewer of a toy."""
     part = 50 if accelerator.is_cuda else 15
     model = horizon_lm.stream(
         families.build("llama"), accelerator.open(), "bf16", activation_checkpoints="host", compile=False
@@ -115,11 +115,11 @@ def test_nothing_leaks(accelerator: Accelerator) -> None:
                 gc.collect()
                 seen.append((meter.current, accelerator.host_bytes()))
     print([(device, round(host / MIB, 1)) for device, host in seen])
-    assert abs(seen[-1][0] - seen[1][0]) < 100  # not a byte a step
+    assert abs(seen[-1][0] - seen[1][0]) < 100  # less than a byte per step
     assert seen[-1][1] - seen[1][1] < 4 * MIB
 
 
-def test_a_model_that_is_gone_leaves_nothing(accelerator: Accelerator) -> None:
+def test_a_deleted_model_leaves_no_memory(accelerator: Accelerator) -> None:
     def train() -> None:
         model = horizon_lm.stream(families.build("llama"), accelerator.open(), compile=False).train()
         optimizer = horizon_lm.AdamW(model)
@@ -130,7 +130,9 @@ def test_a_model_that_is_gone_leaves_nothing(accelerator: Accelerator) -> None:
         before = set(threading.enumerate())
         train()
         gc.collect()
-        for thread in set(threading.enumerate()) - before:  # those of the device, which let go of what they had
+        for thread in (
+            set(threading.enumerate()) - before
+        ):  # threads of the device, which hold its memory until they end
             thread.join(30)
 
     use()
@@ -139,7 +141,7 @@ def test_a_model_that_is_gone_leaves_nothing(accelerator: Accelerator) -> None:
         assert meter.current == 0
 
 
-def test_training_goes_on_after_the_device_was_full(only_cuda: Accelerator) -> None:
+def test_training_continues_after_out_of_memory(only_cuda: Accelerator) -> None:
     model = horizon_lm.stream(families.build("llama"), only_cuda.open(), "float32", compile=False).train()
     optimizer = horizon_lm.AdamW(model)
     batch = families.batch(padding="none")
@@ -153,8 +155,8 @@ def test_training_goes_on_after_the_device_was_full(only_cuda: Accelerator) -> N
 
 
 @pytest.mark.parametrize("objective", ["loss", "log-probabilities"])
-def test_vocabulary_of_152k(only_cuda: Accelerator, objective: str) -> None:
-    """Chunks of the head at a real vocabulary: a share of what whole logits of these 8k tokens would take."""
+def test_chunked_head_with_a_vocabulary_of_152k(only_cuda: Accelerator, objective: str) -> None:
+    """A chunked head takes a fraction of the memory that whole logits of 8k tokens would take."""
     sizes = _sizes(only_cuda) | {"vocab_size": 151_936, "num_hidden_layers": 2}
     model = horizon_lm.stream(
         families.build("llama", **sizes).bfloat16(), only_cuda.open(), "bf16", compile=False, head_chunk_tokens=512
@@ -169,7 +171,7 @@ def test_vocabulary_of_152k(only_cuda: Accelerator, objective: str) -> None:
             else:
                 horizon_lm.token_logprobs(model, input_ids=ids, labels=ids).logprobs.sum().backward()
             horizon_lm.synchronize(model)
-    print(f"{objective}: {meter.peak / MIB:.0f} MiB over what was there; logits in fp32 {logits / MIB:.0f} MiB")
+    print(f"{objective}: {meter.peak / MIB:.0f} MiB more than before; logits in fp32 {logits / MIB:.0f} MiB")
     assert meter.peak < 0.4 * logits
 
 

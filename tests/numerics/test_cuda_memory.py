@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.device import cuda, page_locks
-from horizon_lm.device.cuda import CudaDevice, CudaLink
+from horizon_lm.device import cuda_link, page_locks
+from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.device.cuda_link import CudaLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.errors import PageLockWarning
 from horizon_lm.store.store import PAGE, Arena
@@ -32,7 +33,7 @@ def gpu() -> Iterator[EmulatedGpu]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register and stage memory in small pieces, so that the slabs of a tiny model need several."""
     monkeypatch.setattr(page_locks, "REGISTER_PIECE", PIECE)
-    monkeypatch.setattr(cuda, "_STAGING_BYTES", PAGE)
+    monkeypatch.setattr(cuda_link, "_STAGING_BYTES", PAGE)
 
 
 def train(device: Any, precision: str = "float32", steps: int = 2, **settings: Any) -> tuple[list[float], Any]:
@@ -109,7 +110,7 @@ def test_copies_are_split_where_registrations_end(gpu: EmulatedGpu, refused: set
     locks = PageLocks(OnGpu.device)
     gpu.refused = refused
     locks.lock(buffer)
-    assert locks.refused_bytes == PIECE * len(refused)
+    assert locks.failed_bytes == PIECE * len(refused)
     assert gpu.is_half_locked(buffer) == (len(refused) < 3)
     link, size = CudaLink(OnGpu.device, locks), PIECE // 4
     for start, stop in (
@@ -131,7 +132,7 @@ def test_copies_are_split_where_registrations_end(gpu: EmulatedGpu, refused: set
         link.copy(part, there)
         assert torch.equal(part, values)
     locks.unlock(buffer)
-    assert locks.refused_bytes == 0
+    assert locks.failed_bytes == 0
     assert list(locks.parts(buffer)) == [(0, buffer.numel(), False)]
 
 

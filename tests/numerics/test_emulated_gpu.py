@@ -32,7 +32,7 @@ LOOKS_AT_MASKS = ("gemma2", "qwen3_next")
 # Run as a program that ends while a thread of the device is inside torch.
 PROGRAM = """
 import torch
-from horizon_lm.device.cuda import CudaLink
+from horizon_lm.device.cuda_link import CudaLink
 from tests.emulated import emulated_gpu
 from tests.numerics.test_emulated_gpu import CudaDevice, families, horizon_lm
 

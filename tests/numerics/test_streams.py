@@ -45,14 +45,14 @@ def test_a_missing_wait_is_detected(
     """Negative control: one stream does not wait for another."""
     options = {"activation_checkpoints": "host", "precision": "float32"}
     expected = undisturbed(**options)
-    order = StreamDevice._order
+    order = StreamDevice._await_dependencies
 
     def careless(self: StreamDevice, stream: Any, task: Task) -> None:
         if task.op.stream == waiting:
             task.waits = [other for other in task.waits if other.op.stream != for_]
         order(self, stream, task)
 
-    monkeypatch.setattr(StreamDevice, "_order", careless)
+    monkeypatch.setattr(StreamDevice, "_await_dependencies", careless)
     for seed in range(6):
         slow = [for_] if for_ in (Stream.COPY_IN, Stream.COPY_OUT) else []
         try:
@@ -89,7 +89,7 @@ class Failing(ThreadedDevice):
         self.at, self.armed, self.failed, self.lock = at, False, False, threading.Lock()
         self.seen: Counter[str] = Counter()
 
-    def _order(self, stream: Any, task: Task) -> None:
+    def _await_dependencies(self, stream: Any, task: Task) -> None:
         if stream is not None and self.armed:
             name = str(task.op)
             with self.lock:
@@ -98,7 +98,7 @@ class Failing(ThreadedDevice):
             if fails:
                 self.failed = True
                 raise InjectedError(name)
-        super()._order(stream, task)
+        super()._await_dependencies(stream, task)
 
 
 def _make(device: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The step that `benchmarks/field_schedule.py` writes down for MegaTrain: what is in it, and that its price behaves."""
+"""Test the MegaTrain step of `benchmarks/field_schedule.py`: its operations, and its simulated time."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -37,19 +37,19 @@ def count(schedule: Pass, kind: Kind, stream: Stream) -> Counter[str]:
     return Counter(op.unit for op in schedule.ops if (op.kind, op.stream) == (kind, stream))
 
 
-# What is in it
+# Operations
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
-def test_three_loads_and_three_forwards_of_every_block_and_one_optimizer(settings: FieldSettings, tied: bool) -> None:
+def test_a_step_has_three_loads_and_forwards_per_block_and_one_optimizer(settings: FieldSettings, tied: bool) -> None:
     schedule = field_pass(NUM_BLOCKS, tied, settings)
     forwards = count(schedule, Kind.FORWARD, Stream.COMPUTE) + count(schedule, Kind.BACKWARD, Stream.COMPUTE)
     for unit in map(block, range(NUM_BLOCKS)):
         assert count(schedule, Kind.STREAM_IN, Stream.COPY_IN)[unit] == 3
-        assert count(schedule, Kind.UPDATE_ROWS, Stream.HOST)[unit] == 3  # packed each time
-        assert count(schedule, Kind.STAGE, Stream.COMPUTE)[unit] == 3  # and copied into a template
-        assert forwards[unit] == 3  # a backward computes its block again
+        assert count(schedule, Kind.UPDATE_ROWS, Stream.HOST)[unit] == 3  # packed for each load
+        assert count(schedule, Kind.STAGE, Stream.COMPUTE)[unit] == 3  # copied into a template
+        assert forwards[unit] == 3  # the backward recomputes its block
         assert count(schedule, Kind.BACKWARD, Stream.COMPUTE)[unit] == 1
         assert count(schedule, Kind.STREAM_OUT, Stream.COPY_OUT)[unit] == 1
     assert [op.stream for op in schedule.ops if op.kind == Kind.UPDATE] == [Stream.HOST]
@@ -72,7 +72,7 @@ def two_steps(settings: FieldSettings, change: Callable[[Pass], Pass] = lambda s
 
 
 def races(timeline: Timeline) -> list[tuple[Op, Op]]:
-    """Pairs of operations that ran at the same time though one writes what the other one uses."""
+    """Return pairs of operations that overlap although one writes a buffer that the other uses."""
     spans = [span for schedule in timeline.passes for span in schedule]
     return [
         (a.op, b.op)
@@ -88,18 +88,18 @@ def test_nothing_races(settings: FieldSettings) -> None:
     assert not races(two_steps(settings))
 
 
-def test_races_are_seen() -> None:
+def test_the_check_for_races_finds_them() -> None:
     def without_waits(schedule: Pass) -> Pass:
         return replace(schedule, ops=tuple(replace(op, waits=()) for op in schedule.ops))
 
     assert races(two_steps(FieldSettings(4), without_waits))
 
 
-# Its price
+# Simulated time
 
 
-def falls(taken: list[float]) -> bool:
-    """Never rises. By a hair it may: copies that are faster than packing take its memory bandwidth while they run."""
+def never_rises(taken: list[float]) -> bool:
+    """Return whether times never rise by more than 0.1%; faster copies take memory bandwidth from packing."""
     return all(after <= 1.001 * before for before, after in pairwise(taken))
 
 
@@ -109,10 +109,10 @@ def seconds(
     step = FieldStep(outline(), settings)
     cost = step.cost(machine)
 
-    def priced(op: Op) -> float:
+    def price(op: Op) -> float:
         return 0.0 if free(op) else cost(op)
 
-    return step_seconds(step.passes(), priced, rates(machine), num_steps=3)
+    return step_seconds(step.passes(), price, rates(machine), num_steps=3)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -122,7 +122,7 @@ def test_fewer_loads_are_never_slower(machine: str) -> None:
     taken = [
         seconds(gpu, free=set(loads[-number:]).__contains__ if number else lambda op: False) for number in (0, 3, 9, 19)
     ]
-    assert falls(taken)
+    assert never_rises(taken)
     assert taken[-1] < taken[0]
 
 
@@ -135,11 +135,11 @@ def test_more_bandwidth_is_never_slower(machine: str, rate: str) -> None:
         value = getattr(gpu, rate)
         more = {key: factor * each for key, each in value.items()} if rate == "host_bandwidth" else factor * value
         taken.append(seconds(replace(gpu, **{rate: more, "link_both": 1e15})))
-    assert falls(taken)
+    assert never_rises(taken)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_they_left_out_was_for_something(machine: str) -> None:
+def test_double_buffering_and_slab_pool_save_time(machine: str) -> None:
     gpu = find_profile(machine)
     full = seconds(gpu)
     assert full < seconds(gpu, FieldSettings(4, double_buffered=False))
@@ -147,14 +147,14 @@ def test_what_they_left_out_was_for_something(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_two_loads_two_forwards_and_a_hidden_optimizer_are_faster(machine: str) -> None:
+def test_our_schedule_is_faster(machine: str) -> None:
     gpu = find_profile(machine)
     residency = Residency(NUM_BLOCKS)
     ours = Step(outline(), StepSettings(4, precision="bf16", head_chunk_tokens=512, residency=residency))
     assert step_time(ours, gpu).seconds < seconds(gpu)
 
 
-def test_time_is_made_of_its_parts() -> None:
+def test_times_add_up_to_the_step() -> None:
     gpu = find_profile("rtx-3090")
     step = FieldStep(outline(), SETTINGS[0])
     time = field_time(step, gpu)
@@ -162,10 +162,10 @@ def test_time_is_made_of_its_parts() -> None:
     assert time.seconds == pytest.approx(time.computing + time.optimizer + time.waiting)
     assert time.optimizer == pytest.approx(30 * outline().sizes.num_parameters / gpu.host_rate)
     host = sum(cost(op) for op in step.passes()[0].ops if op.kind in UPDATES and op.unit == block(0))
-    assert host == pytest.approx((3 * 4 + 4) * sum(outline().sizes.blocks[0]))  # three times packed, once landed
+    assert host == pytest.approx((3 * 4 + 4) * sum(outline().sizes.blocks[0]))  # packed three times, landed once
 
 
-def test_memory_is_as_published() -> None:
-    """158 rows of Qwen2.5-7B: a peak of 74.2 GB by their count, in units of 2**30 in their code."""
+def test_memory_equals_the_published_peak() -> None:
+    """158 rows of Qwen2.5-7B have a published peak of 74.2 GB, which their code counts in units of 2**30."""
     step = FieldStep(outline("Qwen2.5-7B", 28, 1024), FieldSettings(158))
     assert step.device_bytes() == pytest.approx(74.2 * 2**30, rel=0.05)

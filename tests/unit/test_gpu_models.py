@@ -1,4 +1,4 @@
-"""The arithmetic of the accelerator benchmarks, against figures that others publish."""
+"""Compare the arithmetic of the accelerator benchmarks with published figures."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_models import MODELS, count_parameters, make_config, model_flops, random_model, toy, wider
 
-# Parameters in billions, from the model cards; of the mixture of experts, those that a token uses as well.
+# Parameters in billions, from the model cards.
 PUBLISHED = {"qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "llama-3.1-8b": 8.03}
 
 
@@ -26,8 +26,8 @@ def test_a_token_uses_few_experts() -> None:
     assert 3.3 <= (active + config.vocab_size * config.hidden_size) / 1e9 < 3.4  # the card counts the lookup
 
 
-def test_operations_are_those_that_autograd_counts() -> None:
-    """Forward and backward without recomputation, with all of the scores: causal attention needs half of them."""
+def test_operations_equal_those_counted_in_autograd() -> None:
+    """Count a forward and backward without recomputation, with all scores, of which causal attention needs half."""
     from torch.utils.flop_counter import FlopCounterMode
 
     rows, length = 3, 64
@@ -39,12 +39,12 @@ def test_operations_are_those_that_autograd_counts() -> None:
     config.head_dim = config.hidden_size // config.num_attention_heads
     attention = 6 * config.num_hidden_layers * rows * length * length * config.num_attention_heads * config.head_dim
     expected = model_flops(config, rows * length, length) + attention
-    # Biases and norms are counted as parameters, but are not products.
+    # Biases and norms count as parameters, but are not matrix products.
     assert expected == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
 @pytest.mark.parametrize("settings", [*MODELS.values(), wider(3, 10)], ids=lambda s: s["model_type"])
-def test_random_weights_are_those_of_the_model(settings: dict[str, Any]) -> None:
+def test_random_weights_are_initialized_like_the_model(settings: dict[str, Any]) -> None:
     config = make_config(toy(settings), 32)
     model = random_model(config, torch.float32, torch.device("cpu"), torch.device("cpu"))
     ids = torch.randint(0, config.vocab_size, (2, 32))

@@ -1,4 +1,4 @@
-"""The compiled loops against numpy and torch, mode by mode."""
+"""Compare the compiled kernels with numpy and torch, mode by mode."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +11,10 @@ import torch
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.kernels.adamw import (
     Scalars,
-    _first,
-    _keep_first,
-    _keep_second,
-    _second,
+    _decode_first,
+    _decode_second,
+    _encode_first,
+    _encode_second,
     rows_kernel,
     update_kernel,
 )
@@ -29,7 +29,7 @@ HYPER = Hyperparameters(lr=1e-3, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0
 
 
 class Slabs:
-    """Everything an update touches, for ``n`` elements."""
+    """The arrays of an update of ``n`` elements."""
 
     def __init__(self, weights: str, moments: str, grads: str, n: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ class Slabs:
         self.first, self.second = np.zeros(n, dtype), np.zeros(n, dtype)
         self.scale1, self.scale2 = (np.zeros(-(-n // BLOCK) if moments == "8bit" else 0, np.float32) for _ in range(2))
 
-    def give(self, grad: torch.Tensor) -> None:
+    def set_grads(self, grad: torch.Tensor) -> None:
         self.grads[:] = as_array(grad if self.modes[2] == "float32" else grad.bfloat16())
 
     def update(self, scalars: Scalars, start: int = 0, stop: int | None = None) -> None:
@@ -61,7 +61,7 @@ class Slabs:
         low = self.low.astype(np.uint32) if self.modes[0] == "fp32_master" else np.uint32(0)
         return ((bits << 16) + low).astype(np.uint32).view(np.float32)
 
-    def everything(self) -> list[np.ndarray]:
+    def arrays(self) -> list[np.ndarray]:
         return [self.weights, self.low, self.first, self.second, self.scale1, self.scale2]
 
 
@@ -74,7 +74,7 @@ def scalars(step: int, clip: float = 0.7) -> Scalars:
 
 
 def reference(n: int, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """AdamW in fp64 on gradients in bf16, and where it began."""
+    """Return the weights after AdamW in fp64 on bf16 gradients, and the initial weights."""
     start = (0.02 * torch.randn(n, generator=torch.Generator().manual_seed(0))).bfloat16().double().numpy()
     w, m, v = start.copy(), np.zeros(n), np.zeros(n)
     for step in range(1, num_steps + 1):
@@ -94,12 +94,12 @@ def test_update_follows_fp64(weights: str, moments: str, grad_mode: str) -> None
     expected, start = reference(n, num_steps)
     slabs = Slabs(weights, moments, grad_mode, n)
     for step in range(1, num_steps + 1):
-        slabs.give(grads(n, step).bfloat16().float())
+        slabs.set_grads(grads(n, step).bfloat16().float())
         slabs.update(scalars(step))
     moved = slabs.masters().astype(np.float64) - start
     wanted = expected - start
     error = np.sqrt(np.mean((moved - wanted) ** 2) / np.mean(wanted**2))
-    # fp32 all the way is exact but for its rounding; a bf16 weight is off by part of a step, moments by their rounding
+    # All in fp32, only rounding differs. A bf16 weight is off by part of a step, and moments by their rounding.
     limit = {"float32": 1e-5, "bfloat16": 0.02, "8bit": 0.15}[moments] if weights != "bf16" else 0.6
     assert error < limit
     slope = moved @ wanted / (wanted @ wanted)
@@ -111,20 +111,20 @@ def test_update_follows_fp64(weights: str, moments: str, grad_mode: str) -> None
 @pytest.mark.parametrize("grad_mode", GRADS)
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_pieces_and_threads_do_not_matter(weights: str, moments: str, grad_mode: str) -> None:
+def test_result_does_not_depend_on_pieces_or_threads(weights: str, moments: str, grad_mode: str) -> None:
     n = 40 * BLOCK + 32
     whole, cut = (Slabs(weights, moments, grad_mode, n) for _ in range(2))
     order = random.Random(0)
     with ThreadPoolExecutor(4) as pool:
         for step in range(1, 4):
             for slabs in (whole, cut):
-                slabs.give(grads(n, step))
+                slabs.set_grads(grads(n, step))
             whole.update(scalars(step))
             size = BLOCK * order.choice([1, 3, 7])
             starts = list(range(0, n, size))
             order.shuffle(starts)
             list(pool.map(lambda a, size=size, step=step: cut.update(scalars(step), a, min(a + size, n)), starts))
-    for a, b in zip(whole.everything(), cut.everything(), strict=True):
+    for a, b in zip(whole.arrays(), cut.arrays(), strict=True):
         assert a.tobytes() == b.tobytes()
 
 
@@ -134,7 +134,7 @@ def test_split_weights_are_an_exact_fp32_master(moments: str) -> None:
     split, plain = Slabs("fp32_master", moments, "bfloat16", n), Slabs("float32", moments, "bfloat16", n)
     for step in range(1, 21):
         for slabs in (split, plain):
-            slabs.give(grads(n, step) * 10.0 ** (step - 10))  # from denormal moments to huge ones
+            slabs.set_grads(grads(n, step) * 10.0 ** (step - 10))  # from denormal moments to huge ones
             slabs.update(scalars(step))
         assert split.masters().tobytes() == plain.masters().tobytes()
         assert split.weights.tobytes() == as_array(torch.from_numpy(_away_from_zero(plain.weights))).tobytes()
@@ -146,13 +146,13 @@ def _away_from_zero(master: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_rows_are_updated_as_spans_are(weights: str, moments: str) -> None:
-    num_rows, width = 37, 2 * BLOCK  # rows of whole blocks, so that both ways have the same scales
+def test_updating_rows_equals_updating_spans(weights: str, moments: str) -> None:
+    num_rows, width = 37, 2 * BLOCK  # rows of whole blocks, so that rows and spans have the same scales
     spans, rows = (Slabs(weights, moments, "bfloat16", num_rows * width) for _ in range(2))
     present = np.arange(0, num_rows, 3)
     grad = torch.zeros(num_rows, width)
     grad[present] = grads(len(present) * width, 1).view(len(present), width)
-    spans.give(grad.view(-1))
+    spans.set_grads(grad.view(-1))
     spans.update(scalars(1))
     sparse = as_array(torch.cat([grad[present], torch.zeros(1, width)]).bfloat16()).reshape(-1)
     grad_rows = np.full(num_rows, len(present))
@@ -163,7 +163,7 @@ def test_rows_are_updated_as_spans_are(weights: str, moments: str) -> None:
             rows.weights, rows.low, sparse, rows.first, rows.second, rows.scale1, rows.scale2, width, blocks, part,
             grad_rows[part], scalars(1),
         )  # fmt: skip
-    for a, b in zip(spans.everything(), rows.everything(), strict=True):
+    for a, b in zip(spans.arrays(), rows.arrays(), strict=True):
         assert a.tobytes() == b.tobytes()
 
 
@@ -178,21 +178,21 @@ def _round(values: Any, out: Any, key: Any, exact: Any) -> None:
 
 
 def mean_error(values: np.ndarray, exact: bool) -> float:
-    """Mean error of rounding to bf16, in standard deviations of an unbiased rounding."""
+    """Return the mean error of rounding to bf16, in standard deviations of an unbiased rounding."""
     out = np.zeros(len(values), np.uint16)
     _round(values, out, U32(7), exact)
     step = 2.0**-7 * 2 ** np.floor(np.log2(np.abs(values.astype(np.float64))))
     low = np.floor(values / step) * step
-    share = (values - low) / step
+    fraction = (values - low) / step
     error = (out.astype(np.uint32) << 16).view(np.float32).astype(np.float64) - values
-    return float(error.sum() / np.sqrt((step**2 * share * (1 - share)).sum()))
+    return float(error.sum() / np.sqrt((step**2 * fraction * (1 - fraction)).sum()))
 
 
 @pytest.mark.parametrize("value", [1 + 2**-10, 1 + 3 * 2**-10, -(1 + 2**-9), 0.3, 1e-30])
 def test_stochastic_rounding_is_unbiased(value: float) -> None:
     values = np.full(200_000, value, np.float32)
     assert abs(mean_error(values, exact=False)) < 5
-    assert abs(mean_error(values, exact=True)) > 50  # rounding to the nearest is not: the test can tell
+    assert abs(mean_error(values, exact=True)) > 50  # the negative control: rounding to the nearest is biased
 
 
 def test_noise_is_uniform_and_differs_by_key() -> None:
@@ -212,36 +212,36 @@ def test_noise_is_uniform_and_differs_by_key() -> None:
 
 
 @kernel
-def _code_first(values: Any, codes: Any, out: Any, key: Any) -> None:
+def _round_trip_first(values: Any, codes: Any, out: Any, key: Any) -> None:
     for i in range(len(values)):
-        _keep_first(codes, i, values[i], U32(mix(U32(U32(i) ^ key)) & U32(0xFFFF)))
-        out[i] = _first(codes, i, F32(1))
+        _encode_first(codes, i, values[i], U32(mix(U32(U32(i) ^ key)) & U32(0xFFFF)))
+        out[i] = _decode_first(codes, i, F32(1))
 
 
 @kernel
-def _code_second(values: Any, codes: Any, out: Any, key: Any) -> None:
+def _round_trip_second(values: Any, codes: Any, out: Any, key: Any) -> None:
     for i in range(len(values)):
-        _keep_second(codes, i, values[i], U32(mix(U32(U32(i) ^ key)) & U32(0xFFFF)))
-        out[i] = _second(codes, i, F32(1))
+        _encode_second(codes, i, values[i], U32(mix(U32(U32(i) ^ key)) & U32(0xFFFF)))
+        out[i] = _decode_second(codes, i, F32(1))
 
 
-@pytest.mark.parametrize("coder", [_code_first, _code_second])
+@pytest.mark.parametrize("codec", [_round_trip_first, _round_trip_second])
 @pytest.mark.parametrize("size", [1.0, 0.3, 1e-2, 1e-4, 2**-15.5])
-def test_8bit_moments_are_unbiased(coder: Any, size: float) -> None:
+def test_8bit_moments_are_unbiased(codec: Any, size: float) -> None:
     values = np.full(100_000, size, np.float32)
     out, codes = np.zeros_like(values), np.zeros(len(values), np.uint8)
-    coder(values, codes, out, U32(3))
+    codec(values, codes, out, U32(3))
     assert np.abs(out / size - 1).max() <= 1 if size < 2**-14 else np.abs(out / size - 1).max() < 0.13
     assert abs(out.mean() / size - 1) < 5 * 0.13 / np.sqrt(len(values)) * (8 if size < 2**-14 else 1)
-    if coder is _code_first:
-        coder(-values, codes, out, U32(3))
+    if codec is _round_trip_first:
+        codec(-values, codes, out, U32(3))
         assert abs(out.mean() / -size - 1) < 0.02
 
 
-def test_8bit_second_moment_is_zero_only_where_it_is() -> None:
+def test_8bit_second_moment_is_zero_only_for_zero() -> None:
     values = np.array([0, 1e-30, 2**-40, 1], np.float32)
     out, codes = np.zeros_like(values), np.zeros(4, np.uint8)
-    _code_second(values, codes, out, U32(0))
+    _round_trip_second(values, codes, out, U32(0))
     assert out[0] == 0
     assert (out[1:] > 0).all()
     assert out[3] == 1
@@ -258,21 +258,21 @@ def test_landing_equals_torch(target: str, source: str, add: bool) -> None:
     here, there = (torch.randn(1000, generator=generator).to(getattr(torch, d)) for d in (target, source))
     there[3], there[5] = float("inf"), float("nan")
     expected = there.to(here.dtype) if not add else (here.float() + there.float()).to(here.dtype)
-    squares = landing_kernel(target, source, add)(as_array(here), as_array(there))
-    assert np.isnan(squares)
+    sum_of_squares = landing_kernel(target, source, add)(as_array(here), as_array(there))
+    assert np.isnan(sum_of_squares)
     torch.testing.assert_close(here, expected, rtol=0, atol=0, equal_nan=True)
     here[3] = here[5] = 0
     again = squared_norm_kernel(target)(as_array(here))
     assert again == pytest.approx(float(here.double().square().sum()), rel=1e-14)
 
 
-def test_squares_do_not_overflow_nor_lose_digits() -> None:
+def test_sum_of_squares_neither_overflows_nor_loses_digits() -> None:
     values = np.full(3_000_000, 1e30, np.float32)
     assert squared_norm_kernel("float32")(values) == pytest.approx(3e66, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_land_as_index_add_does(dtype: str) -> None:
+def test_landing_rows_equals_index_add(dtype: str) -> None:
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(50, 64, generator=generator).to(getattr(torch, dtype))
     source = torch.randn(20, 64, generator=generator).to(table.dtype)

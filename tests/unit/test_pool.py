@@ -1,4 +1,4 @@
-"""Threads for host work: order, sharing of cores, errors; and how many cores there are."""
+"""Threads for host work: order, shared cores, errors; and the number of usable cores."""
 
 import threading
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def task(*functions: Any) -> Task:
     return Task(Op(Kind.UPDATE, "block0", Stream.HOST), [], [Piece(f) for f in functions])
 
 
-def test_tasks_start_in_order_and_are_all_done() -> None:
+def test_tasks_are_all_done() -> None:
     pool, seen = HostPool(3, 1, HostLink()), []
     tasks = [task(*[lambda n=n: seen.append(n)] * 5) for n in range(20)]
     for each in tasks:
@@ -40,7 +40,7 @@ def test_tasks_start_in_order_and_are_all_done() -> None:
     assert sorted(seen) == sorted(list(range(20)) * 5)
 
 
-def test_nothing_runs_before_it_is_ready() -> None:
+def test_no_task_runs_before_it_is_ready() -> None:
     pool, gate, seen = HostPool(3, 1, HostLink()), threading.Event(), []
     first, second = task(lambda: seen.append(1)), task(lambda: seen.append(2))
     pool.submit(first, gate.wait)
@@ -52,7 +52,7 @@ def test_nothing_runs_before_it_is_ready() -> None:
     assert seen == [1, 2]
 
 
-def test_an_urgent_task_is_next() -> None:
+def test_an_urgent_task_runs_next() -> None:
     pool, gate, seen = HostPool(1, 1, HostLink()), threading.Event(), []
     pool.submit(task(gate.wait))
     for n in range(3):
@@ -63,7 +63,7 @@ def test_an_urgent_task_is_next() -> None:
     assert seen == ["urgent", 0, 1, 2]
 
 
-def test_an_urgent_task_may_be_what_another_waits_for() -> None:
+def test_a_task_may_wait_for_an_urgent_one() -> None:
     pool, waiting, gate, seen = HostPool(1, 1, HostLink()), threading.Event(), threading.Event(), []
 
     def ready() -> None:
@@ -77,15 +77,15 @@ def test_an_urgent_task_may_be_what_another_waits_for() -> None:
     assert seen == [True]
 
 
-def test_fewer_threads_while_something_computes() -> None:
+def test_fewer_threads_run_while_the_device_computes() -> None:
     pool = HostPool(4, 1, HostLink())
-    lock, running, most = threading.Lock(), 0, 0
+    lock, running, peak = threading.Lock(), 0, 0
 
     def piece() -> None:
-        nonlocal running, most
+        nonlocal running, peak
         with lock:
             running += 1
-            most = max(most, running)
+            peak = max(peak, running)
         threading.Event().wait(0.002)
         with lock:
             running -= 1
@@ -93,14 +93,14 @@ def test_fewer_threads_while_something_computes() -> None:
     pool.computing(True)
     pool.submit(task(*[piece] * 20))
     pool.wait()
-    assert most == 1
+    assert peak == 1
     pool.computing(False)
     pool.submit(task(*[piece] * 40))
     pool.wait()
-    assert most > 1
+    assert peak > 1
 
 
-def test_an_error_reaches_whoever_waits_and_the_rest_goes_on() -> None:
+def test_an_error_is_raised_in_wait_and_other_tasks_go_on() -> None:
     pool, seen = HostPool(2, 1, HostLink()), []
 
     def fails() -> None:
@@ -116,7 +116,7 @@ def test_an_error_reaches_whoever_waits_and_the_rest_goes_on() -> None:
     assert seen == [1]
 
 
-def test_a_forgotten_pool_ends_its_threads() -> None:
+def test_threads_end_with_their_pool() -> None:
     before = threading.active_count()
     pool = HostPool(3, 1, HostLink())
     pool.submit(task(lambda: None))

@@ -24,7 +24,7 @@ class Batch:
         input_ids: token ids, 0 in the padding.
         attention_mask: 1 for tokens and 0 for padding; None for packed rows.
         position_ids: positions that restart with each packed row and with the padding; None for other rows.
-        labels: token ids of the targets, `NOT_TRAINED` elsewhere.
+        labels: token ids of the targets, `IGNORE_INDEX` elsewhere.
         num_trained: number of targets; the loss of a step is the mean over them.
         num_tokens: number of tokens without padding.
         rows: indices of the rows in their dataset.

@@ -1,1 +1,1 @@
-"""The one seam to hardware."""
+"""The hardware: streams, memory and transfers of a device, and the host threads of the optimizer."""

@@ -1,12 +1,12 @@
-"""A device whose streams run by themselves: who enqueues what, and what has to be enqueued before.
+"""A device with asynchronous streams: the threads that enqueue tasks, and the events that order them.
 
-Computation is enqueued by the caller, on the caller's current stream. Each copy stream has an *issuer*, a thread that
-enqueues its tasks in schedule order. It may block, on an update in host memory or on a staging buffer, while the caller
-goes on. Waiting for an event that is not recorded yet would be no wait at all, so whoever makes a stream wait for a
-task first makes sure, on the host, that the task is enqueued. Nothing else blocks the caller inside a step.
+The caller enqueues computation on its own current stream. Each copy stream has an *issuer*, a thread that enqueues its
+tasks in schedule order; this is what prefetches the next blocks while the current one computes. An issuer may block, on
+an update in host memory or on a staging buffer, while the caller goes on. Waiting for an event that is not recorded yet
+would be no wait at all, so before a stream is made to wait for a task, the host waits until that task is enqueued.
+Nothing else blocks the caller inside a step.
 
-What a stream and an event are is left to the abstract methods, so that threads can play the streams in tests.
-
+Streams and events are left to abstract methods, so that tests can play them with threads.
 """
 
 import queue
@@ -28,18 +28,18 @@ from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.schedule.trace import Trace
 
-_BUSY_THREADS = 4  # the caller, the two issuers, and the driver's for copies
+_BUSY_THREADS = 4  # the caller, the two issuers, and the driver's copy thread
 
 
 class Event(Protocol):
     def synchronize(self) -> None:
-        """Block the host until the stream has come to where the event was recorded."""
+        """Block the host until the stream has reached the point where the event was recorded."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Times:
-    """Events around one operation: its stream reached it, it began, it ended."""
+class _OpEvents:
+    """Timing events of one operation: its stream reached it, it began after its waits, it ended."""
 
     op: Op
     reached: Any
@@ -48,13 +48,13 @@ class _Times:
 
 
 class StreamDevice(ABC):
-    """See the module's description.
+    """A device whose two copy streams run asynchronously; subclasses say what a stream and an event are.
 
     Args:
-        name: as given by the user.
-        torch_device: where buffers live.
-        capacity: bytes that the engine's buffers may take together; None for no limit of ours.
-        host_threads: threads for updates; None for the usable cores less those that everything else needs.
+        name: the name that the user gave.
+        torch_device: the device of the buffers.
+        capacity: limit on the bytes of the engine's buffers; None for no limit of our own.
+        host_threads: threads for updates; None for the usable cores less those that are needed elsewhere.
     """
 
     scratch_bytes = 0
@@ -64,20 +64,20 @@ class StreamDevice(ABC):
     ) -> None:
         self.name, self.torch_device, self.capacity = name, torch_device, capacity
         self.counters = Counters()
-        self.link: Link = HostLink()  # of the threads; each copy stream has its own
+        self.link: Link = HostLink()  # for the host threads; each copy stream has a link of its own
         self._trace: Trace | None = None
         self._host_threads = host_threads or max(1, usable_cores() - _BUSY_THREADS)
         self._pool: HostPool | None = None
         self._issuers: dict[Stream, _Issuer] = {}
         self._changed = threading.Condition()
         self._failed: list[Task] = []
-        self.broken: dict[Stream, BaseException] = {}  # streams that did not even take an event to wait for
-        self._times: list[_Times] = []
-        self._reached: tuple[Any, Any] | None = None
+        self.broken_streams: dict[Stream, BaseException] = {}  # those that could not be made to wait for an event
+        self._timed: list[_OpEvents] = []
+        self._compute_began: tuple[Any, Any] | None = None  # when the compute stream reached it, and when it began
 
     @property
     def trace(self) -> Trace | None:
-        """Records every operation if there is one. Beginning a trace waits for what is enqueued."""
+        """The trace that records every operation, or None. Setting one waits until the compute stream is idle."""
         return self._trace
 
     @trace.setter
@@ -93,7 +93,7 @@ class StreamDevice(ABC):
             numel, dtype, kind, self.torch_device, capacity=self.capacity, counters=self.counters, name=self.name
         )
         self.poison(buffer)
-        # The memory may have been freed by computation that is still running: no copy may write to it before.
+        # Computation that is still running may have used this memory before: no copy may write to it until then.
         event = self._record(None)
         for issuer in self._open_issuers().values():
             issuer.put(event)
@@ -130,16 +130,16 @@ class StreamDevice(ABC):
 
     def begin(self, task: Task) -> None:
         reached = self._record(None) if self.trace is not None else None
-        self._order(None, task)
+        self._await_dependencies(None, task)
         if self.trace is not None:
-            self._reached = (reached, self._record(None))
+            self._compute_began = (reached, self._record(None))
 
     def end(self, task: Task) -> None:
         event = self._record(None)
-        self._settle(task, event)
-        if self.trace is not None and self._reached is not None:
-            self._times.append(_Times(task.op, *self._reached, event))
-            self._reached = None
+        self._set_event(task, event)
+        if self.trace is not None and self._compute_began is not None:
+            self._timed.append(_OpEvents(task.op, *self._compute_began, event))
+            self._compute_began = None
 
     def wait(self, tasks: Sequence[Task]) -> None:
         host = [task for task in tasks if task.op.stream == Stream.HOST and not task.done]
@@ -163,25 +163,26 @@ class StreamDevice(ABC):
             self._changed.notify_all()
         self._drain_streams()
         for task in self._failed:
-            task.done = True  # of any pass: whoever waits for it from now on only wants it to be over
+            task.done = True  # also of other passes: later waits only need the task to be over
         self._failed.clear()
-        self.broken.clear()
+        self.broken_streams.clear()
 
     def _drain_streams(self) -> None:
         for issuer in self._issuers.values():
             issuer.wait_until_idle()
         self._synchronize_streams()
         if self.trace is not None:
-            times, self._times = self._times, []
-            for t in times:
+            timed, self._timed = self._timed, []
+            for t in timed:
                 self.trace.add(t.op, self._seconds(t.began), self._seconds(t.ended), self._seconds(t.reached))
 
-    # What is enqueued, and in which order
+    # Enqueuing in order
 
     def enqueue(self, stream: Any, link: Link, task: Task) -> None:
-        """Called by an issuer: put a task into its stream. A failure is kept for whoever waits for the task.
+        """Enqueue a task in its stream; called by the stream's issuer. A failure is kept and raised in `wait`.
 
-        What follows in the stream fails with it, until the pass is given up: a wait for it means having what came before.
+        Later tasks of the stream fail with it until the pass is cancelled: waiting for one of them implies waiting for
+        everything before it.
         """
         try:
             if task.done:  # cancelled
@@ -189,49 +190,49 @@ class StreamDevice(ABC):
             for before in self._failed:
                 if before.op.stream == task.op.stream and before.error is not None:
                     raise before.error
-            if task.op.stream in self.broken:
-                raise self.broken[task.op.stream]
-            if task.op.kind == Kind.UPDATE_ROWS:  # host work in a copy stream: what the next copy takes
+            if task.op.stream in self.broken_streams:
+                raise self.broken_streams[task.op.stream]
+            if task.op.kind == Kind.UPDATE_ROWS:  # host work in a copy stream: the next copy reads these rows
                 self.wait(task.waits)
                 self._host_pool().submit(task, trace=self.trace, urgent=True)
                 self._host_pool().wait([task])
-                self._settle(task, None)
+                self._set_event(task, None)
                 return
             reached = self._record(stream) if self.trace is not None else None
-            self._order(stream, task)
+            self._await_dependencies(stream, task)
             began = self._record(stream) if self.trace is not None else None
             assert task.moves is not None
-            with self._on(stream):
+            with self._use_stream(stream):
                 for move in () if task.done else task.moves:
                     move.run(link)
                     self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += move.host_bytes
             event = self._record(stream)
-            self._settle(task, event)
+            self._set_event(task, event)
             if self.trace is not None:
-                self._times.append(_Times(task.op, reached, began, event))
+                self._timed.append(_OpEvents(task.op, reached, began, event))
         except BaseException as error:
             with self._changed:
                 task.error = error
                 self._failed.append(task)
                 self._changed.notify_all()
 
-    def _order(self, stream: Any, task: Task) -> None:
-        """Make a stream (None: the caller's) wait for what a task waits for."""
-        waits, task.waits = task.waits, []  # keeping them would keep every earlier task alive
+    def _await_dependencies(self, stream: Any, task: Task) -> None:
+        """Make a stream (None: the caller's) wait for the dependencies of a task."""
+        waits, task.waits = task.waits, []  # or every task would keep all earlier ones alive
         self.wait([other for other in waits if other.op.stream == Stream.HOST])
         for other in waits:
             event = self._event_of(other)
             if event is not None:
                 self._wait_event(stream, event)
 
-    def _settle(self, task: Task, event: Any) -> None:
-        """A task is enqueued up to this event, or done already."""
+    def _set_event(self, task: Task, event: Any) -> None:
+        """Record the event at which a task ends; None if the task is done."""
         with self._changed:
             task.event, task.done = event, event is None
             self._changed.notify_all()
 
     def _event_of(self, task: Task) -> Any:
-        """The end of a task in its stream, once it is enqueued; None if it is done. Raises what it raised."""
+        """Return the event at which a task ends, once it is enqueued; None if it is done. Raise the task's error if it failed."""
         with self._changed:
             self._changed.wait_for(lambda: task.done or task.event is not None or task.error is not None)
             if task.error is not None and not task.done:
@@ -250,51 +251,51 @@ class StreamDevice(ABC):
             self._issuers = {s: _Issuer(self, s, *self._open_stream()) for s in (Stream.COPY_IN, Stream.COPY_OUT)}
         return self._issuers
 
-    # What a stream is
+    # Streams and events
 
     @abstractmethod
     def _open_stream(self) -> tuple[Any, Link]:
-        """A new copy stream and its link, which moves what it is asked to on the stream that is current."""
+        """Open a copy stream, and the link that transfers on it while it is current."""
 
     @abstractmethod
-    def _on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, the thread's current stream is this one."""
+    def _use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Context manager: make a stream the thread's current one."""
 
     @abstractmethod
     def _record(self, stream: Any) -> Event:
-        """An event at the present end of a stream; None: the caller's current one."""
+        """Record an event at the present end of a stream (None: the caller's current one)."""
 
     @abstractmethod
     def _wait_event(self, stream: Any, event: Any) -> None:
-        """What is enqueued from now on waits for the event."""
+        """Make everything that is enqueued from now on wait for an event."""
 
     @abstractmethod
     def _synchronize_streams(self) -> None:
-        """Block the host until all streams are done."""
+        """Block the host until all streams are idle."""
 
     @abstractmethod
     def _start_clock(self) -> None:
-        """A trace begins: relate the device's clock to that of ``time.perf_counter``."""
+        """Relate the device's clock to ``time.perf_counter`` before a trace begins."""
 
     @abstractmethod
     def _seconds(self, event: Any) -> float:
-        """When a finished event of a traced step happened, on the clock of ``time.perf_counter``."""
+        """Return the time of a finished event of a traced step, on the clock of ``time.perf_counter``."""
 
 
 class _Issuer:
-    """A thread that enqueues the tasks of one stream. It holds no reference to a device that has nothing to do."""
+    """The thread that enqueues the tasks of one copy stream. While idle, it holds no reference to the device."""
 
-    def __init__(self, device: StreamDevice, stream: Stream, of_device: Any, link: Link) -> None:
+    def __init__(self, device: StreamDevice, stream: Stream, handle: Any, link: Link) -> None:
         self._stream = stream
         self._queue: queue.SimpleQueue[Task | Event | None] = queue.SimpleQueue()
         self._finished = threading.Condition()
         self._unfinished = 0
         weakref.finalize(device, self._queue.put, None).atexit = False
-        args = (weakref.ref(device), of_device, link)
-        start_thread(f"horizon-{stream}", self._work, args, lambda: self._queue.put(None))
+        args = (weakref.ref(device), handle, link)
+        start_thread(f"horizon-{stream}", self._run, args, lambda: self._queue.put(None))
 
     def put(self, item: Task | Event) -> None:
-        """Enqueue a task, or make what follows wait for an event."""
+        """Enqueue a task, or make all later tasks wait for an event."""
         with self._finished:
             self._unfinished += 1
         self._queue.put(item)
@@ -303,7 +304,7 @@ class _Issuer:
         with self._finished:
             self._finished.wait_for(lambda: self._unfinished == 0)
 
-    def _work(self, device_ref: "weakref.ref[StreamDevice]", stream: Any, link: Link) -> None:
+    def _run(self, device_ref: "weakref.ref[StreamDevice]", stream: Any, link: Link) -> None:
         while (item := self._queue.get()) is not None:
             device = device_ref()
             if device is None:
@@ -314,9 +315,9 @@ class _Issuer:
                 else:
                     device._wait_event(stream, item)
             except BaseException as error:
-                device.broken[self._stream] = error
+                device.broken_streams[self._stream] = error
             finally:
-                del device, item  # while it waits, a thread keeps nothing alive
+                del device, item  # a waiting thread keeps nothing alive
                 with self._finished:
                     self._unfinished -= 1
                     self._finished.notify_all()

@@ -1,4 +1,4 @@
-"""What the engine asks of a device."""
+"""The interface between the engine and a device: tasks, counters, and the `Device` protocol."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from horizon_lm.schedule.trace import Trace
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """One operation of one pass, on its way through a device.
+    """One operation of one pass, as a device runs it.
 
     Attributes:
-        waits: tasks that must be finished first, as the schedule declares.
-        moves: what to do, unless it computes; None until the engine knows (the rows of a batch, say).
-        done: finished, or known never to run.
-        issued: given to the device.
-        event: for the device's own use.
-        error: what it raised in a thread of the device, until somebody who waits for it is told.
+        waits: tasks that must finish first, as the schedule declares.
+        moves: transfers or host work, unless the task computes; None until they are known (the rows of a batch, say).
+        done: True once the task has finished, or will never run.
+        issued: True once the task was given to the device.
+        event: the device's own event.
+        error: an exception from a thread of the device, until it is raised in a wait for the task.
     """
 
     op: Op
@@ -55,7 +55,7 @@ class Counters:
 
 
 class Meter(Protocol):
-    """Bytes of device memory in use, over what was in use when it began."""
+    """A meter of device memory: bytes in use beyond those at its beginning."""
 
     @property
     def current(self) -> int: ...
@@ -65,83 +65,84 @@ class Meter(Protocol):
 
 
 class Device(Protocol):
-    """Streams, memory and randomness of one accelerator, and threads for updates in host memory.
+    """The streams, memory and randomness of one accelerator, and threads for updates in host memory.
 
-    Computation happens on the caller's current stream between `begin` and `end` of its task; every other task is given
-    to `issue` in schedule order. A device may run issued tasks at any time that their waits allow.
+    Computation runs on the caller's current stream between `begin` and `end` of its task; every other task is given to
+    `issue` in schedule order. A device may run an issued task at any time that its waits allow; this is how the loads of
+    the next blocks are prefetched.
     """
 
     name: str
     torch_device: torch.device
     counters: Counters
-    trace: Trace | None  # records every operation if there is one
+    trace: Trace | None  # records every operation while it is set
 
     @property
     def link(self) -> Link: ...
 
     @property
     def scratch_bytes(self) -> int:
-        """Device memory that transfers and libraries take once streams are open, besides what the engine asks for."""
+        """The device memory that transfers and libraries take once streams are open, beyond the engine's buffers."""
         ...
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
-        """A counted 1-D buffer. DoesNotFitError when the capacity is exceeded."""
+        """Allocate a counted 1-D buffer. Raise DoesNotFitError if it exceeds the capacity."""
         ...
 
     def spare_bytes(self) -> int | None:
-        """Device memory that is not in use; None where it is not limited for itself."""
+        """Return the unused bytes of device memory; None if the device has no memory of its own."""
         ...
 
     def used_bytes(self) -> int:
-        """Device memory in use now, as far as the device can tell: the engine's buffers at least."""
+        """Return the bytes of device memory in use, as far as the device knows: at least the engine's buffers."""
         ...
 
     def meter(self) -> AbstractContextManager[Meter] | None:
-        """Follows the device memory that computations take inside; None where a device cannot tell."""
+        """Return a context manager that measures the device memory of computations; None if the device cannot."""
         ...
 
     def trim(self) -> None:
-        """Give memory that is not in use back to the driver, for what comes next has other sizes."""
+        """Give unused memory back to the driver, before allocations of other sizes."""
         ...
 
     def open_streams(self) -> None:
-        """Make streams, and the memory that transfers need, so that no step has to."""
+        """Open the streams and allocate the memory of transfers, before the first step."""
         ...
 
     def free(self, buffer: torch.Tensor, kind: str) -> None:
-        """Give a buffer back. Everything that uses it must be finished."""
+        """Free a buffer that nothing uses any more."""
         ...
 
     def poison(self, buffer: torch.Tensor) -> None:
-        """Told that the contents are dead; a device for tests makes sure that nobody reads them."""
+        """Mark the contents of a buffer as dead; a test device fills them with NaN so that a read is noticed."""
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Host bytes that copies can reach at full speed (uint8, 1-D, exact size)."""
+        """Allocate host memory that copies reach at full speed (uint8, 1-D, exact size)."""
         ...
 
     def free_host(self, buffer: torch.Tensor) -> None:
-        """Give up a host buffer of `host_buffer`, in any dtype. Everything that uses it must be finished."""
+        """Free a buffer from `host_buffer`, viewed as any dtype, that nothing uses any more."""
         ...
 
     def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Make existing host memory reachable at full speed, in place."""
+        """Prepare existing host memory, in place, for copies at full speed."""
         ...
 
     def announce(self, tasks: Sequence[Task]) -> None:
-        """A pass begins with these tasks, in this order."""
+        """Begin a pass that consists of these tasks, in this order."""
         ...
 
     def issue(self, task: Task) -> None:
-        """Run a task that does not compute, once its waits are over."""
+        """Run a task other than computation once its waits are over."""
         ...
 
     def begin(self, task: Task) -> None:
-        """Make the compute stream wait for what ``task`` waits for."""
+        """Make the compute stream wait for the dependencies of a task, before its computation is enqueued."""
         ...
 
     def end(self, task: Task) -> None:
-        """The computation of ``task`` has been enqueued."""
+        """Record that the computation of a task has been enqueued."""
         ...
 
     def wait(self, tasks: Sequence[Task]) -> None:
@@ -153,25 +154,25 @@ class Device(Protocol):
         ...
 
     def cancel(self, tasks: Sequence[Task]) -> None:
-        """Drop tasks that have not started; wait for those that have."""
+        """Drop tasks that have not started, and wait for those that have."""
         ...
 
     def rng_state(self) -> Any:
-        """Random state of the host and of the device."""
+        """Return the random state of the host and of the device."""
         ...
 
     def set_rng_state(self, state: Any) -> None: ...
 
     def seeded_rng_state(self, seed: int) -> Any:
-        """The state that ``torch.manual_seed(seed)`` would give, without touching the current one."""
+        """Return the state that ``torch.manual_seed(seed)`` would set, without changing the current one."""
         ...
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor on the device. From page-locked memory, or the host might wait for what the device is doing."""
+    """Copy a small tensor to a device, through page-locked memory so that the host does not wait for the device."""
     if tensor.device.type != "cpu" or device.type != "cuda":
         return tensor.to(device)
-    with torch.cuda.device(device):  # memory is page-locked through the device that is current
+    with torch.cuda.device(device):  # torch page-locks memory through the current device
         return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -185,13 +186,13 @@ def counted_empty(
     counters: Counters,
     name: str,
 ) -> torch.Tensor:
-    """A new buffer, or DoesNotFitError when the device's capacity would be exceeded."""
+    """Allocate a buffer and count it. Raise DoesNotFitError if it would exceed the device's capacity."""
     num_bytes = numel * dtype.itemsize
     if capacity is not None and counters.allocated_total + num_bytes > capacity:
         held = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
         raise DoesNotFitError(
             f"{name}: {format_bytes(num_bytes)} for {kind} do not fit into the device capacity of "
-            f"{format_bytes(capacity)}; held: {held or 'nothing'}. Raise device_memory, or lower "
+            f"{format_bytes(capacity)}; in use: {held or 'nothing'}. Raise device_memory, or lower "
             "device_micro_batch_size or per_device_train_batch_size."
         )
     buffer = torch.empty(numel, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The reference device: operations run inline, in list order; only the optimizer's updates run in threads."""
+"""The reference device: operations run inline in list order; only the optimizer's updates run in threads."""
 
 import time
 from collections.abc import Sequence
@@ -15,15 +15,13 @@ from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
 from horizon_lm.store.store import Arena, as_array
 
-_ROWS_ELEMENTS = (
-    1 << 19
-)  # of rows that one thread lands at a time: a millisecond's work for a hand-over of microseconds
+_ROWS_ELEMENTS = 1 << 19  # of rows, landed by one thread at a time: a millisecond of work, microseconds to hand it over
 
 
 class HostLink:
-    """Copies, and landings that square in the same pass.
+    """Transfers within host memory. Gradients land and are squared in one pass.
 
-    Rows land in several threads: those of the embedding come at the end of the backward, when nothing hides them.
+    Rows land in several threads: those of the embedding come at the end of the backward, when no computation hides them.
     """
 
     def __init__(self) -> None:
@@ -45,6 +43,7 @@ class HostLink:
         from horizon_lm.kernels.gradients import rows_kernel
 
         kernel = rows_kernel(dtype_name(table), add)
+        # target (V, H), values (R, H), indices (R,)
         target, values, indices = as_array(table), as_array(source.to(table.dtype).contiguous()), rows.numpy()
         step = max(1, _ROWS_ELEMENTS // table.shape[1])
         pieces = [slice(start, start + step) for start in range(0, len(indices), step)]
@@ -52,22 +51,22 @@ class HostLink:
             return kernel(target, values, indices)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(usable_cores(), "horizon-rows")
-        # Rows are distinct, and sums are added in the rows' order, so the number of threads changes nothing.
+        # Rows are distinct and sums are added in the order of the rows, so the number of threads does not change the result.
         return sum(self._threads.map(lambda piece: kernel(target, values[piece], indices[piece]), pieces))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """``float32`` or ``bfloat16``, as kernels call it."""
+    """Return ``float32`` or ``bfloat16``, the kernels' name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 class CpuDevice:
-    """Host memory plays the device. A copy is finished when `issue` returns; an update runs beside what follows.
+    """A device in host memory. A copy is finished when `issue` returns; updates run in threads beside later tasks.
 
     Args:
-        capacity: bytes that buffers may take together; None for no limit.
-        host_threads: threads for updates; None for all usable cores. While the device computes, they are as many as torch
-            leaves, and at least one.
+        capacity: limit on the bytes of all buffers; None for no limit.
+        host_threads: threads for updates; None for all usable cores. While the device computes, only the cores that torch
+            leaves are used, and at least one.
     """
 
     name = "cpu"
@@ -81,7 +80,7 @@ class CpuDevice:
         self.trace: Trace | None = None
         self._host_threads = host_threads
         self._pool: HostPool | None = None
-        self._began = self._computed = 0.0  # the computation that runs, and when the one before it had ended
+        self._began = self._computed = 0.0  # start of the running computation, and end of the one before it
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
         buffer = counted_empty(
@@ -91,7 +90,7 @@ class CpuDevice:
         return buffer
 
     def spare_bytes(self) -> int | None:
-        return None  # it is host memory
+        return None  # its memory is the host's
 
     def used_bytes(self) -> int:
         return self.counters.allocated_total
@@ -131,7 +130,7 @@ class CpuDevice:
             self._host_pool().submit(task, trace=self.trace)
             return
         self.wait(task.waits)
-        if task.op.kind == Kind.UPDATE_ROWS:  # what the next copy takes
+        if task.op.kind == Kind.UPDATE_ROWS:  # the next copy reads these rows
             self._host_pool().submit(task, trace=self.trace, urgent=True)
             self.wait([task])
             return

@@ -1,7 +1,7 @@
-"""Threads for work in host memory: the optimizer's updates.
+"""Threads for work in host memory, which is the optimizer's updates.
 
-Tasks start in the order in which they are given; each is cut into pieces that several threads take. Kernels release the
-interpreter's lock. While the device's computation needs cores too, only some of the threads take pieces.
+Tasks start in the order of submission, and several threads share the moves of each. Kernels release the GIL. While the
+device's computation needs cores too, only some of the threads take moves.
 """
 
 import atexit
@@ -18,17 +18,17 @@ from horizon_lm.device.base import Task
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.schedule.trace import Trace
 
-_SECONDS_TO_END = 10.0  # for all; what waits for a step that was broken off would wait for ever
+_STOP_SECONDS = 10.0  # for all threads together: one that waits for an interrupted step would wait forever
 _running: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]]" = weakref.WeakKeyDictionary()
 
 
 def start_thread(name: str, target: Callable[..., None], args: tuple[Any, ...], stop: Callable[[], None]) -> None:
-    """Start a thread for as long as a device is used.
+    """Start a daemon thread that ends with its device, or at the interpreter's exit.
 
     Args:
-        name: of the thread.
-        target, args: what it does; they refer to the device weakly.
-        stop: makes ``target`` return soon. Called once at the interpreter's end.
+        name: the name of the thread.
+        target, args: the function to run and its arguments, which hold no strong reference to the device.
+        stop: a function that makes ``target`` return soon; called once at the interpreter's exit.
     """
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     _running[thread] = stop
@@ -36,13 +36,13 @@ def start_thread(name: str, target: Callable[..., None], args: tuple[Any, ...], 
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_running.clear)  # a child has none of these threads
+    os.register_at_fork(after_in_child=_running.clear)  # a forked child has none of these threads
 
 
 @atexit.register
-def _end_all() -> None:
-    """In the order in which they were started: copy streams first, which may wait for updates."""
-    until = time.monotonic() + _SECONDS_TO_END
+def _stop_all_threads() -> None:
+    """Stop threads in the order in which they were started: copy streams first, since they may wait for updates."""
+    until = time.monotonic() + _STOP_SECONDS
     for thread, stop in list(_running.items()):
         stop()
         thread.join(max(0.0, until - time.monotonic()))
@@ -50,12 +50,19 @@ def _end_all() -> None:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A task in the queue. ``ready`` blocks until it may run; ``preparing`` while a thread is doing that."""
+    """A task in the queue.
+
+    Attributes:
+        wait_until_ready: blocks until the task may run; None once a thread has called it.
+        taken: number of moves that threads have taken.
+        preparing: True while a thread runs ``wait_until_ready``.
+        running: number of threads at work on the job.
+    """
 
     task: Task
-    ready: Callable[[], None] | None
+    wait_until_ready: Callable[[], None] | None
     moves: Sequence[Move]
-    taken: int = 0  # of the moves
+    taken: int = 0
     preparing: bool = False
     running: int = 0
     started: float = 0.0
@@ -71,29 +78,29 @@ class _Job:
 
 
 class _State:
-    """What the threads share. They hold no reference to the pool, so that a forgotten pool ends them."""
+    """The state that the threads share. They hold no reference to the pool, so that they end with it."""
 
     def __init__(self, link: Link, limit: int) -> None:
         self.changed = threading.Condition()
         self.link = link
-        self.queue: deque[_Job] = deque()  # jobs with moves that nobody has taken
+        self.queue: deque[_Job] = deque()  # jobs with moves that no thread has taken
         self.unfinished: dict[int, _Job] = {}
         self.limit = limit
         self.active = 0
         self.closed = False
         self.trace: Trace | None = None
 
-    def something_to_do(self) -> bool:
+    def has_work(self) -> bool:
         return bool(self.queue) and not self.queue[0].preparing and self.active < self.limit
 
 
 class HostPool:
-    """See the module's description.
+    """A pool of threads that run the moves of tasks in order.
 
     Args:
-        num_threads: threads while nothing computes.
-        num_while_computing: threads that take pieces while something does; at least one.
-        link: given to the moves.
+        num_threads: threads at work while the device is idle.
+        num_while_computing: threads at work while the device computes; at least one.
+        link: the link on which moves run.
     """
 
     def __init__(self, num_threads: int, num_while_computing: int, link: Link) -> None:
@@ -101,22 +108,23 @@ class HostPool:
         self._state = _State(link, num_threads)
         state = self._state
         weakref.finalize(self, _close, state).atexit = False
-        # One more, because one may be waiting for a task to be ready, which an urgent one may have to come before.
+        # One more thread: one may wait for a task to be ready, and that task may depend on an urgent one.
         for number in range(num_threads + 1):
-            start_thread(f"horizon-host-{number}", _work, (state,), lambda: _close(state))
+            start_thread(f"horizon-host-{number}", _run_jobs, (state,), lambda: _close(state))
 
     def submit(
-        self, task: Task, ready: Callable[[], None] | None = None, trace: Trace | None = None, urgent: bool = False
+        self,
+        task: Task,
+        wait_until_ready: Callable[[], None] | None = None,
+        trace: Trace | None = None,
+        urgent: bool = False,
     ) -> None:
-        """Run the moves of ``task`` after those of earlier tasks have been taken, and after ``ready`` has returned.
-
-        An urgent task is taken next.
-        """
+        """Run a task's moves after those of earlier tasks, once ``wait_until_ready`` has returned. An urgent task is next."""
         assert task.moves is not None
         if not task.moves:
             task.done = True
             return
-        job = _Job(task, ready, task.moves)
+        job = _Job(task, wait_until_ready, task.moves)
         state = self._state
         with state.changed:
             state.trace = trace
@@ -125,7 +133,7 @@ class HostPool:
             state.changed.notify_all()
 
     def computing(self, computing: bool) -> None:
-        """The device's computation begins or ends; until then it shares the cores, or not."""
+        """Share the cores with the device's computation, or take all of them again."""
         state = self._state
         state.limit = self.num_while_computing if computing else self.num_threads
         if not computing and state.queue:
@@ -133,7 +141,7 @@ class HostPool:
                 state.changed.notify_all()
 
     def wait(self, tasks: Sequence[Task] | None = None) -> None:
-        """Block until these tasks (None: all) are finished. Raises what a piece of them raised."""
+        """Block until these tasks (None: all) are finished. Raise the error of a task that failed."""
         state = self._state
         with state.changed:
             while True:
@@ -156,39 +164,39 @@ def _close(state: _State) -> None:
         state.changed.notify_all()
 
 
-def _work(state: _State) -> None:
-    """The life of a thread."""
+def _run_jobs(state: _State) -> None:
+    """Run moves of the first job in the queue until the pool is closed; the body of every thread."""
     while True:
         with state.changed:
-            while not state.closed and not state.something_to_do():
+            while not state.closed and not state.has_work():
                 state.changed.wait()
             if state.closed:
                 return
             job = state.queue[0]
-            prepare, job.ready = job.ready, None
+            prepare, job.wait_until_ready = job.wait_until_ready, None
             job.preparing = prepare is not None
-            piece = None if job.preparing else job.take()
+            move = None if job.preparing else job.take()
             if not job.has_more:
                 state.queue.popleft()
-            state.active += piece is not None
+            state.active += move is not None
             job.running += 1
             job.started = job.started or time.perf_counter()
         try:
-            if piece is None:
+            if move is None:
                 assert prepare is not None
                 prepare()
             else:
-                piece.run(state.link)
+                move.run(state.link)
         except BaseException as error:
             job.error = job.error or error
         with state.changed:
-            state.active -= piece is not None
-            _after(state, job)
-        del job, piece, prepare  # while it waits, a thread keeps nothing alive
+            state.active -= move is not None
+            _finish_turn(state, job)
+        del job, move, prepare  # a waiting thread keeps nothing alive
 
 
-def _after(state: _State, job: _Job) -> None:
-    """A thread is done with a piece of a job, or with waiting for it to be ready."""
+def _finish_turn(state: _State, job: _Job) -> None:
+    """Record that a thread has run one move of a job, or has waited for it to be ready."""
     job.running -= 1
     was_preparing, job.preparing = job.preparing, False
     if job.error is not None:
@@ -201,5 +209,5 @@ def _after(state: _State, job: _Job) -> None:
         if state.trace is not None:
             state.trace.add(job.task.op, job.started, time.perf_counter())
     elif not was_preparing:
-        return  # the others are busy with pieces, and take the next one by themselves
+        return  # no thread waits for this: the busy ones take the next move by themselves
     state.changed.notify_all()

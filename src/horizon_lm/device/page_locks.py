@@ -1,4 +1,4 @@
-"""Host memory that CUDA has page-locked in place: which ranges are, and which could not be."""
+"""The ranges of host memory that CUDA has page-locked in place."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -12,33 +12,34 @@ REGISTER_PIECE = 64 * 2**30  # one registration of 512 GiB or more fails on rece
 
 
 class PageLocks:
-    """Registers host memory with CUDA, piece by piece.
+    """A record of host memory, which it registers with CUDA piece by piece.
 
     A copy may not cross from one registration into another, nor into memory that is not locked, and
-    ``Tensor.is_pinned`` looks at a tensor's first byte alone; so copies are cut where registrations end (`parts`).
+    ``Tensor.is_pinned`` looks only at a tensor's first byte; so copies are cut where registrations end (`parts`).
 
     Attributes:
-        device: through which it is registered.
-        error: CUDA's reason for the last refusal; None if there was none.
-        refused_bytes: of memory in use that could not be locked.
+        device: the device through which memory is registered.
+        error: CUDA's reason for the last failure; None if there was none.
+        failed_bytes: bytes of memory in use that could not be locked.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._locked: list[tuple[int, int]] = []  # sorted address ranges; replaced, never changed: copy threads read it
-        self._memory: dict[int, torch.Tensor] = {}  # of each registration, by address: it must outlive it
-        self._refused: dict[int, int] = {}  # bytes by address
+        # Sorted address ranges. The list is replaced and never changed in place, because copy threads read it.
+        self._locked: list[tuple[int, int]] = []
+        self._memory: dict[int, torch.Tensor] = {}  # by address, to keep registered memory alive
+        self._failed: dict[int, int] = {}  # bytes, by address
         self.error: str | None = None
 
     @property
-    def refused_bytes(self) -> int:
-        return sum(self._refused.values())
+    def failed_bytes(self) -> int:
+        return sum(self._failed.values())
 
     def lock(self, buffer: torch.Tensor) -> None:
-        """Page-lock a contiguous buffer as far as CUDA allows."""
+        """Page-lock as much of a contiguous buffer as CUDA allows."""
         raw = buffer.view(-1).view(torch.uint8)
         for piece in raw.split(REGISTER_PIECE):
-            # Pages are made by all cores here, and by one in the driver.
+            # Touch the pages with all cores first; the driver would do it with one.
             piece[::PAGE].add_(0)
             error = self.register(piece)
             start, num_bytes = piece.data_ptr(), piece.numel()
@@ -46,18 +47,18 @@ class PageLocks:
                 self._memory[start] = piece
                 self._locked = sorted([*self._locked, (start, start + num_bytes)])
             else:
-                self.error, self._refused[start] = error, num_bytes
+                self.error, self._failed[start] = error, num_bytes
 
     def unlock(self, buffer: torch.Tensor) -> None:
-        """Undo `lock`. Nothing may be using the buffer."""
+        """Undo `lock` for a buffer that nothing uses any more."""
         for piece in buffer.view(-1).view(torch.uint8).split(REGISTER_PIECE):
             start = piece.data_ptr()
-            self._refused.pop(start, None)
+            self._failed.pop(start, None)
             if start in self._memory:
                 self._unregister(start)
 
     def unlock_all(self) -> None:
-        """Undo every `lock`, once the device is idle."""
+        """Undo every `lock` once the device is idle."""
         if self._memory:
             torch.cuda.synchronize(self.device)
         for start in list(self._memory):
@@ -70,19 +71,19 @@ class PageLocks:
         del self._memory[start]
 
     def register(self, piece: torch.Tensor) -> str | None:
-        """Register one piece of memory with CUDA. Return CUDA's reason if it refuses."""
-        with torch.cuda.device(self.device):  # or a context would be made on another one
+        """Register one piece of memory with CUDA. Return CUDA's reason if that fails."""
+        with torch.cuda.device(self.device):  # or CUDA would make a context on another device
             code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
             if int(code) == 0:
                 return None
             error: str = torch.cuda.cudart().cudaGetErrorString(code)
-            # A refusal leaves an error behind that the next kernel launch would report as its own.
+            # A failure leaves an error behind, which the next kernel launch would report as its own.
             with suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
         return error
 
     def parts(self, tensor: torch.Tensor) -> Iterator[tuple[int, int, bool]]:
-        """Cut a 1-D host tensor where registrations end: begin and end of each part, in elements, and whether it is locked."""
+        """Cut a 1-D host tensor where registrations end; yield the start, stop and locked flag of each part, in elements."""
         size = tensor.element_size()
         first = tensor.data_ptr()
         last = first + tensor.numel() * size
@@ -94,7 +95,7 @@ class PageLocks:
                 break
             if stop > first:
                 found.append((max(start, first), min(stop, last)))
-        if not found:  # not ours; torch may have page-locked it
+        if not found:  # not registered here, but torch may have page-locked it
             yield 0, tensor.numel(), tensor.is_pinned()
             return
         done = first

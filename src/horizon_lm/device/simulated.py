@@ -1,9 +1,9 @@
-"""A deterministic device for tests that tries to break the schedule.
+"""A deterministic device for tests, which tries to break the schedule.
 
-It computes eagerly when the engine reaches a computation. Every other task of a pass is known from the moment the pass
-begins, and a seeded adversary may run *any* of them whose declared waits and stream predecessor are done, wherever it
-stands in the list, before and after each computation; copies run in pieces, so that they straddle computations. Only
-what a computation declares to wait for is certain to have happened. Dead and not yet written memory holds NaN.
+It computes as soon as the engine reaches a computation. All other tasks of a pass are known when the pass begins, and
+before and after each computation a seeded adversary may run *any* of them whose declared waits and stream predecessor
+are done, wherever it stands in the list. Copies run in pieces, so that they straddle computations. A computation can
+rely only on the waits that it declares. Memory that is dead or not yet written holds NaN.
 """
 
 import random
@@ -20,22 +20,22 @@ from horizon_lm.schedule.ops import ScheduleError, Stream
 
 
 @dataclass(slots=True)
-class _Started:
-    """A task in its stream's queue, with the pieces that are still to run."""
+class _QueuedTask:
+    """A task in the queue of its stream, with the pieces that have not run yet."""
 
     task: Task
     pieces: deque[Move] | None = None
 
 
 class SimulatedDevice(CpuDevice):
-    """See the module's description.
+    """A CPU device on which a seeded adversary decides when copies and updates run.
 
     Args:
-        seed: of the adversary. The same seed gives the same interleaving.
-        capacity: bytes that buffers may take together; None for no limit.
-        pieces: into how many pieces a copy is cut.
-        eagerness: chance that the adversary runs one more piece when it may; None to draw a new one for each pass, from
-            as late as possible (0) to as early as possible (1).
+        seed: the seed of the adversary. The same seed gives the same interleaving.
+        capacity: limit on the bytes of all buffers; None for no limit.
+        pieces: the number of pieces of a copy.
+        eagerness: the probability that the adversary runs one more piece when it may: 0 for as late as possible, 1 for as
+            early as possible, None to draw a new one for each pass.
     """
 
     name = "simulated"
@@ -45,7 +45,7 @@ class SimulatedDevice(CpuDevice):
     ) -> None:
         super().__init__(capacity)
         self._random = random.Random(seed)
-        self._queues: dict[Stream, deque[_Started]] = {s: deque() for s in Stream if s != Stream.COMPUTE}
+        self._queues: dict[Stream, deque[_QueuedTask]] = {s: deque() for s in Stream if s != Stream.COMPUTE}
         self._pieces = pieces
         self._fixed_eagerness = eagerness
         self._eagerness = eagerness or 0.0
@@ -58,7 +58,7 @@ class SimulatedDevice(CpuDevice):
             self._eagerness = self._random.choice((0.0, 0.5, 0.9, 1.0))
         for task in tasks:
             if task.op.stream != Stream.COMPUTE:
-                self._queues[task.op.stream].append(_Started(task))
+                self._queues[task.op.stream].append(_QueuedTask(task))
         self._interfere()
 
     def issue(self, task: Task) -> None:
@@ -91,18 +91,18 @@ class SimulatedDevice(CpuDevice):
             task.done = True
 
     def _interfere(self) -> None:
-        """Run a random choice of pieces that may run now."""
+        """Run a random selection of the pieces that may run now."""
         while self._random.random() < self._eagerness:
-            able = [queue for queue in self._queues.values() if queue and self._may_run(queue[0].task)]
-            if not able:
+            runnable = [queue for queue in self._queues.values() if queue and self._may_run(queue[0].task)]
+            if not runnable:
                 return
-            self._run_piece(self._random.choice(able))
+            self._run_piece(self._random.choice(runnable))
 
     @staticmethod
     def _may_run(task: Task) -> bool:
         return task.moves is not None and all(other.done for other in task.waits)
 
-    def _run_piece(self, queue: deque[_Started]) -> None:
+    def _run_piece(self, queue: deque[_QueuedTask]) -> None:
         entry = queue[0]
         task = entry.task
         if entry.pieces is None:
@@ -116,7 +116,7 @@ class SimulatedDevice(CpuDevice):
             queue.popleft()
 
     def _force(self, task: Task, for_task: Task) -> None:
-        """Run ``task`` to its end, and of the others only what it declares to wait for."""
+        """Run a task to its end, and before it only its declared waits."""
         if task.done:
             return
         queue = self._queues.get(task.op.stream)
@@ -127,5 +127,5 @@ class SimulatedDevice(CpuDevice):
             for other in first.waits:
                 self._force(other, for_task=first)
             if first.moves is None:
-                raise ScheduleError(f"{for_task.op} waits for {first.op}, whose contents are not known yet")
+                raise ScheduleError(f"{for_task.op} waits for {first.op}, whose moves are not known yet")
             self._run_piece(queue)

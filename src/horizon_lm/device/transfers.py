@@ -1,4 +1,7 @@
-"""What an operation moves, as data, so that a device may run it whole or in pieces."""
+"""Transfers as data, so that a device may run them whole or in pieces.
+
+Shapes: V rows of a table, R rows of a batch, H hidden.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,29 +9,29 @@ from typing import Any, Protocol
 
 import torch
 
-SquaredNorm = Any  # a sum of squares: a number, or a tensor of one on a device that is still computing it
+SquaredNorm = Any  # a sum of squares: a number, or a tensor of one that a device is still computing
 Report = Callable[[SquaredNorm], None]
 
 
 class Link(Protocol):
-    """How a device transfers. Tensors of a pair are 1-D, or rows, and of equal size, of any dtypes and devices."""
+    """The transfers of a device. Both tensors are 1-D or rows (R, H), of equal size, on any device and of any dtype."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None: ...
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
-        """``destination[i] = table[rows[i]]``, from a table in host memory."""
+        """Gather rows of a host table: ``destination[i] = table[rows[i]]``."""
         ...
 
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
-        """Gradients to host memory, in place of what is there or added to it in fp32 and rounded once.
+        """Offload gradients to host memory: overwrite, or add in fp32 and round once.
 
         Returns:
-            The sum of squares of what is there now.
+            The sum of squares of the stored result.
         """
         ...
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
-        """Gradients of distinct rows of a host table, which without ``add`` is known to hold zeros there.
+        """Offload the gradients of distinct rows of a host table. Without ``add`` those rows must be zero.
 
         Returns:
             The change of the table's sum of squares.
@@ -37,19 +40,23 @@ class Link(Protocol):
 
 
 class Move(Protocol):
-    """One transfer, or a piece of work in host memory. ``host_bytes``: what of it crosses the link."""
+    """One transfer, or a piece of work in host memory."""
 
     @property
-    def host_bytes(self) -> int: ...
+    def host_bytes(self) -> int:
+        """The bytes that cross the link."""
+        ...
 
     def run(self, link: Link) -> None: ...
 
-    def split(self, parts: int) -> "list[Move]": ...
+    def split(self, parts: int) -> "list[Move]":
+        """Split it into moves that together do the same."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """From host to device or back; both 1-D and of equal length."""
+    """A copy from host to device or back; both tensors are 1-D and of equal length."""
 
     destination: torch.Tensor
     source: torch.Tensor
@@ -67,7 +74,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Land:
-    """Gradients from the device to the host; ``add``: onto those that are there."""
+    """An offload of gradients to the host. ``add`` adds to the gradients in the destination instead of replacing them."""
 
     destination: torch.Tensor
     source: torch.Tensor
@@ -90,7 +97,7 @@ class Land:
 
 @dataclass(frozen=True, slots=True)
 class GatherRows:
-    """Rows of a host table to the device: ``destination[i] = table[rows[i]]``."""
+    """A copy of rows (R,) of a host table (V, H) to the device (R, H): ``destination[i] = table[rows[i]]``."""
 
     destination: torch.Tensor
     table: torch.Tensor
@@ -112,7 +119,7 @@ class GatherRows:
 
 @dataclass(frozen=True, slots=True)
 class LandRows:
-    """Gradients of distinct table rows to the host's table. The rows ``clear`` are emptied first; None for no row."""
+    """An offload of gradients (R, H) of distinct rows to a host table (V, H). Rows in ``clear`` are zeroed first."""
 
     table: torch.Tensor
     source: torch.Tensor

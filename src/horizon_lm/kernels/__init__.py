@@ -1,1 +1,1 @@
-"""Compiled loops over host memory. They know numpy arrays only, hold no lock, and give the same bits on any machine."""
+"""Compiled loops over host memory: numpy arrays in, the GIL released, and the same bits on every machine."""

@@ -1,7 +1,8 @@
-"""AdamW in one pass over slabs: read a gradient, scale it, update both moments, decay and move the weight, write it.
+"""CPU AdamW in one pass over slabs: scale the gradient, update both moments, decay and move the weight.
 
-Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101, algorithm 2), in fp32 whatever the
-weights, gradients and moments are kept in. What a mode needs is composed from small functions that numba inlines.
+Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101, algorithm 2). The arithmetic is fp32
+whatever the formats of weights, gradients and moments. Each combination of formats is composed from small functions
+that numba inlines.
 """
 
 from functools import cache
@@ -27,16 +28,16 @@ from horizon_lm.kernels.bits import (
 
 
 class Scalars(NamedTuple):
-    """What is the same for all elements of one call.
+    """The scalars of one call, the same for all elements.
 
     Attributes:
-        clip: factor on gradients.
+        clip: factor on the gradients.
         decay: 1 - lr * weight_decay.
-        one_minus_beta1, beta2, one_minus_beta2: 1 - beta is formed in double precision, or v is off by 1e-5.
+        one_minus_beta1, beta2, one_minus_beta2: 1 - beta is computed in double precision, or v would be off by 1e-5.
         step_size: lr / (1 - beta1**step).
         sqrt_correction2: sqrt(1 - beta2**step).
-        eps: added to the denominator.
-        key: of the noise; different for every step and unit.
+        eps: term of the denominator.
+        key: seed of the noise; different for every step and unit.
     """
 
     clip: np.float32
@@ -50,7 +51,7 @@ class Scalars(NamedTuple):
     key: np.uint32
 
 
-# Weights: one array or two, read and written at i. ``noise``: 16 random bits.
+# Weights, in one array or two. ``noise``: 16 random bits.
 
 
 @inlined
@@ -64,12 +65,12 @@ def _write_plain(weights: Any, low: Any, i: int, value: Any, noise: Any) -> None
 
 
 @inlined
-def _read_half(weights: Any, low: Any, i: int) -> Any:
+def _read_bf16(weights: Any, low: Any, i: int) -> Any:
     return widen(weights[i])
 
 
 @inlined
-def _write_half(weights: Any, low: Any, i: int, value: Any, noise: Any) -> None:
+def _write_bf16(weights: Any, low: Any, i: int, value: Any, noise: Any) -> None:
     weights[i] = stochastic(value, noise)
 
 
@@ -80,18 +81,18 @@ def _read_split(weights: Any, low: Any, i: int) -> Any:
 
 @inlined
 def _write_split(weights: Any, low: Any, i: int, value: Any, noise: Any) -> None:
-    bits = bits_of(value)  # halves as in store.precision.split_master
+    bits = bits_of(value)  # the same halves as in store.precision.split_master
     weights[i] = U16((U32(bits + U32(0x8000)) | nan_bits(value)) >> U32(16))
     low[i] = np.int16(bits)
 
 
 _WEIGHTS = {
     "float32": (_read_plain, _write_plain),
-    "bf16": (_read_half, _write_half),
+    "bf16": (_read_bf16, _write_bf16),
     "fp32_master": (_read_split, _write_split),
 }
 
-# Gradients and moments that are kept element by element.
+# Gradients, and moments of 16 or 32 bits.
 
 
 @inlined
@@ -108,46 +109,47 @@ _READ = {"float32": _read_float32, "bfloat16": _read_bfloat16}
 
 
 @inlined
-def _moment_float32(array: Any, i: int, scale: Any) -> Any:
+def _read_moment_float32(array: Any, i: int, scale: Any) -> Any:
     return array[i]
 
 
 @inlined
-def _keep_float32(array: Any, i: int, value: Any, noise: Any) -> None:
+def _write_moment_float32(array: Any, i: int, value: Any, noise: Any) -> None:
     array[i] = value
 
 
 @inlined
-def _moment_bfloat16(array: Any, i: int, scale: Any) -> Any:
+def _read_moment_bfloat16(array: Any, i: int, scale: Any) -> Any:
     return widen(array[i])
 
 
 @inlined
-def _keep_bfloat16(array: Any, i: int, value: Any, noise: Any) -> None:
+def _write_moment_bfloat16(array: Any, i: int, value: Any, noise: Any) -> None:
     array[i] = stochastic(value, noise)
 
 
-# 8-bit moments: a small floating-point number relative to the largest of its block. The first moment has a sign, 4
-# exponent and 3 mantissa bits, the second 5 and 3. They are rounded stochastically: to the nearest, a slow average
-# would never move. A second moment does not become 0 unless it is: dividing by it would move the weight too far.
+# 8-bit moments: small floating-point numbers relative to the largest of their block. The first moment has a sign, 4
+# exponent and 3 mantissa bits, the second 5 and 3. They are rounded stochastically, because a slow average that is
+# rounded to the nearest would never move. A second moment is stored as 0 only if it is 0: dividing by a false 0 would
+# move the weight too far.
 _ONE = 0x3F800000 >> 20  # exponent and 3 mantissa bits of 1.0
 _FIRST = _ONE - 127  # code 127 is 1.0, code 1 about 2**-15
 _SECOND = _ONE - 255  # code 255 is 1.0, code 1 about 2**-31
 
 
 @inlined
-def _keep_first(array: Any, i: int, share: Any, noise: Any) -> None:
-    size = abs(share)
+def _encode_first(array: Any, i: int, relative: Any, noise: Any) -> None:
+    size = abs(relative)
     code = np.int32(U32(bits_of(size) + U32(noise << U32(4))) >> U32(20)) - np.int32(_FIRST)
     smallest = float_of(U32(_FIRST + 1) << U32(20))
     tiny = np.int32(1) if size > smallest * F32(noise) * F32(2**-16) else np.int32(0)
     code = code if code > 0 else tiny
     code = min(code, np.int32(127))
-    array[i] = np.uint8(code | (np.int32(bits_of(share) >> U32(24)) & np.int32(0x80)))
+    array[i] = np.uint8(code | (np.int32(bits_of(relative) >> U32(24)) & np.int32(0x80)))
 
 
 @inlined
-def _first(array: Any, i: int, scale: Any) -> Any:
+def _decode_first(array: Any, i: int, scale: Any) -> Any:
     code = U32(array[i])
     size = code & U32(0x7F)
     value = float_of(U32(size + U32(_FIRST)) << U32(20)) if size > U32(0) else F32(0)
@@ -155,28 +157,28 @@ def _first(array: Any, i: int, scale: Any) -> Any:
 
 
 @inlined
-def _keep_second(array: Any, i: int, share: Any, noise: Any) -> None:
-    code = np.int32(U32(bits_of(share) + U32(noise << U32(4))) >> U32(20)) - np.int32(_SECOND)
-    smallest = np.int32(1) if share > F32(0) else np.int32(0)
+def _encode_second(array: Any, i: int, relative: Any, noise: Any) -> None:
+    code = np.int32(U32(bits_of(relative) + U32(noise << U32(4))) >> U32(20)) - np.int32(_SECOND)
+    smallest = np.int32(1) if relative > F32(0) else np.int32(0)
     array[i] = np.uint8(min(max(code, smallest), np.int32(255)))
 
 
 @inlined
-def _second(array: Any, i: int, scale: Any) -> Any:
+def _decode_second(array: Any, i: int, scale: Any) -> Any:
     code = U32(array[i])
     return scale * (float_of(U32(code + U32(_SECOND)) << U32(20)) if code > U32(0) else F32(0))
 
 
 _MOMENTS = {
-    "float32": (_moment_float32, _keep_float32, _moment_float32, _keep_float32),
-    "bfloat16": (_moment_bfloat16, _keep_bfloat16, _moment_bfloat16, _keep_bfloat16),
-    "8bit": (_first, _keep_first, _second, _keep_second),
+    "float32": (_read_moment_float32, _write_moment_float32, _read_moment_float32, _write_moment_float32),
+    "bfloat16": (_read_moment_bfloat16, _write_moment_bfloat16, _read_moment_bfloat16, _write_moment_bfloat16),
+    "8bit": (_decode_first, _encode_first, _decode_second, _encode_second),
 }
 
 
 @inlined
 def _largest(values: Any, size: int) -> Any:
-    """Largest magnitude. Bit patterns of positive numbers have the order of the numbers, and integers are compared fast."""
+    """Return the largest magnitude. Positive numbers are ordered like their bit patterns, which compare faster."""
     largest = U32(0)
     for j in range(size):
         largest = max(largest, U32(bits_of(values[j]) & U32(0x7FFFFFFF)))
@@ -189,7 +191,7 @@ def _inverse(scale: Any) -> Any:
 
 
 def _update(weights: str, moments: str, grads: str) -> Any:
-    """The update of consecutive elements, to be inlined. ``m`` and ``v`` are scratch space for one block."""
+    """Compose the update of consecutive elements, to be inlined. ``m`` and ``v`` are scratch space for one block."""
     read_weight, write_weight = _WEIGHTS[weights]
     read_grad = _READ[grads]
     scaled = moments == "8bit"
@@ -200,8 +202,8 @@ def _update(weights: str, moments: str, grads: str) -> Any:
         weights: Any, low: Any, grads: Any, first: Any, second: Any, scale1: Any, scale2: Any, number: Any, s: Any,
         m: Any, v: Any,
     ) -> None:  # fmt: skip
-        # Several short loops over a block that stays in the cache: one loop over all arrays is not vectorized, because
-        # too many of them might overlap.
+        # Several short loops over a block that stays in the cache: a single loop over all arrays is not vectorized,
+        # because too many of them might overlap.
         for start in range(0, len(weights), BLOCK):
             block, size = start // BLOCK, min(BLOCK, len(weights) - start)
             g_, first_, second_ = grads[start:], first[start:], second[start:]
@@ -232,7 +234,7 @@ def _update(weights: str, moments: str, grads: str) -> Any:
 
 @cache
 def update_kernel(weights: str, moments: str, grads: str) -> Any:
-    """The compiled update of consecutive elements, for ways to keep weights, moments and gradients.
+    """Compile the update of consecutive elements for one combination of formats.
 
     Args:
         weights: ``float32``, ``bf16`` or ``fp32_master``.
@@ -240,9 +242,9 @@ def update_kernel(weights: str, moments: str, grads: str) -> Any:
         grads: ``float32`` or ``bfloat16``.
 
     Returns:
-        ``update(weights, low, grads, first, second, scale1, scale2, number, scalars)`` for arrays of one length but for the
-        scales, of which there is one for each `BLOCK` elements; bf16 as uint16. What a mode does not use is an empty
-        array of the same kind. ``number``: of the first element, for the noise.
+        ``update(weights, low, grads, first, second, scale1, scale2, number, scalars)``. The arrays have one length, except
+        for the scales, one for each `BLOCK` elements; bf16 is passed as uint16. An array that a mode does not use is
+        empty. ``number`` is the index of the first element, which the noise depends on.
     """
     update_span = _update(weights, moments, grads)
 
@@ -258,11 +260,11 @@ def update_kernel(weights: str, moments: str, grads: str) -> Any:
 
 @cache
 def rows_kernel(weights: str, moments: str, grads: str) -> Any:
-    """The same for rows of a table, whose 8-bit moments have their own blocks in each row.
+    """Compile the update of rows of a table. Blocks of 8-bit moments begin anew in each row.
 
     Returns:
-        ``update(weights, low, grads, first, second, scale1, scale2, width, blocks, rows, grad_rows, scalars)``: row
-        ``rows[i]`` of the table, of ``width`` elements and ``blocks`` scales, with row ``grad_rows[i]`` of ``grads``.
+        ``update(weights, low, grads, first, second, scale1, scale2, width, blocks, rows, grad_rows, scalars)``, which
+        updates row ``rows[i]``, of ``width`` elements and ``blocks`` scales, with row ``grad_rows[i]`` of ``grads``.
     """
     update_row = _update(weights, moments, grads)
 

@@ -1,7 +1,7 @@
-"""Floating-point formats as bit patterns, and noise to round them with; inlined into the kernels.
+"""Floating-point formats as bit patterns, and the noise of stochastic rounding; inlined into the kernels.
 
-numba compiles these without fast-math and without fusing multiply and add, so results depend on neither the machine nor
-the number of threads.
+numba compiles these without fast-math and without fusing multiply and add, so results do not depend on the machine or
+on the number of threads.
 """
 
 from typing import Any
@@ -12,25 +12,25 @@ from numba.extending import intrinsic
 
 U16, U32, F32, F64 = np.uint16, np.uint32, np.float32, np.float64
 
-# numpy's error model: a division by zero gives infinity; checking for it would keep loops from being vectorized.
+# numpy's error model: a division by zero gives infinity. A check for it would prevent vectorization.
 kernel: Any = njit(nogil=True, error_model="numpy")
 inlined: Any = njit(nogil=True, error_model="numpy", forceinline=True)
 
 
 @inlined
 def float_of(bits: Any) -> Any:
-    """The fp32 number with these 32 bits."""
+    """Return the fp32 number with these 32 bits."""
     return U32(bits).view(F32)
 
 
 @inlined
 def bits_of(value: Any) -> Any:
-    """The 32 bits of an fp32 number."""
+    """Return the 32 bits of an fp32 number."""
     return F32(value).view(U32)
 
 
 def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c`` in fp32, rounded once. Asked for by name it is the same on every machine, unlike a compiler's choice."""
+    """Return ``a * b + c`` in fp32, rounded once; the intrinsic makes it the same on every machine."""
     signature = types.float32(types.float32, types.float32, types.float32)
     return signature, lambda context, builder, signature, args: builder.fma(*args)
 
@@ -40,19 +40,19 @@ fma: Any = intrinsic(_fma)
 
 @inlined
 def widen(half: Any) -> Any:
-    """bf16 (its 16 bits) to fp32."""
+    """Convert bf16, given as its 16 bits, to fp32."""
     return float_of(U32(half) << U32(16))
 
 
 @inlined
 def nan_bits(value: Any) -> Any:
-    """Bits that keep a NaN a NaN, whatever rounding has made of its own; none for numbers."""
+    """Return the bits that keep a NaN a NaN after rounding, and 0 for numbers."""
     return U32(0x7FC00000) if value != value else U32(0)
 
 
 @inlined
 def nearest(value: Any) -> Any:
-    """fp32 to bf16 (its 16 bits), to the nearest, ties to even as torch does; NaN stays NaN."""
+    """Round fp32 to the nearest bf16, as its 16 bits, with ties to even like torch; NaN stays NaN."""
     bits = bits_of(value)
     rounded = U16(U32(bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16))
     return rounded if value == value else U16(0x7FC0)
@@ -60,13 +60,13 @@ def nearest(value: Any) -> Any:
 
 @inlined
 def stochastic(value: Any, noise: Any) -> Any:
-    """fp32 to bf16 (its 16 bits), up or down so that the rounding is unbiased; NaN stays NaN. ``noise``: 16 random bits."""
+    """Round fp32 to bf16, as its 16 bits, up or down by 16 random bits so that the mean is exact; NaN stays NaN."""
     return U16((U32(bits_of(value) + noise) | nan_bits(value)) >> U32(16))
 
 
 @inlined
 def mix(x: Any) -> Any:
-    """A 32-bit hash with low bias (constants: Wellons, "Prospecting for Hash Functions", 2018)."""
+    """Hash 32 bits with low bias (constants: Wellons, "Prospecting for Hash Functions", 2018)."""
     x = U32(x ^ (x >> U32(16)))
     x = U32(x * U32(0x7FEB352D))
     x = U32(x ^ (x >> U32(15)))

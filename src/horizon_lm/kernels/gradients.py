@@ -1,8 +1,9 @@
-"""Gradients arriving in host memory: copied or added, with their sum of squares in the same pass.
+"""Gradients landing in host memory: stored or added, with their sum of squares in the same pass.
 
-The squares are of the values as they are kept, after rounding, and summed in fp64, in which they are exact: a long fp32
-sum loses digits (1e-4 for 100M elements, 3% in bf16), and would depend on how a slab is cut.
+The sum is of the stored values, after rounding. Their squares are exact in fp64 and summed there: a long fp32 sum loses
+digits (1e-4 for 100M elements, 3% in bf16), and would depend on how a slab is cut.
 
+Shapes: V rows of a table, R rows of a batch, H hidden.
 """
 
 from functools import cache
@@ -12,7 +13,7 @@ import numpy as np
 
 from horizon_lm.kernels.bits import F64, inlined, kernel, nearest, widen
 
-_LANES = 64  # sums side by side, because one alone cannot be vectorized
+_LANES = 64  # partial sums, because a single one cannot be vectorized
 
 
 @inlined
@@ -26,11 +27,11 @@ _NARROW = {"float32": _same, "bfloat16": nearest}
 
 @cache
 def landing_kernel(target: str, source: str, add: bool) -> Any:
-    """``land(target, source) -> sum of squares`` for two arrays of one length; bf16 as uint16.
+    """Compile ``land(target, source) -> sum of squares`` for two arrays of one length, with bf16 as uint16.
 
     Args:
         target, source: ``float32`` or ``bfloat16``.
-        add: onto what is there, summed in fp32 and rounded once; else in its place.
+        add: add to the target in fp32 and round once; False to overwrite it.
     """
     widen_target, widen_source, narrow = _WIDEN[target], _WIDEN[source], _NARROW[target]
 
@@ -53,7 +54,7 @@ def landing_kernel(target: str, source: str, add: bool) -> Any:
 
 @cache
 def squared_norm_kernel(values: str) -> Any:
-    """``sum_of_squares(values) -> sum of squares`` of an array; bf16 as uint16."""
+    """Compile ``sum_of_squares(values)`` of an array, with bf16 as uint16."""
     read = _WIDEN[values]
 
     @kernel
@@ -71,11 +72,11 @@ def squared_norm_kernel(values: str) -> Any:
 
 @cache
 def rows_kernel(table: str, add: bool) -> Any:
-    """``land(table, source, rows) -> change of the table's sum of squares``; arrays (V, H) and (R, H), rows distinct.
+    """Compile ``land(table, source, rows) -> change of the table's sum of squares`` for (V, H), (R, H) and distinct rows (R,).
 
     Args:
-        table: ``float32`` or ``bfloat16``, of the table and of the source.
-        add: onto what is there; else the rows are known to be zero.
+        table: ``float32`` or ``bfloat16``, the dtype of the table and of the source.
+        add: add to the rows; False if they are zero.
     """
     widen, narrow = _WIDEN[table], _NARROW[table]
 

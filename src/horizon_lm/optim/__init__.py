@@ -1,1 +1,1 @@
-"""The optimizer's step, on the host."""
+"""AdamW on the CPU, over weights, gradients and moments in host memory."""

@@ -1,7 +1,7 @@
 """AdamW over slabs (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101).
 
-The update is torch.optim.AdamW's, in fp32, whatever the weights, gradients and moments are kept in. It runs in threads
-on the host, unit by unit in the order in which the next forward needs them, and the forward goes on as units are done.
+The update is torch.optim.AdamW's, in fp32, whatever the formats of weights, gradients and moments. It runs in threads on
+the host, unit by unit in the order in which the next forward needs them, and overlaps with that forward.
 """
 
 import math
@@ -10,25 +10,14 @@ from typing import Any
 
 import torch
 
-from horizon_lm.device.cpu import dtype_name
 from horizon_lm.device.transfers import Move
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.updates import TableGrads
 from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
-from horizon_lm.kernels.adamw import Scalars
-from horizon_lm.kernels.gradients import squared_norm_kernel
-from horizon_lm.optim.moments import Moments
+from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, squared_norm
+from horizon_lm.optim.moments import Moments, UnitArrays
 from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_settings, check_state
-from horizon_lm.optim.skipped_steps import REMEDY, SkippedSteps
-from horizon_lm.optim.update_tasks import (
-    Hyperparameters,
-    Span,
-    TableRows,
-    UnitArrays,
-    compile_kernels,
-    noise_key,
-    span_pieces,
-)
+from horizon_lm.optim.update_tasks import Span, StepUpdate, TableRows, compile_kernels, span_pieces
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
 from horizon_lm.store.store import Store, as_array
@@ -40,22 +29,23 @@ class AdamW(torch.optim.Optimizer):
     Args:
         model: a streamed model.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
-        max_grad_norm: scale gradients down to this global norm when it is exceeded; None for no clipping.
+        max_grad_norm: global norm to which larger gradients are scaled down; None for no clipping.
         params: parameters or parameter groups; None for all trainable ones in one group.
-        seed: of the stochastic rounding in precision ``bf16`` and of moments in fewer than 32 bits.
+        seed: the seed of stochastic rounding, in precision ``bf16`` and for moments of fewer than 32 bits.
         moments: ``float32`` (8 bytes per parameter), ``bfloat16`` (4) or ``8bit`` (2, and 3% for the scales of blocks).
-        non_finite: ``raise`` NonFiniteError at a NaN or infinite gradient, or ``skip`` that step with a warning.
-        max_consecutive_skips: with ``skip``, so many steps in a row may be left out, and the next one raises NonFiniteError;
+        non_finite: ``raise`` NonFiniteError for a NaN or infinite gradient, or ``skip`` that step with a warning.
+        max_consecutive_skips: with ``skip``, the limit on consecutive skipped steps; the next one raises NonFiniteError.
             None for no limit.
-        update_in_backward: update each unit as soon as its gradient has landed, and keep no gradients. One backward a
-            step, no clipping, no skipping; `step` only ends the step. A fault in the backward leaves the model partially updated.
+        update_in_backward: update each unit as soon as its gradient has landed, and keep no gradients. This allows one
+            backward per step, no clipping and no skipping, and `step` only ends the step. An error in the backward leaves
+            the model partially updated.
 
     Attributes:
         grad_norm: global norm of the gradients of the last step, before clipping.
-        unit_grad_norms: the same of each unit.
+        unit_grad_norms: the norm of each unit's gradients, likewise.
     """
 
-    updates_slabs = True  # and not parameters, as other optimizers do
+    updates_slabs = True  # other optimizers update parameters
 
     def __init__(
         self,
@@ -82,8 +72,8 @@ class AdamW(torch.optim.Optimizer):
         self._skipped = SkippedSteps(non_finite, max_consecutive_skips)
         if update_in_backward and (max_grad_norm is not None or non_finite == "skip"):
             raise ConfigError(
-                "update_in_backward changes weights before all gradients are known, so it cannot clip by their global norm "
-                "or skip the step; use it without max_grad_norm and non_finite='skip'"
+                "update_in_backward changes weights before all gradients are known, so it cannot clip by the global norm "
+                "or skip a step; use it without max_grad_norm and non_finite='skip'"
             )
         self._engine: Engine = model._horizon.engine
         self._store: Store = self._engine.store
@@ -97,7 +87,7 @@ class AdamW(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.unit_grad_norms: dict[str, float] = {}
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
-        self._hyper: dict[int, Hyperparameters] = {}
+        self._current: StepUpdate | None = None  # the step that is being applied
         self._moments = Moments(self._store, moments)
         self._arrays.update({unit: UnitArrays(self._store, unit, self._moments) for unit in self._store.units})
         self._steps: dict[torch.Tensor, int] = {}
@@ -106,22 +96,21 @@ class AdamW(torch.optim.Optimizer):
         compile_kernels(self._arrays[EMBED])
 
     def _trainable(self) -> list[torch.nn.Parameter]:
-        # in the order of torch's optimizers, so that states go from one to the other
+        # In the order of torch's optimizers, so that their states can be loaded into each other.
         params = [param for param in self._engine.parts.model.parameters() if param.requires_grad]
         if not params:
             raise ConfigError("nothing is trainable: every parameter of the model is frozen")
         return params
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have a gradient. Returns when the gradients are known to be good.
+        """Update all parameters that have a gradient. Return once the gradients are known to be finite.
 
-        The updates go on in threads; whatever needs a weight waits for it. Read ``p.data`` after
-        `horizon_lm.synchronize`.
+        The updates continue in threads, and every use of a weight waits for its update. To read ``p.data``, call
+        `horizon_lm.synchronize` first.
 
         Raises:
-            NonFiniteError: a gradient is NaN or infinite, and such steps are not skipped, or too many in a row were; no weight
-                has been touched.
-            StreamingError: a fault invalidated the gradients; call `zero_grad` first.
+            NonFiniteError: if a gradient is NaN or infinite and the step may not be skipped; no weight was changed.
+            StreamingError: if an error made the gradients incomplete; call `zero_grad` first.
         """
         loss = closure() if closure is not None else None
         engine = self._engine
@@ -134,189 +123,136 @@ class AdamW(torch.optim.Optimizer):
         engine.wait_for_grads()
         engine.foreign_writes.follow()
         present = {unit: self._present(unit) for unit in self._store.units}
-        if not (self._hyper if self._in_backward else any(present.values())):  # no backward: as torch, do nothing
+        if not (self.pending if self._in_backward else any(present.values())):  # no backward: do nothing, as torch
             return loss
-        squared_norms = self._squared_norm(present)
-        bad = next((unit for unit in self._backward_order() if not math.isfinite(squared_norms[unit])), None)
-        if bad is not None:
-            self._reject(bad)
+        squared_norms = self._squared_norms(present)
+        unit = first_non_finite_unit(squared_norms, self._engine.parts.num_blocks)
+        if unit is not None:
+            self._reject_step(unit)
             return loss
         self.grad_norm = sum(squared_norms.values()) ** 0.5
         self.unit_grad_norms = {unit: square**0.5 for unit, square in squared_norms.items()}
-        if not self._in_backward:
-            self._update(present)
-        elif self._hyper:
+        if self._in_backward:
             engine.grads.squared_norms.clear()
-            self._advance()
+        else:
+            self._issue_update(present, clip_factor(self.grad_norm, self.max_grad_norm))
+        self._finish_step()
         return loss
 
     @property
     def num_skipped(self) -> int:
-        """Return the number of steps left out because a gradient was not finite."""
+        """The number of steps skipped because a gradient was not finite."""
         return self._skipped.num
 
     @property
     def partial_update(self) -> bool:
-        """Whether an update was not completed, so that the model has to be loaded again."""
+        """True if an update was not completed, so that the model must be loaded again."""
         return self._engine.updates.partial_update.reason is not None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
-        if self._engine.grads.invalid:  # the backward of an update_in_backward that failed before its first update
-            self._hyper = {}
+        if self._engine.grads.invalid:  # with update_in_backward, a backward may have failed before its first update
+            self._current = None
         self._engine.clear_grads()
 
-    def _squared_norm(self, present: Mapping[str, list[str]]) -> dict[str, float]:
-        """By unit, the sum of squares of the gradients as they are stored; what is not known is read again."""
-        squared_norms = {}
-        for unit, slabs in self._store.units.items():
-            names = present[unit]
-            known = self._engine.grads.squared_norms.of(unit) if names else None
-            if known is None and names and slabs.grads.numel():
-                kernel = squared_norm_kernel(dtype_name(slabs.grads))
-                known = sum(kernel(as_array(slabs.grad_layout.view(slabs.grads, n).view(-1))) for n in names)
-            squared_norms[unit] = known or 0.0
-        return squared_norms
-
-    def _reject(self, unit: str) -> None:
-        """Skip a step whose gradient is not finite, or raise NonFiniteError."""
-        what = f"the gradient of {unit} is not finite at step {self._step + 1}"
-        if not self._in_backward:
-            self._skipped.skip(what)
-            return
-        error = NonFiniteError(
-            f"{what}. It was not applied, but other units were updated as their gradients came, so the model is partially updated: load it or "
-            f"a checkpoint again. {REMEDY}"
-        )
-        self._engine.updates.partial_update.record(error)
-        raise error
-
-    # The update after a backward
-
-    def _update(self, present: Mapping[str, list[str]]) -> None:
-        clip = 1.0
-        if self.max_grad_norm is not None:
-            assert self.grad_norm is not None
-            clip = min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        self._hyper = self._hyperparameters()
-        moves = {
-            unit: self._pieces(unit, present[unit], self._store.units[unit].grads, clip)
-            for unit in self._deadline_order()
-        }
-        table = None
-        if present[EMBED]:
-            table = self._table(TableGrads(self._store.grad(*self._store.units[EMBED].layout), None), clip)
-        schedule = build.update(self._engine.layout, [unit for unit, pieces in moves.items() if pieces])
-        self._engine.run_update(schedule, moves, table)
-        self._advance()
-
-    def _deadline_order(self) -> list[str]:
-        """Units in the order in which the next forward streams them in. The table's part is left to that forward."""
-        blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
-        return [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
-
-    def _backward_order(self) -> list[str]:
-        """All units, the one where a backward meets trouble first before those to which it spreads."""
-        return [HEAD, *(block(u) for u in reversed(range(self._engine.parts.num_blocks))), OUTER, EMBED]
-
     def _present(self, unit: str) -> list[str]:
-        """Return the parameters of a unit that have a gradient. The others are left as they are, as torch leaves them."""
+        """Return the parameters of a unit that have a gradient. Others are not updated, as in torch."""
         layout = self._store.units[unit].grad_layout
         if self._in_backward:
             return list(layout)
         return [name for name in layout if not self._engine.grads.is_empty(name)]
 
-    # The update in a backward (`engine.updates.UpdatesInBackward`)
+    def _squared_norms(self, present: Mapping[str, list[str]]) -> dict[str, float]:
+        """Return the sum of squares of each unit's stored gradients, read again only where landing did not compute it."""
+        squared_norms = {}
+        for unit, slabs in self._store.units.items():
+            names = present[unit]
+            known = self._engine.grads.squared_norms.of(unit) if names else None
+            if known is None and names and slabs.grads.numel():
+                known = squared_norm(slabs, names)
+            squared_norms[unit] = known or 0.0
+        return squared_norms
 
-    def begin(self) -> None:
-        if self._hyper:
-            raise StreamingError(
-                "update_in_backward has changed the weights already in this step's backward; call optimizer.step() after "
-                "each backward, and put all rows of a step into one forward"
-            )
-        self._hyper = self._hyperparameters()
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._hyper)
-
-    def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
-        return self._pieces(unit, names, grads, clip=1.0)
-
-    def table(self, grads: TableGrads) -> TableRows | None:
-        return self._table(grads, clip=1.0)
-
-    # Pieces
-
-    def _pieces(self, unit: str, names: list[str], grads: torch.Tensor, clip: float) -> Sequence[Move]:
-        """Return the update of some of a unit's parameters with the gradient slab of the unit."""
-        spans = self._spans(unit, names, clip)
-        return span_pieces(
-            self._arrays[unit], spans, as_array(grads), self._engine.updates.partial_update.record, self._guard(unit)
+    def _reject_step(self, unit: str) -> None:
+        """Skip a step whose gradient is not finite, or raise NonFiniteError."""
+        reason = f"the gradient of {unit} is not finite at step {self._step + 1}"
+        if not self._in_backward:
+            self._skipped.skip(reason)
+            return
+        error = NonFiniteError(
+            f"{reason}. It was not applied, but other units were updated as soon as their gradients landed, so the model is "
+            f"partially updated: load it or a checkpoint again. {REMEDY}"
         )
+        self._engine.updates.partial_update.record(error)
+        raise error
 
-    def _spans(self, unit: str, names: list[str], clip: float) -> list[Span]:
-        """Return the parameters that are updated alike and lie one behind the other, together."""
-        arrays = self._arrays[unit]
-        order = {name: number for number, name in enumerate(arrays.layout)}
-        spans: list[tuple[list[str], Scalars]] = []
-        before: tuple[Any, ...] = ()
-        for name in names:
-            param = self._engine.refs[name].param
-            hyper = self._hyper.get(id(param))
-            if hyper is None:
-                continue
-            step = self._steps[param] + 1
-            if arrays.mergeable and before == (order[name] - 1, hyper, step):
-                spans[-1][0].append(name)
-            else:
-                spans.append(([name], hyper.scalars(step, clip, noise_key(self._seed, self._step + 1, unit))))
-            before = order[name], hyper, step
-            self._stepped.append(param)
-        return [Span(*span) for span in spans]
+    # One step
 
-    def _table(self, grads: TableGrads, clip: float) -> TableRows | None:
-        spans = self._spans(EMBED, list(self._store.units[EMBED].layout), clip)
-        if not spans:
-            return None
-        return TableRows(
-            self._arrays[EMBED], grads, spans[0].scalars, self._engine.updates.partial_update.record, self._guard(EMBED)
-        )
+    def _start_step(self, clip: float) -> None:
+        self._current = StepUpdate(self.param_groups, self._steps, self._seed, self._step + 1, clip)
+
+    def _issue_update(self, present: Mapping[str, list[str]], clip: float) -> None:
+        """Issue the updates of all units, in the order in which the next forward streams them in."""
+        self._start_step(clip)
+        blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
+        order = [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
+        moves = {unit: self.moves(unit, present[unit], self._store.units[unit].grads) for unit in order}
+        table = None  # the embedding's update is left to the next forward, which knows which rows it needs first
+        if present[EMBED]:
+            table = self.table(TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
+        schedule = build.update(self._engine.layout, [unit for unit, pieces in moves.items() if pieces])
+        self._engine.run_update(schedule, moves, table)
+
+    def _finish_step(self) -> None:
+        """Count the step, whose updates may still be running."""
+        assert self._current is not None
+        for param in self._current.stepped:
+            self._steps[param] += 1
+        torch._foreach_add_([self.state[param]["step"] for param in self._current.stepped], 1.0)
+        self._step += 1
+        self._skipped.reset()
+        self._current = None
+
+    def _spans(self, unit: str, names: Iterable[str]) -> list[Span]:
+        assert self._current is not None
+        params = {name: self._engine.refs[name].param for name in names}
+        return self._current.spans(unit, self._arrays[unit], params)
 
     def _guard(self, unit: str) -> Callable[[], bool]:
-        """Whether a unit may be updated when its turn comes. After a backward that is known; in one it is not."""
+        """Return a check of a unit's gradient, for use when its update runs: inside a backward it may not be finite."""
         if not self._in_backward:
             return lambda: True
         squared_norms = self._engine.grads.squared_norms
         return lambda: math.isfinite(squared_norms.of(unit) or 0.0)
 
-    def _hyperparameters(self) -> dict[int, Hyperparameters]:
-        self._stepped: list[torch.nn.Parameter] = []
-        return {
-            id(param): Hyperparameters(
-                lr=float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
+    # The interface for updates in a backward (`engine.updates.UpdatesInBackward`)
+
+    def begin(self) -> None:
+        if self.pending:
+            raise StreamingError(
+                "update_in_backward has already changed the weights in this step's backward; call optimizer.step() after "
+                "each backward, and put all rows of a step into one forward"
             )
-            for group in self.param_groups
-            for param in group["params"]
-        }
+        self._start_step(clip=1.0)
 
-    def _advance(self) -> None:
-        """The step is on its way: what comes next belongs to the next one."""
-        for param in self._stepped:
-            self._steps[param] += 1
-        torch._foreach_add_([self.state[param]["step"] for param in self._stepped], 1.0)
-        self._step += 1
-        self._skipped.applied()
-        self._hyper = {}
+    @property
+    def pending(self) -> bool:
+        return self._current is not None
 
-    # State
+    def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
+        spans, record = self._spans(unit, names), self._engine.updates.partial_update.record
+        return span_pieces(self._arrays[unit], spans, as_array(grads), record, self._guard(unit))
+
+    def table(self, grads: TableGrads) -> TableRows | None:
+        spans, record = self._spans(EMBED, self._store.units[EMBED].layout), self._engine.updates.partial_update.record
+        if not spans:
+            return None
+        return TableRows(self._arrays[EMBED], grads, spans[0].scalars, record, self._guard(EMBED))
+
+    # Parameter groups and state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does. Parameters of other models are rejected, since nothing here would update them."""
+        """Add a group, as torch does. Reject parameters of other models, which would never be updated."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -332,7 +268,7 @@ class AdamW(torch.optim.Optimizer):
             self._add_states(group["params"])
 
     def _add_states(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Make the states of parameters, as views; frozen ones have none."""
+        """Create the states of trainable parameters, as views of the moments."""
         for param in params:
             name = self._names[id(param)]
             unit = self._store.unit_of[name]
@@ -344,9 +280,9 @@ class AdamW(torch.optim.Optimizer):
                 self._steps[param] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does, once all updates are done, and the number of steps of the whole optimizer as ``step``.
+        """Wait for all updates, and return the state as torch does, with the optimizer's number of steps as ``step``.
 
-        Moments, and the low halves of masters, are views and not copies.
+        Moments, and the low halves of fp32 masters, are views and not copies.
         """
         self._engine.check_alive()
         self._engine.updates.finish()
@@ -354,13 +290,13 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that `state_dict` gave, or torch.optim.AdamW's.
+        """Load a state from `state_dict` of this class or of torch.optim.AdamW.
 
-        Moments in other floating-point formats are converted. In precision ``fp32_master`` the low halves come with the
-        state, so that the model's ``load_state_dict`` has to be called before.
+        Moments in other floating-point formats are converted. In precision ``fp32_master`` the state holds the low halves
+        of the weights, so call the model's ``load_state_dict`` first.
 
         Raises:
-            ConfigError: something in it does not fit; nothing has been changed.
+            ConfigError: if a part of the state does not fit; nothing was changed.
         """
         own = self.state_dict()
         saved = check_state(state_dict, own, self._moments.kind)

@@ -1,21 +1,23 @@
-"""AdamW's moments in host memory, in fp32 or fewer bits."""
+"""AdamW's moments in host memory, in fp32 or fewer bits, and the slabs of a unit as the kernels read them."""
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
+from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError
 from horizon_lm.schedule.ops import EMBED
-from horizon_lm.store.store import Arena, SlabLayout, Store, page_aligned
+from horizon_lm.store.store import Arena, SlabLayout, Store, as_array, page_aligned
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
 class UnitMoments:
-    """Of one unit: both moments, laid out as its gradients; with 8 bits also the scales of their blocks.
+    """Both moments of a unit, laid out like its gradients; 8-bit moments also have the scales of their blocks.
 
     Attributes:
         scale_starts: index of the first scale of each parameter.
@@ -29,12 +31,12 @@ class UnitMoments:
 
 
 class Moments:
-    """All moments of a model, zero at first.
+    """The moments of a model, initially zero.
 
     Args:
-        store: with its gradient layouts.
-        kind: ``float32`` (8 bytes per parameter), ``bfloat16`` (4, stochastically rounded) or ``8bit`` (2 and two fp32
-            scales for each block of 256).
+        store: the store of the model, with gradient layouts.
+        kind: ``float32`` (8 bytes per parameter), ``bfloat16`` (4, stochastically rounded) or ``8bit`` (2, and two fp32
+            scales per block of 256).
     """
 
     def __init__(self, store: Store, kind: str) -> None:
@@ -43,7 +45,7 @@ class Moments:
         self.kind = kind
         dtype = _DTYPES[kind]
         layouts = {unit: slabs.grad_layout for unit, slabs in store.units.items()}
-        scales = {unit: self._scales(unit, layout) for unit, layout in layouts.items()}
+        scales = {unit: self._place_scales(unit, layout) for unit, layout in layouts.items()}
         arenas = [Store.new_arena(layouts.values(), dtype) for _ in range(2)]
         scale_arenas = [Arena(sum(page_aligned(4 * count) for _, count in scales.values())) for _ in range(2)]
         store.num_bytes["moments"] = sum(arena.num_bytes for arena in (*arenas, *scale_arenas))
@@ -53,8 +55,8 @@ class Moments:
             scale1, scale2 = (arena.take(count, torch.float32) for arena in scale_arenas)
             self.units[unit] = UnitMoments(first, second, scale1, scale2, starts)
 
-    def _scales(self, unit: str, layout: SlabLayout) -> tuple[dict[str, int], int]:
-        """Where each parameter's scales begin, and how many there are."""
+    def _place_scales(self, unit: str, layout: SlabLayout) -> tuple[dict[str, int], int]:
+        """Return the index of each parameter's first scale, and the number of scales."""
         starts: dict[str, int] = {}
         count = 0
         for name in layout if self.kind == "8bit" else ():
@@ -64,14 +66,14 @@ class Moments:
 
     @staticmethod
     def num_blocks(unit: str, layout: SlabLayout, name: str) -> int:
-        """Blocks of a parameter. Rows of the table, which are updated one by one, begin new ones."""
+        """Return the number of blocks of a parameter. Each row of the embedding starts a new one, as rows update alone."""
         entry = layout.entries[name]
         if unit == EMBED:
             return entry.shape[0] * -(-entry.shape[1] // BLOCK)
         return -(-entry.numel // BLOCK)
 
     def state(self, unit: str, layout: SlabLayout, name: str) -> dict[str, Any]:
-        """A parameter's moments as views, under torch's names; 8-bit ones as codes with their scales."""
+        """Return views of a parameter's moments under torch's names; 8-bit moments as codes and scales."""
         moments = self.units[unit]
         views: dict[str, Any] = {
             "exp_avg": layout.view(moments.first, name),
@@ -83,3 +85,23 @@ class Moments:
             views["exp_avg_scale"] = moments.scale1[start:stop]
             views["exp_avg_sq_scale"] = moments.scale2[start:stop]
         return views
+
+
+class UnitArrays:
+    """The slabs of a unit as numpy arrays. Gradients are passed to each update instead: their memory may differ.
+
+    Attributes:
+        mergeable: whether one kernel call may span several parameters.
+        modes: names of the weight, moment and gradient formats, which select the kernel.
+    """
+
+    def __init__(self, store: Store, unit: str, moments: Moments) -> None:
+        slabs, own = store.units[unit], moments.units[unit]
+        self.layout, self.grad_layout = slabs.layout, slabs.grad_layout
+        self.weights = as_array(slabs.weights)
+        self.low = np.empty(0, np.int16) if slabs.low is None else as_array(slabs.low)
+        self.first, self.second = as_array(own.first), as_array(own.second)
+        self.scale1, self.scale2 = as_array(own.scale1), as_array(own.scale2)
+        self.scale_starts = own.scale_starts
+        self.mergeable = moments.kind != "8bit"  # whose blocks begin anew with each parameter
+        self.modes = (store.precision.name, moments.kind, dtype_name(torch.empty(0, dtype=store.precision.grad_dtype)))

@@ -1,4 +1,4 @@
-"""States of the optimizer that somebody kept: checked as a whole before anything of them is used."""
+"""Saved optimizer states, which are checked as a whole before any part of them is loaded."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,21 +9,21 @@ import torch
 
 from horizon_lm.errors import ConfigError
 
-STEPS = "step"  # of the whole optimizer: the noise of rounding follows from it
+STEPS = "step"  # number of steps of the whole optimizer, which the noise of rounding depends on
 LOW_HALF = "low_half"
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
-_WITHOUT_MEANING = ("foreach", "fused", "capturable", "differentiable")  # how torch's AdamW computes
-_MEANINGS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}  # what, and how ours does
+_IGNORED_SETTINGS = ("foreach", "fused", "capturable", "differentiable")  # how torch's AdamW computes
+_FIXED_SETTINGS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}  # the only values supported
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A state that fits an optimizer.
+    """A saved state that fits an optimizer.
 
     Attributes:
-        entries: by the index of each parameter, its state; None for one that has had no gradient.
-        groups: settings of the groups.
-        num_steps: of the optimizer.
+        entries: the state of each parameter by its index; None for a parameter that has had no gradient.
+        groups: the settings of each group.
+        num_steps: the optimizer's number of steps.
     """
 
     entries: Mapping[int, Mapping[str, Any] | None]
@@ -31,7 +31,7 @@ class SavedState:
     num_steps: int
 
     def copy_into(self, own: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Copy the entries into an optimizer's own, key by key. A parameter without an entry begins anew."""
+        """Copy the entries into an optimizer's own, key by key. Reset the moments of a parameter without an entry."""
         for index, entry in self.entries.items():
             for key, tensor in own[index].items():
                 if entry is None and key != LOW_HALF:
@@ -41,7 +41,7 @@ class SavedState:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Reject settings of a group that are out of range."""
+    """Raise ConfigError if a setting of a group is out of range."""
     lr, betas, eps, weight_decay = (settings[name] for name in _SETTINGS)
     try:
         good = min(lr, eps, weight_decay) >= 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
@@ -52,18 +52,18 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def check_state(given: Any, own: Mapping[str, Any], moments: str) -> SavedState:
-    """Check that a state is one of this optimizer, or of a torch.optim.AdamW with the same parameters.
+    """Check that a state is from this optimizer, or from a torch.optim.AdamW with the same parameters.
 
     Args:
-        given: what ``state_dict`` of an optimizer gave.
-        own: what that of this one gives.
-        moments: how this one keeps them.
+        given: the state to load.
+        own: the present state of this optimizer.
+        moments: the kind of this optimizer's moments.
 
     Raises:
-        ConfigError: anything in it that does not fit.
+        ConfigError: if any part of the state does not fit.
     """
     if not isinstance(given, Mapping) or not all(isinstance(given.get(k), t) for k, t in _PARTS.items()):
-        raise ConfigError("this is no state of an optimizer: give what state_dict() of an AdamW returned")
+        raise ConfigError("this is not an optimizer state; pass the return value of state_dict() of an AdamW")
     index_of = _match_parameters(given["param_groups"], own["param_groups"])
     groups = [_check_group(number, group) for number, group in enumerate(given["param_groups"])]
     entries = _match_entries(given, own["state"], index_of)
@@ -71,8 +71,8 @@ def check_state(given: Any, own: Mapping[str, Any], moments: str) -> SavedState:
         if entry is not None:
             _check_entry(f"parameter {index}", entry, own["state"][index], moments)
     _require_low_halves_of_all([entry for entry in entries.values() if entry is not None])
-    num_steps = _count(f"{STEPS!r}", given[STEPS]) if STEPS in given else 0
-    steps = (_count("step", entry["step"]) for entry in entries.values() if entry is not None)
+    num_steps = _as_num_steps(f"{STEPS!r}", given[STEPS]) if STEPS in given else 0
+    steps = (_as_num_steps("step", entry["step"]) for entry in entries.values() if entry is not None)
     return SavedState(entries, groups, max([num_steps, *steps]))
 
 
@@ -80,12 +80,12 @@ _PARTS = {"state": Mapping, "param_groups": Sequence}
 
 
 def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int]:
-    """Match the numbers of parameters in a state with ours, by their places in the groups, as torch does."""
+    """Map the parameter numbers of a state to ours, by their positions in the groups, as torch does."""
     sizes = [[len(group.get("params", ())) for group in groups] for groups in (given, own)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"the optimizer state has other parameter groups than this optimizer: {sizes[0]} parameters instead of {sizes[1]}; "
-            "make the optimizer with the groups that it had"
+            "create the optimizer with the groups of the saved one"
         )
     numbers = [number for group in given for number in group["params"]]
     if len(set(numbers)) < len(numbers):
@@ -94,51 +94,53 @@ def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int
 
 
 def _check_group(number: int, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group without those that mean nothing here."""
-    if lost := [name for name in _SETTINGS if name not in group]:
-        raise ConfigError(f"the optimizer state has no {', '.join(lost)} in group {number}; it is not of an AdamW")
+    """Return the settings of a group that this optimizer has. Reject a group that needs others."""
+    if missing := [name for name in _SETTINGS if name not in group]:
+        raise ConfigError(f"the optimizer state has no {', '.join(missing)} in group {number}; it is not from an AdamW")
     check_settings(group)
-    for name, meant in _MEANINGS.items():
-        if group.get(name, meant) is not meant:
+    for name, value in _FIXED_SETTINGS.items():
+        if group.get(name, value) is not value:
             raise ConfigError(
-                f"the optimizer state was made with {name}={group[name]}, which horizon_lm.AdamW does not do; go on with the "
+                f"the optimizer state was made with {name}={group[name]}, which horizon_lm.AdamW does not support; continue with the "
                 "optimizer that made it"
             )
-    return {k: v for k, v in group.items() if k not in ("params", *_WITHOUT_MEANING, *_MEANINGS)}
+    return {k: v for k, v in group.items() if k not in ("params", *_IGNORED_SETTINGS, *_FIXED_SETTINGS)}
 
 
 def _match_entries(
     given: Mapping[str, Any], own: Mapping[int, Any], index_of: Mapping[Any, int]
 ) -> dict[int, Mapping[str, Any] | None]:
+    """Return the given state of each of our parameters. Reject a state for other parameters, or with too few."""
     states = given["state"]
     if unknown := [number for number in states if index_of.get(number) not in own]:
         raise ConfigError(
-            f"the optimizer state has moments of parameter {unknown[0]}, which is frozen here or in none of the groups; train "
-            "the parameters that were trained"
+            f"the optimizer state has moments of parameter {unknown[0]}, which is frozen here or in no group; train the same "
+            "parameters as the saved optimizer"
         )
     if own and not states:
-        raise ConfigError("the optimizer state has no moments: it was kept before the first step, so leave it out")
+        raise ConfigError("the optimizer state has no moments: it was saved before the first step, so do not load it")
     entries: dict[int, Mapping[str, Any] | None] = dict.fromkeys(own)
     entries.update({index_of[number]: entry for number, entry in states.items()})
-    lost = [index for index, entry in entries.items() if entry is None]
-    if lost and STEPS in given:  # torch's lacks parameters without a gradient; ours has all
-        raise ConfigError(f"the optimizer state lacks {len(lost)} of {len(own)} parameters; it is damaged")
+    num_missing = sum(entry is None for entry in entries.values())
+    if num_missing and STEPS in given:  # a state of torch's lacks parameters without a gradient; one of ours has all
+        raise ConfigError(f"the optimizer state lacks {num_missing} of {len(own)} parameters; it is damaged")
     return entries
 
 
 def _check_entry(place: str, entry: Any, own: Mapping[str, Any], moments: str) -> None:
+    """Check the state of one parameter against ours: its keys, the dtypes and shapes of its tensors, its steps."""
     if not isinstance(entry, Mapping) or entry.keys() - {LOW_HALF} != own.keys() - {LOW_HALF}:
         found = ", ".join(sorted(map(str, entry))) if isinstance(entry, Mapping) and entry else "nothing"
         raise ConfigError(
-            f"the optimizer state has other moments than {moments!r} at {place}: {found} instead of {', '.join(own)}; choose "
-            "the optimizer and the kind of moments that it was made with"
+            f"the optimizer state has other moments than {moments!r} at {place}: {found} instead of {', '.join(own)}; use the "
+            "optimizer and the kind of moments that it was made with"
         )
     if LOW_HALF in entry and LOW_HALF not in own:
         raise ConfigError(
-            f"the optimizer state has {LOW_HALF}, 16 bits of each weight in precision fp32_master; stream the model with that "
-            "precision to load it"
+            f"the optimizer state has {LOW_HALF}, which are 16 bits of each weight in precision fp32_master; stream the model "
+            "with that precision to load it"
         )
-    _count(f"'step' at {place}", entry["step"])
+    _as_num_steps(f"'step' at {place}", entry["step"])
     for key, value in entry.items():
         if key == "step":
             continue
@@ -147,30 +149,30 @@ def _check_entry(place: str, entry: Any, own: Mapping[str, Any], moments: str) -
         if not _is_of_kind(value.dtype, own[key].dtype):
             raise ConfigError(
                 f"the optimizer state has other moments than {moments!r} at {place}: {key} is {value.dtype}, and "
-                f"{own[key].dtype} here; choose the kind of moments that it was made with"
+                f"{own[key].dtype} here; use the kind of moments that it was made with"
             )
         if value.shape != own[key].shape:
             raise ConfigError(
                 f"the optimizer state has {key} of shape {tuple(value.shape)} at {place}, and the parameter has "
-                f"{tuple(own[key].shape)}; it is of another model, or its parameters are in another order"
+                f"{tuple(own[key].shape)}; the state is from another model, or its parameters are in another order"
             )
 
 
 def _is_of_kind(given: torch.dtype, own: torch.dtype) -> bool:
-    """Return whether one dtype may be converted into the other: floating-point numbers may, codes may not."""
+    """Return whether a dtype may be converted to ours: floating-point numbers may, 8-bit codes may not."""
     return given == own or (given.is_floating_point and own.is_floating_point)
 
 
 def _require_low_halves_of_all(entries: Sequence[Mapping[str, Any]]) -> None:
-    having = sum(LOW_HALF in entry for entry in entries)
-    if having not in (0, len(entries)):
-        raise ConfigError(f"the optimizer state has {LOW_HALF} of {having} of {len(entries)} parameters; it is damaged")
+    found = sum(LOW_HALF in entry for entry in entries)
+    if found not in (0, len(entries)):
+        raise ConfigError(f"the optimizer state has {LOW_HALF} of {found} of {len(entries)} parameters; it is damaged")
 
 
-def _count(what: str, value: Any) -> int:
-    """Return a number of steps, given as a number or a tensor of one."""
+def _as_num_steps(name: str, value: Any) -> int:
+    """Return a number of steps, given as a number or as a tensor with one element."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value % 1:
-        raise ConfigError(f"the optimizer state has {value} as {what}, which is no number of steps; it is damaged")
+        raise ConfigError(f"the optimizer state has {value} as {name}, which is not a number of steps; it is damaged")
     return int(value)

@@ -1,8 +1,11 @@
-"""One step's update, cut into pieces that any thread may run: spans of slabs, and rows of the embedding table."""
+"""The update of one step: its hyperparameters, and the pieces of it that any thread may run.
+
+A piece updates part of a span of a slab, or some rows of the embedding.
+"""
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,19 +14,18 @@ import numpy as np
 import torch
 
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
-from horizon_lm.device.cpu import dtype_name
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.engine.updates import TableGrads
 from horizon_lm.kernels.adamw import Scalars, rows_kernel, update_kernel
-from horizon_lm.optim.moments import Moments
-from horizon_lm.store.store import Store, as_array
+from horizon_lm.optim.moments import UnitArrays
+from horizon_lm.store.store import as_array
 
-_PIECE = 1 << 19  # elements of a piece, a multiple of the blocks of 8-bit moments: about half a millisecond's work
+_PIECE_ELEMENTS = 1 << 19  # a multiple of the blocks of 8-bit moments: about half a millisecond of work
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """Of one parameter in one step; taken when `step` is called, because schedulers change them right after."""
+    """The hyperparameters of one parameter in one step, copied when it begins because schedulers change them right after."""
 
     lr: float
     beta1: float
@@ -32,7 +34,7 @@ class Hyperparameters:
     weight_decay: float
 
     def scalars(self, step: int, clip: float, key: int) -> Scalars:
-        """What the kernels need, formed in double precision. ``step`` from 1; ``key``: of the noise."""
+        """Return the kernels' scalars, computed in double precision. ``step`` starts at 1; ``key`` seeds the noise."""
         return Scalars(
             clip=np.float32(clip),
             decay=np.float32(1 - self.lr * self.weight_decay),
@@ -46,28 +48,71 @@ class Hyperparameters:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Adjacent parameters that are updated with the same scalars; with 8-bit moments a single one."""
+
+    names: Sequence[str]
+    scalars: Scalars
+
+
+class StepUpdate:
+    """One step that is being applied: its hyperparameters, and the parameters updated so far.
+
+    Args:
+        groups: the optimizer's parameter groups.
+        steps: number of earlier steps of each parameter.
+        seed: the seed of the noise of stochastic rounding.
+        step: number of this step, from 1, which the noise depends on, too.
+        clip: factor on all gradients.
+
+    Attributes:
+        stepped: parameters that have been cut into spans.
+    """
+
+    def __init__(
+        self, groups: Iterable[Mapping[str, Any]], steps: Mapping[torch.Tensor, int], seed: int, step: int, clip: float
+    ) -> None:
+        self._hyperparameters = {
+            id(param): Hyperparameters(
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+            )
+            for group in groups
+            for param in group["params"]
+        }
+        self._steps, self._seed, self._step, self._clip = steps, seed, step, clip
+        self.stepped: list[torch.nn.Parameter] = []
+
+    def spans(self, unit: str, arrays: UnitArrays, params: Mapping[str, torch.nn.Parameter]) -> list[Span]:
+        """Group parameters of a unit into spans. Parameters that the optimizer does not train are left out."""
+        order = {name: number for number, name in enumerate(arrays.layout)}
+        spans: list[tuple[list[str], Scalars]] = []
+        before: tuple[Any, ...] = ()
+        for name, param in params.items():
+            hyper = self._hyperparameters.get(id(param))
+            if hyper is None:
+                continue
+            step = self._steps[param] + 1
+            if arrays.mergeable and before == (order[name] - 1, hyper, step):
+                spans[-1][0].append(name)
+            else:
+                spans.append(([name], hyper.scalars(step, self._clip, noise_key(self._seed, self._step, unit))))
+            before = order[name], hyper, step
+            self.stepped.append(param)
+        return [Span(*span) for span in spans]
+
+
 def noise_key(seed: int, step: int, unit: str) -> int:
-    """Different for every step and unit; an element's noise follows from it and from its place in the slab."""
+    """Return a key that differs by step and unit. An element's noise depends on it and on its place in the slab."""
     return zlib.crc32(f"{seed}/{step}/{unit}".encode())
 
 
-class UnitArrays:
-    """A unit's slabs as the kernels see them; gradients are given with each update, since they may be anywhere."""
-
-    def __init__(self, store: Store, unit: str, moments: Moments) -> None:
-        slabs, own = store.units[unit], moments.units[unit]
-        self.layout, self.grad_layout = slabs.layout, slabs.grad_layout
-        self.weights = as_array(slabs.weights)
-        self.low = np.empty(0, np.int16) if slabs.low is None else as_array(slabs.low)
-        self.first, self.second = as_array(own.first), as_array(own.second)
-        self.scale1, self.scale2 = as_array(own.scale1), as_array(own.scale2)
-        self.scale_starts = own.scale_starts
-        self.mergeable = moments.kind != "8bit"  # whose blocks begin with each parameter
-        self.modes = (store.precision.name, moments.kind, dtype_name(torch.empty(0, dtype=store.precision.grad_dtype)))
-
-
 def compile_kernels(arrays: UnitArrays) -> None:
-    """Compile what an update needs, so that the first step takes no longer than the others."""
+    """Compile the kernels of an update, so that the first step takes no longer than the others."""
     scalars = Hyperparameters(0.0, 0.9, 0.9, 1.0, 0.0).scalars(1, 1.0, 0)
     values = as_array(torch.empty(0, dtype=getattr(torch, arrays.modes[2])))
     slabs = [a[:0] for a in (arrays.weights, arrays.low, values, arrays.first, arrays.second)]
@@ -77,84 +122,72 @@ def compile_kernels(arrays: UnitArrays) -> None:
     rows_kernel(*arrays.modes)(*slabs, *scales, 1, 0, nothing, nothing, scalars)
 
 
-Tear = Callable[[BaseException], None]
+Record = Callable[[BaseException], None]
 Guard = Callable[[], bool]
 
 
 @dataclass(eq=False, slots=True)
-class _Work:
-    """A piece of an update. A failure inside tears the model.
+class _Piece:
+    """A piece of an update as a move. `Pieces` knows which are done, as an interrupted pass may issue a piece again."""
 
-    Attributes:
-        number: among the pieces of ``of``, which knows what is done: an interrupted pass may issue a piece again.
-    """
-
-    of: "Pieces"
+    pieces: "Pieces"
     number: int
     host_bytes: int = 0
 
     def run(self, link: Link) -> None:
-        self.of.run(self.number)
+        self.pieces.run(self.number)
 
     def split(self, parts: int) -> list[Move]:
         return [self]
 
 
 class Pieces(Sequence[Move]):
-    """An update in pieces. Each is made when somebody takes it: a large model has tens of thousands of them.
+    """An update in pieces. Each is made when a thread takes it: a large model has tens of thousands of them.
 
     Args:
         count: number of pieces.
-        function: does the one of a number.
-        record: called with an error inside a piece.
-        guard: false if a piece must not run after all, because its gradient is not finite.
+        function: runs the piece with a given number.
+        record: called with an error raised inside a piece, which leaves a partial update.
+        guard: returns False if pieces must not run after all, because a gradient is not finite.
     """
 
-    def __init__(self, count: int, function: Callable[[int], None], record: Tear, guard: Guard) -> None:
-        self._function, self._tear, self._guard = function, record, guard
+    def __init__(self, count: int, function: Callable[[int], None], record: Record, guard: Guard) -> None:
+        self._function, self._record, self._guard = function, record, guard
         self._done = bytearray(count)
 
     def __len__(self) -> int:
         return len(self._done)
 
     def __getitem__(self, number: Any) -> Any:
-        return _Work(self, range(len(self))[number])
+        return _Piece(self, range(len(self))[number])
 
     def run(self, number: int) -> None:
-        """Do a piece, once."""
+        """Run a piece, unless it has run already."""
         if self._done[number]:
             return
         if self._guard():
             try:
                 self._function(number)
             except BaseException as error:
-                self._tear(error)
+                self._record(error)
                 raise
         self._done[number] = True
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Parameters that are updated alike and lie one behind the other; with 8-bit moments it is one."""
-
-    names: Sequence[str]
-    scalars: Scalars
-
-
-def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: Tear, guard: Guard) -> Pieces:
+def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: Record, guard: Guard) -> Pieces:
     """Return the update of some spans of a unit, with its gradient slab as an array.
 
     The padding between parameters is updated, too: zeros stay zeros.
     """
     kernel = update_kernel(*arrays.modes)
     places = [_place(arrays, span) for span in spans]
-    firsts = [0, *accumulate(-(-numel // _PIECE) for _, _, numel in places)]
+    firsts = [0, *accumulate(-(-numel // _PIECE_ELEMENTS) for _, _, numel in places)]
 
     def update(number: int) -> None:
         index = bisect_right(firsts, number) - 1
         (start, grad_start, numel), span = places[index], spans[index]
-        offset = (number - firsts[index]) * _PIECE
-        size = min(_PIECE, numel - offset)
+        offset = (number - firsts[index]) * _PIECE_ELEMENTS
+        size = min(_PIECE_ELEMENTS, numel - offset)
         w, g = start + offset, grad_start + offset
         scales = slice(0, 0)
         if arrays.scale_starts:
@@ -170,17 +203,17 @@ def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: 
 
 
 def _place(arrays: UnitArrays, span: Span) -> tuple[int, int, int]:
-    """Return where a span begins among the weights and among the gradients, and its number of elements."""
+    """Return the start of a span among the weights and among the gradients, and its number of elements."""
     first, last = (arrays.layout.entries[span.names[i]] for i in (0, -1))
     return first.offset, arrays.grad_layout.entries[span.names[0]].offset, last.offset + last.numel - first.offset
 
 
 class TableRows:
-    """One step's update of the embedding table; see `engine.updates.TableUpdate`."""
+    """One step's update of the embedding (V, H), a row at a time; see `engine.updates.TableUpdate`."""
 
-    def __init__(self, arrays: UnitArrays, grads: TableGrads, scalars: Scalars, record: Tear, guard: Guard) -> None:
+    def __init__(self, arrays: UnitArrays, grads: TableGrads, scalars: Scalars, record: Record, guard: Guard) -> None:
         (place,) = arrays.layout.entries.values()
-        self._arrays, self._scalars, self._tear, self._guard = arrays, scalars, record, guard
+        self._arrays, self._scalars, self._record, self._guard = arrays, scalars, record, guard
         self._num_rows, self._width = place.shape
         self._blocks = -(-self._width // BLOCK) if arrays.scale_starts else 0
         self._kernel = rows_kernel(*arrays.modes)
@@ -198,11 +231,11 @@ class TableRows:
         return self._pieces(np.arange(self._num_rows))
 
     def _pieces(self, rows: Any) -> Pieces:
-        count = max(1, _PIECE // self._width)
+        count = max(1, _PIECE_ELEMENTS // self._width)
         return Pieces(
             -(-len(rows) // count),
             lambda number: self._update(rows[number * count : (number + 1) * count]),
-            self._tear,
+            self._record,
             self._guard,
         )
 

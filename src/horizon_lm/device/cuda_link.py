@@ -1,0 +1,161 @@
+"""Transfers of a CUDA device: direct or staged copies, dtype conversion, and gradients landing in host memory.
+
+`HostTransport` moves bytes of one dtype across the link. `CudaLink` converts, adds and squares on the device around it.
+Both touch only buffers that they or the engine allocated for good, so nothing here needs ``record_stream``.
+
+Shapes: V rows of a table, R rows of a batch, H hidden.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from horizon_lm.device.cpu import HostLink
+from horizon_lm.device.page_locks import PageLocks
+from horizon_lm.device.transfers import SquaredNorm
+
+_PIECE_ELEMENTS = 1 << 24  # converted or squared at once
+_STAGING_BYTES = 64 * 2**20
+_ALIGNMENT = 256  # bytes, between tensors that share scratch memory
+LINK_SCRATCH_BYTES = 4 * _PIECE_ELEMENTS  # device memory of one link: a piece in fp32
+
+
+class HostTransport:
+    """Copies between host and device within one dtype, enqueued on the current stream.
+
+    Page-locked memory is copied directly. Everything else goes through two page-locked staging buffers in turn, so that
+    the host fills one while the device reads the other.
+
+    Args:
+        device: the device at the other end.
+        locks: the page-locked ranges of host memory.
+    """
+
+    def __init__(self, device: torch.device, locks: PageLocks) -> None:
+        self._device, self._locks = device, locks
+        with torch.cuda.device(device):
+            self._staging = [
+                (torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event(blocking=True))
+                for _ in range(2)
+            ]
+        self._turn = 0
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Copy a 1-D tensor between host and device, and return the destination."""
+        to_device = destination.device == self._device
+        for start, stop, is_locked in self._locks.parts(source if to_device else destination):
+            if is_locked:
+                destination[start:stop].copy_(source[start:stop], non_blocking=True)
+            else:
+                self._copy_staged(destination[start:stop], source[start:stop], to_device)
+        return destination
+
+    def stage(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Return a page-locked buffer that no copy is using, and the event to record once a copy uses it."""
+        self._turn ^= 1
+        buffer, event = self._staging[self._turn]
+        event.synchronize()
+        return buffer[: numel * dtype.itemsize].view(dtype), event
+
+    def _copy_staged(self, destination: torch.Tensor, source: torch.Tensor, to_device: bool) -> None:
+        for d, s in _split_alike(destination, source, _STAGING_BYTES // source.element_size()):
+            staging, event = self.stage(s.numel(), s.dtype)
+            if to_device:
+                d.copy_(staging.copy_(s), non_blocking=True)
+                event.record()
+            else:
+                staging.copy_(s, non_blocking=True)
+                event.record()
+                event.synchronize()
+                d.copy_(staging)
+
+
+class CudaLink:
+    """The link of one copy stream, which must be current. The host's dtype crosses the bus; the device converts.
+
+    Scratch memory is allocated up front, because an allocation could make the enqueuing thread wait for the device.
+
+    Args:
+        device: the device whose transfers these are.
+        locks: the page-locked ranges of host memory; None if only torch has locked any.
+    """
+
+    def __init__(self, device: torch.device, locks: PageLocks | None = None) -> None:
+        self._device = device
+        self._scratch = torch.empty(4 * _PIECE_ELEMENTS, dtype=torch.uint8, device=device)
+        self._transport = HostTransport(device, locks or PageLocks(device))
+        self._host = HostLink()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if source.dtype == destination.dtype:
+            self._transport.copy(destination, source)
+            return
+        for d, s in _split_alike(destination, source, _PIECE_ELEMENTS):
+            if source.device == self._device:
+                self._transport.copy(d, self._take_scratch(d.dtype, s.numel()).copy_(s))
+            else:
+                d.copy_(self._transport.copy(self._take_scratch(s.dtype, s.numel()), s))
+
+    def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
+        for d, r in zip(*_split_rows(destination, rows), strict=True):
+            staging, event = self._transport.stage(r.numel() * table.shape[1], table.dtype)
+            torch.index_select(table, 0, r, out=staging.view(r.numel(), table.shape[1]))  # (V, H) -> (R, H)
+            self.copy(d.view(-1), staging)
+            event.record()
+
+    def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
+        """Land gradients; rounding, adding and squaring happen on the device, one piece of scratch memory at a time."""
+        if not add and source.dtype == destination.dtype:
+            self._transport.copy(destination, source)
+            return _sum_of_squares([_norm(piece) for piece in source.split(_PIECE_ELEMENTS)])
+        norms = []
+        for d, s in _split_alike(destination, source, _PIECE_ELEMENTS // 2):
+            kept = self._take_scratch(d.dtype, d.numel())
+            if add:
+                self._transport.copy(kept, d)
+                # An fp32 store needs no second buffer: its values are summed where they are.
+                total = (
+                    kept if kept.dtype == torch.float32 else self._take_scratch(torch.float32, d.numel(), after=kept)
+                )
+                kept.copy_(total.copy_(kept).add_(s))
+            else:
+                kept.copy_(s)
+            self._transport.copy(d, kept)
+            norms.append(_norm(kept))
+        return _sum_of_squares(norms)
+
+    def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
+        """Land rows (R, H) in a table (V, H). They have no common address to copy to, so host threads scatter them."""
+        total = 0.0
+        for s, r in zip(*_split_rows(source, rows), strict=True):
+            staging, event = self._transport.stage(s.numel(), source.dtype)
+            staging.copy_(s.reshape(-1), non_blocking=True)
+            event.record()
+            event.synchronize()
+            total += self._host.land_rows(table, staging.view(s.shape), r, add)
+        return total
+
+    def _take_scratch(self, dtype: torch.dtype, numel: int, after: torch.Tensor | None = None) -> torch.Tensor:
+        """Return scratch memory, whose previous use is earlier in this stream. ``after``: scratch that is still in use."""
+        start = 0 if after is None else -(-after.numel() * after.element_size() // _ALIGNMENT) * _ALIGNMENT
+        return self._scratch[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def _split_alike(a: torch.Tensor, b: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(a.split(size), b.split(size), strict=True)
+
+
+def _split_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Split rows (R, H) and their indices (R,) into pieces that fit into a staging buffer in any dtype."""
+    size = max(1, min(_PIECE_ELEMENTS, _STAGING_BYTES // 4) // values.shape[1])
+    return values.split(size), rows.split(size)
+
+
+def _norm(piece: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(piece, dtype=torch.float32)
+
+
+def _sum_of_squares(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares as a host tensor, which holds its value once the landing is finished."""
+    host = torch.empty((), dtype=torch.float64, pin_memory=True)
+    return host.copy_(torch.stack(norms).double().square().sum(), non_blocking=True)

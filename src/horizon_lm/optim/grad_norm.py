@@ -1,0 +1,67 @@
+"""The norm of a step's gradients: sums of squares, the clipping factor, and steps skipped for a norm that is not finite."""
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+
+from horizon_lm.device.cpu import dtype_name
+from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning
+from horizon_lm.kernels.gradients import squared_norm_kernel
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
+from horizon_lm.store.store import UnitSlabs, as_array
+
+REMEDY = "Lower the learning rate, or look at the rows of this step."
+
+
+def squared_norm(slabs: UnitSlabs, names: Iterable[str]) -> float:
+    """Return the sum of squares of some gradients of a unit, read from host memory as they are stored."""
+    kernel = squared_norm_kernel(dtype_name(slabs.grads))
+    return sum(kernel(as_array(slabs.grad_layout.view(slabs.grads, name).view(-1))) for name in names)
+
+
+def clip_factor(grad_norm: float, max_grad_norm: float | None) -> float:
+    """Return the factor that clips gradients to a global norm, as torch.nn.utils.clip_grad_norm_ computes it."""
+    return 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (grad_norm + 1e-6))
+
+
+def first_non_finite_unit(squared_norms: Mapping[str, float], num_blocks: int) -> str | None:
+    """Return the first unit in the order of the backward whose norm is not finite: the trouble spreads from there."""
+    order = [HEAD, *map(block, reversed(range(num_blocks))), OUTER, EMBED]
+    return next((unit for unit in order if not math.isfinite(squared_norms[unit])), None)
+
+
+class SkippedSteps:
+    """A counter of the steps that are skipped for a gradient that is NaN or infinite.
+
+    Args:
+        non_finite: ``raise`` or ``skip``.
+        limit: maximum number of consecutive skipped steps; None for no limit.
+
+    Attributes:
+        num: number of steps skipped so far.
+    """
+
+    def __init__(self, non_finite: str, limit: int | None) -> None:
+        if non_finite not in ("raise", "skip"):
+            raise ConfigError(f"non_finite is {non_finite!r}; choose 'raise' or 'skip'")
+        if limit is not None and limit < 1:
+            raise ConfigError(f"max_consecutive_skips is {limit}; it must be at least 1, or None for no limit")
+        self._may_skip, self._limit = non_finite == "skip", limit
+        self.num = self._num_consecutive = 0
+
+    def skip(self, reason: str) -> None:
+        """Skip a step with a NonFiniteWarning. Raise NonFiniteError if steps may not be skipped, or too many were."""
+        if not self._may_skip:
+            raise NonFiniteError(f"{reason}; the weights are unchanged. {REMEDY}")
+        if self._num_consecutive == self._limit:
+            raise NonFiniteError(
+                f"{reason}, and the {self._limit} steps before it were skipped already, the limit of max_consecutive_skips; "
+                f"the weights are unchanged. {REMEDY}"
+            )
+        self.num += 1
+        self._num_consecutive += 1
+        warnings.warn(f"{reason}; this step was skipped", NonFiniteWarning, stacklevel=4)
+
+    def reset(self) -> None:
+        """End a run of consecutive skipped steps: a step was applied."""
+        self._num_consecutive = 0
