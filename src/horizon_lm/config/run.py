@@ -62,6 +62,7 @@ class OutputSettings(TrainingSettings):
     sample_prompts: Names | None = Field(
         None, description="Prompts that the model answers on the way, for people to read."
     )
+    sample_system_prompt: str | None = Field(None, description="System prompt of the sample prompts; null for none.")
     sample_steps: Interval = Field(100, description="Steps, or a share of all steps, between two such answers.")
     sample_max_new_tokens: PositiveInt = Field(64, description="Tokens of such an answer, at most.")
 
@@ -107,7 +108,7 @@ class OutputSettings(TrainingSettings):
             raise ValueError(f"must be none, all, or some of {', '.join(_REPORTERS[2:])}")
         return value
 
-    @field_validator("sample_steps", "sample_max_new_tokens")
+    @field_validator("sample_system_prompt", "sample_steps", "sample_max_new_tokens")
     @classmethod
     def _samples_something(cls, value: Any, info: ValidationInfo) -> Any:
         if value != cls.model_fields[info.field_name or ""].default and info.data.get("sample_prompts", ...) is None:
