@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from horizon_lm.cli import generate
 from horizon_lm.store import checkpoint_loader
 from tests.e2e import tiny
 from tests.e2e.command import run
@@ -247,6 +248,29 @@ def test_bad_arguments_of_generate(model: Path) -> None:
         assert message in result.stderr
     assert run("generate", model, " ").exit_code == 2
     assert run("generate", model / "nowhere/there", "Who?").exit_code == 2
+
+
+def test_system_prompt_of_generate(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[str] = []
+
+    def record(model: Any, tokenizer: Any, inputs: Any, *others: Any) -> None:
+        rendered.append(tokenizer.decode(inputs["input_ids"][0]))
+
+    monkeypatch.setattr(generate, "_answer", record)
+    assert run("generate", model, "Who?", "--system", "Be brief.").exit_code == 0
+    start = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>"
+    assert rendered == [f"{start}\n<|im_start|>assistant\n"]
+
+    only_users = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    for name, template, message in (
+        ("dropped", only_users, "drops the system prompt"),
+        ("rejected", no_system, "the chat template rejects the prompt: no system role"),
+        ("plain", None, "needs a chat template"),
+    ):
+        folder = tiny.save_model(tmp_path / name, chat_template=template)
+        result = run("generate", folder, "Who?", "--system", "Be brief.")
+        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
 def test_generate_points_to_the_model_of_a_run(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from horizon_lm.objective.base import Loss
 from horizon_lm.preflight.admission import make_request
 from horizon_lm.preflight.inputs import RowShape, open_source
 from horizon_lm.training import loop, metrics
+from horizon_lm.training.evaluation import SamplePrompts
 from horizon_lm.training.rows import load_data
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.setup import load_tokenizer
@@ -142,6 +143,22 @@ def test_answers_sample_prompts(base: dict[str, Any]) -> None:
     assert [line["step"] for line in samples] == [2, 3]
     assert [each["prompt"] for each in samples[0]["samples"]] == settings["sample_prompts"]
     assert all(isinstance(each["answer"], str) for line in samples for each in line["samples"])
+
+
+@pytest.mark.parametrize("system", [None, "You only say stars."])
+def test_system_prompt_of_sample_prompts(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, system: str) -> None:
+    seen: list[str] = []
+    answer = SamplePrompts.answer
+
+    def record(prompts: SamplePrompts, model: Any, step: int) -> dict[str, Any]:
+        seen.extend(prompts._tokenizer.decode(inputs["input_ids"][0]) for inputs in prompts._inputs)
+        return answer(prompts, model, step)
+
+    monkeypatch.setattr(SamplePrompts, "answer", record)
+    settings = {"sample_prompts": ["Why?"], "sample_max_new_tokens": 2, "sample_system_prompt": system}
+    horizon_lm.train({**base, **settings, "max_steps": 1}, **QUIET)
+    start = "" if system is None else f"<|im_start|>system\n{system}<|im_end|>\n"
+    assert seen == [f"{start}<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"]
 
 
 def test_trainable_patterns(base: dict[str, Any], model: Path) -> None:

@@ -12,6 +12,7 @@ from horizon_lm.errors import ConfigError
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or hub id.")],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads standard input.")],
+    system: Annotated[str | None, typer.Option(help="System prompt, for models with a chat template.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens in the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
@@ -32,6 +33,7 @@ def generate(
 
     from horizon_lm.cli.common import open_model
     from horizon_lm.quantities import parse_bytes
+    from horizon_lm.training.evaluation import prompt_inputs
 
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens: {max_new_tokens}: must be at least 1")
@@ -44,17 +46,17 @@ def generate(
     streamed, tokenizer = open_model(
         model, device, memory, precision, gguf_file, trust_remote_code, allow_unproven_model
     )
-    _answer(streamed, tokenizer, text, max_new_tokens, temperature, seed)
+    inputs = prompt_inputs(tokenizer, text, system)
+    _answer(streamed, tokenizer, inputs, max_new_tokens, temperature, seed)
 
 
-def _answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> None:
+def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temperature: float, seed: int) -> None:
     """Generate an answer and print it token by token."""
     import torch
     from transformers import TextStreamer
 
-    from horizon_lm.training.evaluation import padding_id, prompt_inputs
+    from horizon_lm.training.evaluation import padding_id
 
-    inputs = prompt_inputs(tokenizer, prompt)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature}
     if not temperature:  # unset the model's own sampling settings, of which transformers would warn
         sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

@@ -75,6 +75,7 @@ class OutputSettings(Settings):
     sample_prompts: Names | None = Field(
         None, description="Prompts that the model answers during training, for people to read."
     )
+    sample_system_prompt: str | None = Field(None, description="System prompt of the sample prompts. Default: none.")
     sample_steps: Interval = Field(
         100, description="Steps between these answers, or a fraction of all steps if below 1."
     )
@@ -118,7 +119,7 @@ class OutputSettings(Settings):
             raise ValueError(f"must be none, all, or some of {', '.join(_TRACKERS)}")
         return value
 
-    @field_validator("sample_steps", "sample_max_new_tokens")
+    @field_validator("sample_system_prompt", "sample_steps", "sample_max_new_tokens")
     @classmethod
     def _needs_sample_prompts(cls, value: Any, info: ValidationInfo) -> Any:
         if value != cls.model_fields[info.field_name or ""].default and info.data.get("sample_prompts", ...) is None:

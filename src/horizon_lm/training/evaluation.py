@@ -22,10 +22,9 @@ class SamplePrompts:
         self._prompts, self._tokenizer = config.sample_prompts or [], tokenizer
         self._max_new_tokens = config.sample_max_new_tokens
         try:
-            self._inputs = [prompt_inputs(tokenizer, prompt) for prompt in self._prompts]
-        except Exception as error:  # a template is a program and may raise anything
-            raise ConfigError(f"sample_prompts: rejected by the chat template: {first_line(error)}") from error
-
+            self._inputs = [prompt_inputs(tokenizer, prompt, config.sample_system_prompt) for prompt in self._prompts]
+        except ConfigError as error:
+            raise ConfigError(f"sample_prompts: {error}") from error
         for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
             if not inputs["input_ids"].shape[1]:
                 raise ConfigError(f"sample_prompts: {prompt!r} has no tokens; remove it, or write a longer prompt")
@@ -50,12 +49,33 @@ class SamplePrompts:
         return {"step": step, "samples": samples}
 
 
-def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
-    """Return the model inputs of a prompt, rendered with the chat template if the tokenizer has one."""
+def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None) -> Any:
+    """Return the model inputs of a prompt, rendered with the chat template if the tokenizer has one.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompt: the user's message.
+        system: the system prompt; None for none.
+
+    Raises:
+        ConfigError: the chat template rejects the messages, or drops the system prompt; or there is no template for it.
+    """
     if tokenizer.chat_template is None:
+        if system is not None:
+            raise ConfigError("a system prompt needs a chat template, which the tokenizer does not have")
         return tokenizer(prompt, return_tensors="pt")
-    message = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except Exception as error:  # a template is a program and may raise anything
+        raise ConfigError(f"the chat template rejects the prompt: {first_line(error)}") from error
+    if system is not None and system.strip() not in text:
+        raise ConfigError("the chat template drops the system prompt; remove it, or put it into the prompt")
+    return inputs
 
 
 def padding_id(tokenizer: Any) -> int | None:
