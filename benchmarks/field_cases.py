@@ -1,4 +1,4 @@
-"""MegaTrain's published figures as cases: each simulated with its schedule, and with ours on the same rows and machine."""
+"""MegaTrain's published figures as cases, simulated with its schedule and with ours on the same rows and machine."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +17,7 @@ from horizon_lm.preflight.inputs import RowShape
 from horizon_lm.preflight.this_machine import other_machine
 
 LENGTH = 1024
-PRECISIONS = ({}, {"precision": "bf16"}, {"precision": "bf16", "moments": "bfloat16"})  # ours: the first that fits
+PRECISIONS = ({}, {"precision": "bf16"}, {"precision": "bf16", "moments": "bfloat16"})  # ours: the first one that fits
 
 GH200, A100 = find_profile("gh200"), find_profile("a100-pcie-80gb")
 _DESKTOP = find_profile("rtx-3090")
@@ -27,12 +27,12 @@ RTX_3090 = replace(
     host_memory=251 * 10**9, host_bandwidth={"16": 100e9},
 )  # fmt: skip
 NAMES = {GH200.gpu: "GH200", A100.gpu: "A100 PCIe", RTX_3090.gpu: "RTX 3090"}
-PEAK = {GH200.gpu: 990e12, A100.gpu: 312e12, RTX_3090.gpu: 71e12}  # dense bf16, of the datasheets
+PEAK = {GH200.gpu: 990e12, A100.gpu: 312e12, RTX_3090.gpu: 71e12}  # dense bf16, from the datasheets
 
 
 @dataclass(frozen=True)
 class Case:
-    """One published figure, in TFLOP/s. ``rows``: None where they are not known, and then as many as fit."""
+    """A published figure, in TFLOP/s. ``rows`` is None if they are unknown; then as many as fit."""
 
     hardware: Hardware
     model: str
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def flops_per_token(self) -> float:
-        """By their formula. On GH200 their paper adds attention, all scores of it."""
+        """The operations per token by their formula. On GH200 their paper adds attention with all scores."""
         outline = self.outline
         attention = 12 * outline.num_blocks * outline.sizes.hidden * self.length if self.machine == "GH200" else 0
         return 6 * outline.sizes.num_parameters + attention
@@ -83,7 +83,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Simulated:
-    """Their step of a case."""
+    """MegaTrain's simulated step of a case."""
 
     case: Case
     step: FieldStep
@@ -103,12 +103,12 @@ class Simulated:
 
     @property
     def computing_factor(self) -> float:
-        """So many times as long computation would have to take for the published figure, all else being as simulated."""
+        """The factor on simulated computing time that would give the published figure, all else being equal."""
         return (self.published_seconds - self.time.optimizer - self.time.waiting) / self.time.computing
 
     @property
     def executed_share(self) -> float:
-        """Operations executed at the published rate, of the datasheet's peak."""
+        """The operations executed at the published rate, as a fraction of the datasheet's peak."""
         return self.step.executed() / self.published_seconds / PEAK[self.case.hardware.gpu]
 
     @property
@@ -117,14 +117,14 @@ class Simulated:
 
 
 def theirs(case: Case, packing: float | None = None, **changes: object) -> Simulated:
-    """Simulate a case. ``packing``: as in `FieldStep.cost`; ``changes``: of `FieldSettings`."""
+    """Simulate their step of a case. ``packing``: as in `FieldStep.cost`; ``changes``: changes of `FieldSettings`."""
     rows = case.rows or most_rows(case.outline, case.hardware)
     step = FieldStep(case.outline, replace(FieldSettings(rows), **changes))
     return Simulated(case, step, field_time(step, case.hardware, packing))
 
 
 def split_memory(case: Case) -> Case:
-    """On a superchip of four: 120 GB of its own, what is beyond them at 100 GB/s through the links between them."""
+    """Return a case on one superchip of four: 120 GB of its own memory, the rest at 100 GB/s through their links."""
     share = min(1.0, 120e9 / (12 * case.outline.sizes.num_parameters))
     rate = 1 / (share / GH200.host_rate + (1 - share) / 100e9)
     link_in, link_out = min(rate, GH200.link_in), min(rate, GH200.link_out)
@@ -132,13 +132,13 @@ def split_memory(case: Case) -> Case:
 
 
 def desktop_memory(case: Case) -> Case:
-    """With the host memory of the profile."""
+    """Return a case with the host memory of the profile."""
     return replace(case, hardware=replace(case.hardware, host_bandwidth=_DESKTOP.host_bandwidth))
 
 
 @dataclass(frozen=True)
 class Ours:
-    """Our step of a case: with nothing but our schedule, and with all that our planner does, in seconds."""
+    """The seconds of our step of a case: with our schedule alone, and as planned."""
 
     plan: Plan
     precision: str
@@ -147,7 +147,7 @@ class Ours:
 
 
 def ours(case: Case, rows: int) -> Ours:
-    """Plan our step of a case, in the first precision that fits."""
+    """Plan our step of a case in the first precision that fits."""
     model = f"Qwen2.5-{case.model}"
     source, machine = source_of(model, **_changes(case.layers)), other_machine(case.hardware, None)
     for settings in PRECISIONS:

@@ -1,4 +1,4 @@
-"""MegaTrain's published settings, simulated with its schedule and with ours, beside what it published. Nothing is measured.
+"""Simulate MegaTrain's published settings with its schedule and with ours, and compare with its figures. Nothing is measured.
 
 python benchmarks/field_check.py [--output FILE.md]    # docs/field-check.md
 """
@@ -15,7 +15,7 @@ from field_schedule import most_rows
 from horizon_lm.schedule.ops import Kind
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "field-check.md"
-OFF = 0.25  # from so much on, a figure is off
+OFF = 0.25  # a larger relative error is marked
 ONE_CORE = 10e9  # bytes per second that one core copies: assumed
 DEPTHS = {28: 284, 42: 272, 56: 264, 84: 255, 132: 247, 180: 227}
 ABLATED: dict[str, tuple[dict[str, object], float]] = {
@@ -50,13 +50,13 @@ def their_table(found: list[Simulated]) -> list[str]:
     return table(header, rows)
 
 
-def asked_table(found: list[Simulated]) -> list[str]:
+def required_table(found: list[Simulated]) -> list[str]:
     rows = [[each.case.name, f"x {each.computing_factor:.2f}", f"{each.executed_share:.0%}"] for each in found]
-    return table("figure | computation would have to take | executed, of the peak", rows)
+    return table("figure | factor on computing time | executed, of the peak", rows)
 
 
 def variants() -> dict[tuple[str, str], Simulated]:
-    """Cases with one assumption changed, by case and change."""
+    """Return the cases with one changed assumption, by case and change."""
     found = {}
     for case in CASES:
         changed: dict[str, Case] = {}
@@ -79,11 +79,11 @@ def variant_table(found: dict[tuple[str, str], Simulated]) -> list[str]:
         [name, what, f"{each.gib:.1f}", f"{each.tflops:.1f}", f"{each.ratio:.2f}"]
         for (name, what), each in found.items()
     ]
-    return table("figure | instead | device memory, GiB | simulated, TFLOP/s | ratio to published", rows)
+    return table("figure | changed assumption | device memory, GiB | simulated, TFLOP/s | ratio to published", rows)
 
 
 def ablations() -> Ablated:
-    """TFLOP/s by what is left out: published, simulated with all cores packing, with one."""
+    """Return TFLOP/s by ablation: published, simulated with all cores packing, and with one."""
     case = next(case for case in CASES if case.name == "GH200 14B")
     return {
         what: [published, *(theirs(case, packing, **changes).tflops for packing in (None, ONE_CORE))]
@@ -105,7 +105,7 @@ def _losses(values: list[float], full: list[float]) -> list[float]:
 
 
 def depths() -> list[tuple[Simulated, Simulated, Ours]]:
-    """For each depth their step, the same with split memory, and ours."""
+    """Return for each depth their step, their step with split memory, and ours."""
     found = []
     for layers, published in DEPTHS.items():
         case = Case(GH200, "7B", None, published, layers=layers)
@@ -129,11 +129,11 @@ def depth_table(found: list[tuple[Simulated, Simulated, Ours]]) -> list[str]:
     )
     last = found[-1][0].case
     fitting = [each for each in found if each[0].case is not last]
-    words = text.depth_words(
+    sentences = text.depth_sentences(
         spread(their.ratio for their, _, _ in fitting), spread(split.ratio for _, split, _ in fitting),
         f"{last.layers}", f"{12 * last.outline.sizes.num_parameters / 1e9:.0f}",
     )  # fmt: skip
-    return [*table(header, rows), *text.wrapped(words)]
+    return [*table(header, rows), *text.wrapped(sentences)]
 
 
 def our_table(pairs: list[tuple[Simulated, Ours]]) -> list[str]:
@@ -154,7 +154,7 @@ def our_table(pairs: list[tuple[Simulated, Ours]]) -> list[str]:
     return table(header, rows)
 
 
-# Words
+# Sentences
 
 
 def spread(values: Iterable[float], form: str = ".2f") -> str:
@@ -163,7 +163,7 @@ def spread(values: Iterable[float], form: str = ".2f") -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def why(found: list[Simulated], changed: dict[tuple[str, str], Simulated]) -> list[str]:
+def explanations(found: list[Simulated], changed: dict[tuple[str, str], Simulated]) -> list[str]:
     by_name = {each.case.name: each for each in found}
 
     def span(what: str, machine: str) -> str:
@@ -194,7 +194,7 @@ def why(found: list[Simulated], changed: dict[tuple[str, str], Simulated]) -> li
     })  # fmt: skip
 
 
-def taught(
+def lessons(
     pairs: list[tuple[Simulated, Ours]], changed: dict[tuple[str, str], Simulated], ablated: Ablated
 ) -> list[str]:
     large = [(their, mine) for their, mine in pairs if their.case.machine != "RTX 3090"]
@@ -220,16 +220,16 @@ def taught(
 
 
 def report() -> str:
-    """The document."""
+    """Return the text of the document."""
     found, changed, ablated = [theirs(case) for case in CASES], variants(), ablations()
     pairs = [(each, ours(each.case, each.step.settings.rows)) for each in found]
     lines = [
-        text.INTRODUCTION, *table("what | as simulated | from", text.ASSUMPTIONS),
-        text.THEIRS, *their_table(found), text.ASKED, *asked_table(found), *text.wrapped(why(found, changed)),
+        text.INTRODUCTION, *table("quantity | as simulated | source", text.ASSUMPTIONS),
+        text.THEIRS, *their_table(found), text.REQUIRED, *required_table(found), *text.wrapped(explanations(found, changed)),
         text.VARIANTS, *variant_table(changed),
         text.ABLATIONS, *ablation_table(ablated),
         text.DEPTH, *depth_table(depths()),
-        text.OURS, *our_table(pairs), *text.wrapped(taught(pairs, changed, ablated)),
+        text.OURS, *our_table(pairs), *text.wrapped(lessons(pairs, changed, ablated)),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 

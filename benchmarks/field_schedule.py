@@ -1,9 +1,9 @@
-"""MegaTrain's training step in the words of our schedule, after its public code, so that our simulator can price it.
+"""MegaTrain's training step as one of our schedules, after its public code, so that our simulator can price it.
 
-Written down from what the code does, not copied: three loads and three forwards of every block, and one optimizer that
-waits for everything. What is in host threads has no words of its own, so `Kind.UPDATE_ROWS`, host work that copies wait
-for, stands for two things: packing a block's parameters into a page-locked buffer (stream ``host``, the main thread), and
-landing a gradient in the parameters' own (stream ``copy_out``, the thread behind the copies).
+It describes the behaviour of that code and copies nothing: three loads and three forwards of every block, and one optimizer
+that waits for everything. Our schedules have no operations for host threads, so `Kind.UPDATE_ROWS`, host work that copies
+wait for, stands for two: packing a block's parameters into a page-locked buffer (stream ``host``, the main thread), and
+landing a gradient in that of the parameters (stream ``copy_out``, the thread behind the copies).
 """
 
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ from horizon_lm.schedule.simulate import Cost, step_seconds
 from horizon_lm.schedule.waits import derive_waits
 
 ALL = "all units"
-BYTES = 2  # of a weight and of a gradient, in host memory and on the device: bf16
+BYTES = 2  # per weight and per gradient in bf16, in host memory and on the device
 COPIED = 2 * BYTES  # read and written
-OPTIMIZER_BYTES = 30  # of host traffic per parameter: clipping 6, DeepSpeedCPUAdam with fp32 moments 22, zeroing 2
+OPTIMIZER_BYTES = 30  # host traffic per parameter: clipping 6, DeepSpeedCPUAdam with fp32 moments 22, zeroing 2
 LOSS = Buffer(Buf.HEAD, "loss")
 
 
 @dataclass(frozen=True, slots=True)
 class FieldSettings:
-    """How their step is run.
+    """The settings of their step.
 
     Attributes:
-        rows: of a step, all of them on the device at once.
-        interval: blocks between two checkpoints.
-        double_buffered: without it, a load begins when the computation before it has ended.
-        slab_pool: without it, a block's gradient has landed before the next block is bound.
+        rows: rows of a step, all on the device at once.
+        interval: blocks between two activation checkpoints.
+        double_buffered: prefetch into a second buffer; without it, a load begins after the computation before it.
+        slab_pool: bind the next block while a gradient lands; without it, the gradient must land first.
     """
 
     rows: int
@@ -40,8 +40,8 @@ class FieldSettings:
     slab_pool: bool = True
 
 
-class _Issued:
-    """Operations in the order in which their main thread issues them."""
+class _IssuedOps:
+    """The operations in the order in which their main thread issues them."""
 
     def __init__(self, settings: FieldSettings) -> None:
         self._settings = settings
@@ -54,7 +54,7 @@ class _Issued:
         self.ops.append(Op(kind, unit, Stream.COMPUTE, reads, writes))
 
     def load(self, index: int, after: tuple[Buffer, ...] = ()) -> None:
-        """Pack a block, and send it to the device."""
+        """Pack a block and copy it to the device."""
         slot = self.slot(index)
         pinned, flat = Buffer(Buf.HOST_WEIGHTS, f"pinned {slot}"), Buffer(Buf.WEIGHTS, slot)
         weights = Buffer(Buf.HOST_WEIGHTS, block(index))
@@ -68,11 +68,11 @@ class _Issued:
         return Buffer(Buf.HELD, self.slot(index))
 
     def grads(self, index: int) -> Buffer:
-        """On the device until they have been copied out; without slabs, until they have landed."""
+        """Return the gradients' buffer, which is free once they are copied out, or without the slab pool once they landed."""
         return Buffer(Buf.GRADS, index % 2 if self._settings.slab_pool else 0)
 
     def run(self, kind: Kind, index: int) -> None:
-        """Copy a block from its flat buffer into the template, whose last gradients must be out; and compute."""
+        """Copy a block from its flat buffer into the template, whose last gradients must be copied out, and compute."""
         template, grads = self.template(index), self.grads(index)
         self.compute(Kind.STAGE, block(index), (Buffer(Buf.WEIGHTS, self.slot(index)),), (template, grads))
         self.compute(kind, block(index), (template,), (grads,) if kind == Kind.BACKWARD else ())
@@ -87,8 +87,8 @@ class _Issued:
 
 
 def field_pass(num_blocks: int, tied: bool, settings: FieldSettings) -> Pass:
-    """One step with one micro-batch, from the weights that stay on the device to the optimizer."""
-    issued, blocks = _Issued(settings), range(num_blocks)
+    """Return a step with one micro-batch, from copying the resident weights to the optimizer."""
+    issued, blocks = _IssuedOps(settings), range(num_blocks)
     of_device = {EMBED: Buffer(Buf.TABLE_ROWS), HEAD: Buffer(Buf.TABLE_ROWS if tied else Buf.HEAD)}
     for unit in (EMBED,) if tied else (EMBED, HEAD):
         issued.ops.append(
@@ -109,8 +109,8 @@ def field_pass(num_blocks: int, tied: bool, settings: FieldSettings) -> Pass:
 
     groups = [blocks[start : start + settings.interval] for start in blocks[:: settings.interval]]
     for group in reversed(groups):
-        for index in group:  # computed again without a graph, for the inputs of these blocks
-            issued.load(index, after=(LOSS,))  # the loss is looked at before the backward
+        for index in group:  # recomputed without a graph, for the inputs of these blocks
+            issued.load(index, after=(LOSS,))  # the host reads the loss before the backward
             issued.run(Kind.FORWARD, index)
         for index in reversed(group):
             issued.load(index)
@@ -132,7 +132,7 @@ def field_pass(num_blocks: int, tied: bool, settings: FieldSettings) -> Pass:
 
 @dataclass(frozen=True)
 class FieldStep:
-    """Their step of a model."""
+    """MegaTrain's step of a model."""
 
     outline: ModelOutline
     settings: FieldSettings
@@ -142,7 +142,7 @@ class FieldStep:
         return self.settings.rows * self.outline.length
 
     def executed(self, forwards: int = 3, backwards: int = 1) -> float:
-        """Operations of products and attention in a step, the head's with the backward."""
+        """Return the operations of products and attention in a step, with the head's in the backward."""
         rows, work = self.settings.rows, Work(products=6.0 * backwards * sum(self.outline.sizes.head) * self.tokens)
         for kind in self.outline.kinds:
             work += (kind.forward.at(rows) * forwards + kind.backward.at(rows) * backwards) * len(kind.indices)
@@ -152,10 +152,10 @@ class FieldStep:
         return [field_pass(self.outline.num_blocks, self.outline.trained.tied, self.settings)]
 
     def cost(self, hardware: Hardware, packing: float | None = None) -> Cost:
-        """Costs for `schedule.simulate`: ours, but for what only they do.
+        """Return costs for `schedule.simulate`: ours, except for operations that only they have.
 
         Args:
-            packing: bytes per second that one thread copies in host memory; None if all cores do it.
+            packing: bytes per second of one thread that packs; None if all cores pack.
         """
         ours = Step(self.outline, StepSettings(self.settings.rows, precision="bf16", chunked_head=False)).cost(hardware)
         sizes = self.outline.sizes
@@ -178,26 +178,26 @@ class FieldStep:
         return cost
 
     def device_bytes(self) -> int:
-        """Their peak on the device, estimated: at the loss, whose logits wait for one backward, or in a block's backward."""
+        """Estimate their peak on the device: at the loss, which keeps all logits for one backward, or in a block's backward."""
         sizes, settings = self.outline.sizes, self.settings
-        boundary = self.tokens * sizes.hidden * BYTES
+        checkpoint = self.tokens * sizes.hidden * BYTES
         on_device = BYTES * (sum(sizes.table) + sum(sizes.own_head) + sum(sizes.head))  # with the gradient of the head
         on_device += 6 * BYTES * max(map(sum, sizes.blocks))  # two each: flat buffers, templates, gradients
-        kept = boundary * (ceil(self.outline.num_blocks / settings.interval) + 1)
-        loss = BYTES * self.tokens * sizes.vocabulary + _BOUNDARIES_AT_LOSS * boundary
-        blocks = boundary * (settings.interval + 1) + max(
+        kept = checkpoint * (ceil(self.outline.num_blocks / settings.interval) + 1)
+        loss = BYTES * self.tokens * sizes.vocabulary + _CHECKPOINTS_AT_LOSS * checkpoint
+        blocks = checkpoint * (settings.interval + 1) + max(
             kind.footprint(settings.rows).peak for kind in self.outline.kinds
         )
         return on_device + kept + max(loss, blocks)
 
 
-# The norm runs twice with a graph, and keeps its input in fp32, two bf16 results: 4 each time. Slices of its result are
-# copied, 1; each gives back a gradient as large as the whole, which is added to the others, 3.
-_BOUNDARIES_AT_LOSS = 12
+# The norm runs twice with a graph, each time keeping an fp32 input and two bf16 results: 4 each. Slices of its result are
+# copied: 1. Each slice returns a gradient as large as the whole, which is added to the others: 3.
+_CHECKPOINTS_AT_LOSS = 12
 
 
 def most_rows(outline: ModelOutline, hardware: Hardware) -> int:
-    """The most rows, an even number, whose step fits the device by `FieldStep.device_bytes`."""
+    """Return the largest even number of rows whose step fits the device by `FieldStep.device_bytes`."""
     room = 0.95 * hardware.device_memory
     fits = (rows for rows in range(2, 1025, 2) if FieldStep(outline, FieldSettings(rows)).device_bytes() > room)
     return next(fits) - 2
@@ -205,7 +205,7 @@ def most_rows(outline: ModelOutline, hardware: Hardware) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FieldTime:
-    """Seconds of one of their steps among many, simulated; of it, those of computation, and of the optimizer alone."""
+    """The simulated seconds of one of their steps among many, and of its computation and its optimizer."""
 
     seconds: float
     computing: float
@@ -213,7 +213,7 @@ class FieldTime:
 
     @property
     def waiting(self) -> float:
-        """For loads, and for gradients to land."""
+        """The seconds of waiting for loads, and for gradients to land."""
         return max(0.0, self.seconds - self.computing - self.optimizer)
 
 

@@ -1,13 +1,13 @@
-"""Training on an accelerator: tokens and operations per second, memory, and what the device waited for.
+"""Benchmark training on an accelerator: tokens and operations per second, memory, and the causes of waiting.
 
-Every case runs in a process of its own, with random weights that are drawn on the device. Peers step through the same
-batches, eight rows at once, or as many as fit. What the machine can do at best is measured in the same run.
+Every case runs in a process of its own, with random weights that are drawn on the device. Peers train on the same batches,
+eight rows at a time, or as many as fit. The ceilings of the machine are measured in the same run.
 
     python benchmarks/gpu.py [SUITE ...] [--device cuda] [--minutes 9] [--output FILE.md] [--trace-dir DIR]
 
-Suites: quick, main, peers, depth, width, tokens, long, moe, toys (`SUITES` says what is in them). With ``--device cpu`` every model
-is a toy of its family: no figure then means anything, but everything runs. DeepSpeed is optional, as in peers_cpu.py.
-Exit code 1 if something failed that was not to be expected; a peer that runs out of device memory is to be.
+Suites: quick, main, peers, depth, width, tokens, long, moe, toys (see `SUITES`). With ``--device cpu`` every model is a toy of
+its family: everything runs, but no figure means anything. DeepSpeed is optional, as in peers_cpu.py. Exits with 1 after an
+unexpected failure; a peer may run out of device memory.
 """
 
 import argparse
@@ -39,13 +39,13 @@ LENGTH = 4 * K
 WARMUP, TRACED = 2, 2
 GIB = 2**30
 OUT_OF_MEMORY = 3  # exit code of a worker
-ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # for all: it wastes less
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # wastes less memory, for all systems
 
 Cases = list[dict[str, Any]]
 
 
 def _cases(systems: list[str], name: str, tokens: int, **changes: Any) -> Cases:
-    """The same step for several systems; ``changes`` replace fields of the case."""
+    """Return cases of the same step for several systems; ``changes`` replace fields of the case."""
     case = {"name": name, "model": MODELS.get(name), "rows": max(1, tokens // LENGTH), "length": min(tokens, LENGTH)}
     return [{"system": system, "rows_at_once": min(8, case["rows"])} | case | changes for system in systems]
 
@@ -56,8 +56,8 @@ def _quick() -> Cases:
 
 def _main() -> Cases:
     streamed = _cases(["horizon"], "qwen2.5-7b", 64 * K)
-    nothing_held = _cases(["horizon"], "qwen2.5-7b", 64 * K, options={"resident_blocks": 0})
-    return streamed + _cases([name for name in SYSTEMS if "resident" in name], "qwen2.5-7b", 64 * K) + nothing_held
+    none_resident = _cases(["horizon"], "qwen2.5-7b", 64 * K, options={"resident_blocks": 0})
+    return streamed + _cases([name for name in SYSTEMS if "resident" in name], "qwen2.5-7b", 64 * K) + none_resident
 
 
 def _peers() -> Cases:
@@ -67,7 +67,7 @@ def _peers() -> Cases:
 
 def _depth() -> Cases:
     cases = []
-    for layers in (28, 60, 120, 180):  # with nothing held, or a shallow model would be held as a whole
+    for layers in (28, 60, 120, 180):  # without resident blocks, or a shallow model would be resident as a whole
         options = {"precision": "bf16", "resident_blocks": 0}
         cases += _cases(["horizon"], f"1.5b wide, {layers} blocks", 64 * K, model=wider(1, layers), options=options)
     return cases
@@ -75,7 +75,7 @@ def _depth() -> Cases:
 
 def _width() -> Cases:
     cases = []
-    for times, layers in ((1, 28), (2, 20), (3, 10), (4, 5)):  # so deep that every peer has room
+    for times, layers in ((1, 28), (2, 20), (3, 10), (4, 5)):  # depths at which every peer has room
         name = f"1.5b, {times} times as wide, {layers} blocks"
         systems = ["horizon", "FSDP2 CPU offload, compiled", "ZeRO-3 offload"]
         cases += _cases(systems, name, 32 * K, model=wider(times, layers))
@@ -95,14 +95,14 @@ def _moe() -> Cases:
 
 
 def _toys() -> Cases:
-    """Each system once, and each kind of case of ours: to try this benchmark."""
+    """Return one case of each system, and our other kinds of cases, to try this benchmark."""
     others = ["resident", "resident, compiled", "FSDP2 CPU offload, compiled", "ZeRO-3 offload"]
     return _cases(["horizon", *others], "qwen2.5-3b", 64 * K) + _long() + _moe()[:1]
 
 
 SUITES: dict[str, Callable[[], Cases]] = {
-    "quick": _quick,  # a 3B model, ours and the one that stays on the device
-    "main": _main,  # 7B, with and without what spare memory can hold
+    "quick": _quick,  # a 3B model, ours and resident on the device
+    "main": _main,  # 7B, with and without resident blocks
     "peers": _peers,  # 3B against other offloaders
     "depth": _depth,
     "width": _width,
@@ -114,7 +114,7 @@ SUITES: dict[str, Callable[[], Cases]] = {
 
 
 def make_case(settings: dict[str, Any], device: str, steps: int) -> Case:
-    """The case of a suite on a device; on a CPU a toy of it."""
+    """Return a case for a device; on a CPU, a toy of it."""
     if torch.device(device).type == "cpu":
         options = settings.get("options", {})
         options = options | {name: 16 for name in ("mlp_chunk_tokens",) if name in options}
@@ -124,7 +124,7 @@ def make_case(settings: dict[str, Any], device: str, steps: int) -> Case:
 
 
 def label(case: Case) -> str:
-    """The system, and what is not its default."""
+    """Return the name of the system, with the options that are not its defaults."""
     return ", ".join([case.system, *(f"{name}={value}" for name, value in case.options.items())])
 
 
@@ -147,7 +147,7 @@ def work(case: Case, trace_file: str | None) -> dict[str, Any]:
             if on_gpu:
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - start)
-            if number == 0 and on_gpu:  # what compilers and tuning take is not the training's
+            if number == 0 and on_gpu:  # leave out memory of compilation and tuning
                 torch.cuda.reset_peak_memory_stats(device)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
         result = {"seconds": seconds[WARMUP:], "first": seconds[0], "losses": [loss.item() for loss in losses]}
@@ -158,7 +158,7 @@ def work(case: Case, trace_file: str | None) -> dict[str, Any]:
 
 
 def _of_horizon(system: System, ids: torch.Tensor, trace_file: str | None) -> dict[str, Any]:
-    """What only our own engine can say: what it stated and chose, and what the device waited for."""
+    """Return figures that only our engine has: its planned peak, its choices, and the causes of waiting."""
     streaming = system.model._horizon
     engine, plan = streaming.engine, streaming.planner.plan
     system.finish()
@@ -172,20 +172,21 @@ def _of_horizon(system: System, ids: torch.Tensor, trace_file: str | None) -> di
     waited = {cause: seconds / TRACED for cause, seconds in exposed_seconds(trace.spans).items()}
     residency = engine.residency
     chosen = {
-        "held graphs": residency.graphs, "held blocks": residency.weights, "boundaries on the device": residency.boundaries,
+        "resident graphs": residency.graphs, "resident blocks": residency.weights, "activation checkpoints on the device": residency.boundaries,
         "tokens of logits at once": engine.options.head_chunk_tokens, "compiled": engine.options.compile,
     }  # fmt: skip
     return {
         "unregistered": engine.device.registration_error if isinstance(engine.device, CudaDevice) else None,
         "waited": waited,
         "chosen": chosen,
-        "stated": plan.peak if plan is not None else None,
+        "planned": plan.peak if plan is not None else None,
     }
 
 
 class HostMemory:
-    """The most host memory that was in use at any moment inside, over what was in use before: by the whole machine,
-    because page-locked memory is not always counted as its process's.
+    """A context manager that measures the peak of host memory beyond what was in use before.
+
+    It counts the whole machine, because page-locked memory is not always attributed to its process.
     """
 
     def __enter__(self) -> "HostMemory":
@@ -208,19 +209,19 @@ def _used_bytes() -> int:
     import psutil
 
     memory = psutil.virtual_memory()
-    return memory.total - memory.available  # both now: a virtual machine may grow
+    return memory.total - memory.available  # both read now: the memory of a virtual machine may grow
 
 
 # All cases
 
 
 def measure(case: Case, timeout: float, trace_dir: Path | None) -> dict[str, Any]:
-    """One case in a process. A peer that runs out of device memory is tried again with half as many rows at once."""
+    """Measure a case in a process. Retry a peer that runs out of device memory with half as many rows at once."""
     trace_file = None
     if trace_dir is not None and case.system == "horizon":
         trace_dir.mkdir(parents=True, exist_ok=True)
-        words = f"{case.name} {case.tokens / K:g}k {label(case)}"
-        trace_file = str(trace_dir / f"{re.sub('[^a-zA-Z0-9.]+', '-', words)}.json")
+        name = f"{case.name} {case.tokens / K:g}k {label(case)}"
+        trace_file = str(trace_dir / f"{re.sub('[^a-zA-Z0-9.]+', '-', name)}.json")
     command = [sys.executable, __file__, "--worker", json.dumps([dataclasses.asdict(case), trace_file])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ | ALLOCATOR)
@@ -239,7 +240,7 @@ def measure(case: Case, timeout: float, trace_dir: Path | None) -> dict[str, Any
 def report(
     results: list[tuple[Case, dict[str, Any]]], ceilings: dict[str, float], arguments: argparse.Namespace
 ) -> str:
-    """The result file."""
+    """Return the text of the result file."""
     device, suites = torch.device(arguments.device), " ".join(arguments.suites)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (toys: no figure means anything)"
     rates = ", ".join(
@@ -254,14 +255,14 @@ def report(
         "",
         f"Command: `python benchmarks/gpu.py {suites} --device {arguments.device} --steps {arguments.steps}`",
         "",
-        f"Measured in this run. A large bf16 product, alone and with copies beside it: {products} TFLOP/s. GB/s: {rates} "
-        "(copies of page-locked memory that CUDA allocated, or that was registered with it, as ours is; both directions together; host: read and written in place by all cores).",
+        f"Measured in this run. A large bf16 product, alone and with concurrent copies: {products} TFLOP/s. GB/s: {rates} "
+        "(copies of page-locked memory that CUDA allocated or, like ours, registered; both directions together; host: read and written in place by all cores).",
         "",
         f"Each row is a process: {WARMUP} steps to warm up, then the median of {arguments.steps}. Operations are the model's: "
-        "6·N·T without the embedding lookup, with the experts that a token is sent to, and causal attention. Peak: the "
-        "measured product. Token ids are uniformly random, for which our embedding moves most rows. Ours compiles blocks.",
+        "6·N·T without the embedding lookup, with the experts of each token, and causal attention. Peak: the "
+        "measured product. Token ids are uniformly random, so our embedding moves the most rows. Ours compiles blocks.",
         "",
-        "| model | tokens a step | system | s/step (min to max) | tokens/s | of resident | model TFLOP/s | of peak | device GiB, stated | device GiB, peak "
+        "| model | tokens a step | system | s/step (min to max) | tokens/s | of resident | model TFLOP/s | of peak | device GiB, planned | device GiB, peak "
         "| host GiB | device waited for copy in / update / copy out / host |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -284,18 +285,18 @@ def _row(case: Case, result: dict[str, Any], peak: float, ceiling: float | None)
     waits = (
         " / ".join(f"{waited[c] / seconds:.1%}" for c in ("copy_in", "update", "copy_out", "host")) if waited else ""
     )
-    stated, device_peak = (
-        f"{num_bytes / GIB:.3g}" if num_bytes else "" for num_bytes in (result.get("stated"), result["device_peak"])
+    planned, device_peak = (
+        f"{num_bytes / GIB:.3g}" if num_bytes else "" for num_bytes in (result.get("planned"), result["device_peak"])
     )
     return (
         f"| {case.name} | {batch} | {system} | {seconds:.3f} ({min(result['seconds']):.3f} to {max(result['seconds']):.3f}) "
-        f"| {rate:,.0f} | {f'{rate / ceiling:.2f}' if ceiling else ''} | {flops / 1e12:.3g} | {flops / peak:.2g} | {stated} "
+        f"| {rate:,.0f} | {f'{rate / ceiling:.2f}' if ceiling else ''} | {flops / 1e12:.3g} | {flops / peak:.2g} | {planned} "
         f"| {device_peak} | {result['host_peak'] / GIB:.3g} | {waits} |"
     )
 
 
 def _ceilings_by_step(results: list[tuple[Case, dict[str, Any]]]) -> dict[tuple[str, int], float]:
-    """Tokens per second of the faster resident model that recomputes, by model and tokens a step."""
+    """Return the tokens per second of the fastest recomputing resident model, by model and tokens per step."""
     found: dict[tuple[str, int], float] = {}
     for case, result in results:
         if case.system in ("resident", "resident, compiled") and "error" not in result:
@@ -305,7 +306,7 @@ def _ceilings_by_step(results: list[tuple[Case, dict[str, Any]]]) -> dict[tuple[
 
 
 def _choices(results: list[tuple[Case, dict[str, Any]]]) -> list[str]:
-    """Parameters of each case, what our engine chose for it, and the losses, by which steps can be told from nonsense."""
+    """Return a line per case: its parameters, the choices of our engine, and the losses, which show that it trains."""
     lines = []
     for case, result in results:
         if "error" in result:
@@ -334,15 +335,15 @@ def main() -> None:
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each case")
-    parser.add_argument("--systems", help="only these, separated by semicolons")
-    parser.add_argument("--minutes", type=float, default=60.0, help="what is not done after so long is given up")
-    parser.add_argument("--output", type=Path, help="a Markdown file; it is written anew after each case")
-    parser.add_argument("--trace-dir", type=Path, help="a folder for the last traced steps of each case")
+    parser.add_argument("--systems", help="run only these, separated by semicolons")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit of all cases")
+    parser.add_argument("--output", type=Path, help="Markdown file, rewritten after each case")
+    parser.add_argument("--trace-dir", type=Path, help="folder for the traces of each case")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.suites = arguments.suites or ["quick"]
     if unknown := set(arguments.suites) - set(SUITES):
-        parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
+        parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose from {', '.join(SUITES)}")
     if arguments.worker:
         settings, trace_file = json.loads(arguments.worker)
         try:
@@ -364,7 +365,7 @@ def main() -> None:
         if case.system.startswith("ZeRO-3") and importlib.util.find_spec("deepspeed") is None:
             result = {"error": "deepspeed is not installed", "expected": True}
         elif left <= 0:
-            result = {"error": "not begun: the time was over"}
+            result = {"error": "not started: out of time"}
         else:
             result = measure(case, left, arguments.trace_dir)
         results.append((case, result))

@@ -1,9 +1,9 @@
-"""Kernels of attention beside each other, forward and backward: by length of rows, and with fewer heads of keys and values.
+"""Compare attention kernels, forward and backward, for several row lengths and with grouped key and value heads.
 
     python benchmarks/gpu_attention.py [cuda]
 
-prints milliseconds as JSON. cuDNN builds a plan for each new shape: "new lengths" are seconds of rows that it has not seen,
-"seen lengths" of the same ones again. Shapes are those of Qwen2.5-7B, 8k tokens a pass. On a CPU they are toys.
+prints milliseconds as JSON. cuDNN builds a plan for each new shape: "new lengths" is the time for rows of unseen lengths, and
+"seen lengths" for the same rows again. The shapes are those of Qwen2.5-7B with 8k tokens per pass, or toys on a CPU.
 """
 
 import json
@@ -22,13 +22,13 @@ _ROUNDS = 5
 
 
 def measure_attention(device: torch.device) -> dict[str, float]:
-    """Milliseconds of a forward and backward, by name of the case."""
+    """Return the milliseconds of a forward and backward, by case."""
     on_gpu = device.type == "cuda"
     heads, kv_heads, width, tokens = (28, 4, 128, 8192) if on_gpu else (4, 2, 16, 256)
     dtype = torch.bfloat16 if on_gpu else torch.float32
 
-    def tensors(rows: int, length: int, of_values: int) -> list[torch.Tensor]:
-        sizes = [(rows, count, length, width) for count in (heads, of_values, of_values)]
+    def tensors(rows: int, length: int, num_kv_heads: int) -> list[torch.Tensor]:
+        sizes = [(rows, count, length, width) for count in (heads, num_kv_heads, num_kv_heads)]
         return [torch.randn(size, dtype=dtype, device=device, requires_grad=True) for size in sizes]
 
     results: dict[str, float] = {}
@@ -66,7 +66,7 @@ def measure_attention(device: torch.device) -> dict[str, float]:
 def _milliseconds(
     device: torch.device, attend: Callable[[list[torch.Tensor]], torch.Tensor], batches: list[list[torch.Tensor]], warm: bool
 ) -> float:  # fmt: skip
-    """Of each batch on average: the best of some rounds, or of the first round if nothing is warm."""
+    """Return the mean milliseconds per batch in the best round, or in the first round if it is not warm."""
     rounds = []
     for _ in range(1 + _ROUNDS * warm):
         _synchronize(device)

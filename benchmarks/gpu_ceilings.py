@@ -1,8 +1,8 @@
-"""What a machine can do: matrix products, copies between host and device, alone and under load, and host memory.
+"""Measure the ceilings of a machine: matrix products, copies between host and device, alone and under load, host memory.
 
     python benchmarks/gpu_ceilings.py [cuda]
 
-prints the rates as JSON, for gpu.py: in a process of its own, so that page-locked memory is free again.
+prints the rates as JSON. gpu.py runs it in a process of its own, so that the page-locked memory is freed.
 """
 
 import json
@@ -21,19 +21,19 @@ _ROUNDS = 5
 
 
 def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, float]:
-    """Rates of the device that is current, each the median of several rounds. ``small``: sizes for a CPU.
+    """Measure the rates of the current device, each the median of several rounds. ``small`` uses sizes for a CPU.
 
     Returns:
-        ``matmul``: operations per second of a bf16 product. ``copy_in``, ``copy_out``: bytes per second of page-locked
-        memory that CUDA allocated, alone; ``copy_both``: of both directions together. The same with ``_registered``: of memory
-        that was written and then registered with CUDA, as weights are, if it can be; with ``_under_load``: while products run; and
-        ``matmul_under_load``: while copies run both ways. ``host``: bytes of host memory read and written per second by an
-        in-place operation of all cores.
+        ``matmul``: operations per second of a bf16 product. ``copy_in``, ``copy_out``: bytes per second of memory that CUDA
+        allocated page-locked; ``copy_both``: of both directions together. With ``_registered``: of memory that was written
+        and then registered with CUDA, as weights are, if that is possible. With ``_under_load``: while products run.
+        ``matmul_under_load``: while copies run both ways. ``host``: bytes per second that an in-place operation of all
+        cores reads and writes.
     """
     size, num_bytes, products = (256, 2**20, 2) if small else (8192, 2**30, 20)
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    incoming, outgoing = (_Copy(device, _allocated(device, num_bytes), inward) for inward in (True, False))
+    incoming, outgoing = (_Copy(device, _allocate(device, num_bytes), inward) for inward in (True, False))
 
     def multiply() -> None:
         for _ in range(products):
@@ -43,15 +43,15 @@ def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, flo
     rates = {"matmul": work / _seconds(device, multiply)}
     copies = {"copy_in": [incoming], "copy_out": [outgoing], "copy_both": [incoming, outgoing]}
     locks = PageLocks(device)
-    registered = [_Copy(device, _registered(locks, num_bytes), inward) for inward in (True, False)]
+    registered = [_Copy(device, _register(locks, num_bytes), inward) for inward in (True, False)]
     if locks.error is None:
         names = ("copy_in_registered", "copy_out_registered", "copy_both_registered")
         copies |= dict(zip(names, (registered[:1], registered[1:], registered), strict=True))
     for name, which in copies.items():
         rates[name] = len(which) * num_bytes / _seconds(device, *which)
     locks.unlock_all()
-    if device.type == "cuda":  # on a CPU there is nothing that runs beside
-        # So many copies that they take about as long as the products.
+    if device.type == "cuda":  # a CPU has no streams
+        # Enough copies to take about as long as the products.
         times = max(1, round(work / rates["matmul"] / (num_bytes / rates["copy_both"])))
         multiplying, copying = _overlapped(device, multiply, [incoming, outgoing], times)
         rates["matmul_under_load"] = work / multiplying
@@ -65,8 +65,8 @@ class _Copy:
     """A copy on a stream of its own between host memory and device memory."""
 
     def __init__(self, device: torch.device, host: torch.Tensor, inward: bool) -> None:
-        there = torch.zeros(host.numel(), dtype=torch.uint8, device=device)
-        self._pair = (there, host) if inward else (host, there)
+        on_device = torch.zeros(host.numel(), dtype=torch.uint8, device=device)
+        self._pair = (on_device, host) if inward else (host, on_device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self) -> None:
@@ -75,13 +75,13 @@ class _Copy:
             destination.copy_(source, non_blocking=True)
 
 
-def _allocated(device: torch.device, num_bytes: int) -> torch.Tensor:
-    """Memory that CUDA allocated page-locked."""
+def _allocate(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """Return host memory that CUDA allocated page-locked."""
     return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-def _registered(locks: PageLocks, num_bytes: int) -> torch.Tensor:
-    """Memory as the engine has it: mapped, written, and registered, unless CUDA refuses to page-lock it."""
+def _register(locks: PageLocks, num_bytes: int) -> torch.Tensor:
+    """Return host memory as the engine has it: mapped, written, and registered with CUDA if that succeeds."""
     host = Arena(num_bytes).take(num_bytes, torch.uint8).fill_(1)
     if locks.device.type == "cuda":
         locks.lock(host)
@@ -89,7 +89,7 @@ def _registered(locks: PageLocks, num_bytes: int) -> torch.Tensor:
 
 
 def _seconds(device: torch.device, *functions: Callable[[], Any]) -> float:
-    """Of all functions together, enqueued at once."""
+    """Return the median seconds of all functions, enqueued together."""
 
     def run() -> float:
         _synchronize(device)
@@ -106,7 +106,7 @@ def _seconds(device: torch.device, *functions: Callable[[], Any]) -> float:
 def _overlapped(
     device: torch.device, compute: Callable[[], Any], copies: list[_Copy], times: int
 ) -> tuple[float, float]:
-    """Seconds of a computation, and of copies that run beside it, by events on their own streams."""
+    """Return the seconds of a computation and of concurrent copies, by events on their own streams."""
     rounds = []
     for _ in range(_ROUNDS + 1):
         _synchronize(device)

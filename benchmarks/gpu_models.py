@@ -1,4 +1,4 @@
-"""Models of the accelerator benchmarks, as data, and the arithmetic of a step of theirs."""
+"""Model shapes of the accelerator benchmarks, and the arithmetic of their steps."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _QWEN25_1_5B = _QWEN25 | {
     "num_key_value_heads": 2,
 }  # fmt: skip
 
-# Shapes in the config.json of the models named; weights are random.
+# Shapes from the config.json of these models; weights are random.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-1.5b": _QWEN25_1_5B,
     "qwen2.5-3b": _QWEN25 | {
@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     },
-    # Blocks of Qwen3-30B-A3B, eight of its 48.
+    # Eight of the 48 blocks of Qwen3-30B-A3B.
     "qwen3-30b-a3b, 8 blocks": {
         "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8,
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
@@ -44,26 +44,26 @@ _TOY = {
 
 
 def wider(times: int, num_layers: int) -> dict[str, Any]:
-    """The 1.5B model, so many times as wide and of another depth."""
+    """Return the 1.5B model with a multiple of its width and another depth."""
     scaled = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     return _QWEN25_1_5B | {name: times * _QWEN25_1_5B[name] for name in scaled} | {"num_hidden_layers": num_layers}
 
 
 def toy(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same family at a size at which a CPU can try everything. Depths stay in order."""
+    """Return a model of the same family that is small enough for a CPU. Deeper models stay deeper."""
     layers = max(2, settings["num_hidden_layers"] // 16)
     return settings | {k: v for k, v in _TOY.items() if k in settings} | {"num_hidden_layers": layers}
 
 
 def make_config(settings: dict[str, Any], length: int) -> Any:
-    """The transformers config for rows of this length."""
+    """Return the transformers config for rows of this length."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**settings, max_position_embeddings=length)
 
 
 def count_parameters(config: Any) -> tuple[int, int]:
-    """All parameters, and those that a token is multiplied with: no embedding lookup, only the experts it is sent to."""
+    """Return the number of all parameters, and of those active per token: no embedding lookup, only a token's experts."""
     model = build_skeleton(config)
     table = model.get_input_embeddings().weight
     active = 0.0
@@ -76,10 +76,10 @@ def count_parameters(config: Any) -> tuple[int, int]:
 
 
 def model_flops(config: Any, tokens: int, length: int) -> float:
-    """Operations of a training step that the model itself asks for, whatever is computed again.
+    """Return the operations of a training step without recomputation.
 
-    6·N·T with N the parameters that a token is multiplied with, and causal attention: 6·L·T·length·heads·head_dim, half of
-    scores and weighted values, forward and twice that backward.
+    6·N·T with N active parameters per token, and causal attention: 6·L·T·length·heads·head_dim, which is half of all scores
+    and weighted values, forward and twice that backward.
     """
     _, active = count_parameters(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -88,7 +88,7 @@ def model_flops(config: Any, tokens: int, length: int) -> float:
 
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device, home: torch.device) -> nn.Module:
-    """The plain Hugging Face model; weights are drawn on ``device``, module by module, and kept in ``home``."""
+    """Return the plain Hugging Face model, with weights drawn on ``device`` module by module and stored on ``home``."""
     model = build_skeleton(config)
     kept: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -1,7 +1,6 @@
-"""Systems that train the same model on the same rows: ours, the model that stays on the device, and other offloaders.
+"""Systems that train the same model on the same rows: ours, a model resident on the device, and other offloaders.
 
-Each is made by a function from a `Case` and steps through whole batches. Imports are inside, because none of these
-processes needs what the others do.
+A function creates each system from a `Case`. Packages are imported inside, because each process needs only its own.
 """
 
 import os
@@ -22,8 +21,8 @@ class Case:
     Attributes:
         system: a key of `SYSTEMS`.
         model: settings of the model's config.
-        rows, length: of a step's batch.
-        rows_at_once: rows in one forward and backward; the others follow, and gradients add up. Ours takes all.
+        rows, length: shape of a step's batch.
+        rows_at_once: rows of a micro-batch, over which gradients accumulate. Ours takes all rows at once.
         options: further arguments of `horizon_lm.stream`.
     """
 
@@ -48,12 +47,12 @@ class Case:
 
 @dataclass
 class System:
-    """Something that trains.
+    """A system that trains.
 
     Attributes:
-        step: train on token ids (rows, length); returns the loss, which may still be on its way.
-        finish: block until everything that steps began is done.
-        model: what was made, for systems that can say more about themselves.
+        step: trains on token ids (rows, length) and returns the loss, which may still be being computed.
+        finish: blocks until all steps are finished.
+        model: the model, if the benchmark reads more from it.
     """
 
     step: Callable[[torch.Tensor], torch.Tensor]
@@ -62,7 +61,7 @@ class System:
 
 
 def horizon(case: Case) -> System:
-    """Horizon-LM: weights, gradients and optimizer in host memory, clipping by the global norm."""
+    """Create Horizon-LM: weights, gradients and optimizer in host memory, clipping by the global norm."""
     import horizon_lm
 
     config = make_config(case.model, case.length)
@@ -80,7 +79,7 @@ def horizon(case: Case) -> System:
 
 
 def resident(case: Case, checkpointing: bool = True) -> System:
-    """The ceiling: weights and gradients stay on the device, blocks are recomputed, there is no optimizer."""
+    """Create the ceiling: weights and gradients on the device, recomputed blocks, no optimizer."""
     config = make_config(case.model, case.length)
     model = random_model(config, torch.bfloat16, case.torch_device, case.torch_device)
     if checkpointing:
@@ -95,19 +94,19 @@ def resident(case: Case, checkpointing: bool = True) -> System:
 
 
 def resident_compiled(case: Case, checkpointing: bool = True) -> System:
-    """The same with blocks compiled."""
+    """Create the ceiling with compiled blocks."""
     system = resident(case, checkpointing)
     _compile_blocks(system.model)
     return system
 
 
 def resident_kept(case: Case) -> System:
-    """The same with nothing recomputed: as fast as it gets where activations have room as well."""
+    """Create the ceiling with compiled blocks and without recomputation, for activations that fit."""
     return resident_compiled(case, checkpointing=False)
 
 
 def fsdp2(case: Case) -> System:
-    """PyTorch's fully_shard with parameters and optimizer on the CPU, in fp32; computation in bf16, blocks compiled."""
+    """Create PyTorch's fully_shard with parameters and optimizer on the CPU in fp32, and compiled blocks in bf16."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -140,7 +139,7 @@ def fsdp2(case: Case) -> System:
 
 
 def zero3(case: Case) -> System:
-    """DeepSpeed ZeRO-3 with parameters and optimizer on the CPU, by its own CPU Adam; computation in bf16."""
+    """Create DeepSpeed ZeRO-3 with parameters and its CPU Adam on the CPU, computing in bf16."""
     import deepspeed
 
     _one_process()
@@ -195,7 +194,10 @@ def _compile_blocks(model: Any) -> None:
 def _accumulate(
     model: Any, ids: torch.Tensor, case: Case, syncs: Callable[[bool], None] = lambda is_last: None
 ) -> torch.Tensor:
-    """Forward and backward of a batch in parts, as the mean over all tokens. ``syncs`` is told which part is the last."""
+    """Run forward and backward of a batch in micro-batches, and return the mean loss over all tokens.
+
+    ``syncs`` is called with True before the last one.
+    """
     parts = ids.split(case.rows_at_once)
     losses = []
     for number, rows in enumerate(parts):
@@ -207,7 +209,7 @@ def _accumulate(
 
 
 def _one_process() -> None:
-    """What torch.distributed wants to know, for a world of one."""
+    """Set the environment of torch.distributed for a world of one process."""
     settings = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
     for name, value in settings.items():
         os.environ.setdefault(name, value)

@@ -1,9 +1,9 @@
-"""Microseconds of the caller's thread for a block's forward and backward, and for what a step costs besides.
+"""Measure the caller's thread: microseconds per block, and per step outside its blocks.
 
-Models of toy width at several depths: what grows with depth is a block's, the rest is the step's edges. A plain model with
-gradient checkpointing dispatches the same kernels, so what ours takes more is the engine's own Python. All models live in
-one process and take turns. On the CPU the clock is that of the calling thread, which a busy machine does not advance; on a
-GPU it is the wall's, and nothing waits for the device inside a measurement.
+Models have toy width and several depths: time that grows with depth belongs to the blocks, the rest to the step's edges.
+A plain model with gradient checkpointing dispatches the same kernels, so the difference is the engine's own Python. All
+models live in one process and take turns. On a CPU the clock is that of the calling thread, which a busy machine does not
+advance. On a GPU it is the wall clock, and no measurement waits for the device.
 
     python benchmarks/host_overhead.py [--device cpu] [--blocks 2 28 80] [--rounds 30] [--output FILE.md]
 """
@@ -40,14 +40,14 @@ def build(blocks: int) -> Any:
 
 
 def plain(blocks: int, device: str) -> tuple[Any, Any]:
-    """Return a model of transformers that recomputes its blocks, and torch's optimizer."""
+    """Return a transformers model that recomputes its blocks, and torch's optimizer."""
     model = build(blocks).to(device).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def streamed(blocks: int, device: str) -> tuple[Any, Any]:
-    """Return the same model, streamed, with its boundaries in host memory, and our optimizer with clipping."""
+    """Return the same model streamed, with activation checkpoints in host memory, and our optimizer with clipping."""
     model = horizon_lm.stream(
         build(blocks).train(), device, precision="float32", activation_checkpoints="host", compile=False
     )
@@ -55,7 +55,7 @@ def streamed(blocks: int, device: str) -> tuple[Any, Any]:
 
 
 class Subject:
-    """A model whose steps are timed."""
+    """A model with its optimizer, whose steps are timed."""
 
     def __init__(self, make: Callable[[int, str], tuple[Any, Any]], blocks: int, device: str) -> None:
         self._model, self._optimizer = make(blocks, device)
@@ -66,7 +66,7 @@ class Subject:
         self.times: Times = {phase: [] for phase in PHASES}
 
     def step(self) -> None:
-        """Make a step, and note what each phase of it took."""
+        """Run a step, and record the time of each phase."""
         clock = time.perf_counter_ns if self._on_gpu else time.thread_time_ns
         gc.collect()
         gc.disable()
@@ -86,12 +86,12 @@ class Subject:
             self.times[phase].append((end - begin) / 1000)
 
     def median(self, phase: str) -> float:
-        """Return a phase's median, without the steps that warm up."""
+        """Return the median of a phase, without the warm-up steps."""
         return statistics.median(self.times[phase][5:])
 
 
 def measure(device: str, depths: Sequence[int], rounds: int) -> dict[str, dict[int, Subject]]:
-    """Run all models in turns."""
+    """Run the steps of all models in turns."""
     subjects = {
         name: {blocks: Subject(make, blocks, device) for blocks in depths}
         for name, make in (("plain", plain), ("streamed", streamed))
@@ -104,7 +104,7 @@ def measure(device: str, depths: Sequence[int], rounds: int) -> dict[str, dict[i
 
 
 def table(subjects: dict[str, dict[int, Subject]], depths: Sequence[int]) -> list[str]:
-    """Return the lines of a table: medians at all depths, what a block takes, and what a step takes besides its blocks."""
+    """Return the lines of a table: medians at all depths, time per block, and time per step outside the blocks."""
     shallow, *_, deep = depths
     lines = [
         f"| phase | model | {' | '.join(f'{d} blocks' for d in depths)} | per block | edges |",
@@ -134,7 +134,7 @@ def main() -> None:
         [
             "# Python on the caller's thread", "",
             f"{date.today()}, {where}. {versions()}.",
-            f"Microseconds, of llamas of width 32, by depth; medians of {args.rounds} steps.", "",
+            f"Microseconds of llamas of width 32, by depth; medians of {args.rounds} steps.", "",
             *lines, "",
         ]
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""A million short conversations made ready for training: seconds and memory, the first time and again.
+"""Measure seconds and memory to prepare a million short conversations, the first time and from the cache.
 
     python benchmarks/million_rows.py --model .cache/smollm2-135m-instruct [--rows 1000000] [--num_proc 2] [--output FILE.md]
 
-Each measurement is a process of its own, whose anonymous memory (with that of its children) is looked at ten times a second.
+Each measurement is a process of its own, whose anonymous memory, including its children's, is sampled ten times a second.
 """
 
 import argparse
@@ -44,7 +44,7 @@ WORDS = [
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Conversations of one or two turns, all different."""
+    """Write distinct conversations of one or two turns."""
     generator = random.Random(0)
     with path.open("w", encoding="utf-8") as stream:
         for number in range(count):
@@ -59,7 +59,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def prepare(model: str, path: Path, num_proc: int) -> None:
-    """What a run does with its rows before the first step: in this process, whose figures it prints."""
+    """Prepare rows as a run does before its first step, and print the figures of this process."""
     from horizon_lm.config.load import as_config
     from horizon_lm.data.checks import audit
     from horizon_lm.data.loader import Loader
@@ -88,7 +88,7 @@ def prepare(model: str, path: Path, num_proc: int) -> None:
     tokenizer = load_tokenizer(config)
     before = process.memory_info()
     threading.Thread(target=watch, daemon=True).start()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     report = prepare_rows(config.datasets or (), tokenizer, preprocess_config(config))
     rows = report.rows
     prepared = time.perf_counter()
@@ -100,7 +100,7 @@ def prepare(model: str, path: Path, num_proc: int) -> None:
     loader.batch(loader.sampler.steps_per_epoch - 1)
     batch = time.perf_counter()
     print(json.dumps({
-        "rows": len(rows), "tokens": int(rows.num_tokens.sum()), "findings": len(findings), "prepare": prepared - begun,
+        "rows": len(rows), "tokens": int(rows.num_tokens.sum()), "findings": len(findings), "prepare": prepared - start,
         "audit": audited - prepared, "shape": planned - audited, "batch": batch - planned,
         "before": before.rss - before.shared, "peak": peak[0],
     }))  # fmt: skip
@@ -118,11 +118,11 @@ def main() -> None:
         prepare(arguments.model, arguments.child, arguments.num_proc)
         return
     lines = [
-        "# A million rows made ready", "",
+        "# Preparing a million rows", "",
         f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}. torch {torch.__version__}, datasets {datasets.__version__}.", "",
         f"    python benchmarks/million_rows.py --model .cache/smollm2-135m-instruct --rows {arguments.rows} "
         f"--num_proc {arguments.num_proc}", "",
-        "| | rows | tokens | tokenize, s | audit, s | lengths, s | a batch, ms | memory before, MiB | most, MiB |",
+        "| | rows | tokens | tokenize, s | audit, s | lengths, s | a batch, ms | memory before, MiB | peak, MiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +131,7 @@ def main() -> None:
         small = Path(folder) / "small.jsonl"
         write_rows(small, arguments.rows // 10)
         environment = {**os.environ, "HF_DATASETS_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
-        for name, file in (("a tenth of them", small), ("first time", path), ("again", path)):
+        for name, file in (("a tenth of the rows", small), ("first time", path), ("cached", path)):
             command = [
                 sys.executable,
                 __file__,

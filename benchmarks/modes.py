@@ -1,9 +1,9 @@
-"""Every mode of the optimizer on a real model: loss beside float32's, and bytes of host memory per parameter.
+"""Compare the optimizer's modes on a real model: losses, and host memory.
 
     python benchmarks/modes.py --model FOLDER [--steps 24] [--output FILE.md]
 
-Each mode is a run of `horizon-lm train` on examples/sft.yaml with its settings overridden, in a process of its own. FOLDER
-is a Hugging Face folder (`make demo` leaves one in .cache/smollm2-135m-instruct).
+Each mode is a run of `horizon-lm train` on examples/sft.yaml with overridden settings, in a process of its own. FOLDER is a
+Hugging Face folder (`make demo` leaves one in .cache/smollm2-135m-instruct).
 """
 
 import argparse
@@ -34,7 +34,7 @@ MODES: dict[str, list[str]] = {
 
 
 def train(model: str, steps: int, overrides: list[str], folder: Path) -> list[dict[str, float]]:
-    """The metrics of one run."""
+    """Train with overridden settings and return the metrics."""
     settings = {"model_name_or_path": model, "output_dir": folder, "max_steps": steps, "logging_steps": 1}
     command = [sys.executable, "-m", "horizon_lm.cli", "train", "examples/sft.yaml", "--device_memory", "null"]
     for name, value in settings.items():
@@ -57,12 +57,12 @@ def main() -> None:
         "# The optimizer's modes on a real model",
         "",
         f"{date.today().isoformat()}, {processor()}, {os.cpu_count()} cores. {versions('torch', 'transformers', 'numba')}.",
-        f"Model: {Path(model).name}; examples/sft.yaml for {arguments.steps} steps, with these settings in turn. Modes "
+        f"Model: {Path(model).name}; examples/sft.yaml for {arguments.steps} steps, with the settings of each mode. Modes "
         "without clipping follow the second float32 row.",
         "",
         f"Command: `python benchmarks/modes.py --model {Path(model).name} --steps {arguments.steps}`",
         "",
-        f"| mode | {' | '.join(f'loss of step {step}' for step in shown)} | held-out loss after | host GiB |",
+        f"| mode | {' | '.join(f'loss of step {step}' for step in shown)} | eval loss after | host GiB |",
         "|---|" + "---|" * (len(shown) + 2),
     ]
     for name, overrides in MODES.items():

@@ -1,9 +1,9 @@
-"""Nanoseconds per parameter of an optimizer step on the host, and the share of memory bandwidth that it reaches.
+"""Benchmark CPU optimizers: nanoseconds per parameter of a step, and the fraction of memory bandwidth.
 
-All optimizers live in one process and take turns, so that a noisy machine disturbs all of them alike. Ours is measured as
-a user has it, from `optimizer.step()` to the last weight written, on a model with SmolLM2-135M's blocks and random weights;
-torch's and DeepSpeed's on tensors of the same shapes. Bandwidth is that of ``x.mul_(c)`` over as many fp32 numbers, which
-no in-place update can exceed by more than what its caches keep.
+All optimizers live in one process and take turns, so that a noisy machine disturbs them all alike. Ours is measured from
+`optimizer.step()` to the last weight written, on a model with SmolLM2-135M's blocks and random weights; torch's and
+DeepSpeed's on tensors of the same shapes. The bandwidth is that of ``x.mul_(c)`` over as many fp32 numbers, which an
+in-place update can exceed only by the hits in its caches.
 
     python benchmarks/optimizer.py [--rounds 9] [--layers 22] [--output FILE.md]
 
@@ -35,7 +35,7 @@ Step = Callable[[], None]
 
 
 def model_config(layers: int) -> Any:
-    """The shape of SmolLM2-135M, but for its depth."""
+    """Return the config of SmolLM2-135M with another depth."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -45,7 +45,7 @@ def model_config(layers: int) -> Any:
 
 
 def ours(config: Any, precision: str, moments: str) -> tuple[Step, int]:
-    """A step of Horizon-LM's AdamW, and bytes of traffic per parameter."""
+    """Return a step of Horizon-LM's AdamW, and its bytes of traffic per parameter."""
     model = horizon_lm.from_config(config, precision=precision)
     optimizer = horizon_lm.AdamW(model, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, moments=moments)
     ids = torch.arange(16)[None]
@@ -80,7 +80,7 @@ def deepspeed_adam(shapes: list[torch.Size], dtype: torch.dtype) -> tuple[Step, 
 
 
 def build(layers: int) -> tuple[dict[str, tuple[Step, int]], int]:
-    """Every system that is installed, and the number of parameters."""
+    """Return all installed systems, and the number of parameters."""
     config = model_config(layers)
     skeleton = horizon_lm.from_config(config, precision="bf16")
     shapes = [param.shape for param in skeleton.parameters()]
@@ -96,7 +96,7 @@ def build(layers: int) -> tuple[dict[str, tuple[Step, int]], int]:
     try:
         systems["DeepSpeedCPUAdam, float32"] = deepspeed_adam(shapes, torch.float32)
         systems["DeepSpeedCPUAdam, bf16 weights"] = deepspeed_adam(shapes, torch.bfloat16)
-    except Exception as error:  # not installed, or no compiler for it
+    except Exception as error:  # not installed, or without a compiler
         print(f"leaving DeepSpeed out: {type(error).__name__}: {error}", file=sys.stderr)
     return systems, sum(shape.numel() for shape in shapes)
 
@@ -104,7 +104,7 @@ def build(layers: int) -> tuple[dict[str, tuple[Step, int]], int]:
 def measure(
     systems: dict[str, tuple[Step, int]], numel: int, rounds: int
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Nanoseconds per parameter by system, and of the in-place pass, round by round."""
+    """Return nanoseconds per parameter of each system and of the in-place pass, by round."""
     array = torch.ones(numel)
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     in_place = []
@@ -140,7 +140,7 @@ def report(
         f"Command: `python benchmarks/optimizer.py --rounds {arguments.rounds} --layers {arguments.layers}`",
         "",
         "| optimizer | bytes of traffic per parameter | ns per parameter | share of in-place bandwidth | "
-        "time of torch fused's | faster than DeepSpeed bf16 by |",
+        "time relative to torch fused | times as fast as DeepSpeed bf16 |",
         "|---|---|---|---|---|---|",
     ]
     for name, values in seconds.items():
@@ -157,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
-        "--layers", type=int, default=22, help="22 make 106M parameters, and need 16 GB for all systems together"
+        "--layers", type=int, default=22, help="22 layers have 106M parameters, and all systems together need 16 GB"
     )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
-"""Seconds per step and peak memory on a CPU: Horizon-LM, plain Hugging Face, DeepSpeed ZeRO-3 offload.
+"""Benchmark a step on a CPU, in seconds and peak memory: Horizon-LM, plain Hugging Face, DeepSpeed ZeRO-3 offload.
 
-Every system trains the same model on the same rows in a process of its own; the processes take turns, so that a noisy
-machine disturbs all of them alike.
+Every system trains the same model on the same rows in a process of its own. The processes take turns, so that a noisy
+machine disturbs them all alike.
 
     python benchmarks/peers_cpu.py --model FOLDER [--rounds 3] [--steps 5] [--output FILE.md]
 
@@ -32,7 +32,7 @@ Step = Callable[[dict[str, Any]], float]
 
 
 def hugging_face(folder: str) -> Step:
-    """Plain autograd with gradient checkpointing and fused AdamW, float32."""
+    """Create plain Hugging Face with gradient checkpointing and fused AdamW, float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -53,7 +53,7 @@ def hugging_face(folder: str) -> Step:
 
 
 def horizon(folder: str, precision: str) -> Step:
-    """Horizon-LM on its CPU device."""
+    """Create Horizon-LM on its CPU device."""
     import horizon_lm
 
     model = horizon_lm.from_pretrained(folder, precision=precision)
@@ -71,7 +71,7 @@ def horizon(folder: str, precision: str) -> Step:
 
 
 def zero3(folder: str) -> Step:
-    """DeepSpeed ZeRO-3 with parameters and optimizer offloaded to the CPU, on its CPU accelerator, float32."""
+    """Create DeepSpeed ZeRO-3 on its CPU accelerator, with parameters and optimizer offloaded to the CPU, float32."""
     import deepspeed
     import torch
     from transformers import AutoModelForCausalLM
@@ -115,7 +115,7 @@ SYSTEMS: dict[str, Callable[[str], Step]] = {
 
 
 def work(name: str, folder: str, steps: int) -> None:
-    """Train in this process; the last line of the output is the measurement."""
+    """Train in this process, and print the measurement as the last line."""
     import torch
     import transformers
 
@@ -134,7 +134,7 @@ def work(name: str, folder: str, steps: int) -> None:
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One process of one system."""
+    """Measure a system in a process of its own."""
     command = [sys.executable, __file__, "--worker", name, "--model", arguments.model, "--steps", str(arguments.steps)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
@@ -143,7 +143,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> str:
-    """The result file."""
+    """Return the text of the result file."""
     medians = {name: statistics.median(s for run in rs for s in run["seconds"]) for name, rs in runs.items()}
     base = next(iter(medians.values()))
     lines = [
@@ -152,12 +152,12 @@ def report(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace)
         f"{date.today().isoformat()}, {processor()}, {os.cpu_count()} cores. {versions('torch', 'transformers', 'deepspeed')}.",
         f"Model: {Path(arguments.model).name}; {ROWS} x {LENGTH} tokens a step, clipping at {MAX_GRAD_NORM}, "
         f"{arguments.rounds} processes of {arguments.steps} timed steps each, taking turns; the first step is not timed.",
-        "Peak memory is the process's largest resident set, interpreter and libraries included.",
+        "Peak memory is the largest resident set of the process, including interpreter and libraries.",
         "",
         f"Command: `python benchmarks/peers_cpu.py --model {Path(arguments.model).name} "
         f"--rounds {arguments.rounds} --steps {arguments.steps}`",
         "",
-        "| system | s/step, median (min to max) | of Hugging Face's | peak memory, GiB | loss of the first and last step |",
+        "| system | s/step, median (min to max) | relative to Hugging Face | peak memory, GiB | loss of the first and last step |",
         "|---|---|---|---|---|",
     ]
     for name, rs in runs.items():
@@ -170,14 +170,14 @@ def report(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace)
         )
     lines += [
         "",
-        "fp32_master computes with the bf16 half of its weights, as mixed precision does anywhere: updates this small reach "
-        "the loss when they have added up to half a bf16 step. float32 shows that the updates are the others'.",
+        "fp32_master computes with the bf16 half of its weights, like all mixed precision: updates this small change the loss "
+        "only once they add up to half a bf16 step. float32 shows that the updates equal the peers'.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def processor() -> str:
-    """The name of this machine's processor."""
+    """Return the name of this machine's processor."""
     if Path("/proc/cpuinfo").is_file():
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -186,7 +186,7 @@ def processor() -> str:
 
 
 def versions(*packages: str) -> str:
-    """Python's version, and those of packages that are installed."""
+    """Return the versions of Python and of the given packages that are installed."""
     found = []
     for package in packages:
         try:

@@ -1,11 +1,11 @@
-"""Post-training of a real model on real rows: held-out figures of the base model, of plain Hugging Face, and of Horizon-LM.
+"""Compare post-training by Horizon-LM and by plain Hugging Face: eval figures of a real model on real rows.
 
-Three tasks: fine-tuning on GSM8K, continued pre-training on raw text, preferences. Plain Hugging Face is a loop of a few lines with
-the same rows in the same order and torch's fused AdamW: in float32, and in bf16 with an fp32 master of the weights, as others'
-mixed precision and our `fp32_master` are. All models are judged by plain Hugging Face, with every digit of theirs and rounded to
+Three tasks: fine-tuning on GSM8K, continued pre-training on raw text, preferences. Plain Hugging Face is a short loop over the
+same rows in the same order with torch's fused AdamW: in float32, and in bf16 with fp32 master weights, like mixed precision
+elsewhere and our `fp32_master`. Plain Hugging Face evaluates all models, with their full weights and with weights rounded to
 bf16, as models are published.
 
-    python benchmarks/post_training.py --model .cache/smollm2-135m-instruct --data ../shared/data sft pretrain dpo
+    python benchmarks/post_training.py --model .cache/smollm2-135m-instruct --data DATA sft pretrain dpo
 """
 
 import argparse
@@ -25,8 +25,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 import horizon_lm
 from horizon_lm.config.load import as_config
-from horizon_lm.constants import IGNORE_INDEX
-from horizon_lm.data.loader import Batch, in_order
+from horizon_lm.data.loader import NOT_TRAINED, Batch, in_order
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
 
@@ -36,7 +35,7 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 
 
-PLAIN = {"Hugging Face, float32": torch.float32, "Hugging Face, bf16 and fp32 master": torch.bfloat16}  # what computes
+PLAIN = {"Hugging Face, float32": torch.float32, "Hugging Face, bf16 and fp32 master": torch.bfloat16}  # compute dtypes
 SYSTEMS = {
     "sft": [*PLAIN, "fp32_master"],
     "pretrain": [*PLAIN, "fp32_master", "bf16"],
@@ -45,7 +44,7 @@ SYSTEMS = {
 
 
 def tasks(data: Path) -> dict[str, dict[str, Any]]:
-    """The settings of each task."""
+    """Return the settings of each task."""
     return {
         "sft": {
             "datasets": [{"path": str(data / "gsm8k_train_1000.jsonl"), "columns": {"instruction": "question", "output": "answer"}}],
@@ -65,7 +64,7 @@ def tasks(data: Path) -> dict[str, dict[str, Any]]:
 
 @dataclass
 class Plain:
-    """Plain Hugging Face on the rows of a run."""
+    """A training loop of plain Hugging Face on the rows of a run."""
 
     config: Any
     data: RunData
@@ -77,14 +76,14 @@ class Plain:
         return -F.logsigmoid(self.margins(model, batch)).mean()
 
     def margins(self, model: Any, batch: Batch) -> torch.Tensor:
-        """Rewards of the chosen answers over those of the rejected ones."""
+        """Return the rewards of the chosen answers minus those of the rejected ones."""
         with torch.no_grad():
             reference = answer_logprobs(self.reference, batch)
         chosen, rejected = (answer_logprobs(model, batch) - reference) * self.config.beta
         return chosen - rejected
 
     def train(self, model: Any, working: Any = None) -> None:
-        """Train a model in float32; with ``working``, a copy in bf16, as the master of what computes."""
+        """Train a model in float32, or as the fp32 master of ``working``, a bf16 copy that computes."""
         config, steps = self.config, self.config.max_steps
         optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0, fused=True)
         scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, steps)
@@ -103,11 +102,11 @@ class Plain:
                     weight.data.copy_(master.data)
 
     @torch.no_grad()
-    def judge(self, model: Any) -> dict[str, float]:
-        """Held-out figures."""
+    def evaluate(self, model: Any) -> dict[str, float]:
+        """Return the figures of the eval set."""
         model.eval()
         total, weight, margins = 0.0, 0, []
-        (rows,) = self.data.eval_sets.values()
+        (rows,) = self.data.held_out.values()
         for batch in in_order(rows, 4):
             if self.config.objective == "dpo":
                 margins += self.margins(model, batch).tolist()
@@ -123,7 +122,7 @@ def answer_logprobs(model: Any, batch: Batch) -> torch.Tensor:
     logits = model(**batch.inputs()).logits[:, :-1].float()
     labels = batch.labels[:, 1:]
     logprobs = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-    return (logprobs * (labels != IGNORE_INDEX)).sum(1).view(2, -1)
+    return (logprobs * (labels != NOT_TRAINED)).sum(1).view(2, -1)
 
 
 def open_plain(folder: str | Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -133,7 +132,7 @@ def open_plain(folder: str | Path, dtype: torch.dtype = torch.float32) -> Any:
 def run_task(
     name: str, settings: dict[str, Any], model: str, systems: list[str], output: Path, say: Callable[[str], None]
 ) -> list[str]:
-    """Lines of a table."""
+    """Run a task with several systems, and return the lines of its table."""
     run = {
         **SHARED,
         **settings,
@@ -146,37 +145,37 @@ def run_task(
     plain = Plain(config, data, open_plain(model))
     lines: list[str] = []
 
-    def judge(who: str, judged: Any, seconds: float) -> list[str]:
-        """Add a line, and return what was measured."""
-        figures = plain.judge(judged)
+    def add_line(label: str, trained: Any, seconds: float) -> list[str]:
+        """Add a line to the table, and return the names of its figures."""
+        figures = plain.evaluate(trained)
         with torch.no_grad():
-            for weight in judged.parameters():
+            for weight in trained.parameters():
                 weight.copy_(weight.to(torch.bfloat16))
-        rounded = plain.judge(judged)
+        rounded = plain.evaluate(trained)
         shown = " | ".join(f"{figures[each]:.4f} | {rounded[each]:.4f}" for each in figures)
-        lines.append(f"| {who} | {shown} | {seconds / 60:.1f} |")
+        lines.append(f"| {label} | {shown} | {seconds / 60:.1f} |")
         say(f"{name}: {lines[-1]}")
         return list(figures)
 
-    def trained(system: str) -> Any:
+    def train(system: str) -> Any:
         if system in PLAIN:
             dtype, theirs = PLAIN[system], open_plain(model)
             working = None if dtype == torch.float32 else open_plain(model, dtype)
             Plain(config, data, open_plain(model, dtype)).train(theirs, working)
             return theirs
-        return open_plain(horizon_lm.train({**run, "precision": system}, print_fn=lambda text: None).model_dir)
+        return open_plain(horizon_lm.train({**run, "precision": system}, say=lambda text: None).model_dir)
 
-    names = judge("base", open_plain(model), 0.0)
+    names = add_line("base", open_plain(model), 0.0)
     for system in systems or SYSTEMS[name]:
-        begun = time.perf_counter()
-        found = trained(system)
-        judge(system if system in PLAIN else f"Horizon-LM `{system}`", found, time.perf_counter() - begun)
-    rows, held = len(data.loader.rows), sum(map(len, data.eval_sets.values()))
+        start = time.perf_counter()
+        found = train(system)
+        add_line(system if system in PLAIN else f"Horizon-LM `{system}`", found, time.perf_counter() - start)
+    rows, held = len(data.loader.rows), sum(map(len, data.held_out.values()))
     heading = [
         f"## {name}", "",
         f"{config.max_steps} steps of {config.rows_per_step} of {rows} rows, max_length {config.max_length}, learning rate "
-        f"{config.learning_rate:g}; {held} rows held out.", "",
-        f"| | {' | '.join(f'held-out {each} | rounded to bf16' for each in names)} | minutes |",
+        f"{config.learning_rate:g}; {held} rows in the eval set.", "",
+        f"| | {' | '.join(f'eval {each} | rounded to bf16' for each in names)} | minutes |",
         f"|---|{'---|' * (2 * len(names) + 1)}",
     ]  # fmt: skip
     return [*heading, *lines, ""]
@@ -187,8 +186,8 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", default=["sft", "pretrain", "dpo"])
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--output", type=Path, help="a Markdown file; standard output without it")
-    parser.add_argument("--systems", nargs="+", default=[], help="Of those of a task, these alone.")
+    parser.add_argument("--output", type=Path, help="Markdown file. Default: standard output")
+    parser.add_argument("--systems", nargs="+", default=[], help="run only these systems of a task")
     parser.add_argument("--runs", type=Path, default=Path("runs/post_training"))
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -197,8 +196,8 @@ def main() -> None:
         "# Post-training of SmolLM2-135M-Instruct on real rows", "",
         "    python benchmarks/post_training.py --model .cache/smollm2-135m-instruct --data DATA " + " ".join(arguments.tasks), "",
         f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads, "
-        f"{platform.machine()}. The exported models are judged by plain Hugging Face in float32. Minutes are with loading and "
-        "the run's own evaluation, and not for comparing speed.", "",
+        f"{platform.machine()}. Plain Hugging Face evaluates the exported models in float32. Minutes include loading and "
+        "the run's own evaluation, and are not a comparison of speed.", "",
     ]  # fmt: skip
     for name in arguments.tasks:
         lines += run_task(

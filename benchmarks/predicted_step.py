@@ -1,9 +1,9 @@
-"""Steps of a real model beside what the plan says of them, with rates that doctor measured in the same run.
+"""Compare measured steps of a real model with the plan's prediction, at rates that doctor measures in the same run.
 
     python benchmarks/predicted_step.py --model FOLDER [--steps 3] [--rounds 3] [--output FILE.md]
 
-FOLDER is a Hugging Face folder (`make demo` leaves one in .cache/smollm2-135m-instruct). Shapes of batches take turns.
-Exposed is the time in which updates run and neither a computation nor a copy does, in the prediction as in a trace.
+FOLDER is a Hugging Face folder (`make demo` leaves one in .cache/smollm2-135m-instruct). Batch shapes take turns.
+Exposed is the time in which updates run without a computation or a copy, in the prediction as in a trace.
 """
 
 import argparse
@@ -34,14 +34,14 @@ SHAPES = ((4, 256), (8, 128), (2, 512))
 
 
 def exposed_updates(spans: Sequence[Span]) -> float:
-    """Seconds in which updates run and nothing else does."""
+    """Return the seconds in which only updates run."""
     updates = [span for span in spans if span.op.kind in UPDATES]
     others = [span for span in spans if span.op.kind not in UPDATES]
     return busy_seconds(updates) - overlap_seconds(updates, others)
 
 
 class Run:
-    """A model that is trained on random tokens of any shape."""
+    """A model that trains on random tokens of any shape."""
 
     def __init__(self, folder: str) -> None:
         self._device = open_device("cpu")
@@ -49,7 +49,7 @@ class Run:
         self._optimizer = horizon_lm.AdamW(self._model, lr=1e-6, max_grad_norm=1.0)
 
     def steps(self, shape: tuple[int, int], count: int) -> tuple[float, float]:
-        """Seconds of a step, and of updates that lie under nothing, over some steps after one that is not counted."""
+        """Return the mean seconds of a step and of its exposed updates, after one step that is not counted."""
         ids = torch.randint(0, 40_000, shape, generator=torch.Generator().manual_seed(0))
         self._step(ids)
         horizon_lm.synchronize(self._model)
@@ -68,7 +68,7 @@ class Run:
 
 
 def predict(folder: str, shape: tuple[int, int], hardware: Hardware) -> Plan:
-    """The plan of such steps: rows of one length, every token of them trained."""
+    """Plan steps with rows of one length, all of whose tokens are trained on."""
     rows, length = shape
     run = plan_config(
         model_name_or_path=folder, device="cpu", per_device_train_batch_size=rows, max_length=length, max_grad_norm=1.0
@@ -77,7 +77,7 @@ def predict(folder: str, shape: tuple[int, int], hardware: Hardware) -> Plan:
 
 
 def measure(folder: str, arguments: argparse.Namespace) -> tuple[Hardware, dict[Any, list[tuple[float, float]]]]:
-    """Rates of this machine, and for each shape the seconds of its rounds."""
+    """Return the rates of this machine, and the seconds of each shape's rounds."""
     hardware = measure_machine(lambda: open_device("cpu"), Path(), Rounds(), print)
     run = Run(folder)
     found: dict[Any, list[tuple[float, float]]] = {shape: [] for shape in SHAPES}
@@ -91,7 +91,7 @@ def measure(folder: str, arguments: argparse.Namespace) -> tuple[Hardware, dict[
 
 
 def report(folder: str, hardware: Hardware, found: dict[Any, list[tuple[float, float]]], command: str) -> str:
-    """The result file."""
+    """Return the text of the result file."""
     lines = [
         "# Steps predicted and measured",
         "",
@@ -101,7 +101,7 @@ def report(folder: str, hardware: Hardware, found: dict[Any, list[tuple[float, f
         f"{hardware.matmul['float32'] / 1e9:.0f} GFLOP/s in fp32 products, {hardware.attention['float32'] / 1e9:.0f} in "
         f"attention, elementwise {hardware.device_bandwidth / 1e9:.0f} GB/s, host memory {hardware.host_rate / 1e9:.0f} GB/s, "
         f"updates {1e9 * hardware.update_seconds['fp32_master']:.2f} ns per parameter.",
-        "Medians over rounds that take turns (smallest to largest). Exposed: updates run, and nothing else does.",
+        "Medians over rounds that take turns (min to max). Exposed: only updates run.",
         "",
         f"Command: `{command}`",
         "",
@@ -126,7 +126,7 @@ def report(folder: str, hardware: Hardware, found: dict[Any, list[tuple[float, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
-    parser.add_argument("--steps", type=int, default=3, help="of each round, after one that is not counted")
+    parser.add_argument("--steps", type=int, default=3, help="steps per round, after one that is not counted")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

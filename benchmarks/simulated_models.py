@@ -1,4 +1,4 @@
-"""Our step on models and machines that nobody here has: bytes, whether they are there, and seconds. Nothing is measured.
+"""Simulate our step on models and machines that we do not have: bytes, whether they fit, and seconds. Nothing is measured.
 
 python benchmarks/simulated_models.py [--output FILE.md]
 """
@@ -25,7 +25,7 @@ from horizon_lm.quantities import format_bytes
 
 DATE = "2026-11-21"
 LENGTH = 4096
-ENOUGH = 10**15  # bytes of host memory, where the question is what a step would take
+ENOUGH = 10**15  # bytes of host memory, to simulate a step that may not fit
 TIMED = ("fp32_master", "bf16, 8-bit moments, in backward")
 
 
@@ -34,12 +34,12 @@ class Case:
     """A model on a machine.
 
     Attributes:
-        title: for people.
-        model: that is published.
-        changes: of its config, for one that is made up.
-        profile: of the machine.
-        host_memory: bytes; None for as much as it takes.
-        tokens: of the steps to simulate.
+        title: heading of the section.
+        model: name of a published model.
+        changes: changes of its config, for a hypothetical model.
+        profile: profile of the machine.
+        host_memory: bytes; None for as many as needed.
+        tokens: tokens of the steps to simulate.
     """
 
     title: str
@@ -76,7 +76,7 @@ def _source(name: str, changes: tuple[tuple[str, Any], ...]) -> Source:
 
 
 def source_of(name: str, **changes: Any) -> Source:
-    """A known model, with changes of its config."""
+    """Return a known model with changes of its config."""
     return _source(name, tuple(changes.items()))
 
 
@@ -91,14 +91,14 @@ def plan_of(case: Case, mode: str, tokens: int, priced: bool = True) -> Plan:
     return plan_run(run, source, machine, rows=RowShape(LENGTH, LENGTH, masked=False), priced=priced)
 
 
-def verdict(budget: Budget, is_there: bool = True) -> str:
-    if not is_there:
-        return "as much as it takes"
+def verdict(budget: Budget, is_limited: bool = True) -> str:
+    if not is_limited:
+        return "unlimited"
     return f"**{format_bytes(budget.deficit)} missing**" if budget.deficit else "fits"
 
 
 def byte_lines(case: Case) -> Iterator[str]:
-    yield "| mode | bytes per parameter | host | of what is there | device | of what is there |"
+    yield "| mode | bytes per parameter | host | fits | device | fits |"
     yield "|---|---|---|---|---|---|"
     for mode in MODES:
         plan = plan_of(case, mode, case.tokens[0], priced=False)
@@ -110,8 +110,8 @@ def byte_lines(case: Case) -> Iterator[str]:
 
 
 TIME_HEADER = """\
-| tokens a step | mode | device | peak of the step on it | slices | step, s | tokens/s | TFLOP/s | limited by | waiting for copies in, s | for updates \
-| for copies out | less if updates were free, s | busy: in | compute | out | host | loads hide from | updates hide from |
+| tokens a step | mode | device | peak of the step on it | micro-batches | step, s | tokens/s | TFLOP/s | limited by | waiting for copies in, s | for updates \
+| for copies out | saved if updates were free, s | busy: in | compute | out | host | loads overlapped from | updates overlapped from |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
@@ -137,46 +137,42 @@ def _time_line(plan: Plan, tokens: int, mode: str) -> str:
 
 def case_lines(case: Case) -> Iterator[str]:
     outline = plan_of(case, TIMED[0], case.tokens[0], priced=False).step.outline
-    there = (
-        "as much host memory as it takes"
-        if case.host_memory is None
-        else f"{case.host_memory / 1e9:,.0f} GB of host memory"
-    )
+    memory = "unlimited host memory" if case.host_memory is None else f"{case.host_memory / 1e9:,.0f} GB of host memory"
     changes = ", ".join(f"{name} {value}" for name, value in case.changes.items())
     yield f"\n## {case.title}\n"
     yield (
-        f"{outline.sizes.num_parameters / 1e9:,.0f} billion parameters, {outline.active / 1e9:,.0f} of them for each token; "
+        f"{outline.sizes.num_parameters / 1e9:,.0f} billion parameters, {outline.active / 1e9:,.0f} of them active per token; "
         f"{outline.num_blocks} blocks, the largest with {format_bytes(2 * max(map(sum, outline.sizes.blocks)))} of weights. "
-        f"`{case.profile}` with {there}." + (f" Made up: {case.model} with {changes}." if changes else "")
+        f"`{case.profile}` with {memory}." + (f" Hypothetical: {case.model} with {changes}." if changes else "")
     )
     yield f"\nBytes, for steps of {case.tokens[0] // K}k tokens:\n"
     yield from byte_lines(case)
-    yield "\nSeconds, as if there were enough of everything:\n"
+    yield "\nSeconds, with enough memory of every kind:\n"
     yield from time_lines(case)
 
 
 def introduction() -> Iterator[str]:
-    yield "# Simulated, nothing measured: models and machines that nobody here has\n"
+    yield "# Simulated, not measured: models and machines that we do not have\n"
     yield (
-        f"{DATE}. What `horizon-lm plan` says of our schedule on published figures of hardware (`plan/profiles`), rows of "
-        f"{LENGTH:,} tokens, blocks compiled; k = 1024. `docs/field-check.md` says how far such figures are to be trusted: "
+        f"{DATE}. Plans of `horizon-lm plan` for our schedule on published hardware figures (`plan/profiles`), rows of "
+        f"{LENGTH:,} tokens, blocks compiled; k = 1024. `docs/field-check.md` says how far to trust such figures: "
         "those of Hopper GPUs are probably too fast by a fifth or more."
     )
     yield "\nCommand: `python benchmarks/simulated_models.py`"
 
 
 NOTES = """
-## Reading it
+## Notes
 
-- Host: weights, gradients, optimizer state, boundaries that have no room on the device, and the process. Device: with the
-  driver's context and a margin of 5%; the peak of a step is without them.
-- TFLOP/s: 6 x parameters that a token is multiplied with x tokens, and attention. Waiting: seconds of a step in which nothing is
-  computed, by the last thing that was waited for: a copy that itself waited for an update counts as a copy, so that *less if
-  updates were free* says more of updates. Busy: share of the step in which a stream does something; *host* is the optimizer.
-- *Hide from*: tokens a step from which loads, and updates, take no longer than the computation beside them. For experts every token
-  needs few of the parameters that are moved, so both come an order of magnitude later.
-- A step in several slices adds its gradients up in an fp32 buffer of a block, which a step in one slice does not need. Where a
-  block is as large as a device's sixth, that decides: steps in one slice fit, larger ones may not.
+- Host: weights, gradients, optimizer state, activation checkpoints that do not fit on the device, and the process. Device:
+  includes the driver's context and a margin of 5%; the peak of a step does not.
+- TFLOP/s: 6 x active parameters x tokens, and attention. Waiting: seconds of a step without computation, by the last cause. A
+  copy that itself waited for an update counts as a copy, so *saved if updates were free* says more about updates. Busy: the
+  fraction of the step in which a stream works; *host* is the optimizer.
+- *Overlapped from*: tokens per step from which loads, or updates, take no longer than the concurrent computation. With
+  experts a token needs few of the parameters that are moved, so both numbers are an order of magnitude larger.
+- A step in several micro-batches accumulates gradients in an fp32 buffer of a block, which a step in one does not need. If a
+  block takes a sixth of the device, steps in one micro-batch fit, and larger steps may not.
 """
 
 

@@ -1,7 +1,7 @@
-"""What the host optimizer adds to a step on two machines, simulated from published figures. Nothing is measured.
+"""Simulate the time that the host optimizer adds to a step on two machines, from published figures. Nothing is measured.
 
-A 7.6B model is planned for each machine, and its step simulated once as it is and once with updates that cost nothing; the
-difference is the time that the optimizer does not hide.
+A 7.6B model is planned for each machine, and its step is simulated with and without the cost of updates. The difference is
+the exposed time of the optimizer.
 
     python benchmarks/simulated_overlap.py [--output FILE.md]
 """
@@ -26,13 +26,13 @@ MODEL = "Qwen2.5-7B"
 MACHINES = ("h200", "rtx-4090")  # profiles
 TOKENS = (8 * 1024, 16 * 1024, 64 * 1024)
 LENGTH = 1024
-HIDDEN = 0.03  # a smaller share of the step is called hidden
+HIDDEN = 0.03  # a smaller fraction of the step counts as hidden
 MODES = {"after the backward, clipped": False, "in the backward": True}
 
 
 @cache
 def simulated(machine: str, mode: str, tokens: int) -> tuple[Step, StepTime]:
-    """A planned step that keeps all boundaries on the device and no weights, and what it takes."""
+    """Return a planned step with all activation checkpoints on the device and no resident blocks, and its time."""
     in_backward = MODES[mode]
     run = plan_config(
         model_name_or_path=MODEL, device="cuda", per_device_train_batch_size=tokens // LENGTH, max_length=LENGTH,
@@ -50,19 +50,19 @@ def share(time: StepTime) -> float:
 
 
 def first_hidden(machine: str, mode: str) -> int:
-    """The fewest tokens, in whole rows, at which the simulated optimizer is hidden."""
+    """Return the fewest tokens, in whole rows, at which the simulated optimizer is hidden."""
     return next(t for t in range(LENGTH, 2**20, LENGTH) if share(simulated(machine, mode, t)[1]) < HIDDEN)
 
 
 def updates_alone(machine: str, mode: str) -> float:
-    """Simulated seconds of a step in which nothing but updates costs anything; arithmetic gives the same by itself."""
+    """Return the simulated seconds of a step in which only updates cost time, to compare with plain arithmetic."""
     (step, _), hardware = simulated(machine, mode, TOKENS[0]), find_profile(machine)
     cost = step.cost(hardware)
     return step_seconds(step.passes(), lambda op: cost(op) if op.kind in UPDATES else 0.0, rates(hardware))
 
 
 def step_lines(machine: str, mode: str) -> list[str]:
-    """Lines of the main table, one for each number of tokens."""
+    """Return the lines of the main table, one for each number of tokens."""
     lines = []
     for tokens in TOKENS:
         _, time = simulated(machine, mode, tokens)
@@ -76,7 +76,7 @@ def step_lines(machine: str, mode: str) -> list[str]:
 
 
 def check_line(machine: str, mode: str) -> str:
-    """Formulas beside what the simulation says."""
+    """Return a line that compares formulas with the simulation."""
     (step, time), hardware = simulated(machine, mode, TOKENS[-1]), find_profile(machine)
     arithmetic = update_bytes(step.settings, hardware) * step.outline.sizes.num_parameters / hardware.host_rate
     return (
@@ -91,7 +91,7 @@ def machine_line(machine: str) -> str:
     return (
         f"- {hardware.name}: large products at {products / 1e12:.0f} TFLOP/s, link {hardware.link_in / 1e9:.0f} GB/s in and "
         f"{hardware.link_out / 1e9:.0f} out, host memory {hardware.host_rate / 1e9:.0f} GB/s: {products / hardware.host_rate:,.0f} "
-        f"operations for each byte of it. From: {hardware.sources['matmul']}; {hardware.sources['host_bandwidth']}."
+        f"operations per byte. From: {hardware.sources['matmul']}; {hardware.sources['host_bandwidth']}."
     )
 
 
@@ -99,14 +99,14 @@ def introduction() -> list[str]:
     step, _ = simulated(MACHINES[0], next(iter(MODES)), TOKENS[0])
     parameters, moved = step.outline.sizes.num_parameters, update_bytes(step.settings, find_profile(MACHINES[0]))
     return [
-        "# Simulated, nothing measured: what the host optimizer adds to a step",
+        "# Simulated, not measured: the time that the host optimizer adds to a step",
         "",
-        f"{DATE}. Every figure here is a simulation of our schedule on published figures of hardware (`plan/profiles` has them "
-        "all). Nothing was measured on such machines; `docs/field-check.md` lays such figures beside published ones.",
+        f"{DATE}. Every figure here is a simulation of our schedule on published hardware figures (see `plan/profiles`). "
+        "Nothing was measured on such machines; `docs/field-check.md` compares such figures with published ones.",
         "",
         f"Model: {MODEL}, {parameters:,} parameters, all trained, in {step.settings.precision}: an update moves {moved:.0f} "
         f"bytes of host memory per parameter, and up to {parameters * 14 / 1e9:.0f} GB of it hold weights, gradients and "
-        f"optimizer state. Rows of {LENGTH} tokens, blocks compiled; boundaries on the device, no weights held there; k = 1024.",
+        f"optimizer state. Rows of {LENGTH} tokens, blocks compiled; activation checkpoints on the device, no resident blocks; k = 1024.",
         "",
         "Command: `python benchmarks/simulated_overlap.py`",
         "",
@@ -116,16 +116,16 @@ def introduction() -> list[str]:
 
 STEP_HEADER = """
 | machine | updates | tokens a step | computation alone, s | step if updates were free, s | step, s \
-| exposed optimizer, s | share of the step | threshold T | verdict |
+| exposed optimizer, s | fraction of the step | threshold T | verdict |
 |---|---|---|---|---|---|---|---|---|---|"""
 
 STEP_NOTES = f"""
-Exposed: the step less the step if updates were free, both among many steps. Hidden: less than {HIDDEN:.0%} of the step.
+Exposed: the step minus the step if updates were free, both among many steps. Hidden: less than {HIDDEN:.0%} of the step.
 Threshold T: tokens a step from which updates take no longer than the computation that hides them
 (`StepTime.hidden_from_tokens`). It grows with the device's rate and falls as host memory gets faster.
 
-Clipping needs all gradients first, so updates after the backward can hide behind the next forward only. Where a step is
-NOT hidden, take more tokens a step, or update in the backward if clipping by the global norm can be given up.
+Clipping needs all gradients first, so updates after the backward overlap only with the next forward. If a step is NOT
+hidden, use more tokens per step, or update in the backward without clipping by the global norm.
 
 ## Checks
 """
@@ -136,19 +136,19 @@ CHECK_HEADER = """\
 |---|---|---|---|---|---|"""
 
 CHECK_NOTES = """
-The simulated threshold differs from T because it has more in it. Later: weights and gradients that travel draw on host
-memory too, and an update in the backward waits for its gradient. Earlier: 3% may stay exposed, and the head hides some.
+The simulated threshold differs from T because it includes more. It is later because transfers use host memory, too, and an
+update in the backward waits for its gradient. It is earlier because 3% may stay exposed, and the head hides some.
 
-Far above the threshold there stays exposed what nothing computes beside: the update of the table's rows that the next
-batch reads, and that of one block. The rows are counted as if no token came twice in a step, the most they can be.
+Far above the threshold, updates without concurrent computation stay exposed: those of the embedding rows that the next
+batch reads, and of one block. Rows are counted as if no token occurred twice in a step, which is the maximum.
 
-Left out: latencies, the thread that issues operations (on CUDA it waits for an update before it issues what comes after
-it in the list, and updates the rows by itself; here they have the host's full bandwidth), other users of host memory, and
-what landing the table's gradients takes beside the link."""
+Not simulated: latencies, the thread that issues operations (on CUDA it waits for an update before it issues later
+operations, and updates the rows by itself; here they have the host's full bandwidth), other users of host memory, and
+the time to land the embedding's gradients beyond that of the link."""
 
 
 def report() -> str:
-    """The result file."""
+    """Return the text of the result file."""
     cases = [(machine, mode) for machine in MACHINES for mode in MODES]
     lines = [
         *introduction(),

@@ -1,8 +1,8 @@
-"""Where the optimizer's work lies in real steps: a trace of all operations, and how much of the updates is hidden.
+"""Trace all operations of real steps, and measure how much of the optimizer is overlapped.
 
     python benchmarks/trace_step.py --model FOLDER [--steps 6] [--output FILE.md] [--trace-dir DIR]
 
-FOLDER is a Hugging Face folder (`make demo` leaves one in .cache/smollm2-135m-instruct). With --trace-dir every case leaves
+FOLDER is a Hugging Face folder (`make demo` leaves one in .cache/smollm2-135m-instruct). With --trace-dir every case writes
 a file for chrome://tracing or Perfetto.
 """
 
@@ -36,7 +36,7 @@ def run(folder: str, device: str, steps: int, options: dict[str, Any]) -> Trace:
     ids = torch.randint(0, 40_000, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     trace = Trace()
     for step in range(steps):
-        if step == 2:  # the first touch memory and compile
+        if step == 2:  # the first steps touch memory and compile
             horizon_lm.synchronize(model)
             model._horizon.engine.device.trace = trace
         model(input_ids=ids, labels=ids).loss.backward()
@@ -47,7 +47,7 @@ def run(folder: str, device: str, steps: int, options: dict[str, Any]) -> Trace:
 
 
 def describe(name: str, trace: Trace, steps: int) -> str:
-    """A row of the table: seconds a step, of updates and of what they lie under."""
+    """Return a row of the table: seconds per step, of updates, and of the overlap with forward and backward."""
     spans = trace.spans
     updates, others = select(spans, Kind.UPDATE), [s for s in spans if s.op.kind != Kind.UPDATE]
     forward, backward = (_of_pass(others, *kinds) for kinds in ((Kind.FORWARD,), (Kind.BACKWARD, Kind.STREAM_OUT)))
@@ -61,7 +61,7 @@ def describe(name: str, trace: Trace, steps: int) -> str:
 
 
 def _of_pass(spans: list[Span], *kinds: Kind) -> list[Span]:
-    """Computation and copies of the passes that these kinds belong to: copies in are of the pass that computes next."""
+    """Return the spans of the passes with these kinds; a copy in belongs to the pass that computes next."""
     found, waiting = [], []
     for span in sorted(spans, key=lambda s: s.start):
         waiting.append(span)
@@ -77,23 +77,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, default=6, help="of which the first two are not recorded")
+    parser.add_argument("--steps", type=int, default=6, help="number of steps; the first two are not recorded")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--trace-dir", type=Path)
     arguments = parser.parse_args()
     recorded = arguments.steps - 2
     lines = [
-        "# Where updates lie in real steps",
+        "# Overlap of updates in real steps",
         "",
         f"{date.today().isoformat()}, {processor()}, {os.cpu_count()} cores, device {arguments.device}. "
         f"{versions('torch', 'transformers', 'numba')}.",
         f"Model: {Path(arguments.model).name}, fp32_master; {ROWS} x {LENGTH} tokens a step, {recorded} steps recorded.",
-        "The device is the same two cores, so there is nothing to gain here, only order to show: while it computes, one "
-        "thread updates. Exposed is the time in which updates run and neither a computation nor a copy does.",
+        "The device is the same two cores, so this shows the order and no gain: while it computes, one thread updates. "
+        "Exposed is the time in which updates run without a computation or a copy.",
         "",
         f"Command: `python benchmarks/trace_step.py --model {Path(arguments.model).name} --steps {arguments.steps}`",
         "",
-        "| case | s/step | updates running, s/step | of that under a forward | under a backward | exposed, s/step |",
+        "| case | s/step | updates running, s/step | overlapped with a forward | with a backward | exposed, s/step |",
         "|---|---|---|---|---|---|",
     ]
     for name, options in CASES.items():

@@ -1,4 +1,4 @@
-"""scripts/gpu_check.py: it stops at the first failure, and what hangs leaves the stacks of its threads."""
+"""Test scripts/gpu_check.py: it stops at the first failure, and a hanging command leaves the stacks of its threads."""
 
 import importlib.util
 import os
@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HANGING = """
 import threading
-def waits_for_ever():
+def wait_forever():
     threading.Event().wait()
-threading.Thread(target=waits_for_ever).start()
+threading.Thread(target=wait_forever).start()
 """
 
 
@@ -29,16 +29,16 @@ def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_what_hangs_leaves_its_stacks(check: ModuleType, tmp_path: Path) -> None:
+def test_a_hanging_command_leaves_its_stacks(check: ModuleType, tmp_path: Path) -> None:
     environment = check.make_environment([], 1)
     assert not check.run("hangs", ["-c", HANGING], tmp_path, 3.0, environment)
     log = (tmp_path / "hangs.txt").read_text()
-    assert "waits_for_ever" in log
+    assert "wait_forever" in log
     assert "Thread" in log
 
 
 @pytest.mark.parametrize("broken", ["ceilings", "tests", None])
-def test_it_stops_at_the_first_failure(
+def test_stops_at_the_first_failure(
     check: ModuleType, tmp_path: Path, broken: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
@@ -62,9 +62,9 @@ def test_compilers_share_the_cores(check: ModuleType, monkeypatch: pytest.Monkey
         assert check.make_environment([], 4)["TORCHINDUCTOR_COMPILE_THREADS"] == workers
 
 
-def test_no_test_that_compiles_delays_the_others(check: ModuleType, tmp_path: Path) -> None:
+def test_tests_that_compile_do_not_delay_the_others(check: ModuleType, tmp_path: Path) -> None:
     (tests,) = check.commands("tests", "cuda", tmp_path)
     assert "gpu and not compiled" in tests.arguments
-    assert f"faulthandler_timeout={check.HANGS}" in tests.arguments
+    assert f"faulthandler_timeout={check.HANG_SECONDS}" in tests.arguments
     minutes = [sum(c.minutes for c in check.commands(part, "cuda", tmp_path)) for part in ("first", "tests")]
     assert minutes == pytest.approx([2, 6])
