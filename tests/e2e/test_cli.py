@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from horizon_lm.cli import generate
+from horizon_lm.plan.catalog import published
 from horizon_lm.store import checkpoint_loader
 from tests.e2e import tiny
 from tests.e2e.command import run
@@ -353,3 +354,8 @@ def test_help_needs_no_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_help_of_plan_lists_the_profiles() -> None:
+    words = set(" ".join(run("plan", "--help").output.split()).replace(",", " ").replace(".", " ").split())
+    assert published().keys() <= words

@@ -102,6 +102,7 @@ def assert_same(
         assert line["loss"] == pytest.approx(log["loss"], rel=2e-4, abs=2e-5), line["step"]
         assert line["grad_norm"] == pytest.approx(log["grad_norm"], rel=2e-3), line["step"]
         assert line["learning_rate"] == pytest.approx(log["learning_rate"], rel=1e-6)
+        assert line["num_tokens"] == log["num_tokens"]
     clipped = sum(line["grad_norm"] > max_grad_norm for line in lines)
     assert clipped > STEPS / 2
     for name, param in theirs.named_parameters():

@@ -14,7 +14,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.load import parse_overrides, read_run_config, split_arguments
 from horizon_lm.errors import ConfigError, HorizonError
 from horizon_lm.model.hub import folder_here
-from horizon_lm.plan.catalog import Hardware, find_profile
+from horizon_lm.plan.catalog import Hardware, find_profile, published
 from horizon_lm.plan.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.remedies import Remedy
@@ -255,7 +255,11 @@ def plan(
     model: Annotated[str | None, typer.Option(help="A folder, hub id or known model; overrides the run file.")] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="auto, cpu, cuda or cuda:N; or another machine: h200, or a profile written by doctor."),
+        typer.Option(
+            help="auto, cpu, cuda or cuda:N; or another machine: a profile written by doctor, or one of "
+            + ", ".join(published())
+            + "."
+        ),
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory that the run may use, such as 512GiB.")] = None,
     largest: Annotated[

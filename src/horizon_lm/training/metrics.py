@@ -73,6 +73,7 @@ class Metrics:
             - ``grad_norm``: norm of the last applied step before clipping; with ``unit_norms`` also ``grad_norm/UNIT``.
             - ``learning_rate``: rate of the last step. ``steps_skipped``: since the start of the run.
             - ``rows_seen``, ``tokens_trained``, ``tokens_total``: since the start of the run, without padding.
+              ``num_tokens``: ``tokens_total`` under TRL's name.
             - ``*_per_second``: over these steps, without evaluation and exports. ``model_tflops``: operations of the model
               (6·N·T and attention) per second. ``of_planned_speed``: measured over planned tokens per second, null if the
               plan has no speed.
@@ -102,6 +103,7 @@ class Metrics:
             "rows_seen": self._rows,
             "tokens_trained": self.tokens_trained,
             "tokens_total": self.tokens_total,
+            "num_tokens": self.tokens_total,
             "trained_tokens_per_second": round(self._window_trained / seconds, 3),
             "tokens_per_second": round(self._window_total / seconds, 3),
             "model_tflops": round(self._flops_per_token * self._window_total / seconds / 1e12, 4),
