@@ -68,7 +68,7 @@ class ThreadedLink:
         self._scratch = torch.empty(16)  # stands for the memory of a real link, which its thread keeps until it ends
 
     def __del__(self) -> None:
-        time.sleep(0.05)  # ends late, so that a test which counts memory has to wait for the thread
+        time.sleep(0.05)  # ends late, so that tests which count memory must wait for the thread
 
     def _enqueue(self, function: Callable[[], Any]) -> None:
         _current.stream.queue.put(self._pause)

@@ -80,4 +80,4 @@ def test_a_missing_wait_changes_results(
                 return
         except (ArithmeticError, StreamingError):
             return
-    raise AssertionError(f"{waiting} did not wait for {for_}, and nobody noticed")
+    raise AssertionError(f"{waiting} did not wait for {for_}, and the results are unchanged")

@@ -61,7 +61,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 class CpuDevice:
-    """A device in host memory. A copy is finished when `issue` returns; updates run in threads beside later tasks.
+    """A device in host memory. A copy is finished when `issue` returns; updates overlap with later tasks in threads.
 
     Args:
         capacity: limit on the bytes of all buffers; None for no limit.

@@ -122,7 +122,7 @@ def _match_entries(
     entries: dict[int, Mapping[str, Any] | None] = dict.fromkeys(own)
     entries.update({index_of[number]: entry for number, entry in states.items()})
     num_missing = sum(entry is None for entry in entries.values())
-    if num_missing and STEPS in given:  # a state of torch's lacks parameters without a gradient; one of ours has all
+    if num_missing and STEPS in given:  # torch's states lack parameters without a gradient; ours have all parameters
         raise ConfigError(f"the optimizer state lacks {num_missing} of {len(own)} parameters; it is damaged")
     return entries
 

@@ -63,7 +63,7 @@ class StepUpdate:
         groups: the optimizer's parameter groups.
         steps: number of earlier steps of each parameter.
         seed: the seed of the noise of stochastic rounding.
-        step: number of this step, from 1, which the noise depends on, too.
+        step: number of this step, from 1; the noise depends on it, too.
         clip: factor on all gradients.
 
     Attributes:
