@@ -8,7 +8,7 @@ from horizon_lm.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingOptions:
-    """How a model is streamed. `horizon_lm.stream` describes each option; None and ``auto`` leave the choice to us.
+    """Options for streaming a model, described by `horizon_lm.stream`. None and ``auto`` leave the choice to the planner.
 
     Raises:
         ConfigError: a value that is not possible.

@@ -113,7 +113,7 @@ def measured_footprint(
     for _ in range(2):  # compilation and autotuning allocate memory in the first round
         hidden.grad = None
         with meter as used, torch.enable_grad(), block.bound(params):
-            output = block.forward(*args, plainly=block.is_hooked(), **kwargs)
+            output = block.forward(*args, uncompiled=block.is_hooked(), **kwargs)
             tensors = _differentiable(output)
             graph = used.current
             torch.autograd.backward(tensors, [torch.zeros_like(t) for t in tensors])

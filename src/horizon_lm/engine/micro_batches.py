@@ -56,7 +56,7 @@ def run_block(
         The block's output, and the captured outputs by key.
     """
     with capture.capture(keys) as captured, attending(segments, *rows):
-        return module.forward(*args, plainly=uncompiled, **kwargs), captured
+        return module.forward(*args, uncompiled=uncompiled, **kwargs), captured
 
 
 def compare_rows(

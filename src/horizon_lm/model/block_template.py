@@ -55,12 +55,12 @@ class StreamedBlock:
         """Return the names of the block's parameters."""
         return list(self._places)
 
-    def forward(self, *args: Any, plainly: bool, **kwargs: Any) -> Any:
-        """Compute with the bound parameters. ``plainly``: never compiled."""
+    def forward(self, *args: Any, uncompiled: bool, **kwargs: Any) -> Any:
+        """Compute with the bound parameters. ``uncompiled``: never the compiled code."""
         if self._instance_forward is not None:
             return self._instance_forward(*args, **kwargs)
         function = type(self.module).forward
-        if not self.compiled or plainly:
+        if not self.compiled or uncompiled:
             return function(self.module, *args, **kwargs)
         mark_lengths(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         with _without_hooks(self._modules), compiling_chunks():
