@@ -46,9 +46,9 @@ def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a block compute something else than its code, like a wrong kernel of a compiler."""
     forward = StreamedBlock.forward
 
-    def alter(block: Any, *args: Any, plainly: bool, **kwargs: Any) -> Any:
-        output = forward(block, *args, plainly=plainly, **kwargs)
-        return output if plainly else output * 1.01
+    def alter(block: Any, *args: Any, uncompiled: bool, **kwargs: Any) -> Any:
+        output = forward(block, *args, uncompiled=uncompiled, **kwargs)
+        return output if uncompiled else output * 1.01
 
     monkeypatch.setattr(StreamedBlock, "forward", alter)
 
