@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from horizon_lm.report.page import write_report
 from tests.unit.report_run import write_run
@@ -103,6 +104,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = json.loads((folder / "plan.json").read_text())
     plan["host"]["items"][0]["name"] = "weights <script>1</script>"
     (folder / "plan.json").write_text(json.dumps(plan))
+    with (folder / "config.yaml").open() as stream:
+        settings = YAML(typ="safe", pure=True).load(stream)
+    (folder / "config.yaml").write_text(json.dumps(settings | {"run_name": NAME}))
     write_report(folder, folder / "report.html")
     return folder / "report.html"
 
@@ -155,6 +159,24 @@ def test_injected_script_does_not_run(page: Path, tmp_path: Path) -> None:
     assert found.requests == []
     assert any("Content Security Policy" in line for line in found.console)
     assert list(Texts(found.dom).drawn) == FIGURES
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+def test_nothing_is_wider_than_the_window(page: Path, tmp_path: Path, width: int) -> None:
+    """The browser itself is never narrower than 500 pixels, so the page is in a frame."""
+    check = """<script>addEventListener("load", () => setTimeout(() => {
+      const width = (each) => Math.ceil(each.getBoundingClientRect().right);
+      const wide = [...document.querySelectorAll("body *, svg text")].filter((each) => width(each) > innerWidth + 1);
+      document.title = `${innerWidth} ${wide.length} ${wide.slice(0, 5).map((each) => each.textContent)}`;
+      parent.postMessage(document.title, "*");
+    }, 3000))</script></body>"""
+    text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    (tmp_path / "page.html").write_text(text.replace("</body>", check))
+    frame = f'<iframe src="page.html" width="{width}" height="5000" style="border:0"></iframe><pre id="result"></pre>'
+    listen = "<script>onmessage = (event) => { document.getElementById('result').textContent = event.data }</script>"
+    (tmp_path / "frame.html").write_text(frame + listen)
+    found = visit(tmp_path / "frame.html", tmp_path, width=width + 200)
+    assert re.search('id="result">([^<]*)<', found.dom)[1].strip() == f"{width} 0"
 
 
 @pytest.mark.parametrize(("required", "outcome"), [("1", pytest.fail.Exception), ("0", pytest.skip.Exception)])

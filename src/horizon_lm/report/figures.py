@@ -35,7 +35,13 @@ KINDS = {
     Kind.UPDATE_ROWS: "#8d7518",
 }
 
-STREAMS = {stream: str(stream).replace("_", " ") for stream in Stream}
+STREAMS = {
+    Stream.COPY_IN: "host-to-device",
+    Stream.COMPUTE: "compute",
+    Stream.COPY_OUT: "device-to-host",
+    Stream.HOST: "host",
+}
+NOT_FROM_ZERO = "axis not from 0"
 
 
 def apply_style(figure: "Figure", height: int, top: int = 32, right: int = 24) -> "Figure":
@@ -96,7 +102,7 @@ def loss_figure(metrics: MetricsFile) -> Figure:
         figure.add_trace(points.update(_EVAL_STYLE), 1, 1)
     rates = [line.learning_rate for line in metrics.training]
     figure.add_trace(_line("learning rate", steps, rates, THIRD, "%{y:.3g}"), 2, 1)
-    figure.update_yaxes(title=metrics.loss_title, row=1, col=1)
+    figure.update_yaxes(title=f"{metrics.loss_title}<br>({NOT_FROM_ZERO})", row=1, col=1)
     figure.update_yaxes(title="learning rate", exponentformat="e", rangemode="tozero", nticks=4, row=2, col=1)
     _set_steps(figure, metrics, rows=2)
     figure.update_layout(hovermode="x unified")
@@ -115,7 +121,7 @@ def preferences_figure(metrics: MetricsFile) -> Figure:
             if name == "eval":
                 trace.update(_EVAL_STYLE)
             figure.add_trace(trace.update(showlegend=row == 1), row, 1)
-    figure.update_yaxes(title="reward margin", row=1, col=1)
+    figure.update_yaxes(title="reward margin", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title="accuracy", range=[-0.05, 1.05], row=2, col=1)
     _set_steps(figure, metrics, rows=2)
     figure.update_layout(hovermode="x unified")
@@ -194,7 +200,7 @@ def waterfall_figure(place: Place) -> Figure:
             annotation_position="top left",
         )  # fmt: skip
     figure.update_xaxes(title=name, range=[0, end * 1.02 / unit])
-    figure.update_layout(showlegend=False)
+    figure.update_layout(showlegend=False, meta={"bars": True})  # page.js moves the names on narrow screens
     return apply_style(figure, 34 * len(sizes) + 72 + top, top, right=100)
 
 
@@ -313,7 +319,7 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
     )  # fmt: skip
     figure.update_xaxes(range=[0, longest * 1.01 / unit])
     figure.update_xaxes(title=f"{name} from the step's start", row=len(views), col=1)
-    return apply_style(figure, 190 * len(views) + 110)
+    return apply_style(figure, 190 * len(views) + 126, top=48)
 
 
 def step_memory_figure(views: Sequence[StepView]) -> Figure:
@@ -335,7 +341,7 @@ def step_memory_figure(views: Sequence[StepView]) -> Figure:
                 line={"color": view.colour, "width": 1.5, "shape": "hv"},
             )  # fmt: skip
             figure.add_trace(trace, row, 1)
-        figure.update_yaxes(title=f"{place}, {name}", row=row, col=1)
+        figure.update_yaxes(title=f"{place}, {name}<br>({NOT_FROM_ZERO})", row=row, col=1)
     figure.update_xaxes(range=[0, longest * 1.01 / time_unit], unifiedhovertitle_text=f"%{{x:,.2f}} {time_name}")
     figure.update_xaxes(title=f"{time_name} from the step's start", row=len(places), col=1)
     figure.update_layout(hovermode="x unified")

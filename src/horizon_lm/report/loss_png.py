@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from horizon_lm.report.figures import FIRST, GRID, MUTED, SECOND, THIRD
+from horizon_lm.report.figures import FIRST, GRID, MUTED, NOT_FROM_ZERO, SECOND, THIRD
 from horizon_lm.report.run_files import read_metrics
 
 
@@ -38,7 +38,7 @@ def write_loss_png(metrics_file: Path, png: Path) -> None:
     if metrics.evaluations:
         eval_losses = [(each.step, each.eval_loss) for each in metrics.evaluations]
         lines += axes.plot(*zip(*eval_losses, strict=True), "D:", color=SECOND, label="eval loss")
-    axes.set(xlabel="step", ylabel=metrics.loss_title)
+    axes.set(xlabel="step", ylabel=f"{metrics.loss_title} ({NOT_FROM_ZERO})")
     axes.grid(color=GRID)
     rates.set_ylabel("learning rate", color=MUTED)
     rates.set_ylim(bottom=0)

@@ -74,10 +74,10 @@ def _verdict(planned: PlannedStep) -> str:
     """Return the plan's prediction of a step as text."""
     text = (
         f"The plan expects {duration(planned.seconds)} per step, {planned.tokens_per_second:,.0f} tokens per second and "
-        f"{planned.model_tflops:.3g} model TFLOP/s, limited by {_words(planned.limited_by)}."
+        f"{planned.model_tflops:.3g} model TFLOP/s, limited by {_CAUSES.get(planned.limited_by, planned.limited_by)}."
     )
     hidden = [
-        f"{_OVERLAPPED.get(cause, cause)} from {count(tokens)}"
+        f"{_CAUSES.get(cause, cause)} from {count(tokens)}"
         for cause, tokens in planned.hidden_from_tokens.items()
         if tokens is not None
     ]
@@ -103,7 +103,7 @@ def _tables(views: Sequence[StepView], planned: PlannedStep | None) -> list[Elem
         exposed = {"predicted": dict(planned.exposed_seconds), **exposed}
     if exposed:
         causes = next(iter(exposed.values()))
-        rows = [[_words(cause), *(duration(each[cause]) for each in exposed.values())] for cause in causes]
+        rows = [[_CAUSES.get(cause, cause), *(duration(each[cause]) for each in exposed.values())] for cause in causes]
         streams.append(table(["compute stalls, by cause", *exposed], rows, "numbers"))
     if views:
         found = {part.span.op.kind for view in views for part in view.parts}
@@ -118,8 +118,4 @@ def _kind_total(view: StepView, kind: Kind) -> str:
     return f"{duration(sum(span.end - span.start for span in spans))} ({len(spans)})" if spans else "none"
 
 
-_OVERLAPPED = {"copy_in": "copies in", "update": "updates"}
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+_CAUSES = {**{str(stream): name for stream, name in STREAMS.items()}, "update": "optimizer"}
