@@ -61,6 +61,7 @@ def test_foreign_files_translate_and_train(work: Path, name: str) -> None:
     assert printed.exit_code == 0, printed.stderr
     for line in LEFT_OUT[name]:
         assert line in printed.stdout
+        assert f"left out: {line}" in printed.stderr
     (work / "ours.yaml").write_text(printed.stdout)
     config = read_run_config("ours.yaml")
     assert {key: getattr(config, key) for key in EXPECTED[name]} == EXPECTED[name]
@@ -72,7 +73,7 @@ def test_foreign_files_translate_and_train(work: Path, name: str) -> None:
 
 @pytest.mark.parametrize("objective", ["sft", "pretrain", "dpo"])
 def test_start_files_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str) -> None:
-    printed = run("init", objective)
+    printed = run("init", objective, "--full")
     assert printed.exit_code == 0
     (tmp_path / "run.yaml").write_text(printed.stdout)
     row = tiny.write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}])
@@ -84,6 +85,12 @@ def test_start_files_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     whole = "\n".join(line for line in whole.splitlines() if not line.startswith("---"))
     (tmp_path / "whole.yaml").write_text(whole)
     assert read_run_config(str(tmp_path / "whole.yaml"), ["--datasets", str(row)]) == config
+
+    short = run("init", objective)
+    (tmp_path / "short.yaml").write_text(short.stdout)
+    assert read_run_config(str(tmp_path / "short.yaml"), ["--datasets", str(row)]) == config
+    assert 2 * len(short.stdout.splitlines()) < len(printed.stdout.splitlines())
+    assert "--full" in short.stdout
 
 
 @pytest.mark.parametrize(

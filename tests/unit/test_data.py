@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from horizon_lm.config import DatasetConfig
 from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.data import preprocess
 from horizon_lm.data.answer_spans import locate_answers
 from horizon_lm.data.chat_template import ChatRenderer, TokenizedConversation
 from horizon_lm.data.checks import also_trained_on, audit, reject_errors
@@ -20,7 +21,7 @@ from horizon_lm.data.conversations import Completion, Conversation, Preference, 
 from horizon_lm.data.formats import find_format, rename_fields
 from horizon_lm.data.loader import Sampler, collate, in_order
 from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, pack_rows, prepare
-from horizon_lm.data.sources import read_rows
+from horizon_lm.data.sources import open_source, read_rows
 from horizon_lm.data.token_dataset import Row, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import ConfigError, DataError
@@ -60,6 +61,7 @@ def example(row: Any, objective: str = "sft", columns: dict[str, str] | None = N
         ({"conversations": [{"from": "human", "value": "Who?\nNow"}, {"from": "gpt", "value": "The keeper."}]}, None),
         ({"instruction": "Who?", "input": "Now", "output": "The keeper."}, None),
         ({"prompt": [USER], "completion": [ANSWER]}, None),
+        ({"question": "Who?\nNow", "answer": "The keeper."}, None),
         ({"q": "Who?\nNow", "a": "The keeper."}, {"instruction": "q", "output": "a"}),
     ],
 )
@@ -678,3 +680,35 @@ def test_order_depends_on_epoch_and_seed() -> None:
 def test_evaluation_batches_are_in_order() -> None:
     batches = list(in_order(rows_of(3, 4, 5), 2))
     assert [batch.places for batch in batches] == [("rows.jsonl:0", "rows.jsonl:1"), ("rows.jsonl:2",)]
+
+
+@pytest.mark.parametrize(
+    ("sample_by", "texts"),
+    [
+        ("line", ["One.", "Two.", "Three."]),
+        ("paragraph", ["One.\nTwo.", "Three."]),
+        ("document", ["One.\nTwo.\n\n\nThree.\n\n"]),
+    ],
+)
+def test_rows_of_a_text_file(tmp_path: Path, sample_by: str, texts: list[str]) -> None:
+    """Blank lines separate paragraphs and are never rows."""
+    path = tmp_path / "rows.txt"
+    path.write_text("One.\nTwo.\n\n\nThree.\n\n")
+    source = open_source(DatasetConfig(path=str(path), sample_by=sample_by))
+    assert [source.row(index)["text"].strip("\n") for index in range(len(source))] == [
+        text.strip("\n") for text in texts
+    ]
+
+
+def test_only_text_files_are_sampled(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match=r"is for text files, and rows\.jsonl is none"):
+        DatasetConfig(path=str(path), sample_by="paragraph")
+
+
+def test_huge_row_is_rejected_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess, "_MAX_ROW_CHARS", 20)
+    preprocess._reject_huge({"text": "a" * 20})
+    with pytest.raises(RowError, match="characters of text, more than 20; split it into several rows"):
+        preprocess._reject_huge({"messages": [{"content": "a" * 21}]})

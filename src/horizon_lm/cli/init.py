@@ -1,5 +1,6 @@
 """``horizon-lm init``."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ def init(
         str | None,
         typer.Option("--from", metavar="FILE", help="A file of TRL, LLaMA-Factory or Axolotl to translate."),
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Add all other settings, commented out.")] = False,
 ) -> None:
     from horizon_lm.config.run import SCHEMAS
     from horizon_lm.config.text import START_HEADING, START_VALUES, start_file
@@ -25,7 +27,10 @@ def init(
     if objective is not None and objective not in SCHEMAS:
         raise ConfigError(f"{objective!r} is not an objective; there are {', '.join(SCHEMAS)}")
     if translate is not None:
-        print(translate_file(translate, objective).text(), end="")
+        translation = translate_file(translate, objective)
+        print(translation.text(full), end="")
+        for name, reason in translation.left_out.items():  # the file goes to standard output, often into a file
+            print(f"left out: {name}: {reason}", file=sys.stderr)
         return
     chosen = objective or "sft"
-    print(start_file(SCHEMAS[chosen], START_VALUES[chosen], START_HEADING[chosen]), end="")
+    print(start_file(SCHEMAS[chosen], START_VALUES[chosen], START_HEADING[chosen], full), end="")

@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, Posi
 from horizon_lm.config.types import Names, Settings, UnusedError
 
 FIELDS = (
-    "text", "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system", "chosen",
-    "rejected", "tools", "chat_template_kwargs",
+    "text", "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "question", "answer", "history", "system",
+    "chosen", "rejected", "tools", "chat_template_kwargs",
 )  # fmt: skip
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
 
@@ -41,8 +41,13 @@ class DatasetConfig(Settings):
         None,
         description="Names of fields in the rows, by the name expected here, such as {prompt: question}.",
     )
-    format: Literal["text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"] | None = Field(
-        None, description="Format of the rows. Default: recognized by their fields."
+    format: (
+        Literal["text", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "preference"] | None
+    ) = Field(None, description="Format of the rows. Default: recognized by their fields.")
+    sample_by: Literal["line", "paragraph", "document"] = Field(
+        "line",
+        description="Row of a text file: a line, a paragraph (blank lines separate them) or the whole document. Blank lines "
+        "are never rows.",
     )
     fraction: float | None = Field(
         None, gt=0, lt=1, description="Fraction of the rows to use, sampled once with data_seed. Default: all rows."
@@ -61,6 +66,14 @@ class DatasetConfig(Settings):
             theirs = (value or {})[unknown[0]]
             hint = f"; did you mean {{{theirs}: {unknown[0]}}}, the expected name first?" if theirs in FIELDS else ""
             raise ValueError(f"{unknown[0]!r} is not a field of rows; must be one of {', '.join(FIELDS)}{hint}")
+        return value
+
+    @field_validator("sample_by")
+    @classmethod
+    def _sample_text_only(cls, value: str, info: ValidationInfo) -> str:
+        file = Path(info.data.get("path", "")).expanduser()
+        if value != "line" and file.is_file() and file.suffix != ".txt":
+            raise ValueError(f"is for text files, and {file.name} is none; remove it")
         return value
 
     @field_validator("name", "data_dir", "data_files", "split")

@@ -111,6 +111,12 @@ def _from_alpaca(row: Mapping[str, Any]) -> Conversation:
     return _conversation(row, [*_alpaca_prompt(row), {"role": "assistant", "content": _text_field(row, "output")}])
 
 
+def _from_question_answer(row: Mapping[str, Any]) -> Conversation:
+    question, answer = _text_field(row, "question"), _text_field(row, "answer")
+    turn: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return _conversation(row, [*_history(row), *turn])
+
+
 def _alpaca_prompt(row: Mapping[str, Any]) -> list[Message]:
     """Return the earlier turns of an alpaca row, followed by its instruction and input as one message."""
     parts = [_text_field(row, "instruction"), _text_field(row, "input", optional=True)]
@@ -247,6 +253,7 @@ FORMATS = (
     RowFormat("sharegpt", (("conversations",),), _from_sharegpt),
     RowFormat("prompt_completion", (("prompt", "completion"),), _from_prompt_completion),
     RowFormat("alpaca", (("instruction", "output"),), _from_alpaca),
+    RowFormat("question_answer", (("question", "answer"),), _from_question_answer),
     RowFormat("text", (("text",),), _from_text),
 )
 _NO_PROMPT = "'chosen' and 'rejected' have no common start to use as the prompt; add a field 'prompt'"
@@ -261,7 +268,7 @@ _RESERVED_OPTIONS = {
     "tools",
 }
 FORMATS_OF_OBJECTIVE = {
-    "sft": ("messages", "sharegpt", "prompt_completion", "alpaca", "text"),
+    "sft": ("messages", "sharegpt", "prompt_completion", "alpaca", "question_answer", "text"),
     "pretrain": ("text",),
     "dpo": ("preference",),
 }

@@ -20,6 +20,7 @@ from horizon_lm.errors import DataError
 _CACHE_VERSION = 6  # of the cached tables; raise it when their content changes
 _MAX_PROBLEMS_SHOWN = 5  # in one error
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
+_MAX_ROW_CHARS = 1 << 24  # of text in a row: about four million tokens
 _ROWS_INSPECTED = 1000  # for optional fields
 _PLACES_SHOWN = 3  # rows listed in a finding
 # Bits of the flags of a row; `Report` counts the rows of each.
@@ -273,6 +274,7 @@ def _tokenize_rows(
         try:
             if not isinstance(row, dict):
                 find_format(row, None, "sft")  # raises RowError
+            _reject_huge(row)
             tokenized.append((tokenizer.tokenize(row_format.convert(_renamed(row, source))), None))
         except RowError as error:
             tokenized.append(([Tokens(np.zeros(0, np.int32), np.zeros(0, bool))] * num_sequences, str(error)))
@@ -288,6 +290,23 @@ def _tokenize_rows(
         result[ids] = [each[index].ids for each in sequences]
         result[trained] = [each[index].trained for each in sequences]
     return result
+
+
+def _reject_huge(row: Any) -> None:
+    """Raise RowError for a row that is too long to tokenize: a tokenizer takes some 200 times its memory."""
+    num_chars = _num_chars(row)
+    if num_chars > _MAX_ROW_CHARS:
+        raise RowError(
+            f"the row has {num_chars:,} characters of text, more than {_MAX_ROW_CHARS:,}; split it into several rows"
+        )
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list) else 0
 
 
 def _num_targets(sequences: Sequence[Tokens]) -> int:

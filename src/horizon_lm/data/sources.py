@@ -341,6 +341,8 @@ def _load_with_datasets(config: DatasetConfig, files: Sequence[Path]) -> Source:
         options: dict[str, Any] = {"path": builder, "data_files": {"train": [str(file) for file in files]}}
         if builder == "csv":
             options |= _csv_options(files[0])
+        if builder == "text":
+            options["sample_by"] = config.sample_by
     else:
         wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
         options = {"path": str(path) if path.is_dir() else config.path, **{k: v for k, v in wanted.items() if v}}
@@ -350,6 +352,8 @@ def _load_with_datasets(config: DatasetConfig, files: Sequence[Path]) -> Source:
         table = datasets.load_dataset(**options, split=config.split or "train")
     except Exception as error:  # readers and the hub raise errors of many types
         raise DataError(f"{config.path}: {_innermost_reason(error)}") from error
+    if options["path"] == "text":
+        table = table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
     # pandas takes surplus first fields for an index
     if any(name.startswith("__index_level_") for name in table.column_names):
         raise DataError(f"{config.path}: rows have more fields than the header; quote texts that contain commas")

@@ -37,15 +37,15 @@ class Translation:
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def text(self) -> str:
-        """Return our run file, headed by the notes and by what was left out."""
+    def text(self, full: bool = False) -> str:
+        """Return our run file, headed by the notes and by what was left out. ``full``: see `start_file`."""
         heading = [
             f"Translated from a file of {self.trainer}. Check it with horizon-lm inspect, which shows what it trains on."
         ]
         heading += ["", *self.notes] if self.notes else []
         if self.left_out:
             heading += ["", "Left out:", *(f"  {name}: {reason}" for name, reason in self.left_out.items())]
-        return start_file(SCHEMAS[self.objective], self.settings, "\n".join(heading))
+        return start_file(SCHEMAS[self.objective], self.settings, "\n".join(heading), full)
 
 
 def translate_file(path: str, objective: str | None = None) -> Translation:
