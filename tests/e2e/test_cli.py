@@ -344,7 +344,7 @@ def test_help_and_version() -> None:
     assert run("--version").output == run("version").output
     settings = run("train", "--settings").output
     assert "per_device_train_batch_size (8)" in settings
-    assert "One of fp32_master, bf16, float32." in settings
+    assert "One of linear, cosine, cosine_with_restarts" in settings
 
 
 def test_help_needs_no_torch() -> None:

@@ -327,7 +327,7 @@ def test_custom_loss(base: dict[str, Any]) -> None:
     for custom, builtin in zip(lines(base), first, strict=True):
         assert custom["loss"] == pytest.approx(builtin["loss"], rel=1e-5)
         assert custom["surprise"] == pytest.approx(2 * custom["loss"])
-    with pytest.raises(ConfigError, match="returns the loss as a tensor"):
+    with pytest.raises(ConfigError, match="must return a scalar tensor"):
         horizon_lm.train({**base, "overwrite_output_dir": True}, objective=lambda model, batch: 1.0, **QUIET)
 
 

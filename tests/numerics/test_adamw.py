@@ -220,12 +220,12 @@ def test_the_norm_is_that_of_clip_grad_norm(precision: str, backwards: int, tied
     optimizer = horizon_lm.AdamW(model, max_grad_norm=0.1)
     for part in range(backwards):
         model(**families.batch(seed=part)).loss.backward()
-    known = optimizer._squares(
+    known = optimizer._squared_norms(
         {u: optimizer._present(u) for u in model._horizon.engine.store.units}
     )  # as summed while landing
     engine = model._horizon.engine
     assert all(
-        engine.grads.squares.of(unit) is not None for unit in known if engine.store.units[unit].grad_layout.numel
+        engine.grads.squared_norms.of(unit) is not None for unit in known if engine.store.units[unit].grad_layout.numel
     )
     grads = [p.grad.float().clone().requires_grad_() for p in model.parameters()]
     for grad in grads:
@@ -362,7 +362,7 @@ def test_step_returns_before_the_updates_are_done(monkeypatch: pytest.MonkeyPatc
 
     model = horizon_lm.stream(families.build("llama"))
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
-    gate, original = threading.Event(), update_tasks._Work.run
+    gate, original = threading.Event(), update_tasks._Piece.run
 
     def slow(work: Any, link: Any) -> None:
         gate.wait(30)
@@ -370,7 +370,7 @@ def test_step_returns_before_the_updates_are_done(monkeypatch: pytest.MonkeyPatc
 
     model(**families.batch()).loss.backward()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    monkeypatch.setattr(update_tasks._Work, "run", slow)
+    monkeypatch.setattr(update_tasks._Piece, "run", slow)
     optimizer.step()
     optimizer.zero_grad()
     optimizer.param_groups[0]["lr"] = 1e9  # a scheduler's change; the running step keeps its own rate

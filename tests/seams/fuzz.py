@@ -92,7 +92,7 @@ def _make(call: Call, streamed: World, plain: World, rejections: Counter[str] | 
     got = _result(kind.make, streamed, call.seed)
     if isinstance(got, HorizonError):
         if call.name in NEVER_REJECTED and call.name not in streamed.rejects:
-            raise Divergence(f"rejected, and should work it: {type(got).__name__}: {got}")
+            raise Divergence(f"rejected, but should work: {type(got).__name__}: {got}")
         if rejections is not None:
             rejections[f"{call.name}: {type(got).__name__}: {str(got)[:160]}"] += 1
         for world in (streamed, plain):
