@@ -26,7 +26,7 @@ _TRACKERS = (
 
 
 class OutputSettings(Settings):
-    """Evaluation, checkpoints, metrics, samples and the exported model."""
+    """Settings for evaluation, checkpoints, metrics, samples and the exported model."""
 
     heading: ClassVar[str] = "Output"
 

@@ -78,7 +78,7 @@ class _Extent:
 
 
 def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool) -> list[BlockCalls]:
-    """Find how a model without weights calls its blocks, with one entry for each structure of blocks.
+    """Return how a model on the meta device calls its blocks: one entry for each distinct block structure.
 
     Args:
         parts: parts of a skeleton.

@@ -162,7 +162,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def has_text(value: Any) -> bool:
-    """Return whether a value is text with more than whitespace."""
+    """Return whether a value is a string that is not blank."""
     return isinstance(value, str) and bool(value.strip())
 
 

@@ -118,7 +118,7 @@ class Device(Protocol):
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Allocate host memory that copies reach at full speed (uint8, 1-D, exact size)."""
+        """Allocate a 1-D uint8 buffer of exactly this size in host memory, for copies at full speed."""
         ...
 
     def free_host(self, buffer: torch.Tensor) -> None:

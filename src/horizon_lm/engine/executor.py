@@ -7,7 +7,7 @@ A training step, and the module of each line (docs/architecture.md has the pictu
         schedule = build.forward(layout)                     schedule/build.py (operations and their waits; cached)
         prefetch the batch's distinct embedding rows         engine/embedding.py
         for each block, when the model's forward calls it:   engine/blocks.py
-            prefetch the next block into the other slot      engine/cursor.py -> device/async_device.py
+            prefetch the next block into the other slot      schedule/build.py (load) -> engine/cursor.py -> device/
             wait for this block's weights                    an event between two streams; no thread waits
             compute its micro-batches, without a graph       model/block_template.py
             keep its input: the activation checkpoint        engine/forward_state.py (on the device, or offloaded)
@@ -16,9 +16,9 @@ A training step, and the module of each line (docs/architecture.md has the pictu
         schedule = build.backward(layout)                    schedule/build.py
         offload the LM head's gradient                       engine/lm_head.py
         for each block, last to first:                       engine/block_autograd.py
-            prefetch the previous block and its input        engine/cursor.py -> device/async_device.py
+            prefetch the previous block and its input        schedule/build.py (load) -> engine/cursor.py -> device/
             recompute each micro-batch and differentiate it  engine/recompute.py, engine/grad_sink.py
-            offload its gradient: copy, or add to the host's engine/host_grads.py, kernels/gradients.py
+            offload its gradient: copy, or add to the host's engine/host_grads.py -> device/cuda_link.py, device/cpu.py
         sum and offload the rows of the embedding            engine/embedding.py
     optimizer.step()                                         optim/adamw.py
         clip by the norm, which was summed while landing     engine/host_grads.py

@@ -110,7 +110,7 @@ class ForwardState:
 
 @dataclass(eq=False, slots=True)
 class RunningForward:
-    """A forward pass of the model, from its start to its end or its fault.
+    """The state of a forward pass while it runs, dropped when the pass ends or fails.
 
     Attributes:
         state: the state for its backward; None if no backward can follow.
@@ -129,7 +129,7 @@ class RunningForward:
 
 @dataclass(eq=False, slots=True)
 class RunningBackward:
-    """A backward pass of the model, from its first node to the end of autograd's graph or its fault.
+    """The state of a backward pass while it runs, dropped when the pass ends or fails.
 
     Attributes:
         state: the state of its forward.

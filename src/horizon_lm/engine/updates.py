@@ -35,7 +35,7 @@ class UpdatesInBackward(Protocol):
     """An optimizer that updates each unit as soon as its gradient has landed."""
 
     def begin(self) -> None:
-        """Begin the step of a backward, with the current hyperparameters."""
+        """Begin a step when its backward pass begins, and fix its hyperparameters."""
         ...
 
     @property

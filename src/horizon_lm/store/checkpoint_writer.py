@@ -78,7 +78,7 @@ class _Exporter:
         return [self._convert({name: self._describe(name) for name in names}) for names in self._units]
 
     def unit(self, index: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a unit as they are written."""
+        """Return a unit's tensors in the form in which the checkpoint stores them."""
         return self._convert({name: self._value(name) for name in self._units[index]})
 
     def _convert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -106,7 +106,7 @@ Shard = list[tuple[int, dict[str, torch.Tensor]]]  # unit index, and meta tensor
 
 
 def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | None) -> dict[str, Shard]:
-    """Distribute tensors over files, and return these by name. A tensor beyond the limit has a file to itself."""
+    """Assign tensors to files, and return each file's tensors by file name. A tensor over the limit gets a file of its own."""
     shards: list[Shard] = [[]]
     used = 0
     for index, tensors in enumerate(plan):
