@@ -77,7 +77,7 @@ class StreamArguments(StreamingOptions):
         return parts
 
     def _chunked_path(self, parts: ModelParts) -> ChunkedPath | None:
-        """Return the way from hidden states to the loss in chunks; None with ``head="whole"``.
+        """Return the path that computes the loss from hidden states in chunks; None with ``head="whole"``.
 
         Warn, and return None, if the model's loss cannot be computed in chunks.
         """
