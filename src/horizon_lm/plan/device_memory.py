@@ -8,7 +8,7 @@ from horizon_lm.plan.outline import Footprint, Linear
 from horizon_lm.plan.request import ForwardBatch
 from horizon_lm.plan.residency import Working
 from horizon_lm.plan.step import Step
-from horizon_lm.schedule.ops import HEAD, Kind, Stream
+from horizon_lm.schedule.ops import HEAD, Kind, Stream, block_index, is_block
 from horizon_lm.schedule.trace import Span
 
 
@@ -151,9 +151,9 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
             continue
         if span.op.unit == HEAD:
             changes += [(span.start, needed.head), (span.end, -needed.head)]
-        if not span.op.unit.startswith("block"):
+        if not is_block(span.op.unit):
             continue
-        index = int(span.op.unit.removeprefix("block"))
+        index = block_index(span.op.unit)
         stays = step.boundary if index >= max(first, num_blocks - residency.boundaries) else 0
         graph = needed.graphs[index]
         stays += graph if index >= max(first, num_blocks - residency.graphs) else 0

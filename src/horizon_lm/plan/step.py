@@ -9,7 +9,7 @@ from horizon_lm.plan.outline import ModelOutline, Work
 from horizon_lm.plan.request import FixedSettings
 from horizon_lm.plan.residency import Residency
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Kind, Op, Pass, Stream, block
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Kind, Op, Pass, Stream, block, block_index
 from horizon_lm.schedule.simulate import Rates
 
 FUSED = 0.4
@@ -143,7 +143,7 @@ def _sizes_of(unit: str, sizes: ModelSizes) -> Sequence[int]:
         return sizes.table
     if unit == HEAD:
         return sizes.head
-    return sizes.outer if unit == OUTER else sizes.blocks[int(unit.removeprefix("block"))]
+    return sizes.outer if unit == OUTER else sizes.blocks[block_index(unit)]
 
 
 class StepCost:
@@ -201,7 +201,7 @@ class StepCost:
             return moved / self._hardware.device_bandwidth if op.unit == EMBED else 0.0
         if op.unit == HEAD:
             return self._seconds(self._head(op), compiled=False)
-        index = int(op.unit.removeprefix("block"))
+        index = block_index(op.unit)
         kind = next(i for i, each in enumerate(self._outline.kinds) if index in each.indices)
         has_graph = index >= self._outline.num_blocks - self._settings.residency.graphs
         key = (op.kind, kind, has_graph)

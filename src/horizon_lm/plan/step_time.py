@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from horizon_lm.plan.catalog import Hardware
 from horizon_lm.plan.step import Step, StepCost, rates
-from horizon_lm.schedule.ops import UPDATES, Kind, Pass, Stream
+from horizon_lm.schedule.ops import UPDATES, Kind, Pass, Stream, is_block
 from horizon_lm.schedule.simulate import Rates, Timeline, simulate, step_seconds, without
 from horizon_lm.schedule.trace import Span, busy_seconds, exposed_seconds
 
@@ -137,7 +137,7 @@ def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates
     proportion while matrix products wait for weights. Inline transfers cannot be overlapped.
     """
     in_backward = step.settings.update_in_backward
-    loaded = sum(cost(op) for op in passes[0].ops if op.kind == Kind.STREAM_IN and op.unit.startswith("block"))
+    loaded = sum(cost(op) for op in passes[0].ops if op.kind == Kind.STREAM_IN and is_block(op.unit))
     updated = sum(cost(op) for each in passes for op in each.ops if op.kind in UPDATES)
     found = {"update": _tokens_for(updated / speed.host, lambda t: cost.blocks_seconds(t, backward=in_backward))}
     if not speed.inline:

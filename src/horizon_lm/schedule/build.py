@@ -9,7 +9,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Buf, Buffer, Kind, Op, Pass, Stream, block
+from horizon_lm.schedule.ops import (
+    EMBED,
+    HEAD,
+    OUTER,
+    Buf,
+    Buffer,
+    Kind,
+    Op,
+    Pass,
+    Stream,
+    block,
+    block_index,
+    is_block,
+)
 from horizon_lm.schedule.waits import derive_waits
 
 _CACHED = 32  # passes of each kind: deriving the waits of a deep model takes tens of milliseconds
@@ -61,7 +74,7 @@ def _landing(unit: str, layout: Layout) -> Buffer:
     """Return the host buffer in which a unit's gradients land."""
     if not layout.update_in_backward or (layout.tied and unit in (EMBED, HEAD)):
         return _host(Buf.HOST_GRADS, unit, layout)
-    return Buffer(Buf.HOST_LANDING, int(unit.removeprefix("block")) % 2 if unit.startswith("block") else unit)
+    return Buffer(Buf.HOST_LANDING, block_index(unit) % 2 if is_block(unit) else unit)
 
 
 def _stream_out(unit: str, source: Buffer, layout: Layout) -> list[Op]:
