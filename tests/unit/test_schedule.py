@@ -8,7 +8,7 @@ import pytest
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, After, Buf, Buffer, Kind, Op, Pass, Stream, block
 from horizon_lm.schedule.verify import Passes, check, each_wait, sequences, superfluous_waits, without_wait
-from horizon_lm.schedule.waits import ACROSS
+from horizon_lm.schedule.waits import ACROSS, ACROSS_WRITES
 
 
 def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer: bool = True) -> Passes:
@@ -25,6 +25,8 @@ def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer
         backward=build.backward(layout, blocks=kept, trainable=trained, head_grads=head_grads),
         recomputing=build.backward(layout, blocks=kept, trainable=trained),
         update=None if layout.update_in_backward else build.update(layout, updated),
+        save=build.save(layout, **fresh),
+        after_save=build.forward(layout, keeps=kept, head_grads=head_grads),
     )
 
 
@@ -74,7 +76,7 @@ def test_each_wait_inside_a_pass_is_needed(num_blocks: int, offloaded: int, held
 
 def forget_passes() -> None:
     """Clear cached passes, which were built by other rules."""
-    for made in (build._forward, build._backward, build._update_pass):
+    for made in (build._forward, build._backward, build._update_pass, build._save_pass):
         made.cache_clear()
 
 
@@ -86,6 +88,15 @@ def test_each_rule_across_passes_is_needed(rule: tuple[Stream, Buf], monkeypatch
     forget_passes()
     assert found is not None
     assert "races with" in found
+
+
+def test_updates_wait_for_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ACROSS_WRITES, Buf.HOST_WEIGHTS)
+    forget_passes()
+    found = list(problems(LAYOUTS[:64]))
+    forget_passes()
+    assert all("races with save" in problem for problem in found)
+    assert {problem.split("pass ")[1].split(", ")[1].split()[0] for problem in found} == {"update", "update_rows"}
 
 
 def test_checker_verifies_contents_and_slot_counts() -> None:

@@ -1,6 +1,6 @@
 """The vocabulary of a schedule: operations, the buffers that they access, and their waits.
 
-A pass (forward, backward, update) is a list of operations. Each runs on one *stream*; a stream runs its operations in
+A pass (forward, backward, update, save) is a list of operations. Each runs on one *stream*; a stream runs its operations in
 list order, and different streams run concurrently. Only waits order operations of different streams, so the waits of a
 schedule determine whether it is correct. Nothing here depends on torch: a schedule is plain data that can be checked,
 simulated and drawn.
@@ -24,6 +24,7 @@ class Stream(_Word):
     COMPUTE = "compute"
     COPY_OUT = "copy_out"
     HOST = "host"  # the optimizer's workers
+    DISK = "disk"  # the writers of a checkpoint
 
 
 class Kind(_Word):
@@ -38,6 +39,7 @@ class Kind(_Word):
     STREAM_OUT = "stream_out"  # device gradients -> host
     UPDATE = "update"  # optimizer, on the host
     UPDATE_ROWS = "update_rows"  # the same for the rows of the embedding table that the next batch reads
+    SAVE = "save"  # weights and moments in host memory -> a file of a checkpoint
 
 
 UPDATES = (Kind.UPDATE, Kind.UPDATE_ROWS)
@@ -58,7 +60,7 @@ class Buf(_Word):
     OUTER = "O"
     OUTER_GRADS = "OG"
     RING = "R"  # two slots for boundaries in transfer to or from the host
-    HOST_WEIGHTS = "host_w"  # by unit
+    HOST_WEIGHTS = "host_w"  # by unit, with low halves and moments, which only updates and saves access
     HOST_GRADS = "host_g"  # by unit
     HOST_LANDING = "host_l"  # gradients until their update: two slots for blocks, one for each other unit
     HOST_BOUNDARY = "host_b"  # by block and forward

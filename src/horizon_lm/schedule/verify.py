@@ -168,6 +168,8 @@ class Passes(NamedTuple):
         backward: backward of `first` and `again`.
         recomputing: backward that computes the head's gradients itself, for `second` or a forward that lost the buffer.
         update: the optimizer's pass; None if units are updated in the backward.
+        save: writes a checkpoint right after an update, and updates the table first.
+        after_save: as ``first``, with the table updated already.
     """
 
     first: Pass
@@ -178,11 +180,13 @@ class Passes(NamedTuple):
     backward: Pass
     recomputing: Pass
     update: Pass | None
+    save: Pass
+    after_save: Pass
 
 
 def sequences(passes: Passes) -> dict[str, list[Pass]]:
     """Return legal sequences of passes that together contain every hazard."""
-    first, again, second, evaluating, evaluation, backward, recomputing, update = passes
+    first, again, second, evaluating, evaluation, backward, recomputing, update, save, after_save = passes
     if update is None:  # only one backward per step, because the second would see weights that the first has updated
         step = [first, backward]
         return {
@@ -193,6 +197,7 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
             "abandoned twice": [first, again, again, backward, first, again, backward],
             "two forwards, last one abandoned": [first, second, backward] * 3,
             "two forwards, first one abandoned": [first, second, recomputing] * 3,
+            "saved": [*step, save, *[after_save, backward, save] * 2, after_save, backward, *step],
         }
     step = [first, backward, update]
     return {
@@ -217,6 +222,7 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
         "abandoned forward": [first, again, backward, again, update, *step],
         "abandoned twice": [first, again, again, backward, update, *step],
         "evaluation after update": [*step, first, evaluation, evaluation],
+        "saved": [*step, save, *[after_save, backward, update, save] * 2, after_save, backward, update, *step],
     }
 
 

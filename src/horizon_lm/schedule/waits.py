@@ -34,7 +34,12 @@ ACROSS: dict[tuple[Stream, Buf], Stream] = {
     (Stream.COPY_OUT, Buf.HOST_LANDING): Stream.HOST,
     (Stream.HOST, Buf.HOST_WEIGHTS): Stream.COPY_IN,
     (Stream.HOST, Buf.HOST_GRADS): Stream.COPY_OUT,
+    (Stream.HOST, Buf.HOST_LANDING): Stream.COPY_OUT,  # the embedding's update before a save
+    (Stream.DISK, Buf.HOST_WEIGHTS): Stream.HOST,
 }
+
+# The same for writes alone: weights are streamed in while they are being saved, but not updated.
+ACROSS_WRITES: dict[Buf, Stream] = {Buf.HOST_WEIGHTS: Stream.DISK}
 
 
 class _Clock:
@@ -75,8 +80,9 @@ def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
         for other in needed:
             clock.merge(clocks[other])
 
-        for buffer in op.reads + op.writes:
-            earlier = ACROSS.get((op.stream, buffer.kind))
+        accesses = [(buffer, ACROSS.get((op.stream, buffer.kind))) for buffer in op.reads + op.writes]
+        accesses += [(buffer, ACROSS_WRITES.get(buffer.kind)) for buffer in op.writes]
+        for buffer, earlier in accesses:
             if earlier is not None and not clock.implies(LastUse(buffer, earlier)):
                 waits.append(LastUse(buffer, earlier))
                 clock.across.add(LastUse(buffer, earlier))
