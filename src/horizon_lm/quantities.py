@@ -1,7 +1,8 @@
-"""Parse and format sizes and durations."""
+"""Parse, format and round sizes and durations."""
 
 import re
 
+from horizon_lm.constants import PAGE
 from horizon_lm.errors import ConfigError
 
 _FACTORS = {
@@ -32,6 +33,11 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.2f} TiB"
+
+
+def page_aligned(num_bytes: int) -> int:
+    """Round a number of bytes up to whole pages of host memory."""
+    return -(-num_bytes // PAGE) * PAGE
 
 
 def format_seconds(seconds: float) -> str:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.constants import PAGE
 from horizon_lm.device import cuda_link, page_locks
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.cuda_link import CudaLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.errors import PageLockWarning
-from horizon_lm.store.store import PAGE, Arena
+from horizon_lm.store.store import Arena
 from tests import families
 from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
 

@@ -13,9 +13,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
+from horizon_lm.constants import PAGE
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.store.precision import join_master, split_master
-from horizon_lm.store.store import PAGE, Arena, SlabLayout
+from horizon_lm.store.store import Arena, SlabLayout
 from tests import families
 from tests.storages import StorageMeter
 

@@ -9,8 +9,9 @@ import torch
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError
+from horizon_lm.quantities import page_aligned
 from horizon_lm.schedule.ops import EMBED
-from horizon_lm.store.store import Arena, SlabLayout, Store, as_array, page_aligned
+from horizon_lm.store.store import Arena, SlabLayout, Store, as_array
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 

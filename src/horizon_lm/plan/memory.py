@@ -1,10 +1,10 @@
 """Bytes of the engine's device buffers and of the store's host memory, from the sizes of a model's units."""
 
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from horizon_lm.constants import MOMENT_BLOCK, SLAB_ALIGNMENT
+from horizon_lm.quantities import page_aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +166,14 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
 
 
 def _slabs(units: Sequence[Sequence[int]], itemsize: int) -> int:
-    return sum(_pages(slab_elements(tensors) * itemsize) for tensors in units)
-
-
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return sum(page_aligned(slab_elements(tensors) * itemsize) for tensors in units)
 
 
 def _scales(trained: ModelSizes) -> int:
     """Return the bytes of the scales of one 8-bit moment. Table rows are updated one by one, so each starts new blocks."""
     of_table = trained.vocabulary * -(-trained.hidden // MOMENT_BLOCK) if trained.table else 0
     others = [sum(-(-numel // MOMENT_BLOCK) for numel in unit) for unit in trained.units[1:]]
-    return sum(_pages(4 * count) for count in (of_table, *others))
+    return sum(page_aligned(4 * count) for count in (of_table, *others))
 
 
 def _landing(trained: ModelSizes, settings: HostSettings) -> int:

@@ -14,8 +14,10 @@ FIRST_STEPS_BYTES = 160 * 2**20  # growth of the process in its first steps: com
 CONTEXT_BYTES = 2**30  # of a CUDA context on another machine
 # Beyond an existing context: cuBLAS workspaces, 32 MiB each on Hopper for each computing thread, and those of other libraries.
 WORKSPACE_BYTES = 2**28
-SCRATCH_BYTES = 2**27  # as in device.cuda, for both directions
-STAGING_BYTES = 2**28
+# Both links of a CUDA device, one for each direction. device/cuda_link.py allocates these sizes; they are repeated here
+# because that module imports torch, which this one imports late. tests/numerics/test_cuda_memory.py compares them.
+SCRATCH_BYTES = 2**27  # device memory in which copies change their dtype
+STAGING_BYTES = 2**28  # page-locked host memory through which copies of memory that is not page-locked pass
 _TRIAL_BYTES = 2**26  # more than RLIMIT_MEMLOCK usually allows
 _ADDRESS_BYTES = 2**29  # address space that libraries and threads reserve and never touch
 

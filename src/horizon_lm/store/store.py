@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_lm.constants import SLAB_ALIGNMENT
+from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
+from horizon_lm.quantities import page_aligned
 from horizon_lm.store.precision import Precision, join_master, split_master
-
-PAGE = mmap.PAGESIZE
 
 
 class Arena:
@@ -50,11 +49,6 @@ class Arena:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
-
-
-def page_aligned(num_bytes: int) -> int:
-    """Round ``num_bytes`` up to whole pages."""
-    return -(-num_bytes // PAGE) * PAGE
 
 
 def as_array(tensor: torch.Tensor) -> Any:
