@@ -121,10 +121,15 @@ def sync_tree(disk: Disk, folder: Path) -> None:
 
 def write_file(disk: Disk, path: Path, data: bytes) -> None:
     """Write a small file that gets its name once it is complete. The name is durable once its folder is synced."""
-    part = path.with_name(f".{path.name}.horizon-part")
+    part = part_of(path)
     with disk.create(part) as file:
         file.write(data)
     disk.rename(part, path)
+
+
+def part_of(target: Path) -> Path:
+    """Return the temporary path of a file or folder that is being written."""
+    return target.with_name(f".{target.name}.horizon-part")
 
 
 def replace_folder(disk: Disk, target: Path, fill: Callable[[Path], None]) -> None:
@@ -135,25 +140,39 @@ def replace_folder(disk: Disk, target: Path, fill: Callable[[Path], None]) -> No
         target: the path of the folder.
         fill: a function that writes the files into an empty folder.
     """
-    part = target.with_name(f".{target.name}.horizon-part")
+    part = part_of(target)
     disk.remove(part)
     disk.make_folder(part)
     fill(part)
+    publish_folder(disk, target)
+
+
+def publish_folder(disk: Disk, target: Path) -> None:
+    """Make a folder that was written as `part_of` its name durable, and give it that name."""
+    part = part_of(target)
     sync_tree(disk, part)
-    old = part
-    if target.exists() and not disk.exchange(part, target):
-        old = target.with_name(f".{target.name}.horizon-old")  # `restore_folder` undoes a crash between the two renames
+    old: Path | None = None
+    if not target.exists():
+        disk.rename(part, target)
+    elif disk.exchange(part, target):
+        old = part
+    else:
+        old = _old(target)
         disk.remove(old)
-        disk.rename(target, old)
-    if old != part or not target.exists():
+        disk.rename(target, old)  # `restore_folder` undoes a crash before the next line
         disk.rename(part, target)
     disk.sync(target.parent)
-    disk.remove(old)
+    if old is not None:
+        disk.remove(old)
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.horizon-old")
 
 
 def restore_folder(disk: Disk, target: Path) -> None:
     """Give an old folder its name back, if `replace_folder` was interrupted where folders cannot be exchanged."""
-    old = target.with_name(f".{target.name}.horizon-old")
+    old = _old(target)
     if old.exists() and not target.exists():
         disk.rename(old, target)
         disk.sync(target.parent)

@@ -67,7 +67,7 @@ def test_a_missing_wait_is_detected(
 
 
 def _slow_updates(device: ThreadedDevice) -> None:
-    pool = device._host_pool()
+    pool = device._pool(Stream.HOST)
     submit = pool.submit
     pool.submit = lambda task, ready=None, trace=None, urgent=False: submit(  # type: ignore[method-assign]
         task, lambda: (ready() if ready else None, threading.Event().wait(5e-3)), trace, urgent

@@ -22,7 +22,7 @@ import torch
 
 from horizon_lm.device.base import Counters, Task, counted_empty
 from horizon_lm.device.cpu import HostLink
-from horizon_lm.device.host_threads import HostPool, start_thread
+from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, start_thread
 from horizon_lm.device.transfers import Link
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Op, Stream
@@ -67,7 +67,7 @@ class StreamDevice(ABC):
         self.link: Link = HostLink()  # for the host threads; each copy stream has a link of its own
         self._trace: Trace | None = None
         self._host_threads = host_threads or max(1, usable_cores() - _BUSY_THREADS)
-        self._pool: HostPool | None = None
+        self._pools: dict[Stream, HostPool] = {}
         self._issuers: dict[Stream, _Issuer] = {}
         self._changed = threading.Condition()
         self._failed: list[Task] = []
@@ -122,9 +122,9 @@ class StreamDevice(ABC):
     def issue(self, task: Task) -> None:
         assert task.moves is not None, f"{task.op} was issued before its moves were known"
         task.issued = True
-        if task.op.stream == Stream.HOST:
+        if task.op.stream in HOST_STREAMS:
             waits, task.waits = task.waits, []
-            self._host_pool().submit(task, lambda: self.wait(waits), self.trace)
+            self._pool(task.op.stream).submit(task, lambda: self.wait(waits), self.trace)
         else:
             self._open_issuers()[task.op.stream].put(task)
 
@@ -142,9 +142,9 @@ class StreamDevice(ABC):
             self._compute_began = None
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        host = [task for task in tasks if task.op.stream == Stream.HOST and not task.done]
-        if host and self._pool is not None:
-            self._pool.wait(host)
+        host = [task for task in tasks if task.op.stream in HOST_STREAMS and not task.done]
+        for pool in list(self._pools.values()) if host else ():
+            pool.wait(host)
         for task in tasks:
             event = self._event_of(task)
             if event is not None:
@@ -153,8 +153,8 @@ class StreamDevice(ABC):
 
     def synchronize(self) -> None:
         self._drain_streams()
-        if self._pool is not None:
-            self._pool.wait()
+        for pool in list(self._pools.values()):
+            pool.wait()
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         with self._changed:
@@ -194,8 +194,8 @@ class StreamDevice(ABC):
                 raise self.broken_streams[task.op.stream]
             if task.op.kind == Kind.UPDATE_ROWS:  # host work in a copy stream: the next copy reads these rows
                 self.wait(task.waits)
-                self._host_pool().submit(task, trace=self.trace, urgent=True)
-                self._host_pool().wait([task])
+                self._pool(Stream.HOST).submit(task, trace=self.trace, urgent=True)
+                self._pool(Stream.HOST).wait([task])
                 self._set_event(task, None)
                 return
             reached = self._record(stream) if self.trace is not None else None
@@ -219,7 +219,7 @@ class StreamDevice(ABC):
     def _await_dependencies(self, stream: Any, task: Task) -> None:
         """Make a stream (None: the caller's) wait for the dependencies of a task."""
         waits, task.waits = task.waits, []  # or every task would keep all earlier ones alive
-        self.wait([other for other in waits if other.op.stream == Stream.HOST])
+        self.wait([other for other in waits if other.op.stream in HOST_STREAMS])
         for other in waits:
             event = self._event_of(other)
             if event is not None:
@@ -240,11 +240,13 @@ class StreamDevice(ABC):
                 raise task.error
             return None if task.done else task.event
 
-    def _host_pool(self) -> HostPool:
+    def _pool(self, stream: Stream) -> HostPool:
+        """Return the threads of a host stream, started when first needed."""
         with self._changed:
-            if self._pool is None:
-                self._pool = HostPool(self._host_threads, self._host_threads, self.link)
-            return self._pool
+            if stream not in self._pools:
+                num_threads = self._host_threads if stream == Stream.HOST else DISK_THREADS
+                self._pools[stream] = HostPool(num_threads, num_threads, self.link)
+            return self._pools[stream]
 
     def _open_issuers(self) -> "dict[Stream, _Issuer]":
         if not self._issuers:

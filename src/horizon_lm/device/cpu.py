@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from horizon_lm.device.base import Counters, Task, counted_empty
-from horizon_lm.device.host_threads import HostPool
+from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool
 from horizon_lm.device.transfers import SquaredNorm
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Stream
@@ -79,7 +79,7 @@ class CpuDevice:
         self.link = HostLink()
         self.trace: Trace | None = None
         self._host_threads = host_threads
-        self._pool: HostPool | None = None
+        self._pools: dict[Stream, HostPool] = {}
         self._began = self._computed = 0.0  # start of the running computation, and end of the one before it
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
@@ -126,12 +126,14 @@ class CpuDevice:
     def issue(self, task: Task) -> None:
         assert task.moves is not None, f"{task.op} was issued before its moves were known"
         task.issued = True
-        if task.op.stream == Stream.HOST:
-            self._host_pool().submit(task, trace=self.trace)
+        if task.op.stream in HOST_STREAMS:
+            # Copies and computations are done, and a pool runs its tasks in order: only the other pool may be late.
+            late = [t for t in task.waits if not t.done and t.op.stream != task.op.stream]
+            self._pool_of(task).submit(task, (lambda: self.wait(late)) if late else None, self.trace)
             return
         self.wait(task.waits)
         if task.op.kind == Kind.UPDATE_ROWS:  # the next copy reads these rows
-            self._host_pool().submit(task, trace=self.trace, urgent=True)
+            self._pool_of(task).submit(task, trace=self.trace, urgent=True)
             self.wait([task])
             return
         start = time.perf_counter()
@@ -153,27 +155,33 @@ class CpuDevice:
         self._computed = time.perf_counter()
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        if self._pool is not None and not all(task.done for task in tasks):
-            self._pool.wait([task for task in tasks if not task.done])
+        pending = [task for task in tasks if not task.done]
+        for pool in list(self._pools.values()) if pending else ():
+            pool.wait(pending)
 
     def synchronize(self) -> None:
-        if self._pool is not None:
-            self._computing(False)
-            self._pool.wait()
+        self._computing(False)
+        for pool in self._pools.values():
+            pool.wait()
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             task.done = True
 
-    def _host_pool(self) -> HostPool:
-        if self._pool is None:
+    def _pool_of(self, task: Task) -> HostPool:
+        """Return the threads that run a task: the writers of checkpoints, or those of updates."""
+        if task.op.stream == Stream.DISK:
+            if Stream.DISK not in self._pools:
+                self._pools[Stream.DISK] = HostPool(DISK_THREADS, DISK_THREADS, self.link)
+            return self._pools[Stream.DISK]
+        if Stream.HOST not in self._pools:
             cores = self._host_threads or usable_cores()
-            self._pool = HostPool(cores, cores - torch.get_num_threads(), self.link)
-        return self._pool
+            self._pools[Stream.HOST] = HostPool(cores, cores - torch.get_num_threads(), self.link)
+        return self._pools[Stream.HOST]
 
     def _computing(self, computing: bool) -> None:
-        if self._pool is not None:
-            self._pool.computing(computing)
+        if Stream.HOST in self._pools:
+            self._pools[Stream.HOST].computing(computing)
 
     def _record(self, task: Task, start: float, reached: float | None = None) -> None:
         if self.trace is not None:

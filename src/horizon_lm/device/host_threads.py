@@ -1,4 +1,4 @@
-"""Threads for work in host memory, which is the optimizer's updates.
+"""Threads for work in host memory: the optimizer's updates, and the writing of checkpoints.
 
 Tasks start in the order of submission, and several threads share the moves of each. Kernels release the GIL. While the
 device's computation needs cores too, only some of the threads take moves.
@@ -16,7 +16,11 @@ from typing import Any
 
 from horizon_lm.device.base import Task
 from horizon_lm.device.transfers import Link, Move
+from horizon_lm.schedule.ops import Stream
 from horizon_lm.schedule.trace import Trace
+
+HOST_STREAMS = (Stream.HOST, Stream.DISK)  # whose tasks run in pools of threads
+DISK_THREADS = 4  # files of a checkpoint that are written at the same time: one does not keep a fast disk busy
 
 _STOP_SECONDS = 10.0  # for all threads together: one that waits for an interrupted step would wait forever
 _running: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]]" = weakref.WeakKeyDictionary()

@@ -78,6 +78,10 @@ class Cursor:
         """Return the tasks of the running pass that update weights."""
         return [t for t in self._tasks if t.op.kind == Kind.UPDATE]
 
+    def save_tasks(self) -> list[Task]:
+        """Return the tasks of the running pass that write a checkpoint."""
+        return [t for t in self._tasks if t.op.kind == Kind.SAVE]
+
     def update_begun(self) -> bool:
         """Return whether the running pass has issued an update."""
         return any(t.issued for t in self._tasks if t.op.kind == Kind.UPDATE)

@@ -39,7 +39,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from horizon_lm.device.base import Device
+from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.engine.cursor import Cursor
 from horizon_lm.engine.device_buffers import DeviceBuffers, EngineOptions
@@ -90,6 +90,7 @@ class Engine:
         self.backward: RunningBackward | None = None
         self.head_buffer, self._graphs = BufferLease(), BufferLease()  # head gradients made in a forward; kept graphs
         self.after_next_backward: Callable[[], None] | None = None  # called once
+        self.saves: list[Task] = []  # of the last checkpoint; other code must not write weights meanwhile
         self._after_grad: dict[str, None] = {}  # parameters with hooks to call at the end of autograd's graph
         self._recorded: weakref.WeakSet[ForwardState] = weakref.WeakSet()
         self._anchor: Anchor | None = None
@@ -412,6 +413,23 @@ class Engine:
         self.updates.add(self.cursor.update_tasks())
         self.cursor.finish()
 
+    def run_save(self, moves: Mapping[str, Sequence[Move]]) -> list[Task]:
+        """Issue the pass that writes a checkpoint, and return its tasks. Later updates of a unit wait for its task.
+
+        Args:
+            moves: the moves that write each unit's slabs.
+        """
+        self.check_alive()
+        table = self.updates.table
+        schedule = build.save(self.layout, table_update=table is not None)
+        rest = table.rest() if table is not None else ()
+        self.cursor.start(schedule, lambda op: moves[op.unit] if op.kind == Kind.SAVE else rest)
+        self.updates.table = None
+        self.updates.add(self.cursor.update_tasks())
+        self.saves = self.cursor.save_tasks()
+        self.cursor.finish()
+        return self.saves
+
     def _moves(self, op: Op) -> Sequence[Move] | None:
         """Return the moves of an operation of the starting pass; None if they depend on the batch (see `Cursor.bind`)."""
         if op.kind == Kind.UPDATE:  # in a forward the embedding's; in a backward a unit's own, which `landed` binds
@@ -432,7 +450,7 @@ class Engine:
     # Waiting, and other code's access to weights and gradients
 
     def drain(self) -> None:
-        """Block until no copy and no update is running."""
+        """Block until no copy, no update and no save is running."""
         self.device.synchronize()
         self.updates.finish()
         if not self.cursor.active:
@@ -454,7 +472,8 @@ class Engine:
         self.hand_out_weight()
 
     def hand_out_weight(self) -> None:
-        """Wait for updates of the weights before other code reads or writes one."""
+        """Wait for updates and saves of the weights before other code reads or writes one."""
+        self.device.wait(self.saves)
         if self.cursor.active:  # updates of the running pass that are not issued yet come after the access
             self.updates.wait(self.cursor.update_tasks())
         else:
@@ -494,9 +513,9 @@ class Engine:
     # Faults
 
     def check_alive(self) -> None:
-        """Continue an update pass that was interrupted. PartialUpdateError if an update failed half-way."""
+        """Continue an update or save that was interrupted. PartialUpdateError if an update failed half-way."""
         self.updates.partial_update.require_complete()
-        if self.cursor.schedule is not None and self.cursor.schedule.name == "update":
+        if self.cursor.schedule is not None and self.cursor.schedule.name in ("update", "save"):
             self.cursor.finish()
 
     def fault(self, error: BaseException) -> None:

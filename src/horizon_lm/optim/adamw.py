@@ -279,6 +279,54 @@ class AdamW(torch.optim.Optimizer):
                     self.state[param][LOW_HALF] = slabs.layout.view(slabs.low, name)
                 self._steps[param] = 0
 
+    @property
+    def moments(self) -> Moments:
+        """The moments of all units in host memory."""
+        return self._moments
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the state beside the moments as plain data: steps, settings of groups, the seed and skipped steps.
+
+        It is that of the steps that were issued, whose updates may still be running.
+        """
+        groups = []
+        for group in self.param_groups:
+            settings = {name: value for name, value in group.items() if name != "params"}
+            groups.append({**settings, "params": [self._names[id(param)] for param in group["params"]]})
+        return {
+            "step": self._step,
+            "steps": {self._names[id(param)]: count for param, count in self._steps.items()},
+            "groups": groups,
+            "seed": self._seed,
+            "skipped": self._skipped.state_dict(),
+            "grad_norm": self.grad_norm,
+            "unit_grad_norms": self.unit_grad_norms,
+        }
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Take over what `scalars` has returned.
+
+        Raises:
+            ConfigError: it belongs to other parameters or groups; nothing was changed.
+        """
+        own = [[self._names[id(param)] for param in group["params"]] for group in self.param_groups]
+        if [group["params"] for group in scalars["groups"]] != own:
+            raise ConfigError(
+                "the checkpoint's optimizer has other parameter groups than this one; train the same parameters, in the "
+                "same groups"
+            )
+        if scalars["steps"].keys() != {self._names[id(param)] for param in self._steps}:
+            raise ConfigError("the checkpoint's optimizer trains other parameters than this one; freeze the same ones")
+        for group, saved in zip(self.param_groups, scalars["groups"], strict=True):
+            settings = {name: value for name, value in saved.items() if name != "params"}
+            group.update({**settings, "betas": tuple(settings["betas"])})
+        for param in self._steps:
+            self._steps[param] = scalars["steps"][self._names[id(param)]]
+            self.state[param]["step"].fill_(self._steps[param])
+        self._step, self._seed = scalars["step"], scalars["seed"]
+        self._skipped.load_state_dict(scalars["skipped"])
+        self.grad_norm, self.unit_grad_norms = scalars["grad_norm"], dict(scalars["unit_grad_norms"])
+
     def state_dict(self) -> dict[str, Any]:
         """Wait for all updates, and return the state as torch does, with the optimizer's number of steps as ``step``.
 

@@ -65,3 +65,11 @@ class SkippedSteps:
     def reset(self) -> None:
         """End a run of consecutive skipped steps: a step was applied."""
         self._num_consecutive = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts as plain data."""
+        return {"num": self.num, "num_consecutive": self._num_consecutive}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take over what `state_dict` has returned."""
+        self.num, self._num_consecutive = state["num"], state["num_consecutive"]

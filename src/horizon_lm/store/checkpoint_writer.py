@@ -50,7 +50,7 @@ def save_pretrained(
     for stale in folder.glob("model*.safetensors") if variant is None else ():
         if stale.name not in files:
             stale.unlink()
-    _write_configs(parts.model, folder, exporter.main_dtype)
+    write_configs(parts.model, folder, exporter.main_dtype)
 
 
 class _Exporter:
@@ -191,7 +191,7 @@ def _names(shard: Shard) -> Iterator[str]:
         yield from tensors
 
 
-def _write_configs(model: Any, folder: Path, dtype: torch.dtype) -> None:
+def write_configs(model: Any, folder: Path, dtype: torch.dtype) -> None:
     config, before = model.config, model.config.dtype
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
