@@ -1,4 +1,4 @@
-"""Constants on which several packages must agree. Each has its only definition here."""
+"""Constants that several packages share. Each is defined only here."""
 
 IGNORE_INDEX = -100
 """Label of a token without loss, as in torch.nn.functional.cross_entropy and in transformers."""
