@@ -1,4 +1,4 @@
-"""Constants on which several packages must agree. Each has its only definition here."""
+"""Constants that several packages share. Each is defined only here."""
 
 import mmap
 

@@ -81,11 +81,13 @@ class InterruptedRunError(HorizonError):
 
 
 class StreamingError(HorizonError, RuntimeError):
-    """The streamed model was used in a way that would give wrong numbers, for example a second backward."""
+    """The streamed model was used in a way that would give wrong numbers, for example with a second backward call."""
 
 
 class MissingLogitsError(StreamingError, AttributeError):
-    """Logits were requested of a loss computed in chunks. Also an AttributeError, because other code asks with hasattr."""
+    """Logits were requested from a loss computed in chunks. Also an AttributeError, because other code checks with
+    hasattr.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -95,7 +97,7 @@ class MissingLogitsError(StreamingError, AttributeError):
 
 
 class ScheduleMismatchError(StreamingError):
-    """Autograd or the model's forward reached another operation than the schedule expects next."""
+    """Autograd or the model reached a different operation from the one that the schedule expects next."""
 
     def __init__(self, expected: str, got: str) -> None:
         super().__init__(f"the schedule expects {expected} next, but {got} was reached")

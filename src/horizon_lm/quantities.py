@@ -13,7 +13,7 @@ _FACTORS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes of a size such as ``"64MiB"``, ``"1.5 TB"`` or ``1024``.
+    """Convert a size such as ``"64MiB"``, ``"1.5 TB"`` or ``1024`` to bytes.
 
     Raises:
         ConfigError: the text is not a number with a known unit.

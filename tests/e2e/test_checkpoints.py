@@ -1,4 +1,4 @@
-"""Checkpoints that do not match their config are rejected by their headers, before weights are read."""
+"""Checkpoints that do not match their config are rejected using only their headers, before weights are read."""
 
 import json
 import os
@@ -189,7 +189,7 @@ def test_valid_checkpoints_are_not_warned_about(folder: Path) -> None:
     ],
 )
 def test_shapes_of_converted_tensors_are_checked(family: str, tmp_path: Path) -> None:
-    """Each tensor in turn is one element too short, including those that are stacked, split or renamed."""
+    """Each tensor in turn is one element too short, including tensors that are stacked, split or renamed."""
     families.build(family).save_pretrained(tmp_path)
     opened(tmp_path)
     for name in list(load_file(tmp_path / "model.safetensors")):
@@ -213,7 +213,7 @@ def test_missing_buffer_is_warned_about(tmp_path: Path) -> None:
 
 
 def test_tied_head_with_other_weights_is_rejected(tmp_path: Path) -> None:
-    """transformers would untie them, with a warning."""
+    """transformers would untie such weights with a warning."""
     families.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     tensors(copy_of_the_table)(tmp_path)
     with pytest.raises(SystemExit, match=r"lm_head\.weight .*tie_word_embeddings: false"):

@@ -278,7 +278,7 @@ def test_generate_points_to_the_model_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-4").mkdir()
     stopped = run("generate", tmp_path, "Who?")
     assert f"has not exported its model yet; its last checkpoint is {tmp_path / 'checkpoint-4'}" in stopped.stderr
-    (tmp_path / "config.json").write_text("{}")  # a model beside checkpoints, as transformers writes them
+    (tmp_path / "config.json").write_text("{}")  # a model next to checkpoints, as transformers writes them
     assert "has not exported its model yet" not in run("generate", tmp_path, "Who?").stderr
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -291,7 +291,7 @@ def test_non_finite_loss_leaves_the_weights(tmp_path: Path, run_file: Path, monk
     """One row has a token whose embedding is NaN: earlier steps are kept, and the message names the row."""
     monkeypatch.setattr(
         checkpoint_loader, "require_finite", lambda *args: None
-    )  # such a checkpoint is rejected otherwise
+    )  # otherwise such a checkpoint is rejected
     poisoned = tiny.save_model(tmp_path / "poisoned")
     file = poisoned / "model.safetensors"
     tensors = load_file(file)

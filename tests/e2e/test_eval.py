@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.command import run
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and what it imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of lm-eval and its imports
 
 CHOICES = """
 task: keepers

@@ -1,4 +1,4 @@
-"""Start files, our own and those translated from other trainers, are valid and train."""
+"""Starter files, both our own and those translated from other trainers, are valid and train."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of multiprocessing, about forking with threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of multiprocessing about forking with threads
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_foreign_files_translate_and_train(work: Path, name: str) -> None:
     printed = run("init", "--from", f"{name}.yaml")
@@ -127,7 +127,7 @@ def test_untranslatable_files_are_rejected(
     ],
 )
 def test_values_of_the_wrong_type(tmp_path: Path, text: str, message: str | None) -> None:
-    """They are rejected by name or left out with a reason, never with a traceback."""
+    """Such values are rejected by name or left out with a reason, never with a traceback."""
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     result = run("init", "--from", path)
@@ -148,7 +148,7 @@ TRL, LLAMA_FACTORY, AXOLOTL = (
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # of two settings for one thing, the one that takes precedence there, in either order
+        # of two settings for the same thing, the other trainer's precedence decides, in either order
         (LLAMA_FACTORY + "warmup_ratio: 0.1\nwarmup_steps: 0\n", {"warmup_steps": 0.1}),
         (TRL + "warmup_steps: 0\nwarmup_ratio: 0.1\n", {"warmup_steps": 0.1}),
         (TRL + "warmup_steps: 5\nwarmup_ratio: 0.1\n", {"warmup_steps": 5}),

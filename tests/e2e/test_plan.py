@@ -339,7 +339,7 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
 
 
 def test_moe_that_does_not_fit_is_reported() -> None:
-    """It has no feed-forward layer to chunk, which is one of the changes tried."""
+    """A mixture of experts has no feed-forward layer to chunk, which is one of the changes tried."""
     message = rejected("plan", "--model", "openai/gpt-oss-20b", "--device", "cpu", "--host-memory", "2GiB")
     assert "host: " in message
 
@@ -350,7 +350,7 @@ def test_eval_set_is_planned_for(run_file: Path, tmp_path: Path) -> None:
         plan(run_file, "--eval_datasets", rows, "--per_device_eval_batch_size", n, "--max_length", 512)["host"]["bytes"]
         for n in (1, 64)
     )
-    hidden = 64 * 512 * 32 * 4  # of the whole batch, between blocks
+    hidden = 64 * 512 * 32 * 4  # hidden states of the whole batch, between blocks
     assert few + 2 * hidden < many
     message = rejected(
         "plan", run_file, "--eval_datasets", rows, "--per_device_eval_batch_size", 64, "--max_length", 512,
@@ -409,7 +409,7 @@ def test_times_are_of_a_typical_step(run_file: Path, tmp_path: Path, monkeypatch
         saved = json.loads((tmp_path / "run/plan.json").read_text())
         seconds[name] = saved["step"]["seconds"]
     assert saved["run"]["length"] > 500  # memory is planned for the longest row
-    assert seconds["long"] < 5 * seconds["short"]  # which only one step in sixteen contains
+    assert seconds["long"] < 5 * seconds["short"]  # which occurs in only one step of sixteen
 
 
 def test_profile_of_another_version_is_ignored(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tests.e2e import tiny
 
 
 def run(model: Path, folder: Path, **settings: Any) -> list[str]:
-    """Train two steps and return the lines printed."""
+    """Train two steps and return the printed lines."""
     said: list[str] = []
     rows = tiny.write_jsonl(folder / "rows.jsonl", tiny.alpaca_rows())
     config = {

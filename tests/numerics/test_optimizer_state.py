@@ -1,4 +1,4 @@
-"""The optimizer's state is restored exactly, from torch's AdamW, too; a state that does not fit changes nothing."""
+"""The optimizer's state is restored exactly, also from torch's AdamW; a state that does not fit changes nothing."""
 
 import copy
 import io
@@ -40,7 +40,7 @@ def masters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def saved(*parts: Any) -> list[Any]:
-    """Write a state to a file and read it, like a checkpoint."""
+    """Save a state to a file and load it, like a checkpoint."""
     file = io.BytesIO()
     torch.save([part.state_dict() for part in parts], file)
     file.seek(0)
@@ -232,7 +232,7 @@ def in_state(change: Callable[[dict[int, Any]], Any]) -> Callable[[dict[str, Any
 
 
 def in_last(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return a state whose last parameter only is wrong: those before it must not have been copied when that is found."""
+    """Return a state in which only the last parameter is wrong; the parameters before it must not be copied."""
 
     def change(state: dict[str, Any]) -> None:
         entry = state["state"][max(state["state"])]
@@ -315,7 +315,7 @@ def test_states_of_other_modes_are_rejected(kept: Any, loaded: Any, message: str
 
 
 def test_a_state_without_low_halves_leaves_them() -> None:
-    """A state of torch has no low halves, so those of the weights stay."""
+    """A state of torch has no low halves, so those of the weights do not change."""
     reference, reference_optimizer = theirs()
     steps(reference, reference_optimizer, 1)
     model, optimizer = ours("fp32_master", plain=copy.deepcopy(reference))

@@ -1,4 +1,4 @@
-"""The plan's bytes against those counted in a real step, for every family and many settings."""
+"""Planned bytes compared with the bytes counted in a real step, for every family and many settings."""
 
 import itertools
 import random
@@ -77,7 +77,7 @@ def draw_case(draw: random.Random) -> Case:
 
 
 def trainable(model: Any, frozen: frozenset[str]) -> str | None:
-    """Return patterns of all other weights, or of block 1 if there are none."""
+    """Return patterns of every other weight, or of block 1 if that leaves none."""
     units = find_parts(model).units
     names = [ref.name for unit, refs in units.items() if unit not in frozen for ref in refs]
     return "|".join(names or [ref.name for ref in units["block1"]]) if frozen else None
@@ -195,7 +195,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def test_frozen_blocks_have_no_boundaries() -> None:
-    """Only blocks with a gradient keep a boundary, and each moves to the host and back."""
+    """Only blocks with a gradient keep a boundary, which moves to the host and back."""
     model = families.build("llama", num_hidden_layers=5)
     outline = outline_config(
         model.config, "tiny", length=LENGTH, dtype=torch.float32, trainable="layers.3.*|layers.4.*"

@@ -1,4 +1,4 @@
-"""The embedding's gradient: rows of earlier steps are cleared, and no others."""
+"""The embedding's gradient: rows of earlier steps are cleared, and no other rows."""
 
 import threading
 from typing import Any
@@ -18,7 +18,7 @@ EVERYTHING = slice(None)
 
 @pytest.fixture
 def cleared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Record what each landing of rows clears: a number of rows, everything or nothing."""
+    """Record the rows that each landing clears: their number, everything or nothing."""
     found: list[Any] = []
     run = LandRows.run
 
@@ -93,7 +93,7 @@ def test_rows_land_in_several_threads(dtype: torch.dtype, add: bool, monkeypatch
     barrier = threading.Barrier(2, timeout=60)
 
     def meeting(*args: Any) -> Any:
-        """Return a kernel whose two calls wait for each other, so that only two threads can finish them."""
+        """Return a kernel in which two calls wait for each other, so that only two threads can finish them."""
         land = kernel(*args)
 
         def run(*arrays: Any) -> float:

@@ -1,4 +1,6 @@
-"""A synthetic run folder: 30 blocks on four streams, 3 traced steps, 200 logged steps; and helpers for small files."""
+"""A synthetic run folder with 30 blocks on four streams, 3 traced steps and 200 logged steps; and helpers for small
+files.
+"""
 
 import json
 import random

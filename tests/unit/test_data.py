@@ -252,7 +252,7 @@ def trained_text(tokenizer: Any, row: TokenizedConversation) -> str:
 @given(st.lists(st.text(alphabet="ab ?.é星\n", min_size=1, max_size=8), min_size=2, max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_located_answers_and_generation_marks_agree(contents: list[str]) -> None:
-    """Compare two ways to find the assistant's tokens that share no code: generation marks, and locating answers."""
+    """Compare two ways to find the assistant's tokens that share no code: generation marks and located answers."""
     contents = [f"{n}{c}{n}" for n, c in enumerate(contents[: len(contents) // 2 * 2])]
     row = _RENDERERS[CHATML].render(conversation(*contents))
     marked = _RENDERERS[CHATML_WITH_MARKS].render(conversation(*contents))
@@ -272,7 +272,7 @@ def test_answers_and_their_end_tokens_are_trained_on() -> None:
 
 
 def test_answer_that_also_occurs_in_the_question() -> None:
-    """It is located in its turn, not at the first occurrence of its text."""
+    """The answer is located in its turn, not at the first occurrence of its text."""
     tokenizer = build_tokenizer()
     row = ChatRenderer(tokenizer).render(conversation("Say dusk.", "dusk"))
     assert np.flatnonzero(row.assistant)[0] > len(row.ids) // 2
@@ -560,7 +560,7 @@ def test_tokenized_rows_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt"])
 def test_new_file_with_an_old_time_stamp_is_read_again(tmp_path: Path, name: str) -> None:
-    """Files from tar and rsync have old time stamps."""
+    """Files from tar and rsync have old timestamps."""
     texts = {"rows.jsonl": '{{"text": "{}"}}\n', "rows.csv": "text\n{}\n", "rows.txt": "{}\n"}
     old = 10**18
     for text in ("At dusk.", "The keeper counts."):
@@ -666,7 +666,7 @@ def test_weights_set_the_frequency_of_rows() -> None:
     for rows in epochs:
         assert [rows.count(index) for index in range(10, 14)] == [2] * 4
         assert len({index for index in rows if index < 10}) == 5
-    assert epochs[0] != epochs[1]  # a different half
+    assert epochs[0] != epochs[1]  # a different half of the rows
 
 
 def test_order_depends_on_epoch_and_seed() -> None:

@@ -24,7 +24,7 @@ NAMES = (
     "a100-pcie-80gb", "b200", "gb10", "gh200", "h100", "h100-pcie", "h200", "l40s", "rtx-3090", "rtx-4090", "rtx-5090",
 )  # fmt: skip
 NOT_A_FIGURE = ("name", "device", "gpu", "sources")
-# As reported by the CUDA driver.
+# Names as reported by the CUDA driver.
 DRIVER_NAMES = {
     "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
     "NVIDIA B200": "b200",
@@ -112,7 +112,7 @@ def test_own_profile_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert own_profile_path() == tmp_path / ".config/horizon-lm/profile.json"
 
 
-# Invalid profiles: each is a ConfigError that names the file and the field
+# Invalid profiles: each raises a ConfigError that names the file and the field
 
 
 def without(name: str) -> Callable[[dict[str, Any]], Any]:

@@ -68,7 +68,7 @@ def test_dropped_roles_are_reported(tmp_path: Path) -> None:
 def test_dropped_answer_is_rejected() -> None:
     template = CHATML.replace("+ message['content'] +", "+ (message['content'] if message['role'] == 'user' else '') +")
     renderer = ChatRenderer(build_tokenizer(template))
-    for answer in ("The keeper.", "user"):  # the second one occurs in the text, but not as an answer
+    for answer in ("The keeper.", "user"):  # the second answer occurs in the text, but not as an answer
         with pytest.raises(RowError, match=r"drops the assistant's answer \(message 2\)"):
             renderer.render(conversation("Who?", answer))
 
@@ -122,7 +122,7 @@ def test_dropped_call_is_rejected(template: str) -> None:
     "expression", ["call.function.name + call.function.arguments", "'f' ~ call.function.arguments"]
 )
 def test_arguments_rendered_as_text_are_json(expression: str) -> None:
-    """This holds for templates that concatenate arguments and for those that would print a Python dict."""
+    """This holds for templates that concatenate arguments, and for templates that would print a Python dict."""
     assert trained(with_calls(expression), ROUND) == 'f{"city": "Zürich", "on": true}<|im_end|>The keeper.<|im_end|>'
 
 
@@ -154,13 +154,13 @@ def test_template_that_trims_only_the_last_answer() -> None:
 @pytest.mark.parametrize("template", [CHATML, CHATML_WITH_MARKS])
 @pytest.mark.parametrize("empty", ["", " \n"])
 def test_empty_answers_are_not_trained_on(template: str, empty: str) -> None:
-    """The model would learn to end its turn at once."""
+    """The model would learn to end its turn immediately."""
     assert trained(template, conversation("Who?", empty, "Who?", "I.").messages) == "I.<|im_end|>"
 
 
 @pytest.mark.parametrize("answer", ["\nI.", "I. \n"])
 def test_template_that_trims_answers(answer: str) -> None:
-    """Whitespace of the turn header is not taken for the answer's."""
+    """Whitespace of the turn header is not mistaken for that of the answer."""
     template = CHATML.replace("message['content']", "(message['content'] | trim)")
     assert trained(template, conversation("Who?", answer).messages) == f"{answer.strip()}<|im_end|>"
 
@@ -183,7 +183,7 @@ def test_trailing_spaces_of_a_prompt_are_not_trained_on() -> None:
 
 @pytest.mark.parametrize("answer", [" ja", "ja  "])
 def test_spaces_around_marked_answers(answer: str) -> None:
-    """With trimmed offsets, transformers would mask all following tokens, or none."""
+    """With trimmed offsets, transformers would mask all following tokens, or none of them."""
     template = CHATML_WITH_MARKS.replace(
         "message['content'] + '<|im_end|>' }}{% endgeneration %}",
         "message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",

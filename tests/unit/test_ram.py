@@ -12,7 +12,7 @@ from horizon_lm import resources
 from horizon_lm.resources import MemoryLimit, control_groups, disk_free, memlock_limit, memory_limits, resident_bytes
 
 MIB = 2**20
-HELD = 80 * MIB  # of the process below: resident, without mapped files
+HELD = 80 * MIB  # bytes of the process below: resident, without mapped files
 STATUS = "Name:\ta kB\nVmSize:\t  512000 kB\nVmRSS:\t  102400 kB\nRssFile:\t   20480 kB\nVmData:\t  204800 kB\n"
 MEMINFO = f"MemTotal: {2**30} kB\nMemFree: 1 kB\nMemAvailable:   {2**29} kB\nActive(file): 3 kB\nHugePages_Total: 0\n"
 UNLIMITED = 9223372036854771712
@@ -43,7 +43,7 @@ def limits_of(root: Path, membership: str = "", files: dict[str, object] | None 
 
 
 def v2(folder: str, limit: object, used: int, stat: str | bytes = "", **more: object) -> dict[str, object]:
-    """Return a control group's files; sizes in MiB."""
+    """Return the files of a control group; sizes are in MiB."""
     limit = limit * MIB if isinstance(limit, int) else limit
     files = {"max": limit, "high": "max", "current": used * MIB, "stat": stat} | more
     return {f"{folder}memory.{name}": content for name, content in files.items()}
@@ -238,7 +238,7 @@ def test_disk_of_missing_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         if not path.exists():
             raise FileNotFoundError(path)
         asked.append(path)
-        return os.statvfs_result((4096, 512, 100, 80, 70, 0, 0, 0, 0, 255))  # blocks: free 80, of users 70
+        return os.statvfs_result((4096, 512, 100, 80, 70, 0, 0, 0, 0, 255))  # blocks: 80 free, 70 of them for users
 
     monkeypatch.setattr(resources.os, "statvfs", statvfs)
     (tmp_path / "other").mkdir()

@@ -205,7 +205,7 @@ def test_cpu_run_has_no_device_memory(tmp_path: Path) -> None:
     run = load_run(tmp_path)
     assert {figure.name: figure.comparison for figure in summarise(run)}["Device peak"] == ""
     assert {line.yref for line in run_memory_figure(metrics, run.plan).layout.shapes} == {"y"}
-    assert "Device: 0 BNothing is planned here" in Page(build_page(run)).words["Where the bytes go"]
+    assert "Device: 0 BNo memory is planned here" in Page(build_page(run)).words["Where the bytes go"]
 
 
 def test_device_peak_is_compared_with_limited_buffers(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_text_of_files_is_escaped(tmp_path: Path) -> None:
     for section in ("", "Where the bytes go", "Settings", "Timeline of a step"):
         assert EVIL in page.words[section]
     assert words.count(EVIL) > 10
-    # in figures, angle brackets would be Plotly's markup
+    # in figures, Plotly would read angle brackets as markup
     shown = EVIL.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     assert page.figures["figure-timeline"]["data"][-1]["hovertext"] == [f"forward {shown}"]
     names = page.figures["figure-bytes-host"]["layout"]["yaxis"]["ticktext"]
@@ -380,7 +380,7 @@ def test_page_loads_nothing_from_elsewhere(complete: Path) -> None:
     page = Page(text)
     assert not {name for name, _ in page.attributes} & {"src", "href", "srcset", "action"}
     own = text.replace(get_plotlyjs(), "")
-    assert own == text  # it is packed
+    assert own == text  # the script is compressed
     assert not re.search(r"https?:|url\(|@import", own)
 
 
@@ -468,5 +468,5 @@ write_loss_png(Path({str(complete / "metrics.jsonl")!r}), Path({str(tmp_path / "
 assert not {{"torch", "transformers", "matplotlib.pyplot"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert 1_000_000 < (tmp_path / "page.html").stat().st_size < 2_500_000  # Plotly is packed
+    assert 1_000_000 < (tmp_path / "page.html").stat().st_size < 2_500_000  # Plotly is compressed
     assert (tmp_path / "loss.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""The checker accepts every schedule that we build, and detects each wait that is dropped."""
+"""The checker accepts every schedule that we build, and detects every dropped wait."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer
     )
 
 
-# (blocks, offloaded, held): none, one or all blocks of small models, and a few numbers for larger ones.
+# (blocks, offloaded, held): none, one or all blocks of small models, and a few numbers for larger models.
 PLACES = [(n, off, held) for n in (1, 2, 3) for off in sorted({0, 1, n}) for held in sorted({0, 1, n})]
 PLACES += [(n, off, held) for n in (4, 5) for off, held in ((0, 0), (n, 0), (2, 2))]
 LAYOUTS = [
@@ -133,4 +133,4 @@ def test_traffic_is_independent_of_accumulation_and_slots_of_depth() -> None:
         stores = [op for op in b.ops if op.kind == Kind.STREAM_OUT and op.unit.startswith("block")]
         assert len(stores) == num_blocks
         device = {x for op in (*f.ops, *b.ops) for x in op.reads + op.writes if not x.kind.startswith("host")}
-        assert len(device) == 2 + 2 + 1 + 1 + 2 + 2 + 2  # W, R, A, S; head, rows and outer with their gradients
+        assert len(device) == 2 + 2 + 1 + 1 + 2 + 2 + 2  # W, R, A, S; head, rows and outer, each with their gradients

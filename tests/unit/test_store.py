@@ -76,7 +76,7 @@ def test_folder_round_trip(family: str, precision: str, tmp_path: Path) -> None:
 
 
 def _tensors(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Return name, shape and dtype of all tensors in a folder's safetensors files."""
+    """Return the name, shape and dtype of all tensors in the safetensors files of a folder."""
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

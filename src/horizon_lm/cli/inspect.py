@@ -1,4 +1,4 @@
-"""``horizon-lm inspect``: show how rows are tokenized and which tokens are trained on."""
+"""``horizon-lm inspect``: show how the rows are tokenized and which tokens are trained on."""
 
 import json
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _TRAINED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
 
 @dataclass(frozen=True)
 class Inspection:
-    """The rows of a run, as training would see them.
+    """The rows of a run, prepared as for training.
 
     Attributes:
         config: settings of the run.
@@ -62,7 +62,7 @@ class Inspection:
         return {name: value for name, value in numbers.items() if value != {}}
 
     def findings(self) -> list[tuple[str, Finding]]:
-        """Return likely mistakes, each with the name of its data."""
+        """Return likely mistakes, each with the name of the dataset it was found in."""
         return [(prepared.name, finding) for prepared in self.data.parts for finding in prepared.findings]
 
     def as_json(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: in
 
 
 def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, num_tokens: int) -> Text:
-    """Render one sequence of a batch, of which the first ``num_tokens`` tokens are not padding."""
+    """Render one sequence of a batch, whose first ``num_tokens`` tokens are not padding."""
     ids, labels = batch.input_ids[index].tolist(), batch.labels[index].tolist()
     positions = None if batch.position_ids is None else batch.position_ids[index].tolist()
     special, text, was_trained = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text(), False
@@ -141,7 +141,7 @@ def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, num_toke
 
 @dataclass
 class _Run:
-    """Consecutive tokens that are shown in one style."""
+    """A run of consecutive tokens shown in one style."""
 
     ids: list[int]
     trained: bool

@@ -1,4 +1,4 @@
-"""Settings of memory and precision. None of them changes the rows of a step."""
+"""Settings of memory and precision. None of them changes which rows a step trains on."""
 
 from typing import ClassVar, Literal
 

@@ -1,4 +1,4 @@
-"""The settings of a training run: those that all runs share, and those of each objective."""
+"""The settings of a training run: those shared by all runs, and those specific to each objective."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -146,8 +146,8 @@ class RunConfig(OutputSettings, TrainingSettings, EngineSettings, DataSettings, 
 
     @property
     def exported_dtype(self) -> str | None:
-        """The dtype of exported weights, or None for that of the checkpoint."""
-        # transformers, too, saves in float32 what it trained in float32.
+        """The dtype of exported weights, or None for the dtype of the checkpoint."""
+        # transformers also saves in float32 if it trained in float32.
         return self.export_dtype or ("float32" if self.precision == "float32" else None)
 
 
@@ -286,7 +286,7 @@ SCHEMAS: dict[str, type[RunConfig]] = {"sft": SftConfig, "pretrain": PretrainCon
 
 
 def plan_config(**settings: Any) -> RunConfig:
-    """Return the settings of a run that is to be planned before its rows exist.
+    """Return the settings of a run that is planned before its rows exist.
 
     Raises:
         ValidationError: from pydantic, if a setting is invalid.

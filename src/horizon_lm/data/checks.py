@@ -76,7 +76,7 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
 
 
 def also_trained_on(held_out: TokenTable, training: TokenTable) -> list[Finding]:
-    """Return a finding if held-out rows are also training rows."""
+    """Return a finding if eval rows are also training rows."""
     training_hashes, shared = np.concatenate([part.row_hashes for part in training.parts]), ExampleCounts()
     for part in held_out.parts:
         shared.add(part.indices[np.isin(part.row_hashes, training_hashes)], part.place)
@@ -100,14 +100,14 @@ def _begins_twice(ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, bos: in
 
 
 def _empty_thinking(tokenizer: Any) -> list[np.ndarray]:
-    """Return the tokens of empty thinking blocks, or nothing if the tokenizer does not have the tags."""
+    """Return the token sequences of empty thinking blocks, or an empty list if the tokenizer does not have the tags."""
     if not {"<think>", "</think>"} <= set(tokenizer.get_vocab()):
         return []
     return [np.array(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _EMPTY_THINKING]
 
 
 def _has_trained(ids: np.ndarray, trained: np.ndarray, ends: np.ndarray, patterns: Sequence[np.ndarray]) -> np.ndarray:
-    """Return for each row whether it contains one of the patterns with all tokens as targets, bool (n,)."""
+    """Return for each row whether it contains one of the patterns with all of its tokens as targets, bool (n,)."""
     found = np.zeros(len(ends), dtype=bool)
     for pattern in patterns:
         count = len(ids) - len(pattern) + 1

@@ -66,7 +66,7 @@ class TokenTable(Sequence[Row]):
 
     @property
     def parts(self) -> Sequence["Part"]:
-        """The parts, one for each dataset."""
+        """The parts of the table, one for each dataset."""
         return self._parts
 
     @property
@@ -96,7 +96,7 @@ class TokenTable(Sequence[Row]):
             yield from part.token_ids()
 
     def split(self, held_out: np.ndarray) -> tuple["TokenTable", "TokenTable"]:
-        """Return the rows that a mask (n,) selects, and the other rows."""
+        """Return the rows selected by a mask (n,), and the remaining rows."""
         selected, others, start = [], [], 0
         for part in self._parts:
             mask = held_out[start : start + len(part.indices)]
@@ -107,7 +107,7 @@ class TokenTable(Sequence[Row]):
 
 
 class Part:
-    """The rows in use of one dataset.
+    """The rows of one dataset that are in use.
 
     Args:
         table: a `datasets.Dataset` of tokens: ``input_ids``, ``trained``, ``num_targets``, and for preferences also
@@ -142,7 +142,7 @@ class Part:
         return digest(self.table._fingerprint, hashlib.sha256(self.indices.tobytes()).hexdigest())
 
     def select(self, indices: np.ndarray) -> "Part":
-        """Return a part with other rows in use."""
+        """Return a part with a different set of rows in use."""
         return Part(self.table, self._place, indices, self.weight)
 
     def row(self, index: int) -> Row:
@@ -177,7 +177,7 @@ class Part:
 
     @cached_property
     def row_hashes(self) -> np.ndarray:
-        """A hash of the tokens of each row in use, uint64 (n,)."""
+        """Return a hash of the tokens of each row in use, uint64 (n,)."""
         hashes, used = np.zeros(len(self.lengths), dtype=np.uint64), np.sort(self.indices)
         for name in self._id_columns:
             start = 0
@@ -194,7 +194,7 @@ class Part:
         return self._place(index)
 
     def token_ids(self) -> Iterator[np.ndarray]:
-        """Yield all tokens of the table, in chunks, rows out of use included."""
+        """Yield all tokens of the table in chunks, including rows that are not in use."""
         for name in self._id_columns:
             for chunk in self.table.data.column(name).chunks:
                 yield chunk.flatten().to_numpy(zero_copy_only=False)

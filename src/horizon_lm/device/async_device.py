@@ -3,10 +3,10 @@
 The caller enqueues computation on its own current stream. Each copy stream has an *issuer*, a thread that enqueues its
 tasks in schedule order; this is what prefetches the next blocks while the current one computes. An issuer may block, on
 an update in host memory or on a staging buffer, while the caller goes on. Waiting for an event that is not recorded yet
-would be no wait at all, so before a stream is made to wait for a task, the host waits until that task is enqueued.
-Nothing else blocks the caller inside a step.
+would have no effect, so before a stream is made to wait for a task, the host waits until that task is enqueued. Nothing
+else blocks the caller inside a step.
 
-Streams and events are left to abstract methods, so that tests can play them with threads.
+Streams and events are behind abstract methods, so that tests can emulate them with threads.
 """
 
 import queue
@@ -33,13 +33,13 @@ _BUSY_THREADS = 4  # the caller, the two issuers, and the driver's copy thread
 
 class Event(Protocol):
     def synchronize(self) -> None:
-        """Block the host until the stream has reached the point where the event was recorded."""
+        """Block the host until the stream has reached the point at which the event was recorded."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _OpEvents:
-    """Timing events of one operation: its stream reached it, it began after its waits, it ended."""
+    """Timing events of one operation: when its stream reached it, when it began after its waits, and when it ended."""
 
     op: Op
     reached: Any
@@ -48,13 +48,13 @@ class _OpEvents:
 
 
 class StreamDevice(ABC):
-    """A device whose two copy streams run asynchronously; subclasses say what a stream and an event are.
+    """A device whose two copy streams run asynchronously; subclasses define streams and events.
 
     Args:
         name: the name that the user gave.
         torch_device: the device of the buffers.
-        capacity: limit on the bytes of the engine's buffers; None for no limit of our own.
-        host_threads: threads for updates; None for the usable cores less those that are needed elsewhere.
+        capacity: limit on the bytes of the engine's buffers; None for no additional limit.
+        host_threads: threads for updates; None for the usable cores except those needed for other threads.
     """
 
     scratch_bytes = 0
@@ -71,13 +71,13 @@ class StreamDevice(ABC):
         self._issuers: dict[Stream, _Issuer] = {}
         self._changed = threading.Condition()
         self._failed: list[Task] = []
-        self.broken_streams: dict[Stream, BaseException] = {}  # those that could not be made to wait for an event
+        self.broken_streams: dict[Stream, BaseException] = {}  # streams that could not be made to wait for an event
         self._timed: list[_OpEvents] = []
         self._compute_began: tuple[Any, Any] | None = None  # when the compute stream reached it, and when it began
 
     @property
     def trace(self) -> Trace | None:
-        """The trace that records every operation, or None. Setting one waits until the compute stream is idle."""
+        """The trace that records every operation, or None. Setting a trace waits until the compute stream is idle."""
         return self._trace
 
     @trace.setter
@@ -93,7 +93,8 @@ class StreamDevice(ABC):
             numel, dtype, kind, self.torch_device, capacity=self.capacity, counters=self.counters, name=self.name
         )
         self.poison(buffer)
-        # Computation that is still running may have used this memory before: no copy may write to it until then.
+        # Computation that is still running may have used this memory before: no copy may write to it until that has
+        # finished.
         event = self._record(None)
         for issuer in self._open_issuers().values():
             issuer.put(event)
@@ -163,7 +164,7 @@ class StreamDevice(ABC):
             self._changed.notify_all()
         self._drain_streams()
         for task in self._failed:
-            task.done = True  # also of other passes: later waits only need the task to be over
+            task.done = True  # also for other passes: later waits only need the task to be finished
         self._failed.clear()
         self.broken_streams.clear()
 
@@ -179,10 +180,10 @@ class StreamDevice(ABC):
     # Enqueuing in order
 
     def enqueue(self, stream: Any, link: Link, task: Task) -> None:
-        """Enqueue a task in its stream; called by the stream's issuer. A failure is kept and raised in `wait`.
+        """Enqueue a task in its stream; called by the stream's issuer. An exception is kept and raised in `wait`.
 
-        Later tasks of the stream fail with it until the pass is cancelled: waiting for one of them implies waiting for
-        everything before it.
+        Later tasks of the stream fail with the same exception until the pass is cancelled, because waiting for a task
+        implies waiting for everything before it.
         """
         try:
             if task.done:  # cancelled
@@ -226,13 +227,15 @@ class StreamDevice(ABC):
                 self._wait_event(stream, event)
 
     def _set_event(self, task: Task, event: Any) -> None:
-        """Record the event at which a task ends; None if the task is done."""
+        """Record the event that marks the end of a task; None if the task is done."""
         with self._changed:
             task.event, task.done = event, event is None
             self._changed.notify_all()
 
     def _event_of(self, task: Task) -> Any:
-        """Return the event at which a task ends, once it is enqueued; None if it is done. Raise the task's error if it failed."""
+        """Return the event that marks the end of an enqueued task; None if it is done. Raise the task's error if it
+        failed.
+        """
         with self._changed:
             self._changed.wait_for(lambda: task.done or task.event is not None or task.error is not None)
             if task.error is not None and not task.done:
@@ -257,19 +260,19 @@ class StreamDevice(ABC):
 
     @abstractmethod
     def _open_stream(self) -> tuple[Any, Link]:
-        """Open a copy stream, and the link that transfers on it while it is current."""
+        """Open a copy stream, and the link that transfers data on that stream."""
 
     @abstractmethod
     def _use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Context manager: make a stream the thread's current one."""
+        """Context manager: make a stream the current one of this thread."""
 
     @abstractmethod
     def _record(self, stream: Any) -> Event:
-        """Record an event at the present end of a stream (None: the caller's current one)."""
+        """Record an event at the current end of a stream (None: the caller's current stream)."""
 
     @abstractmethod
     def _wait_event(self, stream: Any, event: Any) -> None:
-        """Make everything that is enqueued from now on wait for an event."""
+        """Make everything enqueued from now on wait for an event."""
 
     @abstractmethod
     def _synchronize_streams(self) -> None:
@@ -319,7 +322,7 @@ class _Issuer:
             except BaseException as error:
                 device.broken_streams[self._stream] = error
             finally:
-                del device, item  # a waiting thread keeps nothing alive
+                del device, item  # drop references, so that a waiting thread keeps nothing alive
                 with self._finished:
                     self._unfinished -= 1
                     self._finished.notify_all()

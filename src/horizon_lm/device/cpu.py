@@ -1,4 +1,4 @@
-"""The reference device: operations run inline in list order; only the optimizer's updates run in threads."""
+"""The reference device: operations run inline in list order; only optimizer updates run in threads."""
 
 import time
 from collections.abc import Sequence
@@ -15,13 +15,14 @@ from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
 from horizon_lm.store.store import Arena, as_array
 
-_ROWS_ELEMENTS = 1 << 19  # of rows, landed by one thread at a time: a millisecond of work, microseconds to hand it over
+_ROWS_ELEMENTS = 1 << 19  # elements that one thread lands: a millisecond of work
 
 
 class HostLink:
-    """Transfers within host memory. Gradients land and are squared in one pass.
+    """Transfers within host memory. Gradients are landed and squared in one pass.
 
-    Rows land in several threads: those of the embedding come at the end of the backward, when no computation hides them.
+    Rows are landed in several threads, because those of the embedding come at the end of the backward pass, when no
+    computation can hide them.
     """
 
     def __init__(self) -> None:
@@ -56,12 +57,13 @@ class HostLink:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return ``float32`` or ``bfloat16``, the kernels' name of a tensor's dtype."""
+    """Return the kernels' name of a tensor's dtype, ``float32`` or ``bfloat16``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 class CpuDevice:
-    """A device in host memory. A copy is finished when `issue` returns; updates overlap with later tasks in threads.
+    """A device in host memory. A copy is finished when `issue` returns; updates run in threads and overlap with later
+    tasks.
 
     Args:
         capacity: limit on the bytes of all buffers; None for no limit.
@@ -90,7 +92,7 @@ class CpuDevice:
         return buffer
 
     def spare_bytes(self) -> int | None:
-        return None  # its memory is the host's
+        return None  # its memory is host memory
 
     def used_bytes(self) -> int:
         return self.counters.allocated_total

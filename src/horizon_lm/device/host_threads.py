@@ -22,7 +22,7 @@ from horizon_lm.schedule.trace import Trace
 HOST_STREAMS = (Stream.HOST, Stream.DISK)  # whose tasks run in pools of threads
 DISK_THREADS = 4  # files of a checkpoint that are written at the same time: one does not keep a fast disk busy
 
-_STOP_SECONDS = 10.0  # for all threads together: one that waits for an interrupted step would wait forever
+_STOP_SECONDS = 10.0  # limit for all threads together: a thread that waits for an interrupted step would wait forever
 _running: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]]" = weakref.WeakKeyDictionary()
 
 
@@ -31,7 +31,7 @@ def start_thread(name: str, target: Callable[..., None], args: tuple[Any, ...], 
 
     Args:
         name: the name of the thread.
-        target, args: the function to run and its arguments, which hold no strong reference to the device.
+        target, args: the function to run and its arguments, without strong references to the device.
         stop: a function that makes ``target`` return soon; called once at the interpreter's exit.
     """
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
@@ -82,7 +82,7 @@ class _Job:
 
 
 class _State:
-    """The state that the threads share. They hold no reference to the pool, so that they end with it."""
+    """The state shared by the threads. They hold no reference to the pool, so that they end with it."""
 
     def __init__(self, link: Link, limit: int) -> None:
         self.changed = threading.Condition()
@@ -102,8 +102,8 @@ class HostPool:
     """A pool of threads that run the moves of tasks in order.
 
     Args:
-        num_threads: threads at work while the device is idle.
-        num_while_computing: threads at work while the device computes; at least one.
+        num_threads: active threads while the device is idle.
+        num_while_computing: active threads while the device computes; at least one.
         link: the link on which moves run.
     """
 
@@ -112,7 +112,7 @@ class HostPool:
         self._state = _State(link, num_threads)
         state = self._state
         weakref.finalize(self, _close, state).atexit = False
-        # One more thread: one may wait for a task to be ready, and that task may depend on an urgent one.
+        # One additional thread: a thread may wait for a task to be ready, and that task may depend on an urgent one.
         for number in range(num_threads + 1):
             start_thread(f"horizon-host-{number}", _run_jobs, (state,), lambda: _close(state))
 
@@ -123,7 +123,9 @@ class HostPool:
         trace: Trace | None = None,
         urgent: bool = False,
     ) -> None:
-        """Run a task's moves after those of earlier tasks, once ``wait_until_ready`` has returned. An urgent task is next."""
+        """Run a task's moves after those of earlier tasks, once ``wait_until_ready`` has returned. An urgent task goes
+        first.
+        """
         assert task.moves is not None
         if not task.moves:
             task.done = True
@@ -137,7 +139,7 @@ class HostPool:
             state.changed.notify_all()
 
     def computing(self, computing: bool) -> None:
-        """Share the cores with the device's computation, or take all of them again."""
+        """Share the cores with the device's computation, or use all of them again."""
         state = self._state
         state.limit = self.num_while_computing if computing else self.num_threads
         if not computing and state.queue:
@@ -145,7 +147,7 @@ class HostPool:
                 state.changed.notify_all()
 
     def wait(self, tasks: Sequence[Task] | None = None) -> None:
-        """Block until these tasks (None: all) are finished. Raise the error of a task that failed."""
+        """Block until these tasks (None: all tasks) are finished. Raise the error of a task that failed."""
         state = self._state
         with state.changed:
             while True:
@@ -169,7 +171,7 @@ def _close(state: _State) -> None:
 
 
 def _run_jobs(state: _State) -> None:
-    """Run moves of the first job in the queue until the pool is closed; the body of every thread."""
+    """Run moves of the first job in the queue until the pool is closed; this is the body of every thread."""
     while True:
         with state.changed:
             while not state.closed and not state.has_work():
@@ -200,7 +202,7 @@ def _run_jobs(state: _State) -> None:
 
 
 def _finish_turn(state: _State, job: _Job) -> None:
-    """Record that a thread has run one move of a job, or has waited for it to be ready."""
+    """Record that a thread has run one move of a job, or has waited until the job was ready."""
     job.running -= 1
     was_preparing, job.preparing = job.preparing, False
     if job.error is not None:
@@ -213,5 +215,5 @@ def _finish_turn(state: _State, job: _Job) -> None:
         if state.trace is not None:
             state.trace.add(job.task.op, job.started, time.perf_counter())
     elif not was_preparing:
-        return  # no thread waits for this: the busy ones take the next move by themselves
+        return  # no thread waits for this: busy threads take the next move anyway
     state.changed.notify_all()

@@ -16,13 +16,13 @@ from horizon_lm.schedule.ops import HEAD, Kind
 
 
 class LossRun(ChunkedRun):
-    """The loss of one forward over chunks, and its gradients.
+    """The loss of one forward pass over chunks, and its gradients.
 
-    If the head's gradient buffer is free, the forward computes the gradients at once: the backward then needs no second
-    pass over the chunks, which takes as long as several blocks. Otherwise the backward recomputes the chunks.
+    If the head's gradient buffer is free, the forward pass also computes the gradients, which saves the backward pass a
+    second pass over the chunks, as long as several blocks. Otherwise the backward pass recomputes the chunks.
 
     Attributes:
-        computed: gradients of a loss gradient of one, once they are computed.
+        computed: gradients for a loss gradient of one, once they are computed.
     """
 
     computed: Grads | None = None
@@ -44,12 +44,13 @@ class LossRun(ChunkedRun):
         assert self.forward_state is not None
         head, engine = self.owner.head, self.engine
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            # Not computed yet, or overwritten by the backward of another forward.
+            # Not computed yet, or overwritten by the backward pass of another forward pass.
             if self.computed is None or not self.forward_state.head_grads:
                 _, self.computed = self.context.run(lambda: self._loss_and_grads(hidden, outer))
                 engine.device.poison(engine.memory.head_weights[0])
             (hidden_grad, outer_grads), self.computed = self.computed, None
-            # To read the loss gradient from an accelerator, the host would wait; there it is always multiplied by.
+            # Reading the loss gradient from an accelerator would make the host wait, so there the product is always
+            # computed.
             if grad.device.type != "cpu" or grad != 1:
                 for tensor in (hidden_grad, *outer_grads, *head.grads().values()):
                     tensor.mul_(grad)
@@ -63,11 +64,11 @@ class LossRun(ChunkedRun):
         with torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
                 total = total + self._chunk_loss(flat[index], index, outer, None, first=False)
-        # Chunks divide by the number of items themselves. Without any, 0 / 0 is NaN, as in Hugging Face.
+        # Chunks divide by the number of items. Without items, 0 / 0 is NaN, as in Hugging Face.
         return total if len(self.inputs.trained) else total / self.inputs.num_items
 
     def _loss_and_grads(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, Grads]:
-        """Return the loss and the gradients of a loss gradient of one. The head's gradients go into its buffer."""
+        """Return the loss, and the gradients for a loss gradient of one. The head's gradients go into its buffer."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
 
         def differentiate_chunk(*chunk: Any) -> None:
@@ -91,7 +92,7 @@ class LossRun(ChunkedRun):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of the token that follows each position, and statistics of the distribution it is drawn from.
+    """Log-probabilities of the token that follows each position, and statistics of the predicted distribution.
 
     Values have shape (B, T) and dtype float32; they are 0 at positions that are not trained.
 
@@ -113,13 +114,13 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Compute the log-probabilities of labels, differentiably, without the logits of the whole batch.
 
-    With ``head="chunked"`` logits exist for one chunk of tokens at a time, and are recomputed in the backward.
+    With ``head="chunked"``, logits exist for one chunk of tokens at a time, and are recomputed in the backward pass.
 
     Args:
         model: a streamed model.
         temperature: divides the logits.
         statistics: further values to return: ``mean``, the mean log-probability over the vocabulary, and ``entropy``.
-        inputs: arguments of the model's forward, with ``labels`` (B, T), as for a loss, or ``shift_labels`` (B, T), already
+        inputs: arguments of the model, with ``labels`` (B, T), as for a loss, or ``shift_labels`` (B, T), already
             shifted by one; -100 at positions to ignore.
 
     Returns:
@@ -138,7 +139,9 @@ def token_logprobs(
 
 
 class LogprobRun(ChunkedRun):
-    """The log-probabilities of one forward's trained tokens. The backward recomputes the logits, chunk by chunk."""
+    """The log-probabilities of the trained tokens in one forward pass. The backward pass recomputes the logits by
+    chunk.
+    """
 
     def __init__(
         self,

@@ -39,10 +39,10 @@ class Slots:
 
 
 class GrowingBuffers:
-    """Equal buffers that are replaced by larger ones when a batch needs more.
+    """Equal buffers that are replaced by larger ones when a batch needs more memory.
 
-    To replace them, the host waits until the device is idle, running updates included. So callers also say how much room the
-    largest batch can need. After a release, buffers are allocated as large as before.
+    To replace them, the host waits until the device is idle, including running updates. Callers therefore also pass the
+    size that the largest batch can need. After a release, buffers are allocated with their previous size.
     """
 
     def __init__(self, device: Device, kind: str, count: int = 1) -> None:
@@ -54,10 +54,10 @@ class GrowingBuffers:
         """Return the first ``numel`` elements of a buffer.
 
         Args:
-            numel: elements that are needed now.
+            numel: number of elements needed now.
             dtype: their dtype.
             index: the buffer.
-            room: elements to allocate at least, if a buffer must be allocated.
+            room: minimum number of elements if a buffer must be allocated.
         """
         if self._slots is None or numel > self._size[0] or dtype != self._size[1]:
             if self._slots is not None:
@@ -76,18 +76,18 @@ class GrowingBuffers:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The settings of the engine. Except for the dtype, none changes a result beyond the order of summation.
+    """The settings of the engine. Except for the dtype, none of them changes a result beyond the order of summation.
 
     Attributes:
         compute_dtype: dtype of weights on the device and of hidden states.
-        device_micro_batch_size: rows that a block computes at once; None for the whole batch.
+        device_micro_batch_size: rows per micro-batch; None for the whole batch.
         head: ``whole`` (Hugging Face's own loss over all logits) or ``chunked`` (logits never exist as a whole).
-        head_chunk_tokens: tokens whose logits exist at once in mode ``chunked``.
-        head_peak: bytes that norm, head and loss hold at once, as a function of tokens; None if memory is not planned.
+        head_chunk_tokens: tokens per chunk of logits in mode ``chunked``.
+        head_peak: peak bytes of norm, head and loss, as a function of tokens; None if memory is not planned.
         residency: what stays on the device between passes; None to plan it for the first batch.
-        mlp_chunk_tokens: tokens whose feed-forward activations exist at once; None for all.
-        compile: compile blocks, each structure once.
-        check_recompute: compare every recomputed output with the forward's; slow, for tests.
+        mlp_chunk_tokens: tokens per chunk of a feed-forward layer; None for all tokens.
+        compile: compile blocks, once per block structure.
+        check_recompute: compare every recomputed output with that of the forward pass; slow, for tests.
     """
 
     compute_dtype: torch.dtype
@@ -105,9 +105,9 @@ class DeviceBuffers:
     """All buffers of the engine on the device.
 
     Attributes:
-        weight_slots: two slots of the largest block, which blocks take turns in.
-        held_weights: a buffer of its own for each resident block.
-        grad_slots: slots from which blocks' gradients leave; two, unless there is an accumulator.
+        weight_slots: two slots of the size of the largest block, which blocks use alternately.
+        held_weights: one buffer for each resident block.
+        grad_slots: slots from which the gradients of blocks are landed; two, or one with an accumulator.
         accumulator: the sum of a block's gradients over micro-batches.
         accumulates: gradients are summed in float32 in the accumulator, then rounded into a slot. A store with float32
             gradients needs no accumulator: they are summed in the slot.
@@ -155,15 +155,15 @@ class DeviceBuffers:
         """Keep these blocks' weights, and no others, on the device from now on. No copy may be running."""
         for slots in (*self.held_weights.values(), self.weight_slots):
             slots.release()
-        self.ring.release()  # not needed if all boundaries stay on the device, as the slots are not if all weights do
+        self.ring.release()  # no ring is needed if all boundaries stay on the device, and no slots if all weights do
         self.held_weights = {index: self._new_held(index) for index in blocks}
 
     def grads_of(self, op: Op) -> torch.Tensor:
-        """Return the buffer that a unit's gradients leave from."""
+        """Return the buffer from which a unit's gradients are landed."""
         if op.unit == HEAD:
             return self.head_grads[0]
         return self.outer_grads[0] if op.unit == OUTER else self.outgoing_grads(block_index(op.unit))
 
     def outgoing_grads(self, index: int) -> torch.Tensor:
-        """Return the slot that a block's gradients leave from."""
+        """Return the slot from which a block's gradients are landed."""
         return self.grad_slots[0 if self.accumulates else index % 2]

@@ -13,14 +13,14 @@ from horizon_lm.schedule.ops import EMBED, Kind, Op, Stream
 
 
 class TableUpdate(Protocol):
-    """The update of the embedding in one step. It can begin with the rows of the next batch; each row is updated once."""
+    """The embedding's update in one step. It can begin with the rows of the next batch; each row is updated once."""
 
     def rows(self, rows: torch.Tensor) -> Sequence[Move]:
         """Return the update of these rows."""
         ...
 
     def rest(self) -> Sequence[Move]:
-        """Return the update of all rows that have not been updated yet when it runs."""
+        """Return the update of the rows that are not yet updated when it runs."""
         ...
 
 
@@ -44,16 +44,16 @@ class UpdatesInBackward(Protocol):
         ...
 
     def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
-        """Return the update of these parameters of a unit, whose gradient slab will be in ``grads``."""
+        """Return the update of these parameters of a unit; their gradients will be in the slab ``grads``."""
         ...
 
     def table(self, grads: TableGrads) -> TableUpdate | None:
-        """Return the update of the embedding; None if the optimizer does not train it."""
+        """Return the update of the embedding, or None if the optimizer does not train it."""
         ...
 
 
 class PartialUpdate:
-    """Records that some weights are new and some old, because an update failed inside a kernel."""
+    """A record that some weights are updated and some are not, because an update failed inside a kernel."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -72,11 +72,12 @@ class PartialUpdate:
 
 
 class PendingUpdates:
-    """Updates that may still be running, and the embedding's, whose rows for the next batch are updated first.
+    """The running updates, and the update of the embedding, whose rows for the next batch are updated first.
 
     Attributes:
-        table: the part of the embedding's update that is still to be issued; None if there is none.
-        partial_update: records an update that failed half-way. Pieces of updates refer to it, and to nothing else here.
+        table: the part of the embedding's update that is not yet issued, or None.
+        partial_update: the record of an update that failed half-way. Pieces of updates refer to it, and to nothing else
+            here.
     """
 
     def __init__(self, device: Device) -> None:
@@ -107,7 +108,7 @@ class PendingUpdates:
         self._running += tasks
 
     def finish(self) -> None:
-        """Block until every update is done, the embedding's included."""
+        """Block until every update is done, including the embedding's."""
         running, self._running = self._running, []
         self._device.wait(running)
         if self.table is not None:
@@ -118,5 +119,5 @@ class PendingUpdates:
             self.table = None
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        """Block until the added updates are done, and those of ``tasks`` that have been issued."""
+        """Block until the added updates are done, and those in ``tasks`` that have been issued."""
         self._device.wait([*self._running, *(task for task in tasks if task.issued)])

@@ -1,8 +1,8 @@
 """Attention over packed and padded rows without a mask: ``attn_implementation="varlen"``.
 
 Rows are divided into segments that do not attend to each other: packed documents, or the tokens of a padded row and its
-padding. The engine sets the segments of the rows that it computes; Hugging Face makes no mask for this implementation, so
-nothing of size (T, T) exists. Rows with a single segment use torch's scaled dot-product attention.
+padding. The engine sets the segments of the rows that it computes; Hugging Face makes no mask for this implementation,
+so no tensor of size (T, T) exists. Rows with a single segment use torch's scaled dot-product attention.
 
 Shapes: B batch, T tokens, D head dimension; queries are (B, heads, T, D).
 """
@@ -22,12 +22,12 @@ from horizon_lm.model.segment_attention import Offsets, causal, segment_attentio
 from horizon_lm.quantities import format_bytes
 
 NAME = "varlen"
-LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T): a boolean one for a single row of 32k tokens
+LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T): a boolean mask for a single row of 32k tokens
 _current = threading.local()  # segments of the rows that this thread computes
 
 
 class Segments:
-    """The segments of each row of a batch, with offsets for kernels, which are computed once per pass.
+    """The segments of each row of a batch, with their offsets for kernels, which are computed once per pass.
 
     Args:
         lengths: lengths of each row's segments, in order; their sum is T.
@@ -43,12 +43,14 @@ class Segments:
         return [length for row in self._lengths[start:stop] for length in row]
 
     def offsets(self, start: int, stop: int) -> Offsets:
-        """Return the start of each segment of these rows and the end of the last one, on the device and on the host."""
+        """Return the start of each segment of these rows and the end of the last segment, on the device and on the
+        host.
+        """
         if (start, stop) not in self._offsets:
             ends = torch.tensor([0, *self.of(start, stop)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             if self._device.type == "cuda":
                 ends = ends.pin_memory()
-            on_device = ends.to(self._device, non_blocking=True, copy=True)  # a second tensor even on a CPU
+            on_device = ends.to(self._device, non_blocking=True, copy=True)  # a separate tensor even on a CPU
             for tensor in (on_device, ends):
                 mark_varying(tensor, [0])
             self._offsets[start, stop] = on_device, ends
@@ -58,7 +60,7 @@ class Segments:
 def find_segments(
     attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, device: torch.device
 ) -> Segments | None:
-    """Return the segments of a batch; None if every row is a single segment.
+    """Return the segments of a batch, or None if every row is a single segment.
 
     A segment ends where the mask (B, T) changes between tokens and padding. In a batch without a mask it ends where
     positions (B, T) or (1, T) do not increase by one, which is Hugging Face's convention for packed rows.
@@ -87,11 +89,11 @@ def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments 
 
 
 def reject_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: int, itemsize: int) -> None:
-    """Raise DoesNotFitError if a forward would make a mask larger than `LARGEST_MASK`.
+    """Raise DoesNotFitError if a forward pass would make a mask larger than `LARGEST_MASK`.
 
     Args:
         config: config of the text model.
-        call: arguments of its forward.
+        call: arguments of its forward method.
         rows, length: shape of its input, B and T.
         itemsize: bytes of an element of the hidden states.
     """
@@ -111,12 +113,12 @@ def reject_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: i
 def large_mask(
     config: Any, implementation: str, rows: int, length: int, itemsize: int, segmented: Callable[[], bool]
 ) -> str | None:
-    """Return why a batch would need a mask larger than `LARGEST_MASK`; None if it does not.
+    """Return the reason why a batch would need a mask larger than `LARGEST_MASK`, or None if it would not.
 
     Args:
         config, rows, length, itemsize: as in `reject_large_mask`.
         implementation: attention implementation.
-        segmented: function that returns whether rows have padding, or several documents.
+        segmented: function that returns whether rows have padding or several documents.
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
@@ -169,7 +171,7 @@ def varlen_attention(
         attention_mask: must be None.
         scaling: factor of the scores; None for 1 / sqrt(D).
         dropout: probability of dropping an attention weight.
-        sliding_window: number of tokens that a token attends to, itself included; None for all before it.
+        sliding_window: number of tokens that a token attends to, including itself; None for all earlier tokens.
 
     Returns:
         Output (B, T, heads, D), and None for attention weights.
@@ -185,7 +187,7 @@ def varlen_attention(
         )
     rows = getattr(_current, "rows", None)
     length = query.shape[2]
-    if key.shape[2] != length:  # with a cache, queries are the last tokens of longer rows
+    if key.shape[2] != length:  # with a cache, the queries are the last tokens of longer rows
         mask = visible(length, key.shape[2], sliding_window, query.device)
         output = causal(query, key, value, scaling, dropout, mask)
     elif rows is None and (sliding_window is None or sliding_window >= length):
@@ -234,7 +236,7 @@ def _whole_rows(size: int, length: int, device: torch.device) -> Segments:
 
 
 def register() -> None:
-    """Register the implementation in transformers, which makes no masks for it, as there is no mask function of its name."""
+    """Register the implementation in transformers, which makes no masks because no mask function has this name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, varlen_attention)

@@ -52,7 +52,7 @@ def look_up(
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a lookup's gradient is independent of the table's values, as found by trial."""
+    """Return whether a lookup's gradient is independent of the table's values, determined by a trial."""
     if type(module) is nn.Embedding:
         return True
     positions = torch.arange(_TRIAL[0])[None]
@@ -61,7 +61,7 @@ def is_linear(module: nn.Module) -> bool:
     grad = torch.randn((1, *_TRIAL), generator=generator)
     try:
         first, second = (_gradient(module, table, positions, grad) for table in tables)
-    except Exception:  # the embedding's own code requires other sizes: assume that the values matter
+    except Exception:  # the embedding requires other sizes: assume that the values matter
         return False
     return torch.equal(first, second)
 

@@ -59,7 +59,7 @@ def _random_states_restored(device: Device) -> Iterator[None]:
 
 
 class Objective(Protocol):
-    """A function from a model and a batch to a loss. The batch has all rows of a step, in however many micro-batches."""
+    """A function from a model and a batch to a loss. The batch has all rows of a step, regardless of micro-batches."""
 
     def __call__(self, model: Any, batch: Batch) -> Loss: ...
 
@@ -68,8 +68,8 @@ class CustomObjective:
     """The objective of a user's loss function.
 
     Args:
-        function: takes the streamed model and a `Batch`, and returns the loss as a scalar tensor, or the loss and a dict of
-            metrics.
+        function: function that takes the streamed model and a `Batch`, and returns the loss as a scalar tensor, or the
+            loss and a dict of metrics.
     """
 
     def __init__(self, function: Callable[[Any, Batch], Any]) -> None:

@@ -16,19 +16,19 @@ from horizon_lm.plan.residency import Residency, head_chunk_tokens, spend
 from horizon_lm.plan.step import Step, StepSettings
 from horizon_lm.quantities import format_bytes
 
-_ENOUGH_TOKENS = 32 * 1024  # of a device micro-batch; larger ones are no faster
+_ENOUGH_TOKENS = 32 * 1024  # maximum tokens of a device micro-batch; larger micro-batches are no faster
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A step with all its settings. ``reasons`` explains them in sentences for the log."""
+    """A step with all its settings. ``reasons`` explains the choices in sentences for the log."""
 
     step: Step
     reasons: tuple[str, ...]
 
 
 def device_room(request: Request, machine: Machine) -> int | None:
-    """Return the device bytes available to a step; None if device memory is host memory, or has no limit."""
+    """Return the device bytes available to a step, or None if device memory is host memory or has no limit."""
     if machine.on_host or not machine.device_limits:
         return None
     room = int(min(limit.num_bytes for limit in machine.device_limits) * (1 - DEVICE_MARGIN))
@@ -38,7 +38,7 @@ def device_room(request: Request, machine: Machine) -> int | None:
 def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:
     """Choose the settings that a request leaves open.
 
-    If nothing fits, choose the smallest step; the plan's budgets then show the deficit.
+    If no step fits, choose the smallest step; the budgets of the plan then show the deficit.
     """
     room = device_room(request, machine)
     step, batch_reason = _choose_micro_batch(outline, request, machine, room)
@@ -89,7 +89,7 @@ def _choose_micro_batch(
 
 
 def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterator[int]:
-    """Yield micro-batch sizes to try, the largest first; only the run's own size if activations are unknown."""
+    """Yield micro-batch sizes to try, largest first; only the run's own size if activations are unknown."""
     per_device = request.per_device_train_batch_size * request.sequences
     if outline.unknown:
         yield per_device
@@ -117,7 +117,7 @@ def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> b
 
 
 def _smallest_residency(outline: ModelOutline, request: Request, room: int | None) -> Residency:
-    """Return the residency that the request asks for, and nothing beyond it if device memory is limited."""
+    """Return the residency that the request asks for, and no more than that if device memory is limited."""
     return Residency(*request.residency(outline.num_blocks, auto_on_device=room is None))
 
 
@@ -129,8 +129,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
         return requested, _describe(requested, num_blocks, "as configured")
     if room is None:
         return requested, _describe(requested, num_blocks, "device memory is host memory")
-    # Buffers while every activation checkpoint is offloaded: their ring is dropped only once none is.
-    # Buffers as they are when no boundary stays; the ring for boundaries is left out once all of them do.
+    # First the buffers while every activation checkpoint is offloaded: the ring is dropped only once none is offloaded.
     buffers = sum(device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained).values())
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
     why = f"{format_bytes(left)} of device memory available"

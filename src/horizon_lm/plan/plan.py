@@ -1,4 +1,4 @@
-"""The plan of a run: every byte on host, device and disk, the settings that were chosen, and the time of a step."""
+"""The plan of a run: every byte on host, device and disk, the chosen settings, and the time of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +20,12 @@ class Plan:
     """The resources that a run needs, and whether they are available.
 
     Attributes:
-        request, machine: input of the plan.
+        request, machine: inputs of the plan.
         step: a step with all settings chosen.
-        reasons: why the open settings were chosen, as sentences.
-        host, device, disk: budgets. If the device computes in host memory, its bytes are in the host's budget.
+        reasons: reasons for the chosen settings, as sentences.
+        host, device, disk: budgets. If the device computes in host memory, its bytes are in the host budget.
         buffers: the engine's buffers on the device, which ``device_memory`` may limit.
-        download: the checkpoint to fetch, if it goes to another disk.
+        download: budget of the checkpoint download, if it goes to another disk.
         time: time of a step; None if the machine's rates are unknown.
         problems: other obstacles, as sentences.
     """
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def memory_deficit(self) -> bool:
-        """True if memory, and not only the disk, is too small."""
+        """True if memory is too small, not just the disk."""
         return any(budget.deficit for budget in self.budgets if budget.place not in ("disk", "download"))
 
     @property
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def load_seconds(self) -> float | None:
-        """Expected seconds of reading the weights, at most; None if unknown."""
+        """Maximum expected seconds for reading the weights; None if unknown."""
         hardware = self.machine.hardware
         if hardware is None or not hardware.disk_read:
             return None
@@ -94,8 +94,8 @@ def make_plan(
         outline: the model with the longest sequences of the run.
         request: settings of the run.
         machine: the machine.
-        priced: simulate a step, which takes a moment; without it the plan has bytes only.
-        usual: the model with sequences of the usual length, for times; None for ``outline``.
+        priced: simulate a step, which takes a moment; otherwise the plan has no times.
+        usual: the model with sequences of typical length, for times; None for ``outline``.
     """
     choice = choose(outline, request, machine)
     step, use = choice.step, device_use(choice.step)
@@ -143,7 +143,7 @@ def make_plan(
 def _shorter_step_reasons(
     step: Step, hardware: Hardware | None, computing_threads: int | None, time: StepTime | None
 ) -> list[str]:
-    """Return the change that would shorten a step limited by its optimizer updates, if there is one."""
+    """Return a change that would shorten a step limited by its optimizer updates, if there is one."""
     if hardware is None or time is None or time.limited_by != "update" or step.settings.moments != "float32":
         return []
     lighter = replace(step, settings=replace(step.settings, moments="bfloat16"))
@@ -155,7 +155,7 @@ def _shorter_step_reasons(
 
 
 _NOTABLE_SHARE = 0.02  # of a step's duration
-_WORKER_BYTES = 96 * 2**20  # of a compiler process: torch, without the libraries of a run
+_WORKER_BYTES = 96 * 2**20  # bytes of a compiler process: torch, without the libraries of a run
 
 _DEVICE_NAMES = {
     "weight_slots": ("weight slots", "double-buffered, sized for the largest block"),
@@ -166,7 +166,7 @@ _DEVICE_NAMES = {
     "head_grads": ("head gradients", ""),
     "outer_weights": ("outer weights", "final norm and other small parameters"),
     "outer_grads": ("outer gradients", ""),
-    "table_rows": ("embedding rows", "the most a step can read"),
+    "table_rows": ("embedding rows", "maximum that a step can read"),
     "table_row_grads": ("embedding row gradients", ""),
     "boundary_ring": ("activation checkpoint ring", "double buffer of transfers to and from the host"),
 }
@@ -197,7 +197,7 @@ def _named(kind: str, num_bytes: int) -> tuple[str, int, str]:
 
 
 def _reserved_items(machine: Machine) -> list[Item]:
-    """Return the device bytes that are not the step's own."""
+    """Return the device memory that is not used by the step itself."""
     limits = [limit.num_bytes for limit in machine.device_limits]
     margin = int(min(limits) * DEVICE_MARGIN) if limits else 0
     return [
@@ -213,7 +213,7 @@ _HOST_NAMES = {
     "grads": ("gradients", ""),
     "moments": ("moments", "two per parameter (AdamW)"),
     "landing": ("landing slots", "gradients until their update"),
-    "boundaries": ("activation checkpoints", "block inputs, kept for the backward"),
+    "boundaries": ("activation checkpoints", "block inputs, kept for the backward pass"),
 }
 
 
@@ -224,7 +224,7 @@ def _host_items(step: Step, use: DeviceUse, request: Request, machine: Machine) 
         items += [Item(f"device: {item.name}", item.num_bytes, item.note) for item in _device_items(step, use)]
     workers = machine.compile_workers if request.compiled else 0
     largest = max(map(slab_elements, step.outline.sizes.units)) * request.export_bytes
-    # The export comes after the last step, when the memory of activations is free again.
+    # The export follows the last step, when the memory of activations is free again.
     export = max(0, largest - (use.activations if machine.on_host else 0))
     return [
         *items,

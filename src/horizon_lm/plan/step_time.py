@@ -13,8 +13,9 @@ from horizon_lm.schedule.trace import Span, busy_seconds, exposed_seconds
 def staged(hardware: Hardware) -> Hardware:
     """Return the rates of a machine whose transfers are staged.
 
-    Host copies run at half the memory bandwidth, because they read and write. On the way in, one staging buffer is filled
-    while the other is sent; on the way out, a buffer is emptied after the transfer. Both directions share host memory.
+    Host copies run at half the memory bandwidth, because they read and write. Toward the device, one staging buffer is
+    filled while the other is sent; toward the host, a buffer is emptied after the transfer. Both directions share the
+    host memory bandwidth.
     """
     copying = hardware.host_rate / 2
     return replace(
@@ -26,7 +27,7 @@ def staged(hardware: Hardware) -> Hardware:
 
 
 _MOST_TOKENS = 2**30
-_STEPS = 4  # to simulate: after these, a step takes as long as the one before
+_STEPS = 4  # steps to simulate: after these, the duration of a step no longer changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,16 @@ class StepTime:
     """The simulated time of one step among many.
 
     Attributes:
-        seconds: time from one step's last computation to the next one's.
+        seconds: time from the last computation of one step to that of the next step.
         tokens_per_second: throughput in tokens without padding.
         model_tflops: the model's operations (6·N·T and attention) per second, not counting recomputation.
-        limited_by: whichever of ``copy_in``, ``copy_out`` and ``update`` costs most, if a step would be more than 5% shorter
-            without it; else ``compute``.
+        limited_by: the most expensive of ``copy_in``, ``copy_out`` and ``update``, if a step would be more than 5%
+            shorter without it; otherwise ``compute``.
         exposed_seconds: time without computation, by its cause.
         exposed_update_seconds: time that updates add to the step.
         busy: utilization of each stream.
-        hidden_from_tokens: tokens per step from which updates, and loads, are fully overlapped; no loads if they cannot be.
+        hidden_from_tokens: tokens per step from which updates and loads are fully overlapped; without loads if that is
+            impossible.
         spans: spans of all operations of one step, which starts at 0.
     """
 
@@ -91,7 +93,9 @@ def step_time(
 
 
 def _last_step(timeline: Timeline, num_passes: int) -> tuple[list[Span], float, float]:
-    """Return the spans of the last forward and backward and of the updates before them, their start and their duration."""
+    """Return the spans of the last forward and backward pass and the updates before them, their start and their
+    duration.
+    """
 
     def computed(passes: Sequence[Sequence[Span]]) -> float:
         return max(span.end for spans in passes for span in spans if span.op.stream == Stream.COMPUTE)
@@ -127,14 +131,14 @@ def _limited_by(saved: Mapping[str, float], seconds: float) -> str:
     return cause if most > _NOTABLE_SHARE * seconds else "compute"
 
 
-_NOTABLE_SHARE = 0.05  # of a step's duration
+_NOTABLE_SHARE = 0.05  # share of a step's duration
 
 
 def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates) -> dict[str, int]:
     """Return the tokens per step from which transfers and updates are fully overlapped by computation.
 
-    Seconds of loads and updates do not depend on the tokens. Seconds of computation grow with them, but less than in
-    proportion while matrix products wait for weights. Inline transfers cannot be overlapped.
+    The time of loads and updates does not depend on the tokens. The time of computation grows with them, but less than
+    proportionally while matrix products wait for weights. Inline transfers cannot be overlapped.
     """
     in_backward = step.settings.update_in_backward
     loaded = sum(cost(op) for op in passes[0].ops if op.kind == Kind.STREAM_IN and is_block(op.unit))
@@ -147,7 +151,7 @@ def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates
 
 
 def _tokens_for(seconds: float, computed: Callable[[float], float]) -> int:
-    """Return the fewest tokens whose computation takes this long."""
+    """Return the smallest number of tokens whose computation takes this long."""
     low, high = 0.0, 1.0
     while computed(high) < seconds:
         low, high = high, 2 * high

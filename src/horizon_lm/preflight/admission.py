@@ -1,4 +1,4 @@
-"""Plan a run, apply what the plan chose, and reject the run if it cannot fit."""
+"""Plan a run, apply the choices of the plan, and reject the run if it cannot fit."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ def plan_run(
         run: settings of the run; ``device`` is not ``auto``.
         source: model of the run.
         machine: machine of the run.
-        rows: shape of the examples; None for the longest that the settings allow.
+        rows: shape of the examples; None for the longest examples that the settings allow.
         num_steps: optimizer steps of the run; None if unknown.
         num_checkpoints: number of intermediate exports kept at once.
         priced: simulate a step, if the machine's rates are known.
@@ -62,7 +62,7 @@ def plan_run(
 
 
 def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
-    """Return the reasons for which the engine would reject the first step."""
+    """Return the reasons why the engine would reject the first step."""
     from horizon_lm.model.attention import large_mask
 
     outline, config = plan.step.outline, source.config.get_text_config()
@@ -104,7 +104,7 @@ def _sequences(run: RunConfig) -> int:
 
 
 def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[ForwardBatch]:
-    """Yield the batches of a run that have no gradients."""
+    """Yield the batches of a run that are computed without gradients."""
     sequences = _sequences(run)
     if run.has_held_out:
         size = run.per_device_eval_batch_size * sequences
@@ -113,14 +113,14 @@ def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[Forwar
         size = run.reference_batch_size * sequences
         yield ForwardBatch(size, rows.length, "precompute_ref_batch_size")
     if run.sample_prompts:
-        # The tokenizer is not loaded yet, so count characters: tokens are rarely shorter.
+        # The tokenizer is not loaded yet, so count characters, which tokens are rarely shorter than.
         longest = rows.prompt_length or max(map(len, run.sample_prompts))
         length = longest + run.sample_max_new_tokens
         yield ForwardBatch(1, length, kept_bytes=length * source.cache_bytes_per_token(run))
 
 
 def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
-    """Return the changes of settings that would make a plan fit."""
+    """Return the changes of settings with which the run of a plan would fit."""
     if plan.fits:
         return []
     length = plan.step.outline.length
@@ -140,7 +140,8 @@ def does_not_fit(plan: Plan, remedies: Sequence[Remedy]) -> DoesNotFitError:
 def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
     """Return the run with the planner's choice for each setting that was left open.
 
-    If the planner could not try the blocks, settings of residency stay open: the engine chooses them with the first batch.
+    If the planner could not try the blocks, the residency settings stay open: the engine chooses them with the first
+    batch.
     """
     settings = plan.step.settings
     rows = None if plan.step.outline.whole_batch_only and not run.device_micro_batch_size else settings.micro_batch
@@ -160,11 +161,11 @@ def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
     return run.model_copy(update=chosen)
 
 
-_USUAL_LENGTH = 1024  # tokens of an example, if max_length does not limit it
+_USUAL_LENGTH = 1024  # assumed tokens of an example if max_length is not set
 
 
 class Admission:
-    """The check whether a run fits before it starts. ``run.device`` must be a device, not ``auto``."""
+    """The check before a run starts that it fits. ``run.device`` must be a device, not ``auto``."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run, self._source = run, open_source(run)

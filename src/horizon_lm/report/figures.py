@@ -67,7 +67,7 @@ def apply_style(figure: "Figure", height: int, top: int = 32, right: int = 24) -
 
 
 def as_text(text: str, width: int | None = None) -> str:
-    """Escape text for a figure, where Plotly reads angle brackets as markup; with ``width``, wrap it."""
+    """Escape text for a figure, where Plotly reads angle brackets as markup; with ``width``, also wrap it."""
     lines = [text] if width is None else textwrap.wrap(text, width) or [""]
     return "<br>".join(html.escape(line, quote=False) for line in lines)
 
@@ -88,7 +88,7 @@ def time_scale(seconds: float) -> tuple[float, str]:
     return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
 
 
-_MAX_MARKED_POINTS = 60  # longer lines have no markers
+_MAX_MARKED_POINTS = 60  # lines with more points have no markers
 
 
 def loss_figure(metrics: MetricsFile) -> Figure:
@@ -129,7 +129,7 @@ def preferences_figure(metrics: MetricsFile) -> Figure:
 
 
 def tokens_figure(metrics: MetricsFile) -> Figure:
-    """Plot tokens per second: all tokens, and trained ones."""
+    """Plot the tokens per second, for all tokens and for trained tokens."""
     steps = [line.step for line in metrics.training]
     total = [line.tokens_per_second for line in metrics.training]
     trained = [line.trained_tokens_per_second for line in metrics.training]
@@ -164,7 +164,9 @@ def run_memory_figure(metrics: MetricsFile, plan: Plan | None) -> Figure:
 
 
 def waterfall_figure(place: Place) -> Figure:
-    """Plot how the items of a plan add up, with a line at the available bytes. Bars are numbered: names may repeat."""
+    """Plot how the items of a plan add up, with a line at the available bytes. Bars are numbered, because names may
+    repeat.
+    """
     largest = max(place.bytes, sum(item.bytes for item in place.items), 1)
     unit, name = byte_scale([largest])
     sizes = [item.bytes for item in place.items] + [place.bytes]
@@ -229,7 +231,9 @@ def _line(name: str, steps: Sequence[int], values: Sequence[float | None], colou
 
 
 def _axis_values(used: Sequence[float], place: Place | None) -> list[float]:
-    """Return the values that an axis must include. A limit far above the others is left out: it would flatten them."""
+    """Return the values that an axis must include. A limit far above the others is left out, as it would
+    flatten them.
+    """
     if place is None:
         return list(used)
     shown = [*used, place.bytes]
@@ -238,7 +242,7 @@ def _axis_values(used: Sequence[float], place: Place | None) -> list[float]:
 
 
 def _add_limits(figure: Figure, row: int, used: Sequence[float], place: Place | None, unit: float) -> None:
-    """Add lines at the planned and available bytes. If the available bytes are far above, add a note instead."""
+    """Add lines at the planned and available bytes, or a note if the available bytes are far above."""
     if place is None:
         return
     figure.add_hline(
@@ -264,7 +268,7 @@ def _add_limits(figure: Figure, row: int, used: Sequence[float], place: Place | 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """A step in the figures.
+    """A step to plot.
 
     Attributes:
         name: Predicted or Measured.
@@ -272,7 +276,7 @@ class StepView:
         colour: colour of its lines.
         seconds: length of the step.
         parts: its operations.
-        memory: ``device`` and ``host``: seconds from the start of the step, and the bytes in use from then on.
+        memory: ``device`` and ``host``: seconds from the start of the step, and the bytes in use since that moment.
     """
 
     name: str

@@ -23,7 +23,7 @@ def write_loss_png(metrics_file: Path, png: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     rates = axes.twinx()
-    axes.set_zorder(rates.get_zorder() + 1)  # draw losses over the learning rate
+    axes.set_zorder(rates.get_zorder() + 1)  # draw losses on top of the learning rate
     axes.patch.set_visible(False)
 
     steps = [line.step for line in metrics.training]

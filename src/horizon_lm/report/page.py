@@ -39,7 +39,7 @@ def loss_section(run: Run) -> list[Element]:
 
 
 def preferences_section(run: Run) -> list[Element]:
-    """Return the figure of reward margins and accuracy; nothing for runs that do not learn preferences."""
+    """Return the figure of reward margins and accuracy; empty for runs that do not learn preferences."""
     if run.metrics is None or not run.metrics.of_preferences:
         return []
     return [chart("preferences", preferences_figure(run.metrics))]
@@ -86,7 +86,7 @@ def bytes_section(run: Run) -> list[Element]:
 def _place(name: str, place: Place) -> list[Element]:
     heading = node("h3", f"{name}: {format_bytes(place.bytes)}")
     if not place.is_used:
-        return [heading, absent("Nothing is planned here. On a CPU, device memory is part of host memory.")]
+        return [heading, absent("No memory is planned here. On a CPU, device memory is part of host memory.")]
     rows = [[item.name, format_bytes(item.bytes), item.note] for item in place.items]
     details = node("details", node("summary", "as a table"), table(["item", "bytes", "note"], rows, "bytes"))
     figure = chart(f"bytes-{name.partition(',')[0].lower()}", waterfall_figure(place))
@@ -102,12 +102,12 @@ def _available(place: Place) -> str:
 
 
 def settings_section(run: Run) -> list[Element]:
-    """Return all settings of the run, and the reasons for those that the plan chose."""
+    """Return all settings of the run, and the reasons for the settings chosen by the plan."""
     settings = run.settings or {}
     planned, reasons = ({}, []) if run.plan is None else (run.plan.run.settings, run.plan.run.reasons)
     parts = [missing(run_files.SETTINGS)] if run.settings is None else []
     if reasons:
-        parts.append(node("p", "Reasons for the settings that the plan chose:"))
+        parts.append(node("p", "Reasons for the settings chosen by the plan:"))
         parts.append(node("ul", *(node("li", reason) for reason in reasons)))
     rows = [[_name(name), _values(name, settings, planned)] for name in dict.fromkeys([*settings, *planned])]
     if rows:
@@ -116,7 +116,7 @@ def settings_section(run: Run) -> list[Element]:
 
 
 def _name(name: str) -> Element:
-    """Return the name of a setting with its description, if this version has it."""
+    """Return the name of a setting with its description, if this version has the setting."""
     field = RunConfig.model_fields.get(name)
     description = "" if field is None else field.description or ""
     return node("div", node("small", description), node("code", name))
@@ -226,7 +226,7 @@ def _strip(run: Run) -> Element:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Return a content security policy: browsers run only the page's own scripts and fetch nothing."""
+    """Return a content security policy that lets browsers run only the page's own scripts and fetch nothing."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )

@@ -1,4 +1,4 @@
-"""Sections about one step, predicted and measured."""
+"""Sections of the page about one step, predicted and measured."""
 
 from collections.abc import Mapping, Sequence
 from xml.etree.ElementTree import Element
@@ -14,7 +14,7 @@ from horizon_lm.schedule.trace import exposed_seconds
 
 
 def timeline_section(run: Run) -> list[Element]:
-    """Return the timeline of the streams, and tables of how busy they are."""
+    """Return the timeline of the streams, and tables of their utilization."""
     notes = _missing_traces(run)
     planned = None if run.plan is None else run.plan.step
     if planned is not None:
@@ -71,7 +71,7 @@ def _missing_traces(run: Run) -> list[Element]:
 
 
 def _verdict(planned: PlannedStep) -> str:
-    """Return the plan's prediction of a step as text."""
+    """Return the plan's prediction for a step as text."""
     text = (
         f"The plan expects {duration(planned.seconds)} per step, {planned.tokens_per_second:,.0f} tokens per second and "
         f"{planned.model_tflops:.3g} model TFLOP/s, limited by {_CAUSES.get(planned.limited_by, planned.limited_by)}."

@@ -17,7 +17,7 @@ class Statistic:
 
 
 def summarise(run: Run) -> list[Statistic]:
-    """Return the statistics for the top of the page. Unknown ones are left out."""
+    """Return the statistics for the top of the page, without unknown ones."""
     return [*_losses(run), *_speeds(run), *_memory(run)]
 
 
@@ -41,7 +41,7 @@ def count(number: float) -> str:
 
 
 def _three_digits(number: float) -> float:
-    """Round to three digits. Done before the unit is chosen: 999.9 ms is 1 s."""
+    """Round to three digits. This is done before choosing the unit, since 999.9 ms is 1 s."""
     return float(f"{number:.3g}")
 
 

@@ -18,12 +18,12 @@ class _Word(StrEnum):
 
 
 class Stream(_Word):
-    """A queue of operations that runs in order, concurrently with the others."""
+    """A queue of operations that run in order, concurrently with other streams."""
 
     COPY_IN = "copy_in"
     COMPUTE = "compute"
     COPY_OUT = "copy_out"
-    HOST = "host"  # the optimizer's workers
+    HOST = "host"  # the host threads of the optimizer
     DISK = "disk"  # the writers of a checkpoint
 
 
@@ -38,7 +38,7 @@ class Kind(_Word):
     STAGE = "stage"  # fp32 accumulator -> staging slot, in the dtype of the gradient store
     STREAM_OUT = "stream_out"  # device gradients -> host
     UPDATE = "update"  # optimizer, on the host
-    UPDATE_ROWS = "update_rows"  # the same for the rows of the embedding table that the next batch reads
+    UPDATE_ROWS = "update_rows"  # optimizer, for the rows of the embedding table that the next batch reads
     SAVE = "save"  # weights and moments in host memory -> a file of a checkpoint
 
 
@@ -46,7 +46,7 @@ UPDATES = (Kind.UPDATE, Kind.UPDATE_ROWS)
 
 
 class Buf(_Word):
-    """Kinds of memory that the waits protect. Device memory has capital letters, host memory ``host_``."""
+    """Kinds of memory protected by waits. Device memory has capital letters, host memory the prefix ``host_``."""
 
     WEIGHTS = "W"  # two slots for blocks
     HELD = "K"  # resident weights, by block
@@ -63,7 +63,7 @@ class Buf(_Word):
     HOST_WEIGHTS = "host_w"  # by unit, with low halves and moments, which only updates and saves access
     HOST_GRADS = "host_g"  # by unit
     HOST_LANDING = "host_l"  # gradients until their update: two slots for blocks, one for each other unit
-    HOST_BOUNDARY = "host_b"  # by block and forward
+    HOST_BOUNDARY = "host_b"  # by block and forward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """Wait for the operation at this position of the same pass."""
+    """A wait for the operation at this position of the same pass."""
 
     index: int
 
@@ -89,7 +89,7 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class LastUse:
-    """Wait for the last access to this buffer on ``stream`` in earlier passes."""
+    """A wait for the last access to this buffer on ``stream`` in earlier passes."""
 
     buffer: Buffer
     stream: Stream
@@ -118,7 +118,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Pass:
-    """One traversal of the units. ``keeps``: blocks whose boundary a forward keeps for its backward."""
+    """One traversal of the units. ``keeps``: blocks whose boundary a forward pass keeps for its backward pass."""
 
     name: str
     ops: tuple[Op, ...]
@@ -148,7 +148,7 @@ def uses(op: Op) -> tuple[LastUse, ...]:
 
 
 class ScheduleError(HorizonError, AssertionError):
-    """A schedule would race, deadlock or read the wrong unit: an internal error, never the user's."""
+    """A schedule would race, deadlock or read the wrong unit. This is an internal error, never the user's."""
 
 
 def block(index: int) -> str:

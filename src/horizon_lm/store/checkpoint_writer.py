@@ -1,8 +1,8 @@
 """Write a Hugging Face folder from the store, one tensor at a time.
 
-The safetensors format (https://github.com/huggingface/safetensors, "Format") is a JSON header followed by raw bytes. The
-library's writer takes all tensors of a file at once, which would be a second copy of the model; here each tensor goes from
-its slab directly to the file.
+The safetensors format (https://github.com/huggingface/safetensors, "Format") is a JSON header followed by raw bytes.
+The library's writer takes all tensors of a file together, which would be a second copy of the model; here each tensor
+is written from its slab directly to the file.
 """
 
 import json
@@ -34,9 +34,9 @@ def save_pretrained(
     values: Mapping[str, torch.Tensor] | None = None,
     variant: str | None = None,
 ) -> None:
-    """Write config, generation config and weights as ``transformers`` reads them (see `StreamedModel`).
+    """Write config, generation config and weights in the format that transformers reads (see `StreamedModel`).
 
-    Files appear under their names only when complete. ``values`` override the store's.
+    Files appear under their names only when complete. ``values`` override those of the store.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -74,7 +74,7 @@ class _Exporter:
         self.main_dtype = dtype or next(iter(store.source_dtypes.values()))
 
     def plan(self) -> list[dict[str, torch.Tensor]]:
-        """Return meta tensors for each unit, with the shapes and dtypes of those from `unit`."""
+        """Return meta tensors for each unit, with the shapes and dtypes of the tensors that `unit` returns."""
         return [self._convert({name: self._describe(name) for name in names}) for names in self._units]
 
     def unit(self, index: int) -> dict[str, torch.Tensor]:
@@ -106,7 +106,9 @@ Shard = list[tuple[int, dict[str, torch.Tensor]]]  # unit index, and meta tensor
 
 
 def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | None) -> dict[str, Shard]:
-    """Assign tensors to files, and return each file's tensors by file name. A tensor over the limit gets a file of its own."""
+    """Assign tensors to files and return each file's tensors by file name. A tensor above the limit gets a separate
+    file.
+    """
     shards: list[Shard] = [[]]
     used = 0
     for index, tensors in enumerate(plan):

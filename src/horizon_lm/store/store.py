@@ -15,7 +15,7 @@ from horizon_lm.store.precision import Precision, join_master, split_master
 
 
 class Arena:
-    """A memory mapping of exactly the bytes asked for, whose pages are allocated when first written.
+    """A memory mapping of exactly the requested size, whose pages are allocated when first written.
 
     torch's own allocators round up (pinned memory to powers of two), which would break the byte budget.
     """
@@ -45,14 +45,14 @@ class Arena:
         return self._used
 
     def at(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``numel`` elements from byte ``start`` on, as a 1-D tensor with a storage of its own."""
+        """Return ``numel`` elements from byte ``start`` on, as a 1-D tensor with a separate storage."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
 
 
 def as_array(tensor: torch.Tensor) -> Any:
-    """Return the same memory as a numpy array; numpy has no bf16, so its 16 bits appear as uint16."""
+    """Return the same memory as a numpy array; numpy has no bf16, so bf16 appears as uint16."""
     if tensor.dtype == torch.bfloat16:
         return tensor.detach().view(torch.int16).numpy().view(np.uint16)
     return tensor.detach().numpy()
@@ -93,7 +93,7 @@ class SlabLayout:
         return sum(entry.numel for entry in self.entries.values())
 
     def restrict(self, names: Iterable[str]) -> "SlabLayout":
-        """Return the layout of a slab that holds only the given tensors, in this layout's order."""
+        """Return the layout of a slab that holds only the given tensors, in the order of this layout."""
         names = set(names)
         return SlabLayout({name: entry.shape for name, entry in self.entries.items() if name in names})
 
@@ -134,7 +134,7 @@ class Store:
         self.units = {unit: UnitSlabs(SlabLayout(tensors)) for unit, tensors in shapes.items()}
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
         self.source_dtypes: dict[str, torch.dtype] = {}
-        self.version = 0  # of the weights, incremented by every update
+        self.version = 0  # version of the weights, incremented by every update
         self.has_grads = False
 
         weights = self.new_arena([s.layout for s in self.units.values()], precision.weight_dtype)
@@ -152,7 +152,7 @@ class Store:
         return Arena(sum(page_aligned(layout.numel * dtype.itemsize) for layout in layouts))
 
     def allocate_grads(self, trainable: Iterable[str], units: Collection[str]) -> None:
-        """Allocate gradient slabs of these units for these parameters (full names).
+        """Allocate gradient slabs of these units for these parameters, given by full name.
 
         Gradients can be allocated only once, because the slots and moments of all units have the same layout.
         """
@@ -167,9 +167,9 @@ class Store:
         self.has_grads = True
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return the streamed half of a parameter: its part of the slab, as a tensor with a storage of its own.
+        """Return the streamed half of a parameter: its part of the slab, as a tensor with a separate storage.
 
-        Parameters with a shared storage would be saved as one by safetensors, accelerate and torch.save.
+        safetensors, accelerate and torch.save would save parameters with a shared storage as one tensor.
         """
         slabs = self.units[self.unit_of[name]]
         entry, dtype = slabs.layout.entries[name], self.precision.weight_dtype
@@ -197,7 +197,7 @@ class Store:
             slabs.layout.view(slabs.low, name).zero_()
 
     def weights_changed(self) -> None:
-        """Note that the weights are new, or will be when the pending updates are done."""
+        """Record that the weights are new, or will be once the pending updates are done."""
         self.version += 1
 
     def reset_low(self, name: str) -> None:

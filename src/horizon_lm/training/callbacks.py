@@ -1,4 +1,4 @@
-"""Call transformers callbacks, those of ``report_to`` and the user's, as a Trainer would."""
+"""Call transformers callbacks, both the user's and those of ``report_to``, as a Trainer would."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,9 +20,9 @@ class Control:
 
 
 class Callbacks:
-    """The callbacks of a run: forward events to them and return what they request. Import nothing if there are none.
+    """The callbacks of a run: forward events to them and return their requests. Without callbacks, import nothing.
 
-    Requests to end an epoch early are ignored: the rows of a step follow from its number.
+    Requests to end an epoch early are ignored, because the rows of a step follow from its number.
 
     Args:
         config: settings of the run.
@@ -57,7 +57,7 @@ class Callbacks:
         from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
         class LoopFlow(DefaultFlowCallback):  # type: ignore[misc]
-            """Request nothing: the loop decides when to log, evaluate and save."""
+            """A callback that requests nothing, because the loop decides when to log, evaluate and save."""
 
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
                 return control
@@ -71,7 +71,7 @@ class Callbacks:
         self._call("on_init_end")
         try:
             self._call("on_train_begin")
-        except AssertionError as error:  # how transformers' own callbacks reject a run
+        except AssertionError as error:  # transformers' own callbacks reject a run this way
             raise ConfigError(
                 f"callbacks: {error}; set eval_strategy: steps or epoch, and add eval_datasets or test_split_size"
             ) from error
@@ -87,12 +87,12 @@ class Callbacks:
         self._call("on_pre_optimizer_step")
 
     def after_update(self) -> None:
-        """Signal an update; gradients and learning rate are still the ones that it used."""
+        """Signal an update; gradients and learning rate still have the values used in the update."""
         self._call("on_optimizer_step")
 
     @property
     def control(self) -> Control:
-        """The actions requested now; any event may change them."""
+        """The currently requested actions; any event may change them."""
         if self._handler is None:
             return Control()
         control = self._control
@@ -116,11 +116,13 @@ class Callbacks:
         self._call("on_log", logs=logs)
         if "eval_loss" in line:
             self._call("on_evaluate", metrics=logs)
-            if line["step"]:  # a Trainer does not count the evaluation before training either
+            if line["step"]:  # a Trainer does not count the evaluation before training, either
                 self._remember_best(logs)
 
     def _remember_best(self, logs: Mapping[str, float]) -> None:
-        """Keep the best eval loss. Like a Trainer, only after the callbacks have run: early stopping compares with it."""
+        """Keep the best eval loss. As in a Trainer, this happens after the callbacks, because early stopping compares
+        with it.
+        """
         state, value = self._state, logs["eval_loss"]
         if state.best_metric is None or value < state.best_metric:
             state.best_metric, state.best_global_step = value, state.global_step
@@ -156,7 +158,7 @@ def _report_to_callbacks(report_to: str | Sequence[str]) -> list[Any]:
 
 
 def _training_arguments(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of a run that transformers' TrainingArguments have, too."""
+    """Return the settings of a run that transformers' TrainingArguments also have."""
     from transformers import TrainingArguments
 
     known = {field.name for field in fields(TrainingArguments) if field.init}

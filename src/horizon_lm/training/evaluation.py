@@ -1,4 +1,4 @@
-"""Forward passes between steps: the eval sets and the answers to sample prompts."""
+"""Forward passes between steps: evaluation of the eval sets, and answers to the sample prompts."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ class SamplePrompts:
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest prompt; 0 without prompts."""
+        """The number of tokens in the longest prompt; 0 without prompts."""
         return max((inputs["input_ids"].shape[1] for inputs in self._inputs), default=0)
 
     def answer(self, model: Any, step: int) -> dict[str, Any]:
@@ -55,10 +55,11 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None) -> Any
     Args:
         tokenizer: the model's tokenizer.
         prompt: the user's message.
-        system: the system prompt; None for none.
+        system: the system prompt, or None.
 
     Raises:
-        ConfigError: the chat template rejects the messages, or drops the system prompt; or there is no template for it.
+        ConfigError: the chat template rejects the messages, drops the system prompt, or is missing although there is
+            one.
     """
     if tokenizer.chat_template is None:
         if system is not None:
@@ -71,7 +72,7 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None) -> Any
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-    except Exception as error:  # a template is a program and may raise anything
+    except Exception as error:  # a template is a program and may raise any exception
         raise ConfigError(f"the chat template rejects the prompt: {first_line(error)}") from error
     if system is not None and system.strip() not in text:
         raise ConfigError("the chat template drops the system prompt; remove it, or put it into the prompt")
@@ -79,7 +80,7 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None) -> Any
 
 
 def padding_id(tokenizer: Any) -> int | None:
-    """Return the padding token of a tokenizer, else its end-of-sequence token."""
+    """Return the padding token of a tokenizer, otherwise its end-of-sequence token."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
@@ -91,7 +92,7 @@ def evaluate_rows(
     step: int,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any] | None:
-    """Evaluate all eval sets and return their mean losses as a line of metrics; None without eval sets.
+    """Evaluate all eval sets and return their mean losses as a line of metrics, or None without eval sets.
 
     Args:
         model: the streamed model.
@@ -99,11 +100,12 @@ def evaluate_rows(
         eval_sets: the rows of each eval set, by name.
         batch_size: rows of one forward pass.
         step: steps trained so far.
-        advance: called with the number of rows done and of all rows.
+        advance: called with the number of finished rows and the number of all rows.
 
     Returns:
-        ``eval_loss`` over all rows and the objective's other metrics, prefixed with ``eval_``; with several eval sets also
-        for each, prefixed with ``eval_NAME_``. A loss per token adds ``eval_perplexity`` and ``eval_tokens``.
+        ``eval_loss`` over all rows and the objective's other metrics, prefixed with ``eval_``; with several eval sets
+        also the same for each set, prefixed with ``eval_NAME_``. A loss per token adds ``eval_perplexity`` and
+        ``eval_tokens``.
 
     Raises:
         NonFiniteError: a loss is NaN or infinite.

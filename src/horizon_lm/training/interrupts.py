@@ -10,10 +10,11 @@ from horizon_lm.errors import InterruptedRunError
 
 
 class Interrupts:
-    """Context manager: turn SIGINT and SIGTERM into an end of the run, immediately or after the current step.
+    """Context manager: let SIGINT and SIGTERM end the run, immediately or after the current step.
 
-    The first signal stops immediately until `finish_steps` is called, at the end of a step afterwards. A second one always
-    stops immediately. Python delivers signals to the main thread only; in other threads this does nothing.
+    Until `finish_steps` is called, the first signal stops the run immediately; afterwards, at the end of a step. A
+    second signal always stops immediately. Python delivers signals only to the main thread; in other threads this does
+    nothing.
 
     Attributes:
         requested: a signal has arrived.
@@ -37,11 +38,11 @@ class Interrupts:
             signal.signal(number, handler)
 
     def finish_steps(self) -> None:
-        """From now on, let a signal take effect at the next `check`."""
+        """Let signals take effect at the next `check` from now on."""
         self._finishes_steps = True
 
     def check(self, step: int, num_steps: int, kept: str) -> None:
-        """Raise InterruptedRunError if a signal has arrived. ``kept`` says what the run leaves."""
+        """Raise InterruptedRunError if a signal has arrived. ``kept`` describes what the run leaves behind."""
         if self.requested:
             raise InterruptedRunError(f"interrupted after step {step} of {num_steps}. {kept}")
 

@@ -39,7 +39,8 @@ from horizon_lm.training.tracing import Tracing
 def step_seed(seed: int, step: int) -> int:
     """Return the seed of a step: the first 32-bit word of numpy's ``SeedSequence((seed, step))``.
 
-    After `transformers.set_seed` with it, plain Hugging Face draws the same dropout in a step of one micro-batch.
+    After `transformers.set_seed` with this seed, plain Hugging Face draws the same dropout in a step of one
+    micro-batch.
 
     Args:
         seed: the seed of the run.
@@ -67,12 +68,14 @@ class Intervals:
         return step in (1, self.num_steps) or step % self._interval(self.config.logging_steps) == 0
 
     def evaluates(self, step: int) -> bool:
-        """Return whether to evaluate after a step. False at the last one, after which every run evaluates."""
+        """Return whether to evaluate after a step. False after the last step, when every run evaluates."""
         config = self.config
         return self._due(config.eval_strategy, config.eval_steps or config.logging_steps, step)
 
     def saves(self, step: int) -> bool:
-        """Return whether to export a checkpoint after a step. False at the last one, after which every run exports its model."""
+        """Return whether to export a checkpoint after a step. False after the last step, when every run exports its
+        model.
+        """
         return self._due(self.config.save_strategy, self.config.save_steps, step)
 
     def samples(self, step: int) -> bool:
@@ -81,7 +84,7 @@ class Intervals:
         )
 
     def num_saves(self) -> int:
-        """Return the largest number of checkpoints that are on disk at once."""
+        """Return the maximum number of checkpoints on disk at a time."""
         count = sum(map(self.saves, range(1, self.num_steps + 1)))
         return min(count, self.config.save_total_limit or count)
 
@@ -127,23 +130,24 @@ def train(
 
     Args:
         run: the settings, or the path of a YAML file with them.
-        objective: a custom loss; the ``objective`` of the run then only says how rows are read. A function of the streamed
-            model and a `horizon_lm.data.loader.Batch` that returns a scalar tensor, or a tuple of it and a dict of metrics.
+        objective: a custom loss; the ``objective`` of the run then only determines how rows are read. A function of the
+            streamed model and a `horizon_lm.data.loader.Batch` that returns a scalar tensor, or a tuple of a scalar
+            tensor and a dict of metrics.
         callbacks: transformers callbacks, instances or classes, called as a Trainer would call them.
         print_fn: called with each line of progress; None prints to standard output.
         settings: overrides of ``run``, such as ``max_steps=20``.
 
     Raises:
         ConfigError, DataError, DoesNotFitError: before the first step.
-        NonFiniteError: a loss or gradient is NaN or infinite; its step is not applied. If it is the last evaluation, the
-            model has been exported.
+        NonFiniteError: a loss or gradient is NaN or infinite; its step is not applied. If this happens in the last
+            evaluation, the model has already been exported.
         InterruptedRunError: SIGINT or SIGTERM arrived; the current step was finished.
     """
     config = as_config(run, settings)
     require_callable(objective)
     config = config.model_copy(update={"device": choose_device(config.device)})
     run_dir = RunDir(config)
-    handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
+    handler = Callbacks(config, callbacks)  # first, so that a missing tracker is reported before the data is prepared
     with Interrupts() as interrupts, Reporter(print_fn) as reporter:
         admission = Admission(config)
         admission.reject_if_impossible()
@@ -246,7 +250,7 @@ class _Loop:
         self.reporter.advance(value)
 
     def finish_step(self, step: int) -> None:
-        """Log, evaluate, answer prompts and save after a step, where an interval or a callback says so."""
+        """Log, evaluate, answer prompts and save after a step, as requested by intervals and callbacks."""
         intervals, callbacks = self.intervals, self.callbacks
         if intervals.logs(step) or callbacks.control.log:
             self.log(step)
@@ -263,7 +267,7 @@ class _Loop:
             callbacks.saved()
 
     def evaluate(self, step: int) -> float | None:
-        """Evaluate unless this step was already evaluated, and return the eval loss; None without an eval set."""
+        """Evaluate unless this step was already evaluated. Return the eval loss, or None without an eval set."""
         if self.last_eval[0] != step:
             with self.metrics.exclude_from_timing(), self.reporter.progress("eval set") as advance:
                 line = evaluate_rows(

@@ -22,8 +22,8 @@ class PreparedData:
     """An eval set, or all training rows.
 
     Attributes:
-        name: its name in messages.
-        report: counts of the rows that were read, cut and left out.
+        name: name of the data in messages.
+        report: numbers of rows that were read, truncated and left out.
         findings: likely mistakes in the rows.
         rows: the rows in use.
         packed: the same rows after packing; ``rows`` without packing.
@@ -47,7 +47,7 @@ class RunData:
     Attributes:
         training: the training rows.
         loader: batches of the training rows.
-        parts: the training rows and each eval set, with what was found in them.
+        parts: the training rows and each eval set, with their findings.
         eval_sets: the packed rows of each eval set, by name.
     """
 
@@ -58,7 +58,7 @@ class RunData:
 
 
 def preprocess_config(config: RunConfig) -> PreprocessConfig:
-    """Return the settings of a run that decide how its rows are tokenized and packed."""
+    """Return the settings of a run that determine how its rows are tokenized and packed."""
     return PreprocessConfig(
         objective=config.objective,
         train_on=config.train_on if isinstance(config, SftConfig) else None,
@@ -70,7 +70,7 @@ def preprocess_config(config: RunConfig) -> PreprocessConfig:
 
 
 def _eval_preprocess_config(config: RunConfig) -> PreprocessConfig:
-    """Return the same for eval sets, whose packing may be set separately."""
+    """Return the same settings for eval sets, whose packing may be set separately."""
     preprocess = preprocess_config(config)
     if not isinstance(config, TextConfig) or config.eval_packing is None:
         return preprocess
@@ -126,7 +126,9 @@ def training_sampler(config: RunConfig, rows: TokenTable) -> Sampler:
 
 
 def estimate_sampler(config: RunConfig) -> Sampler | None:
-    """Estimate the sampler without tokenizing. None if there are no rows yet, or if packing will change their number."""
+    """Estimate the sampler without tokenizing. None if there are no rows yet, or if packing will change
+    their number.
+    """
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):
         return None
     held = config.test_split_size or 0

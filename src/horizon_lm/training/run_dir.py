@@ -1,4 +1,4 @@
-"""The output folder of a run. Existing files are kept until there is something to replace them."""
+"""The output folder of a run. Existing files are kept until something replaces them."""
 
 import json
 import os
@@ -94,7 +94,7 @@ class RunDir:
             stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def export(self, model: Any, tokenizer: Any) -> None:
-        """Export the model. The folder gets its name once it is complete; only then is an old one deleted."""
+        """Export the model. The folder gets its name once it is complete; only then is an old model deleted."""
         self._write(model, tokenizer, self.model_dir)
 
     def _write(self, model: Any, tokenizer: Any, target: Path) -> None:
@@ -113,7 +113,7 @@ class RunDir:
         shutil.rmtree(old, ignore_errors=True)
 
     def save(self, model: Any, tokenizer: Any, step: int) -> None:
-        """Export a checkpoint after a step, and delete the oldest ones beyond ``save_total_limit``."""
+        """Export a checkpoint after a step, and delete the oldest checkpoints beyond ``save_total_limit``."""
         target = self.path / f"checkpoint-{step}"
         if target in self._foreign_checkpoints:
             target.rename(target.with_name(f"{target.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
@@ -123,7 +123,7 @@ class RunDir:
             shutil.rmtree(self._saved.pop(0), ignore_errors=True)
 
     def kept_artifacts(self) -> str:
-        """Return what an interrupted run leaves, and how to start it again."""
+        """Describe what an interrupted run leaves behind, and how to start it again."""
         if not self._saved:
             return f"Kept: {self.metrics_file}. No model was exported; run the same command again to start over"
         return (
@@ -132,7 +132,9 @@ class RunDir:
         )
 
     def push(self, config: RunConfig) -> str:
-        """Upload the exported model and return its address, or a message if this fails; the local model is kept."""
+        """Upload the exported model and return its address, or a message if the upload fails; the local model
+        is kept.
+        """
         from huggingface_hub import HfApi
 
         name = config.hub_model_id or self.path.resolve().name
@@ -147,14 +149,16 @@ class RunDir:
         return f"the trained model is at {repo}"
 
     def draw_loss(self) -> None:
-        """Draw ``loss.png``. Errors of writing it are ignored: they must not fail a finished run."""
+        """Draw ``loss.png``. Write errors are ignored, because they must not fail a finished run."""
         from horizon_lm.report.loss_png import write_loss_png
 
         with suppress(OSError):
             write_loss_png(self.metrics_file, self.path / "loss.png")
 
     def final_message(self, steps_done: int, num_steps: int, num_skipped: int, warning: str) -> str:
-        """Return the last lines of a run: early stop, skipped steps, a warning, the model's folder and how to use it."""
+        """Return the last lines of a run: early stop, skipped steps, a warning, the model's folder and how to
+        use it.
+        """
         early = f"stopped by a callback after step {steps_done} of {num_steps}\n" if steps_done < num_steps else ""
         skipped = ""
         if num_skipped:
@@ -171,7 +175,7 @@ class RunDir:
 
 
 def _require_login() -> None:
-    """Raise ConfigError before training if the model could not be uploaded after it."""
+    """Raise ConfigError before training if the model could not be uploaded afterwards."""
     from huggingface_hub import HfApi
 
     try:

@@ -20,7 +20,7 @@ from horizon_lm.training.rows import RunData
 
 
 def choose_device(name: str) -> str:
-    """Return the device to use, with ``auto`` resolved. Raise ConfigError if this machine does not have it."""
+    """Return the device to use, resolving ``auto``. Raise ConfigError if this machine does not have it."""
     import torch
 
     if name == "auto":
@@ -36,8 +36,8 @@ def load_tokenizer(config: RunConfig) -> Any:
     """Load the tokenizer of the run's model, after checking that the model is supported.
 
     Raises:
-        ConfigError: there is no such model, or it has no tokenizer.
-        ModelNotSupportedError: it is not a causal language model.
+        ConfigError: the model does not exist, or has no tokenizer.
+        ModelNotSupportedError: the model is not a causal language model.
     """
     from horizon_lm.model import hub
 
@@ -104,7 +104,9 @@ def check_weights(config: RunConfig) -> list[str]:
 
 
 def load_model(config: RunConfig) -> Any:
-    """Load the streamed model of a run, in training mode. Warnings that `check_weights` has returned are not repeated."""
+    """Load the streamed model of a run in training mode. Warnings already returned by `check_weights` are
+    not repeated.
+    """
     import transformers
 
     from horizon_lm.model.units import freeze
@@ -112,15 +114,15 @@ def load_model(config: RunConfig) -> Any:
     transformers.set_seed(config.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
-        warnings.simplefilter("ignore", UnprovenModelWarning)  # in the plan's lines already
+        warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
         model = _open(config)
     freeze(model, config.trainable)
-    # Evaluation mode is how a model trains without dropout: it changes nothing else.
+    # Evaluation mode makes a model train without dropout and changes nothing else.
     return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
 
 
 def reserve_buffers(model: Any, plan: Plan) -> None:
-    """Tell a streamed model the largest batch of its run, so that no buffer has to be replaced by a larger one later."""
+    """Announce the largest batch of a run, so that no buffer has to be replaced by a larger one later."""
     batch = ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens)
     model._horizon.engine.expect(batch)
 
@@ -189,7 +191,9 @@ def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | Non
 
 
 def num_steps_of(number_or_share: float, num_steps: int) -> int:
-    """Return the steps of a setting by transformers' rule: a number of steps, or below 1 a share of all steps."""
+    """Return the number of steps in a setting by transformers' rule: a number of steps, or a fraction of all steps
+    below 1.
+    """
     return int(number_or_share) if number_or_share >= 1 else math.ceil(number_or_share * num_steps)
 
 
@@ -224,7 +228,7 @@ def make_objectives(
         config: settings of the run.
         model: the streamed model.
         data: the rows.
-        reporter: shows the progress of the reference.
+        reporter: reporter that shows the progress of the reference.
         custom_loss: a user's function to train with, as for `CustomObjective`.
     """
     if isinstance(config, DpoConfig):
@@ -272,7 +276,7 @@ def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: Ru
     """Compare the gradients of some blocks with plain autograd on a batch. The model is left unchanged.
 
     Raises:
-        GradientMismatchError: a gradient differs by more than rounding.
+        GradientMismatchError: a gradient differs by more than rounding errors.
     """
     if not config.check_gradients:
         return

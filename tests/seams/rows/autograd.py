@@ -1,4 +1,4 @@
-"""Parameters in autograd, and other ways into it."""
+"""Parameters in autograd, and other uses of autograd."""
 
 import contextlib
 import tempfile

@@ -1,4 +1,4 @@
-"""Changing a model after it was streamed."""
+"""Changes to a model after it was streamed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -249,8 +249,8 @@ _WHERE: dict[str, Callable[[Any], Any]] = {
 
 
 def _places(how: str) -> tuple[str, ...]:
-    """Return the modules to try a change on: all of them if they may differ, else the model and one module."""
-    if how == "to-meta":  # on a module it replaces parameters, which the next forward rejects
+    """Return the modules to try a change on: all of them if they may differ, otherwise the model and one module."""
+    if how == "to-meta":  # on a module it replaces parameters, which the next forward pass rejects
         return ("model",)
     return tuple(_WHERE) if how in ("half", "to-dtype", "to_empty", "to-cpu") else ("model", "linear")
 

@@ -1,4 +1,4 @@
-"""Errors of other code in between."""
+"""Errors of other code between calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def _late(model: Any) -> Any:
 
 
 def _raises(model: Any, kind: type[Exception], **arguments: Any) -> str:
-    """Return the name of the error that a forward or its backward raises, and drop the step."""
+    """Return the name of the error that a forward or backward pass raises, and drop the step."""
     try:
         loss(model, **arguments).backward()
         return "nothing"
@@ -138,7 +138,7 @@ def bad_arguments(model: Any, what: str) -> Any:
     except Exception as error:
         if isinstance(error, AssertionError):
             raise
-        value = "an error"  # the kind of error is up to the model
+        value = "an error"  # the type of error depends on the model
     model.zero_grad()
     return [value, gradients(model)]
 

@@ -1,4 +1,4 @@
-"""A streamed model as an object: its class, its modules called by themselves, copies, what is left after it."""
+"""A streamed model as an object: its class, calls of single modules, copies, and memory left after it is dropped."""
 
 import copy
 import gc
@@ -320,7 +320,7 @@ def dropped(model: Any, trained: bool) -> Any:
         threads, before = threading.active_count(), psutil.Process().memory_info().rss
         left = [_use_and_drop(streamed, trained) for _ in range(15)]
         grown = psutil.Process().memory_info().rss - before
-        for _ in range(100):  # threads end by themselves, soon after their device
+        for _ in range(100):  # threads end soon after their device
             if threading.active_count() <= threads:
                 break
             time.sleep(0.05)

@@ -17,7 +17,7 @@ Records = list[Any]
 
 
 def _recomputing(model: Any) -> Any:
-    """Make a plain model recompute its blocks, as a streamed one does."""
+    """Make a plain model recompute its blocks, like a streamed model."""
     if not is_streamed(model):
         model.gradient_checkpointing_enable({"use_reentrant": False, "early_stop": False})
     return model

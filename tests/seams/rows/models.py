@@ -1,4 +1,4 @@
-"""Models with habits of their own."""
+"""Models with unusual behavior."""
 
 from collections.abc import Callable
 from functools import partial

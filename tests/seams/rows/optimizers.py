@@ -1,4 +1,4 @@
-"""Optimizers: Horizon-LM's own, and anybody else's."""
+"""Optimizers: Horizon-LM's own and others."""
 
 from collections.abc import Callable
 from functools import partial
@@ -70,7 +70,7 @@ def foreign_optimizer(model: Any, optimizer: str) -> Any:
     cases=_matrix("bf16"),
 )
 def foreign_optimizer_in_bf16(model: Any, optimizer: str) -> Any:
-    """Return the difference between the loss and that of the weights that the model reports."""
+    """Return the difference between the loss and that of the weights as reported by the model."""
     made = OPTIMIZERS[optimizer](model)
     train(model, made, steps=9)
     model(**families.batch()).loss.backward()
@@ -96,7 +96,7 @@ def foreign_optimizer_in_fp32_master(model: Any, optimizer: str) -> Any:
 
 
 def _with_spare(where: str) -> Any:
-    """Return a model with a parameter that its forward does not use."""
+    """Return a model with a parameter that its forward method does not use."""
     model = families.build("llama")
     owner = {"block": model.model.layers[1].mlp, "outside": model.model}[where]
     owner.register_parameter("spare", nn.Parameter(torch.ones(8)))
@@ -217,7 +217,7 @@ def _in_backward(model: Any) -> Any:
     keeps_gradients=False,
 )
 def clip_in_backward(model: Any) -> Any:
-    optimizer = model.kept = _in_backward(model)  # keeps the optimizer alive as long as the model
+    optimizer = model.kept = _in_backward(model)  # keep the optimizer alive as long as the model
     model(**families.batch()).loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()

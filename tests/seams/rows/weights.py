@@ -1,4 +1,4 @@
-"""Reading and writing weights from outside."""
+"""Reading and writing of weights by other code."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 @cache
 def tables() -> dict[str, Mapping[str, Any]]:
-    """Return the translation table of each trainer by the stem of its file."""
+    """Return the translation table of each trainer, by the stem of its file."""
     folder, yaml = files("horizon_lm.config.translate"), YAML(typ="safe", pure=True)
     return {
         name: yaml.load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -19,7 +19,7 @@ def tables() -> dict[str, Mapping[str, Any]]:
 
 
 def our_name(theirs: str) -> str | None:
-    """Return our name of another trainer's setting, or None if no table renames it."""
+    """Return our name for another trainer's setting, or None if no table renames it."""
     return next((table["rename"][theirs] for table in tables().values() if theirs in table.get("rename", {})), None)
 
 
