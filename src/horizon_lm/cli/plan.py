@@ -23,7 +23,7 @@ from horizon_lm.plan.request import Machine
 from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
 from horizon_lm.preflight.inputs import Source, open_source
 from horizon_lm.preflight.this_machine import other_machine, this_machine
-from horizon_lm.quantities import parse_bytes
+from horizon_lm.quantities import counted, parse_bytes
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.training.loop import Intervals
 from horizon_lm.training.rows import estimate_sampler
@@ -196,7 +196,7 @@ def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str 
             placed, machine = _place(limited, hardware)
             cells.append(search.largest(placed, machine))
         rows.append((amount or f"{machine.host_limits[0].name}", cells))
-    shape = f"{run.rows_per_step} rows of {run.max_length:,} tokens"
+    shape = f"{counted(run.rows_per_step, 'row')} of {run.max_length:,} tokens"
     return LargestTable(machine.name, shape, rows)
 
 
