@@ -256,9 +256,9 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="auto, cpu, cuda or cuda:N; or another machine: a profile written by doctor, or one of "
+            help="auto, cpu, cuda or cuda:N; or another machine: one of "
             + ", ".join(published())
-            + "."
+            + ", or a profile in a file, MACHINE.json (docs/planning.md)."
         ),
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory that the run may use, such as 512GiB.")] = None,
