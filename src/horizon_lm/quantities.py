@@ -1,4 +1,4 @@
-"""Parse, format and round sizes and durations."""
+"""Parse, format and round sizes, durations and counts."""
 
 import re
 
@@ -33,6 +33,11 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.2f} TiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number of things, for example ``"1 row"`` or ``"2,000 rows"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def page_aligned(num_bytes: int) -> int:

@@ -316,6 +316,17 @@ def test_model_without_meta_support_runs_anyway(
     assert "activation_checkpoints: auto\n" in (tmp_path / "run/config.yaml").read_text()
 
 
+def test_machine_of_the_documentation(tmp_path: Path) -> None:
+    """The example of docs/planning.md is a machine that a model can be planned for."""
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "shop.json").write_text(example)
+    content = plan("--model", "Qwen/Qwen2.5-7B", "--device", tmp_path / "shop.json")
+    assert content["hardware"]["name"] == "RTX 5090, 16 cores, 128 GB of DDR5"
+    assert content["host"]["available"] == 128 * 10**9
+    assert content["step"]["tokens_per_second"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -412,7 +412,7 @@ def test_packed_rows_without_trained_tokens_are_left_out(tmp_path: Path, base: d
     horizon_lm.train(
         {**base, **packing, "datasets": str(rows), "eval_datasets": str(rows), "max_steps": 3}, print_fn=said.append
     )
-    assert any("more have no token to train on" in line for line in said)
+    assert any("more without a token to train on" in line for line in said)
     assert all(line["tokens_trained"] > 0 for line in lines(base) if "loss" in line)
 
 

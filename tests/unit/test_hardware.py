@@ -104,6 +104,17 @@ def test_find_by_name() -> None:
         find_profile("nowhere.json")
 
 
+def test_profile_extends_its_base(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"base": "h200", "name": "mine", "host_memory": 1e12, "host_bandwidth": {"64": 400e9}}')
+    mine, base = find_profile(str(path)), published()["h200"]
+    assert mine == replace(
+        base, name="mine", host_memory=10**12, host_bandwidth={"64": 400e9},
+        sources={name: text for name, text in base.sources.items() if name not in ("host_memory", "host_bandwidth")},
+    )  # fmt: skip
+    assert type(mine.host_memory) is int
+
+
 def test_own_profile_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
     assert own_profile_path() == tmp_path / "elsewhere/horizon-lm/profile.json"
@@ -124,6 +135,9 @@ def with_(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "an unknown base": (with_(base="h300"), "base is 'h300'; choose one of a100-pcie-80gb"),
+    "a base that is no name": (with_(base=["h200"]), "base is ['h200']; choose one of"),
+    "a wrong figure beside a base": (with_(base="h200", cores=1.5), "cores is 1.5"),
     "a list": (lambda content: [content], "not a JSON object"),
     "another field": (with_(matmuls={}), "matmuls is not a field"),
     "a field is missing": (without("link_in"), "link_in is missing"),

@@ -268,7 +268,7 @@ def test_streams_have_one_name_each(complete: Path) -> None:
     words = page.words["Timeline of a step"]
     for name in ("host-to-device", "device-to-host"):
         assert words.count(name) >= 2  # busy share and stalls
-    assert "Fully overlapped with compute: host-to-device from 5.9k, optimizer from 7.3k tokens" in words
+    assert "Fully overlapped with compute: host-to-device copies from 5.9k, optimizer from 7.3k tokens" in words
     assert page.figures["figure-timeline"]["layout"]["yaxis"]["ticktext"] == [
         "host-to-device", "compute", "device-to-host", "host",
     ]  # fmt: skip

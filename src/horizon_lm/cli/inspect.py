@@ -15,6 +15,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.checks import Finding, reject_errors
 from horizon_lm.data.loader import Batch
+from horizon_lm.quantities import counted
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
 
@@ -107,7 +108,7 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
 def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: int, num_rows: int) -> None:
     num_sequences, length = batch.input_ids.shape
     per_row = num_sequences // len(batch.places)
-    count = f"{num_sequences} rows" if per_row == 1 else f"{len(batch.places)} rows, {num_sequences} answers"
+    count = counted(len(batch.places), "row") + ("" if per_row == 1 else f", {num_sequences} answers")
     console.print(f"batch {step + 1}: {count} of {length} tokens; {batch.num_trained:,} tokens are trained on")
     console.print("trained tokens are green, or between [[ and ]] without colour; special tokens are shown verbatim\n")
     for index in range(min(num_rows, len(batch.places))):

@@ -23,7 +23,7 @@ from horizon_lm.plan.request import Machine
 from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
 from horizon_lm.preflight.inputs import Source, open_source
 from horizon_lm.preflight.this_machine import other_machine, this_machine
-from horizon_lm.quantities import parse_bytes
+from horizon_lm.quantities import counted, parse_bytes
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.training.loop import Intervals
 from horizon_lm.training.rows import estimate_sampler
@@ -198,7 +198,7 @@ def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str 
             placed, machine = _place(limited, hardware)
             cells.append(search.largest(placed, machine))
         rows.append((amount or f"{machine.host_limits[0].name}", cells))
-    shape = f"{run.rows_per_step} rows of {run.max_length:,} tokens"
+    shape = f"{counted(run.rows_per_step, 'row')} of {run.max_length:,} tokens"
     return LargestTable(machine.name, shape, rows)
 
 
@@ -258,9 +258,9 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="auto, cpu, cuda or cuda:N; or another machine: a profile written by doctor, or one of "
+            help="auto, cpu, cuda or cuda:N; or another machine: one of "
             + ", ".join(published())
-            + "."
+            + ", or a profile in a file, MACHINE.json (docs/planning.md)."
         ),
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory that the run may use, such as 512GiB.")] = None,

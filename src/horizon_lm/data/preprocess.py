@@ -16,6 +16,7 @@ from horizon_lm.data.sources import Source, digest, open_source, progress_bars
 from horizon_lm.data.token_dataset import Part, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import DataError
+from horizon_lm.quantities import counted
 
 _CACHE_VERSION = 6  # version of the cached tables; increase it when their content changes
 _MAX_PROBLEMS_SHOWN = 5  # maximum number of problems listed in one error
@@ -160,9 +161,9 @@ def pack_rows(rows: TokenTable, options: PreprocessConfig) -> TokenTable:
 def summary(rows: TokenTable, packed: TokenTable) -> str:
     """Describe the number of rows, tokens and targets in one line."""
     tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
-    count = f"{len(rows):,} rows" if packed is rows else f"{len(rows):,} rows in {len(packed):,} packed rows"
+    count = counted(len(rows), "row") + ("" if packed is rows else f" in {counted(len(packed), 'packed row')}")
     if left_out := sum(len(part.table) - len(part) for part in packed.parts) if packed is not rows else 0:
-        count += f" ({left_out:,} more have no token to train on)"
+        count += f" ({left_out:,} more without a token to train on)"
     return f"{count}, {tokens:,} tokens, {targets:,} trained on ({targets / max(1, tokens):.0%})"
 
 

@@ -16,7 +16,7 @@ from horizon_lm.device.cuda_link import LINK_SCRATCH_BYTES, CudaLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import Link
 from horizon_lm.errors import ConfigError, PageLockWarning
-from horizon_lm.quantities import format_bytes
+from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.store.store import Arena
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -44,7 +44,9 @@ class CudaDevice(StreamDevice):
         index = torch.device(name).index
         torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         if torch_device.index >= torch.cuda.device_count():
-            raise ConfigError(f"device is {name!r}, but torch finds only {torch.cuda.device_count()} CUDA devices")
+            raise ConfigError(
+                f"device is {name!r}, but torch finds only {counted(torch.cuda.device_count(), 'CUDA device')}"
+            )
         super().__init__(name, torch_device, capacity, host_threads)
         _let_segments_expand()
         self.registration_error: str | None = None

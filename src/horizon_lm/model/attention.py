@@ -19,7 +19,7 @@ import torch
 from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
 from horizon_lm.model.compiling import mark_varying
 from horizon_lm.model.segment_attention import Offsets, causal, segment_attention, visible
-from horizon_lm.quantities import format_bytes
+from horizon_lm.quantities import counted, format_bytes
 
 NAME = "varlen"
 LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T): a boolean mask for a single row of 32k tokens
@@ -129,7 +129,7 @@ def large_mask(
     if implementation == "sdpa" and not windowed and not segmented():
         return None  # plain causal attention needs no mask
     return (
-        f"attn_implementation={implementation!r} makes a mask of {format_bytes(num_bytes)} for {rows} rows of {length} "
+        f"attn_implementation={implementation!r} makes a mask of {format_bytes(num_bytes)} for {counted(rows, 'row')} of {length} "
         f"tokens; the limit is {format_bytes(LARGEST_MASK)}. Choose 'varlen' or 'flash_attention_2', which need no mask, if "
         "the model supports them; otherwise use shorter rows, or fewer of them per step."
     )

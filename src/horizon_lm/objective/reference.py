@@ -134,8 +134,7 @@ class ReferenceCache:
         kept = PairFile(file, len(rows), key)
         if kept.num_altered:
             self._say(
-                f"reference: {kept.num_altered:,} of {len(rows):,} rows in {file} are corrupted and will be computed "
-                "again"
+                f"reference: corrupted rows in {file}, which will be computed again: {kept.num_altered:,} of {len(rows):,}"
             )
         self._compute(kept, rows, batch_size, advance)
         if not np.isfinite(kept.values).all():

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning
 from horizon_lm.kernels.gradients import squared_norm_kernel
+from horizon_lm.quantities import counted
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
 from horizon_lm.store.store import UnitSlabs, as_array
 
@@ -59,7 +60,7 @@ class SkippedSteps:
             raise NonFiniteError(f"{reason}; the weights are unchanged. {REMEDY}")
         if self._num_consecutive == self._limit:
             raise NonFiniteError(
-                f"{reason}, and the {self._limit} steps before it were skipped already, the limit of max_consecutive_skips; "
+                f"{reason}, after {counted(self._limit, 'skipped step')} in a row, the limit of max_consecutive_skips; "
                 f"the weights are unchanged. {REMEDY}"
             )
         self.num += 1

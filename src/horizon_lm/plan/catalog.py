@@ -93,9 +93,14 @@ def read_profile(path: Path) -> Hardware:
 
 
 def parse_profile(content: Any, place: str) -> Hardware:
-    """Return the profile in a parsed JSON document; raise ConfigError if a field is missing, unknown or invalid."""
+    """Return the profile in a parsed JSON document; raise ConfigError if a field is missing, unknown or invalid.
+
+    Fields that are missing beside ``base``, the name of a published profile, are taken from that profile.
+    """
     hints = get_type_hints(Hardware)
     names = [each.name for each in fields(Hardware)]
+    if isinstance(content, dict) and "base" in content:
+        content = _extend_base(content, place)
     if not isinstance(content, dict) or (unknown := content.keys() - set(names)):
         what = f"{sorted(unknown)[0]} is not a field" if isinstance(content, dict) else "not a JSON object"
         raise ConfigError(f"{place}: {what}; a profile has {', '.join(names)}")
@@ -105,7 +110,17 @@ def parse_profile(content: Any, place: str) -> Hardware:
                 raise ConfigError(f"{place}: {name} is missing")
         elif problem := _problem(name, hints[name], content[name]):
             raise ConfigError(f"{place}: {name} is {content[name]!r}; {problem}")
-    return Hardware(**content)
+    return Hardware(**{name: int(value) if hints[name] is int else value for name, value in content.items()})
+
+
+def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a profile's fields over those of the published profile that its field ``base`` names."""
+    base, own = content["base"], {name: value for name, value in content.items() if name != "base"}
+    if not isinstance(base, str) or base not in published():
+        raise ConfigError(f"{place}: base is {base!r}; choose one of {', '.join(published())}")
+    inherited = asdict(published()[base])
+    sources = {name: source for name, source in inherited.pop("sources").items() if name not in own}
+    return {**inherited, "sources": sources, **own}
 
 
 def _problem(name: str, hint: Any, value: Any) -> str:
@@ -151,7 +166,8 @@ def find_profile(name: str) -> Hardware:
     if name.endswith(".json"):
         return read_profile(Path(name).expanduser())
     raise ConfigError(
-        f"device {name!r} is not known; choose one of {', '.join(published())}, or a profile written by horizon-lm doctor"
+        f"device {name!r} is not known; choose one of {', '.join(published())}, or name a file with a profile, "
+        "MACHINE.json (docs/planning.md)"
     )
 
 

@@ -148,10 +148,14 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
 def _describe(residency: Residency, num_blocks: int, why: str) -> str:
     where = "on the device" if residency.boundaries == num_blocks else "in host memory"
     if 0 < residency.boundaries < num_blocks:
-        where = f"of the last {residency.boundaries} of {num_blocks} blocks on the device, the others in host memory"
+        where = f"of the {_last(residency.boundaries)} of {num_blocks} on the device, the others in host memory"
     parts = [f"activation checkpoints {where}"]
     if residency.weights:
-        parts.append(f"weights of the last {residency.weights} blocks resident (loaded once per step)")
+        parts.append(f"weights of the {_last(residency.weights)} resident (loaded once per step)")
     if residency.graphs:
-        parts.append(f"the last {residency.graphs} blocks not recomputed")
+        parts.append(f"the {_last(residency.graphs)} not recomputed")
     return f"{'; '.join(parts)} ({why})"
+
+
+def _last(num_blocks: int) -> str:
+    return "last block" if num_blocks == 1 else f"last {num_blocks} blocks"

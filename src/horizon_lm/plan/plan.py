@@ -12,7 +12,7 @@ from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.request import Budget, Item, Limit, Machine, Request
 from horizon_lm.plan.step import Step
 from horizon_lm.plan.step_time import StepTime, staged, step_time
-from horizon_lm.quantities import format_bytes
+from horizon_lm.quantities import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def _device_items(step: Step, use: DeviceUse) -> list[Item]:
     residency, settings = step.settings.residency, step.settings
     rows = settings.slices[0]
     named = [Item(*_named(kind, num_bytes)) for kind, num_bytes in use.buffers.items()]
-    stay = f"inputs of {step.staying} blocks, {format_bytes(step.boundary)} each"
+    stay = f"inputs of {counted(step.staying, 'block')}, {format_bytes(step.boundary)} each"
     return [
         *named,
         *([Item("activation checkpoints", use.checkpoints, stay)] if use.checkpoints else []),
@@ -184,7 +184,7 @@ def _device_items(step: Step, use: DeviceUse) -> list[Item]:
             "activations and head workspace",
             use.activations,
             f"peak, {rows} × {step.outline.length:,} tokens in a block"
-            + (f", {residency.graphs} resident graphs" if residency.graphs else "")
+            + (f", {counted(residency.graphs, 'resident graph')}" if residency.graphs else "")
             + (f", logits of {settings.head_chunk_tokens:,} tokens" if settings.chunked_head else ", all logits"),
         ),
         Item("masks and positions", use.shared, f"for {step.outline.attention} attention"),

@@ -12,16 +12,10 @@ from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.remedies import Remedy, smallest
 from horizon_lm.plan.request import Budget
 from horizon_lm.plan.step_time import StepTime
-from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.quantities import counted, format_bytes, format_seconds
+from horizon_lm.schedule.ops import CAUSE_TITLES, STREAM_TITLES
 from horizon_lm.schedule.trace import write_chrome
 
-_CAUSES = {
-    "copy_in": "host-to-device copies",
-    "copy_out": "device-to-host copies",
-    "update": "optimizer",
-    "compute": "compute",
-    "host": "host",
-}
 _TITLES = {
     "host": "host memory",
     "device": "device memory",
@@ -37,7 +31,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     outline, request = plan.step.outline, plan.request
     active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.sizes.num_parameters else ""
     yield (
-        f"{outline.name}: {_billions(outline.sizes.num_parameters)} parameters{active} in {outline.num_blocks} blocks; "
+        f"{outline.name}: {_billions(outline.sizes.num_parameters)} parameters{active} in {counted(outline.num_blocks, 'block')}; "
         f"{request.precision}, {request.rows} × {outline.length:,} tokens per step"
     )
     yield f"on {plan.machine.name}"
@@ -79,15 +73,17 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     yield f"time, simulated with the rates of {hardware.name}"
     yield (
         f"  {_seconds(time.seconds)}/step, {time.tokens_per_second:,.0f} tokens/s, {time.model_tflops:,.1f} model TFLOP/s; "
-        f"bottleneck: {_CAUSES[time.limited_by]}"
+        f"bottleneck: {CAUSE_TITLES[time.limited_by]}"
     )
     stalls = ", ".join(
-        f"{_CAUSES[cause]} {_seconds(s)}" for cause, s in time.exposed_seconds.items() if s > 5e-4 * time.seconds
+        f"{CAUSE_TITLES[cause]} {_seconds(s)}" for cause, s in time.exposed_seconds.items() if s > 5e-4 * time.seconds
     )
     yield f"  compute stalls: {stalls or 'none'}"
-    yield "  stream utilization: " + ", ".join(f"{stream} {share:.0%}" for stream, share in time.busy.items())
+    yield "  stream utilization: " + ", ".join(
+        f"{title} {time.busy.get(stream, 0):.0%}" for stream, title in STREAM_TITLES.items()
+    )
     for what, tokens in time.hidden_from_tokens.items():
-        yield f"  {_CAUSES[what]} fully overlapped from {tokens:,} tokens/step; this run has {plan.step.tokens:,}"
+        yield f"  {CAUSE_TITLES[what]} fully overlapped from {tokens:,} tokens/step; this run has {plan.step.tokens:,}"
     if plan.load_seconds is not None:
         yield f"  loading the weights: {format_seconds(plan.load_seconds)}"
     if plan.run_seconds is not None:
@@ -105,7 +101,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
             )
     if plan.time is not None and plan.run_seconds is not None:
         yield (
-            f"expected: {_seconds(plan.time.seconds)}/step, bottleneck: {_CAUSES[plan.time.limited_by]}; "
+            f"expected: {_seconds(plan.time.seconds)}/step, bottleneck: {CAUSE_TITLES[plan.time.limited_by]}; "
             f"{format_seconds(plan.run_seconds)} for all steps, without evaluation, sample prompts and exports"
         )
 

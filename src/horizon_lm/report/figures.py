@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from horizon_lm.quantities import format_bytes
 from horizon_lm.report.run_files import MetricsFile, Place, Plan
 from horizon_lm.report.trace_file import Part
-from horizon_lm.schedule.ops import Kind, Stream
+from horizon_lm.schedule.ops import STREAM_TITLES, Kind
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -35,12 +35,6 @@ KINDS = {
     Kind.UPDATE_ROWS: "#8d7518",
 }
 
-STREAMS = {
-    Stream.COPY_IN: "host-to-device",
-    Stream.COMPUTE: "compute",
-    Stream.COPY_OUT: "device-to-host",
-    Stream.HOST: "host",
-}
 NOT_FROM_ZERO = "axis not from 0"
 
 
@@ -296,7 +290,7 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
         subplot_titles=[view.title for view in views],
     )  # fmt: skip
     figure.update_annotations(x=0, xanchor="left", font={"size": 14})
-    rows = {stream: row for row, stream in enumerate(STREAMS)}
+    rows = {stream: row for row, stream in enumerate(STREAM_TITLES)}
     in_legend = set()
     for number, view in enumerate(views, start=1):
         for kind, colour in KINDS.items():
@@ -318,7 +312,7 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
         figure.add_vline(view.seconds / unit, row=number, col=1, line={"color": MUTED, "dash": "dot", "width": 1.5})
     figure.update_layout(barmode="overlay", bargap=0.2)
     figure.update_yaxes(
-        tickvals=list(rows.values()), ticktext=list(STREAMS.values()), range=[len(rows) - 0.5, -0.5], fixedrange=True,
+        tickvals=list(rows.values()), ticktext=list(STREAM_TITLES.values()), range=[len(rows) - 0.5, -0.5], fixedrange=True,
         showgrid=False,
     )  # fmt: skip
     figure.update_xaxes(range=[0, longest * 1.01 / unit])

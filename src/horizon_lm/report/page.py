@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError
-from horizon_lm.quantities import format_bytes
+from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.report import run_files
 from horizon_lm.report.figures import (
     DARK,
@@ -202,7 +202,7 @@ def _about(run: Run) -> tuple[str, str]:
         model_name, precision = model.name, run.plan.run.precision
         active = "" if model.active_parameters == model.parameters else f", {count(model.active_parameters)} active"
         facts.append(f"{count(model.parameters)} parameters{active}")
-        facts.append(f"{model.num_blocks} blocks")
+        facts.append(counted(model.num_blocks, "block"))
         facts.append(f"{run.plan.run.rows} × {run.plan.run.length:,} tokens a step")
     if precision is not None:
         facts.append(str(precision))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from statistics import median
 
-from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.quantities import counted, format_bytes, format_seconds
 from horizon_lm.report.run_files import Run
 
 
@@ -61,7 +61,7 @@ def _losses(run: Run) -> list[Statistic]:
             statistics.append(Statistic("Eval loss", f"{first.eval_loss:.4f}", f"step {first.step:,}"))
         else:
             value = f"{first.eval_loss:.4g} → {last.eval_loss:.4g}"
-            statistics.append(Statistic("Eval loss", value, f"before → after {last.step:,} steps"))
+            statistics.append(Statistic("Eval loss", value, f"before → after {counted(last.step, 'step')}"))
     return statistics
 
 

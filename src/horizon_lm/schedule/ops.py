@@ -27,6 +27,24 @@ class Stream(_Word):
     DISK = "disk"  # the writers of a checkpoint
 
 
+STREAM_TITLES = {
+    Stream.COPY_IN: "host-to-device",
+    Stream.COMPUTE: "compute",
+    Stream.COPY_OUT: "device-to-host",
+    Stream.HOST: "host",
+}
+"""Names of the streams in plans and reports."""
+
+CAUSE_TITLES = {
+    "copy_in": "host-to-device copies",
+    "copy_out": "device-to-host copies",
+    "update": "optimizer",
+    "compute": "compute",
+    "host": "host",
+}
+"""Names of what limits or stalls a step, in plans and reports."""
+
+
 class Kind(_Word):
     """The kinds of operations."""
 

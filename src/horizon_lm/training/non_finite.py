@@ -8,6 +8,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.errors import NonFiniteError, NonFiniteWarning
 from horizon_lm.objective.base import Loss
+from horizon_lm.quantities import counted
 from horizon_lm.training.metrics import Reporter
 from horizon_lm.training.run_dir import RunDir
 
@@ -32,7 +33,9 @@ def update(optimizer: Any, step: int, batch: Batch, config: RunConfig, run_dir: 
             raise NonFiniteError(f"{error} Rows of this step: {_places(batch)}") from error
         problem = "the gradient is not finite"
         if config.non_finite == "skip":
-            problem += f", and {config.max_consecutive_skips} steps before it were skipped (max_consecutive_skips)"
+            problem += (
+                f", after {counted(config.max_consecutive_skips or 0, 'skipped step')} in a row (max_consecutive_skips)"
+            )
         raise NonFiniteError(_message(problem, step, batch, run_dir)) from error
     if optimizer.num_skipped > skipped:
         reporter.print(f"step {step}: skipped, because the gradient is not finite. Its rows: {_places(batch)}")

@@ -15,6 +15,7 @@ from horizon_lm.data.preprocess import PreprocessConfig, Report, cut_rows, pack_
 from horizon_lm.data.sources import open_source
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError
+from horizon_lm.quantities import counted
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def load_data(config: RunConfig, tokenizer: Any) -> RunData:
 def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
     number = int(size) if size >= 1 else math.ceil(size * len(rows))
     if number >= len(rows):
-        raise ConfigError(f"test_split_size is {size:g}, but there are only {len(rows)} rows; set a smaller number")
+        raise ConfigError(
+            f"test_split_size is {size:g}, but the dataset has only {counted(len(rows), 'row')}; set a smaller number"
+        )
     held_out = np.zeros(len(rows), dtype=bool)
     held_out[np.random.default_rng((seed, 0)).permutation(len(rows))[:number]] = True
     return rows.split(held_out)

@@ -162,7 +162,7 @@ class RunDir:
         early = f"stopped by a callback after step {steps_done} of {num_steps}\n" if steps_done < num_steps else ""
         skipped = ""
         if num_skipped:
-            skipped = f"{num_skipped} of {steps_done} steps were skipped, because their gradient was not finite"
+            skipped = f"steps skipped because their gradient was not finite: {num_skipped} of {steps_done}"
             skipped += "; the model is unchanged\n" if num_skipped == steps_done else "\n"
         return (
             f"{early}{skipped}{warning}\nThe trained model is in {self.model_dir}. Try it:\n"

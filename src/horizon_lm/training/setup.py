@@ -14,6 +14,7 @@ from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarni
 from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.residency import ExpectedBatch
+from horizon_lm.quantities import counted
 from horizon_lm.streaming_options import StreamingOptions
 from horizon_lm.training.metrics import Reporter
 from horizon_lm.training.rows import RunData
@@ -28,7 +29,9 @@ def choose_device(name: str) -> str:
     if name != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but torch finds no CUDA device; use cpu, or auto")
     if name != "cpu" and (torch.device(name).index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device is {name!r}, but there are only {torch.cuda.device_count()} CUDA devices")
+        raise ConfigError(
+            f"device is {name!r}, but torch finds only {counted(torch.cuda.device_count(), 'CUDA device')}"
+        )
     return name
 
 
@@ -284,5 +287,5 @@ def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: Ru
     objectives.training(model, batch).value.backward()
     model.zero_grad()
     reporter.print(
-        f"check_gradients: on this device, {config.check_gradients} blocks have the gradients of plain autograd"
+        f"check_gradients: the gradients of {counted(config.check_gradients, 'block')} equal those of plain autograd on this device"
     )
