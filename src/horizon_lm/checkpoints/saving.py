@@ -88,13 +88,15 @@ class Saving:
         """True once the checkpoint is on disk, or could not be written."""
         return self._done.is_set()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the checkpoint is on disk. Return false if the timeout came first, and raise the error if it failed."""
-        if not self._done.wait(timeout):
-            return False
+    def wait_until_done(self, timeout: float | None = None) -> bool:
+        """Wait until the checkpoint is on disk or could not be written. Return false if the timeout came first."""
+        return self._done.wait(timeout)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is on disk, and raise the error if it could not be written."""
+        self._done.wait()
         if self.error is not None:
             raise self.error
-        return True
 
 
 class CheckpointWriter:

@@ -139,8 +139,12 @@ class Sampler:
         """Return the indices of the rows in step ``step``, counted from 0."""
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         start = step_of_epoch * self.rows_per_step
+        return self.epoch_order(epoch)[start : start + self.rows_per_step].tolist()
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """Return the indices of the rows of an epoch in order, int (n,). Epochs are counted from 0."""
         weights = self.weights or (1.0,) * len(self._sizes)
-        return _epoch_order(self._sizes, weights, self.seed, epoch)[start : start + self.rows_per_step].tolist()
+        return _epoch_order(self._sizes, weights, self.seed, epoch)
 
 
 def _num_extra(weight: float, size: int) -> int:

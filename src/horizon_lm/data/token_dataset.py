@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
+import xxhash
 
 from horizon_lm.data.sources import digest
 from horizon_lm.data.tokenize import Tokens
@@ -90,6 +91,11 @@ class TokenTable(Sequence[Row]):
         """A hash of the rows and their order."""
         return digest(*(part.fingerprint for part in self._parts))
 
+    @cached_property
+    def content_hash(self) -> str:
+        """A hash of the tokens, targets and segments of all rows in their order, whatever files they come from."""
+        return digest(*(part.content_hash for part in self._parts))
+
     def token_ids(self) -> Iterator[np.ndarray]:
         """Yield all tokens of all rows, in chunks."""
         for part in self._parts:
@@ -140,6 +146,19 @@ class Part:
     def fingerprint(self) -> str:
         """A hash of the rows in use and their order."""
         return digest(self.table._fingerprint, hashlib.sha256(self.indices.tobytes()).hexdigest())
+
+    @property
+    def content_hash(self) -> str:
+        """A hash of the tokens, targets and segments of the rows in use and of their order."""
+        content = xxhash.xxh3_128(self.indices.astype(np.int64))
+        for name in (*self._id_columns, "trained", "rejected_trained", "seq_lengths"):
+            if name in self.table.column_names:
+                content.update(name.encode())
+                for chunk in self.table.data.column(name).chunks:
+                    content.update(np.ascontiguousarray(chunk.value_lengths().to_numpy(zero_copy_only=False), np.int64))
+                for chunk in self.table.data.column(name).chunks:
+                    content.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)))
+        return content.hexdigest()
 
     def select(self, indices: np.ndarray) -> "Part":
         """Return a part with a different set of rows in use."""

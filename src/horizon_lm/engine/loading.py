@@ -210,6 +210,38 @@ def from_pretrained(
         ConfigError: an argument or the folder is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
+    return _open(model_name_or_path, device, precision, gguf_file, trust_remote_code, subfolder, config, options)
+
+
+def open_without_weights(
+    model_name_or_path: str | Path,
+    device: str | Device = "auto",
+    precision: str | None = None,
+    *,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Any:
+    """Return a streamed model like `from_pretrained`, whose weights are not read: a checkpoint will restore them.
+
+    Weights of a GGUF file are read all the same, because transformers opens such a file only as a whole.
+    """
+    return _open(
+        model_name_or_path, device, precision, gguf_file, trust_remote_code, "", None, options, reads_weights=False
+    )
+
+
+def _open(
+    model_name_or_path: str | Path,
+    device: str | Device,
+    precision: str | None,
+    gguf_file: str | None,
+    trust_remote_code: bool,
+    subfolder: str,
+    config: Any,
+    options: dict[str, Any],
+    reads_weights: bool = True,
+) -> Any:
     precision = read_precision(precision, options)
     folder = hub.local_folder(model_name_or_path, **download_arguments(options)) / subfolder
     config = hub.load_config(folder, trust_remote_code) if config is None and gguf_file is None else config
@@ -224,7 +256,8 @@ def from_pretrained(
         folder, config, trust_remote_code=trust_remote_code, attn_implementation=settings.attn_implementation
     )
     parts, store = _with_store(model, settings)
-    load_weights(parts, store, Checkpoint(folder))
+    if reads_weights:
+        load_weights(parts, store, Checkpoint(folder))
     return settings.attach(parts, store)
 
 

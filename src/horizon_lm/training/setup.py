@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +106,11 @@ def check_weights(config: RunConfig) -> list[str]:
     return check_folder(hub.skeleton_of(model_config, str(folder), **options), folder)
 
 
-def load_model(config: RunConfig) -> Any:
+def load_model(config: RunConfig, reads_weights: bool = True) -> Any:
     """Load the streamed model of a run in training mode. Warnings already returned by `check_weights` are
     not repeated.
+
+    Without ``reads_weights``, the weights are left for a checkpoint to restore.
     """
     import transformers
 
@@ -118,7 +120,7 @@ def load_model(config: RunConfig) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
-        model = _open(config)
+        model = _open(config, reads_weights)
     freeze(model, config.trainable)
     # Evaluation mode makes a model train without dropout and changes nothing else.
     return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
@@ -130,10 +132,11 @@ def reserve_buffers(model: Any, plan: Plan) -> None:
     model._horizon.engine.expect(batch)
 
 
-def _open(config: RunConfig) -> Any:
-    import horizon_lm
+def _open(config: RunConfig, reads_weights: bool) -> Any:
+    from horizon_lm.engine import loading
 
-    return horizon_lm.from_pretrained(
+    opened = loading.from_pretrained if reads_weights else loading.open_without_weights
+    return opened(
         config.model_name_or_path,
         device=choose_device(config.device),
         **StreamingOptions.of(config),
@@ -207,10 +210,12 @@ class Objectives:
     Attributes:
         training: the objective of the training rows.
         eval_sets: the objective of each eval set, by name.
+        reference: log-probabilities of DPO's reference, float32 (n, 2), by the content hash of their rows.
     """
 
     training: Objective
     eval_sets: Mapping[str, Objective]
+    reference: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def require_callable(custom_loss: Any) -> None:
@@ -223,7 +228,12 @@ def require_callable(custom_loss: Any) -> None:
 
 
 def make_objectives(
-    config: RunConfig, model: Any, data: RunData, reporter: Reporter, custom_loss: Callable[..., Any] | None = None
+    config: RunConfig,
+    model: Any,
+    data: RunData,
+    reporter: Reporter,
+    custom_loss: Callable[..., Any] | None = None,
+    reference: Mapping[str, torch.Tensor] | None = None,
 ) -> Objectives:
     """Return the objectives of a run. For DPO, compute the reference with ``model`` before it is trained.
 
@@ -233,9 +243,10 @@ def make_objectives(
         data: the rows.
         reporter: reporter that shows the progress of the reference.
         custom_loss: a user's function to train with, as for `CustomObjective`.
+        reference: DPO's reference from a checkpoint; None to compute it.
     """
     if isinstance(config, DpoConfig):
-        return _dpo_objectives(config, model, data, reporter, custom_loss)
+        return _dpo_objectives(config, model, data, reporter, custom_loss, reference)
     from horizon_lm.objective import sft
 
     training = CustomObjective(custom_loss) if custom_loss else _token_objective(config)
@@ -254,25 +265,48 @@ def _token_objective(config: RunConfig) -> Objective:
 
 
 def _dpo_objectives(
-    config: DpoConfig, model: Any, data: RunData, reporter: Reporter, custom_loss: Callable[..., Any] | None
+    config: DpoConfig,
+    model: Any,
+    data: RunData,
+    reporter: Reporter,
+    custom_loss: Callable[..., Any] | None,
+    saved: Mapping[str, torch.Tensor] | None,
 ) -> Objectives:
     from horizon_lm.objective.dpo import Dpo
     from horizon_lm.objective.reference import ReferenceCache, lookup
 
-    cache = ReferenceCache(model, reporter.print)
+    cache = ReferenceCache(model, reporter.print) if saved is None else None
+    values: dict[str, torch.Tensor] = {}
+
+    def reference(name: str, rows: TokenTable, batch_size: int) -> np.ndarray:
+        if cache is None:
+            return _saved_reference(saved or {}, name, rows)
+        with reporter.progress(f"reference of {name}") as advance:
+            return cache.logprobs(rows, batch_size, advance)
 
     def objective_of(name: str, rows: TokenTable, batch_size: int) -> Objective:
-        with reporter.progress(f"reference of {name}") as advance:
-            return Dpo(config, lookup(cache.logprobs(rows, batch_size, advance)))
+        found = reference(name, rows, batch_size)
+        values[rows.content_hash] = torch.from_numpy(found)
+        return Dpo(config, lookup(found))
 
-    if cache.problem:
+    if cache is not None and cache.problem:
         reporter.print(f"reference: {cache.problem}, so the next run will compute it again")
     if custom_loss:
         training: Objective = CustomObjective(custom_loss)
     else:
         training = objective_of("training data", data.training.packed, config.reference_batch_size)
     size = config.per_device_eval_batch_size
-    return Objectives(training, {name: objective_of(name, rows, size) for name, rows in data.eval_sets.items()})
+    eval_sets = {name: objective_of(name, rows, size) for name, rows in data.eval_sets.items()}
+    return Objectives(training, eval_sets, values)
+
+
+def _saved_reference(saved: Mapping[str, torch.Tensor], name: str, rows: TokenTable) -> np.ndarray:
+    """Return the reference of some rows from a checkpoint, whose weights are not those of the reference any more."""
+    if rows.content_hash not in saved:
+        raise ConfigError(
+            f"the rows of {name} are not in the checkpoint, so it has no reference for them; resume with the same rows"
+        )
+    return saved[rows.content_hash].numpy()
 
 
 def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: RunConfig, reporter: Reporter) -> None:
