@@ -514,7 +514,7 @@ def test_speed_excludes_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
         step=SimpleNamespace(outline=outline, tokens=1), time=None, buffers=SimpleNamespace(num_bytes=1),
         host=SimpleNamespace(num_bytes=1),
     )  # fmt: skip
-    measured = metrics.Metrics(10, 5, plan)
+    measured = metrics.Metrics(10, 5, plan, micro_batch_rows=2)
     batch = SimpleNamespace(places=("",) * 2, num_trained=6, num_tokens=8)
     clock[0] = 1.0
     with measured.exclude_from_timing():

@@ -105,6 +105,10 @@ def assert_same(
         assert line["grad_norm"] == pytest.approx(log["grad_norm"], rel=2e-3), line["step"]
         assert line["learning_rate"] == pytest.approx(log["learning_rate"], rel=1e-6)
         assert line["num_tokens"] == log["num_tokens"]
+        assert line["entropy"] == pytest.approx(log["entropy"], rel=1e-3), line["step"]
+        # Rounding may decide between two tokens that are equally likely.
+        assert line["mean_token_accuracy"] == pytest.approx(log["mean_token_accuracy"], abs=5e-3), line["step"]
+    assert len({line["mean_token_accuracy"] for line in lines}) > 2
     clipped = sum(line["grad_norm"] > max_grad_norm for line in lines)
     assert clipped > STEPS / 2
     for name, param in theirs.named_parameters():
@@ -147,6 +151,35 @@ def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool, max
     lines, ours = run_ours(folder, tmp_path, monkeypatch, rows_file, order, max_length=max_length, packing=packing)
     assert count < STEPS * 8  # an epoch ends during the run
     assert_same(model, trainer.state.log_history, ours, lines, folder, SHARED["max_grad_norm"])
+
+
+def test_sft_evaluation(tmp_path: Path) -> None:
+    """Metrics of tokens are means over batches of different sizes."""
+    from trl import SFTConfig, SFTTrainer
+
+    folder = tiny.save_model(tmp_path / "model", tiny.CHATML_WITH_MARKS)
+    rows = conversations(29)
+    rows_file = tiny.write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = trl_options(tmp_path, 256) | {"per_device_eval_batch_size": 4}
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=SFTConfig(**options, assistant_only_loss=True),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
+    theirs = trainer.evaluate()
+    theirs |= trainer.state.log_history[-1]
+    run = {
+        "model_name_or_path": str(folder), "datasets": str(rows_file), "eval_datasets": str(rows_file), "device": "cpu",
+        "output_dir": str(tmp_path / "run"), "precision": "float32", **SHARED, "max_steps": 1, "max_length": 256,
+        "per_device_eval_batch_size": 4,
+    }  # fmt: skip
+    result = train(run, print_fn=lambda text: None)
+    ours = json.loads((result.output_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert ours["step"] == 0
+    for name in ("eval_entropy", "eval_mean_token_accuracy"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
 
 
 def preferences(count: int) -> list[dict[str, Any]]:

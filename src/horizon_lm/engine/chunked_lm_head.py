@@ -21,6 +21,7 @@ from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.device.base import send
 from horizon_lm.engine.lm_head import LmHead
 from horizon_lm.engine.recompute import RecomputeContext, no_autocast_cache
+from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.functional import in_place
 from horizon_lm.model.head_path import ChunkedPath
@@ -282,12 +283,21 @@ class ChunkedRun(ABC):
         owner: the chunked head.
         inputs: labels and the like.
         options: further arguments of the model's forward method.
+        statistics: collects statistics of the tokens in the forward pass; None for none.
     """
 
-    def __init__(self, owner: ChunkedLmHead, inputs: LossInputs, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        owner: ChunkedLmHead,
+        inputs: LossInputs,
+        options: dict[str, Any],
+        statistics: TokenStatistics | None = None,
+    ) -> None:
         self.owner, self.engine, self.inputs, self.forward_state = owner, owner.engine, inputs, owner.engine.recording
         self.outer_names = owner.outer_names()
-        self._options = options
+        self._options, self.statistics = options, statistics
+        if statistics is not None:
+            statistics.begin(inputs.labels)
         self.context = RecomputeContext(self.engine.device.torch_device.type)
 
     @abstractmethod

@@ -10,6 +10,7 @@ import torch
 
 from horizon_lm.engine.chunked_lm_head import ChunkedLmHead, ChunkedRun, Grads, LossInputs
 from horizon_lm.engine.recompute import no_autocast_cache
+from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.functional import logprobs_of_logits
 from horizon_lm.schedule.ops import HEAD, Kind
@@ -35,6 +36,7 @@ class LossRun(ChunkedRun):
                 self.engine.head_buffer.take(forward_state)
             else:
                 loss = self._loss(hidden, outer)
+            self.statistics = None  # the backward may compute the chunks again
             self.engine.device.poison(self.engine.memory.head_weights[0])
         return (loss,)
 
@@ -86,9 +88,13 @@ class LossRun(ChunkedRun):
     ) -> torch.Tensor:  # fmt: skip
         """Return the loss of the tokens at these positions (N,), from their hidden states (N, H)."""
         target = self.inputs.labels.reshape(-1)[index][None]  # (1, N)
-        return self.call_model(
+        output = self.call_model(
             hidden, outer, grads, first, labels=target, shift_labels=target, num_items_in_batch=self.inputs.num_items
-        ).loss
+        )
+        if self.statistics is not None:
+            # Before the backward, which needs more memory than the logits that are kept alive here.
+            self.statistics.add(index, output.logits[0])
+        return output.loss  # type: ignore[no-any-return]
 
 
 class TokenLogprobs(NamedTuple):
@@ -150,8 +156,9 @@ class LogprobRun(ChunkedRun):
         options: dict[str, Any],
         temperature: float,
         names: Sequence[str],
+        statistics: TokenStatistics | None = None,
     ) -> None:
-        super().__init__(owner, inputs, options)
+        super().__init__(owner, inputs, options, statistics)
         self._temperature, self._names = temperature, names
 
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -162,6 +169,7 @@ class LogprobRun(ChunkedRun):
                 parts = self._chunk_values(flat[index], index, self._names, outer)
                 for whole, part in zip(values, parts, strict=True):
                     whole[index] = part  # (B * T,) at (N,)
+            self.statistics = None
             self.engine.device.poison(self.engine.memory.head_weights[0])
         return tuple(values)
 
@@ -185,4 +193,6 @@ class LogprobRun(ChunkedRun):
     ) -> list[torch.Tensor]:  # fmt: skip
         """Return the named values (N,) of the tokens at these positions (N,), from their hidden states (N, H)."""
         logits = self.call_model(hidden, outer, grads, first).logits[0]  # (N, V)
+        if self.statistics is not None:
+            self.statistics.add(index, logits)
         return logprobs_of_logits(logits, self.inputs.labels.reshape(-1)[index], self._temperature, names)

@@ -26,6 +26,7 @@ from horizon_lm.engine.micro_batches import ProbeDoneError
 from horizon_lm.engine.outer import OuterParameters
 from horizon_lm.engine.parameters import StandIn
 from horizon_lm.engine.residency_planner import ResidencyPlanner
+from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.errors import MissingLogitsError, StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.block_template import Structure, has_foreign_hooks
@@ -69,6 +70,7 @@ class ModelForward:
         self.blocks.probe_rows = _weakly(self._probe_rows)
         self.chunked = ChunkedLmHead(self.head, path, _weakly(self._call_model)) if path is not None else None
         self.planner = ResidencyPlanner(engine)
+        self.statistics: TokenStatistics | None = None  # collects those of each forward pass with labels
         self._call: dict[str, Any] = {}  # arguments of the running forward pass, for a row probe
         self._replaced = self._replace_forwards(parts)
         inside = {id(module) for block in parts.blocks for module in block.modules()}
@@ -151,9 +153,14 @@ class ModelForward:
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(args, kwargs)
         call = self._bind(args, kwargs)
-        if not self._is_chunked(call) or (call.get("labels") is None and call.get("shift_labels") is None):
-            return self._run(call, self._whole_forward, head_grads=False)
-        inputs = LossInputs.of(call, self.engine.device.torch_device)
+        device = self.engine.device.torch_device
+        has_labels = call.get("labels") is not None or call.get("shift_labels") is not None
+        if not self._is_chunked(call) or not has_labels:
+            output = self._run(call, self._whole_forward, head_grads=False)
+            if self.statistics is not None and has_labels:
+                self._add_statistics(output.logits, LossInputs.of(dict(call), device))
+            return output
+        inputs = LossInputs.of(call, device)
         return self._run(call, lambda call, outer: self._loss_forward(call, outer, inputs), head_grads=True)
 
     def token_logprobs(self, kwargs: dict[str, Any], temperature: float, names: Sequence[str]) -> TokenLogprobs:
@@ -174,11 +181,19 @@ class ModelForward:
             )
         output = self._run(call, self._whole_forward, head_grads=False)
         logits = output.logits  # (B, T, V)
+        if self.statistics is not None:
+            self._add_statistics(logits, inputs)
         labels = inputs.labels.reshape(-1)[inputs.trained]
         values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, temperature, names)
         zeros = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
         by_token = [zeros.index_put((inputs.trained,), value) for value in values]  # (B * T,) each
         return _by_name(names, by_token, inputs.labels.shape, self._aux_loss(output))
+
+    def _add_statistics(self, logits: torch.Tensor, inputs: LossInputs) -> None:
+        """Collect the statistics of a batch whose logits (B, T, V) were computed as a whole."""
+        assert self.statistics is not None
+        self.statistics.begin(inputs.labels)
+        self.statistics.add_batch(inputs.trained, logits)
 
     def _is_chunked(self, call: dict[str, Any]) -> bool:
         """Return whether the loss is computed in chunks.
@@ -347,7 +362,7 @@ class ModelForward:
         unlabelled = {"labels": ignored, "shift_labels": ignored, "num_items_in_batch": inputs.num_items}
         with self.chunked.without_head(with_norm=self._needs_normed_hidden(call)):
             output = self._whole_forward(call | unlabelled)
-            run = LossRun(self.chunked, inputs, self._head_options(call))
+            run = LossRun(self.chunked, inputs, self._head_options(call), self.statistics)
             (loss,) = self.chunked.compute(run, [outer[name] for name in run.outer_names])
         fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
         result = type(output)(loss=loss + output.loss, logits=MissingLogits(), **fields)
@@ -362,7 +377,7 @@ class ModelForward:
         assert chunked is not None
         with chunked.without_head(with_norm=self._needs_normed_hidden(call)):
             output = self._whole_forward(call)
-            run = LogprobRun(chunked, inputs, self._head_options(call), temperature, names)
+            run = LogprobRun(chunked, inputs, self._head_options(call), temperature, names, self.statistics)
             values = chunked.compute(run, [outer[name] for name in run.outer_names])
         return _by_name(names, values, inputs.labels.shape, self._aux_loss(output))
 

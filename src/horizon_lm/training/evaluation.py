@@ -8,7 +8,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import in_order
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, NonFiniteError, first_line
-from horizon_lm.objective.base import Objective, evaluation_mode
+from horizon_lm.objective.base import Loss, Objective, evaluation_mode
 
 
 class SamplePrompts:
@@ -105,7 +105,7 @@ def evaluate_rows(
     Returns:
         ``eval_loss`` over all rows and the objective's other metrics, prefixed with ``eval_``; with several eval sets
         also the same for each set, prefixed with ``eval_NAME_``. A loss per token adds ``eval_perplexity`` and
-        ``eval_tokens``.
+        ``eval_tokens``. Token metrics are means of the means of batches, as in TRL.
 
     Raises:
         NonFiniteError: a loss is NaN or infinite.
@@ -132,22 +132,24 @@ class _Total:
     def __init__(self) -> None:
         self.loss = self.weight = 0.0
         self.metrics: dict[str, float] = {}
+        self.token_means: dict[str, list[float]] = {}  # of each batch
         self.per_token = True
 
-    def add(self, loss: float, weight: float, metrics: Mapping[str, float], num_trained: int) -> None:
-        self.loss += loss * weight
-        self.weight += weight
-        self.per_token &= weight == num_trained
-        for name, value in metrics.items():
+    def add(self, loss: Loss, num_trained: int) -> None:
+        self.loss += float(loss.value) * loss.weight
+        self.weight += loss.weight
+        self.per_token &= loss.weight == num_trained
+        for name, value in loss.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
+        for name, sums in loss.token_metrics.items():
+            self.token_means.setdefault(name, []).extend(sums.means(len(sums.counts)))
 
 
 def _evaluate_set(total: _Total, model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> Iterator[int]:
     """Add the losses of an eval set to its total, batch by batch; yield the number of rows of each batch."""
     with evaluation_mode(model):
         for batch in in_order(rows, batch_size):
-            loss = objective(model, batch)
-            total.add(float(loss.value), loss.weight, loss.metrics, batch.num_trained)
+            total.add(objective(model, batch), batch.num_trained)
             yield len(batch.places)
 
 
@@ -159,4 +161,7 @@ def _means(totals: Sequence[_Total], prefix: str) -> dict[str, float]:
         line |= {f"{prefix}perplexity": math.exp(min(loss, 700.0)), f"{prefix}tokens": int(weight)}
     for name in totals[0].metrics:
         line[f"{prefix}{name}"] = sum(total.metrics[name] for total in totals) / weight
+    for name in totals[0].token_means:
+        means = [mean for total in totals for mean in total.token_means[name]]
+        line[f"{prefix}{name}"] = sum(means) / len(means)
     return line

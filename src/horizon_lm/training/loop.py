@@ -171,7 +171,7 @@ def train(
         objectives = make_objectives(config, model, data, reporter, objective)
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         optimizer, scheduler = build_optimizer(model, config, num_steps)
-        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan)
+        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan, config.per_device_train_batch_size)
         result = _Loop(
             config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
             metrics,

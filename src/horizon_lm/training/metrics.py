@@ -24,9 +24,11 @@ class Metrics:
         num_steps: steps of the run.
         steps_per_epoch: steps of one epoch.
         plan: the plan of the run, which measured speed and memory are compared with.
+        micro_batch_rows: rows or pairs whose token metrics have a mean of their own, as in TRL.
     """
 
-    def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan) -> None:
+    def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan, micro_batch_rows: int) -> None:
+        self._micro_batch_rows = micro_batch_rows
         self._num_steps, self._steps_per_epoch, self._plan = num_steps, steps_per_epoch, plan
         self._learning_rate = 0.0
         self.first_loss: float | None = None  # of the first and of the last line with a loss
@@ -37,6 +39,7 @@ class Metrics:
         self._window_started, self._excluded_seconds = self.started, 0.0
         self._losses: list[float] = []
         self._sums: dict[str, float] = {}
+        self._token_means: dict[str, list[float]] = {}
         self._weight = 0.0
         self._window_steps = self._window_trained = self._window_total = 0
 
@@ -60,6 +63,8 @@ class Metrics:
             self._weight += loss.weight
             for name, each in loss.metrics.items():
                 self._sums[name] = self._sums.get(name, 0.0) + each
+            for name, sums in loss.token_metrics.items():
+                self._token_means.setdefault(name, []).extend(sums.means(self._micro_batch_rows))
         self._window_steps += 1
         self._rows += len(batch.places)
         self._window_trained += batch.num_trained
@@ -70,6 +75,9 @@ class Metrics:
 
         Returns:
             - ``loss``: mean of the steps' losses, null if all were skipped; likewise the objective's other metrics.
+            - ``entropy``, ``mean_token_accuracy``: as in TRL, means over the targets of each micro-batch of
+              ``per_device_train_batch_size`` rows, and then over micro-batches. The entropy is in nats; the accuracy is the
+              share of targets with the largest logit. For preferences, it is that of the chosen answers.
             - ``grad_norm``: norm of the last applied step before clipping; with ``unit_norms`` also ``grad_norm/UNIT``.
             - ``learning_rate``: rate of the last step. ``steps_skipped``: since the start of the run.
             - ``rows_seen``, ``tokens_trained``, ``tokens_total``: since the start of the run, without padding.
@@ -96,6 +104,7 @@ class Metrics:
             "epoch": round(step / self._steps_per_epoch, 4),
             "loss": loss,
             **{name: total / self._weight for name, total in self._sums.items()},
+            **{name: sum(means) / len(means) for name, means in self._token_means.items()},
             "grad_norm": optimizer.grad_norm,
             **({f"grad_norm/{unit}": norm for unit, norm in optimizer.unit_grad_norms.items()} if unit_norms else {}),
             "steps_skipped": optimizer.num_skipped,
@@ -118,7 +127,7 @@ class Metrics:
             "eta_seconds": round(seconds / self._window_steps * (self._num_steps - step), 1),
         }
         self._window_started, self._excluded_seconds = now, 0.0
-        self._losses, self._sums, self._weight = [], {}, 0.0
+        self._losses, self._sums, self._token_means, self._weight = [], {}, {}, 0.0
         self._window_steps = self._window_trained = self._window_total = 0
         return line
 
@@ -160,8 +169,10 @@ def _slow_note(of_planned: float | None) -> str:
 
 
 def _extra_metrics(line: dict[str, Any], prefix: str) -> str:
-    """Return the objective's most important metrics as text."""
-    labels = {"perplexity": "perplexity", "rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+    """Return the objective's most important metrics as text; for preferences those of pairs, else those of tokens."""
+    labels = {"perplexity": "perplexity", "mean_token_accuracy": "token accuracy", "entropy": "entropy"}
+    if prefix + "rewards/margins" in line:
+        labels = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
     return "".join(
         f"  {label} {_three_digits(line[prefix + key])}" for key, label in labels.items() if prefix + key in line
     )
