@@ -7,7 +7,7 @@ import pytest
 from tokenizers import processors
 
 from horizon_lm.data.chat_template import ChatRenderer
-from horizon_lm.data.checks import audit
+from horizon_lm.data.checks import check_rows
 from horizon_lm.data.conversations import Completion, Conversation, RowError
 from horizon_lm.data.tokenize import ExampleTokenizer
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
@@ -48,7 +48,7 @@ def test_dropped_reasoning_and_tools_are_reported(tmp_path: Path) -> None:
         report.dropped_by_template.count,
         [place.rpartition(":")[2] for place in report.dropped_by_template.places],
     ) == (2, ["2", "3"])
-    findings = "\n".join(map(str, audit(report, build_tokenizer())))
+    findings = "\n".join(map(str, check_rows(report, build_tokenizer())))
     assert "messages, reasoning or tools that the chat template drops: 2 (" in findings
     knowing = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
         "+ message['content'] +", "+ message.get('reasoning_content', '') + message['content'] +"

@@ -172,7 +172,7 @@ class Loader:
         return collate([self.rows[index] for index in indices], indices)
 
 
-def in_order(rows: Sequence[Row], batch_size: int) -> Iterator[Batch]:
+def batches_in_order(rows: Sequence[Row], batch_size: int) -> Iterator[Batch]:
     """Yield batches of all rows once and in order, for evaluation."""
     for start in range(0, len(rows), batch_size):
         indices = range(start, min(start + batch_size, len(rows)))

@@ -130,8 +130,8 @@ class ResidencyPlanner:
         try:
             yield plans
             if plans:
-                self.plan = plans[0] if self.plan is None else self.plan.together_with(plans[0])
-                self._planned = self._planned.together_with(size)
+                self.plan = plans[0] if self.plan is None else self.plan.merge(plans[0])
+                self._planned = self._planned.merge(size)
         finally:
             engine.device.trim()  # the allocator has cached memory in sizes that only the rehearsal needs
             if self.plan is not None:

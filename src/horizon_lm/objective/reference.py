@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_lm.data.loader import Batch, in_order
+from horizon_lm.data.loader import Batch, batches_in_order
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.base import evaluation_mode
@@ -149,7 +149,7 @@ class ReferenceCache:
         if kept.known.all():
             return
         with evaluation_mode(self._model):
-            for batch in in_order(rows, batch_size):
+            for batch in batches_in_order(rows, batch_size):
                 first, stop = batch.rows[0], batch.rows[-1] + 1
                 if not kept.known[first:stop].all():
                     kept.put(first, answer_logprobs(self._model, batch)[0].T.cpu().numpy())

@@ -37,9 +37,9 @@ class BatchSize:
 
     def covers(self, other: "BatchSize") -> bool:
         """Return whether memory planned for this batch suffices for the other batch."""
-        return self.together_with(other) == self
+        return self.merge(other) == self
 
-    def together_with(self, other: "BatchSize") -> "BatchSize":
+    def merge(self, other: "BatchSize") -> "BatchSize":
         """Return the elementwise maximum of both."""
         return BatchSize(*map(max, astuple(self), astuple(other)))
 
@@ -73,7 +73,7 @@ class DevicePlan:
     residency: Residency
     peak: int
 
-    def together_with(self, other: "DevicePlan") -> "DevicePlan":
+    def merge(self, other: "DevicePlan") -> "DevicePlan":
         """Return a plan that suits the batches of both."""
         residency = Residency(*map(min, astuple(self.residency), astuple(other.residency)))
         return DevicePlan(residency, max(self.peak, other.peak))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import RunConfig
-from horizon_lm.config.text import OF_A_RUN, to_yaml
+from horizon_lm.config.text import RUN_CONFIG_HEADER, to_yaml
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.render import write_plan
@@ -58,7 +58,7 @@ class RunDir:
         """Return whether the folder has the settings file of an earlier run."""
         try:
             with (self.path / "config.yaml").open(encoding="utf-8") as stream:
-                return stream.readline().strip() == OF_A_RUN
+                return stream.readline().strip() == RUN_CONFIG_HEADER
         except (OSError, UnicodeDecodeError):
             return False
 
