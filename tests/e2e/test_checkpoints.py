@@ -144,7 +144,9 @@ ENTRY_POINTS = {"from_pretrained": opened, "train": run_command("train"), "plan"
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("name", REJECTED)
-def test_rejected(name: str, entry_point: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_checkpoints_are_rejected(
+    name: str, entry_point: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     edit, message = REJECTED[name]
     edit(folder)
     monkeypatch.setattr(Checkpoint, "read", lambda *args: pytest.fail("weights were read"))
@@ -154,7 +156,7 @@ def test_rejected(name: str, entry_point: str, folder: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("entry_point", ["from_pretrained", "plan"])
 @pytest.mark.parametrize("name", WARNED)
-def test_warned(name: str, entry_point: str, folder: Path) -> None:
+def test_checkpoints_with_extra_tensors_are_warned_about(name: str, entry_point: str, folder: Path) -> None:
     edit, message = WARNED[name]
     edit(folder)
     with pytest.warns(CheckpointWarning, match=f"(?s){message}"):

@@ -92,14 +92,14 @@ class Setting:
 
     @classmethod
     def draw(cls, chosen: random.Random) -> "Setting":
-        held = chosen.choice((0, 0, 1, 3))
+        resident = chosen.choice((0, 0, 1, 3))
         precision = chosen.choice(("float32",) * 4 + ("bf16", "fp32_master"))
         return cls(
             family=chosen.choice(("llama", "llama", "gpt2", "mistral")),
             head=chosen.choice(("whole", "chunked")),
             device=chosen.choice(("cpu", "late", "simulated")),
-            resident_blocks=held,
-            resident_graphs=chosen.choice((0, held)),
+            resident_blocks=resident,
+            resident_graphs=chosen.choice((0, resident)),
             micro_batch=chosen.choice((None, None, 1)),
             ours=chosen.random() < 0.6 or precision == "fp32_master",
             precision=precision,

@@ -564,7 +564,7 @@ def test_tokenized_rows_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt"])
-def test_new_file_with_an_old_time_stamp_is_read_again(tmp_path: Path, name: str) -> None:
+def test_new_file_with_an_old_timestamp_is_read_again(tmp_path: Path, name: str) -> None:
     """Files from tar and rsync have old timestamps."""
     texts = {"rows.jsonl": '{{"text": "{}"}}\n', "rows.csv": "text\n{}\n", "rows.txt": "{}\n"}
     old = 10**18

@@ -375,7 +375,7 @@ def test_data_cannot_end_its_script_element() -> None:
         code("script", "var text = '</SCRIPT>'")
 
 
-def test_page_loads_nothing_from_elsewhere(complete: Path) -> None:
+def test_page_makes_no_external_requests(complete: Path) -> None:
     text = build_page(load_run(complete))
     page = Page(text)
     assert not {name for name, _ in page.attributes} & {"src", "href", "srcset", "action"}

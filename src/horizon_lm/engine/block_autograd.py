@@ -194,7 +194,7 @@ class BlockAutograd:
             if self.offloaded:
                 inputs[self.call.hidden] = self._fetched_boundary()
             input_grads, names = self._differentiate_all(inputs, grads)
-            if not engine.memory.holds(self.index):
+            if not engine.memory.is_resident(self.index):
                 engine.device.poison(engine.memory.weights_of(unit))  # a late read yields NaN on a simulated device
             if engine.trained(unit) and not engine.memory.accumulates:
                 engine.landed(unit, names)

@@ -150,7 +150,7 @@ class Blocks:
                             )
                         tree.tensors = saved.save(rng_state, inputs, tree.tensors)
                     outputs.add(rows, tree)
-            if not engine.memory.holds(index):
+            if not engine.memory.is_resident(index):
                 engine.device.poison(engine.memory.weights_of(block(index)))
         engine.counts["block_forward_rows"] += engine.running.num_rows
         self._outputs[index] = outputs

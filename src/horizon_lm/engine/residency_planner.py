@@ -69,13 +69,13 @@ def plan_device(
     weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
     residency = options.residency
     if residency is not None:
-        held = sum(weights[num_blocks - residency.weights :])
+        resident = sum(weights[num_blocks - residency.weights :])
         # The user's choice is kept if it fits exactly, without the margin; otherwise it is reduced to the plan.
-        if needed.most(residency.boundaries, residency.graphs) + held > spare - taken:
+        if needed.most(residency.boundaries, residency.graphs) + resident > spare - taken:
             residency = Residency(*map(min, astuple(residency), astuple(spend(left, weights, needed))))
     else:
         residency = spend(left, weights, needed)
-    final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), held=residency.weights)
+    final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
     peak = sum(device_buffers(sizes, final, trained).values()) + needed.most(residency.boundaries, residency.graphs)
     return DevicePlan(residency, peak + engine.device.scratch_bytes)
 

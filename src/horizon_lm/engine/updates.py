@@ -31,7 +31,7 @@ class TableGrads(NamedTuple):
     rows: torch.Tensor | None
 
 
-class UpdatesInBackward(Protocol):
+class UnitOptimizer(Protocol):
     """An optimizer that updates each unit as soon as its gradient has landed."""
 
     def begin(self) -> None:
@@ -83,25 +83,25 @@ class PendingUpdates:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._running: list[Task] = []
-        self._in_backward: weakref.ref[UpdatesInBackward] | None = None  # weak, because it refers to the engine
+        self._unit_optimizer: weakref.ref[UnitOptimizer] | None = None  # weak, because it refers to the engine
         self.table: TableUpdate | None = None
         self.partial_update = PartialUpdate()
 
     @property
-    def in_backward(self) -> UpdatesInBackward | None:
+    def unit_optimizer(self) -> UnitOptimizer | None:
         """The optimizer that updates each unit when its gradient has landed; None if gradients are kept for a step."""
-        if self._in_backward is None:
+        if self._unit_optimizer is None:
             return None
-        optimizer = self._in_backward()
+        optimizer = self._unit_optimizer()
         if optimizer is None:
             raise StreamingError(
                 "the optimizer with update_in_backward is gone, and gradients are not kept; load the model again"
             )
         return optimizer
 
-    @in_backward.setter
-    def in_backward(self, optimizer: UpdatesInBackward) -> None:
-        self._in_backward = weakref.ref(optimizer)
+    @unit_optimizer.setter
+    def unit_optimizer(self, optimizer: UnitOptimizer) -> None:
+        self._unit_optimizer = weakref.ref(optimizer)
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Add updates that have been given to the device."""

@@ -47,7 +47,7 @@ class Buf(_Word):
     """Kinds of memory protected by waits. Device memory has capital letters, host memory the prefix ``host_``."""
 
     WEIGHTS = "W"  # two slots for blocks
-    HELD = "K"  # resident weights, by block
+    RESIDENT = "K"  # resident weights, by block
     GRADS = "G"  # two slots for blocks; ACCUMULATOR and STAGING with several micro-batches
     ACCUMULATOR = "A"
     STAGING = "S"

@@ -133,5 +133,7 @@ def estimate_sampler(config: RunConfig) -> Sampler | None:
         return None
     eval_size = config.test_split_size or 0
     sizes = [round(len(open_source(each)) * (each.fraction or 1)) for each in config.datasets]
-    sizes = [max(1, round(size * (1 - (eval_size if eval_size < 1 else eval_size / max(1, sum(sizes)))))) for size in sizes]
+    sizes = [
+        max(1, round(size * (1 - (eval_size if eval_size < 1 else eval_size / max(1, sum(sizes)))))) for size in sizes
+    ]
     return Sampler(tuple(sizes), config.rows_per_step, 0, tuple(each.weight for each in config.datasets))
