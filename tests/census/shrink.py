@@ -16,7 +16,7 @@ LENGTH = 64  # length of the longest row
 
 
 def tiny_config(model_type: str, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """Return the default config of a model type with every size shrunk."""
+    """Return the default config of a model type with every size reduced."""
     config_class = CONFIG_MAPPING[model_type]
     special = OVERRIDES.get(model_type, {})
     default = config_class(**special.get("default", {}))

@@ -173,7 +173,7 @@ def test_run_reports_unused_tensors(folder: Path, tmp_path: Path) -> None:
 
 
 def test_valid_checkpoints_are_not_warned_about(folder: Path) -> None:
-    """Names may lack the prefix of the model, and buffers may have any dtype."""
+    """The names in a valid checkpoint may lack the prefix of the model, and buffers may have any dtype."""
     rename = tensors(lambda found: found.update({n.removeprefix("model."): found.pop(n) for n in list(found)}))
     rename(folder)
     tensors(lambda found: found.update({"model.rotary_emb.inv_freq": torch.ones(4, dtype=torch.float64)}))(folder)
@@ -191,7 +191,7 @@ def test_valid_checkpoints_are_not_warned_about(folder: Path) -> None:
     ],
 )
 def test_shapes_of_converted_tensors_are_checked(family: str, tmp_path: Path) -> None:
-    """Each tensor in turn is one element too short, including tensors that are stacked, split or renamed."""
+    """One tensor at a time is one element too short, including tensors that are stacked, split or renamed."""
     families.build(family).save_pretrained(tmp_path)
     opened(tmp_path)
     for name in list(load_file(tmp_path / "model.safetensors")):
@@ -215,7 +215,7 @@ def test_missing_buffer_is_warned_about(tmp_path: Path) -> None:
 
 
 def test_tied_head_with_other_weights_is_rejected(tmp_path: Path) -> None:
-    """transformers would untie such weights with a warning."""
+    """transformers would untie a head with other weights, with a warning."""
     families.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     tensors(copy_of_the_table)(tmp_path)
     with pytest.raises(SystemExit, match=r"lm_head\.weight .*tie_word_embeddings: false"):

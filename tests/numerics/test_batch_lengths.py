@@ -62,7 +62,7 @@ class Counting(CpuDevice):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
 def test_host_memory_is_bounded_by_the_longest_batch(order: str, in_backward: bool) -> None:
-    """The buffers of shorter batches do not add to it."""
+    """The buffers of shorter batches take no additional memory."""
 
     def train(lengths: list[int]) -> tuple[list[int], Any]:
         model = horizon_lm.stream(families.build("llama"), "cpu", "float32", activation_checkpoints="host")
@@ -160,7 +160,7 @@ def test_batch_lengths_do_not_change_results(in_backward: bool) -> None:
 
 
 def test_an_abandoned_forward_pass_of_another_length_frees_its_buffers() -> None:
-    """Its buffers return to the pool, are too small, and are freed."""
+    """The buffers of an abandoned forward pass return to the pool, are too small there, and are freed."""
     model = horizon_lm.stream(
         families.build("llama"), device := ThreadedDevice(1), "float32", activation_checkpoints="host"
     )

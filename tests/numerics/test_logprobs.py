@@ -60,7 +60,7 @@ def test_values_and_gradients(family: str, settings: dict[str, Any], temperature
 
 
 def test_two_forward_passes_before_one_backward_pass() -> None:
-    """As in preference losses. The head's buffer belongs to neither forward pass."""
+    """Two forward passes precede the backward pass, as in preference losses; neither owns the buffer of the head."""
     plain = families.build("llama").eval()
     streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", **CHUNKED)
     batches = [families.batch(seed=seed)["input_ids"] for seed in (1, 2)]

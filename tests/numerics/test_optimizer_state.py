@@ -99,7 +99,7 @@ def test_moments_are_loaded_from_any_floating_dtype(moments: str, dtype: torch.d
 
 
 def test_a_parameter_without_torch_state_starts_fresh() -> None:
-    """torch creates a parameter's state with its first gradient."""
+    """torch creates the state of a parameter with its first gradient."""
     reference, reference_optimizer = theirs()
     model, optimizer = ours(plain=copy.deepcopy(reference))
     steps(model, optimizer, 8, 9)
@@ -202,7 +202,7 @@ def test_low_halves_are_views() -> None:
 
 
 def test_stochastic_rounding_resumes_its_sequence() -> None:
-    """No parameter had a gradient in every step, so none has counted all steps."""
+    """No parameter has a gradient in every step, so no parameter has counted all steps."""
 
     def alternating(model: Any, optimizer: Any, *numbers: int) -> None:
         for number in numbers:

@@ -73,7 +73,7 @@ def test_packed_row_does_not_depend_on_the_previous_row(family: str, attn: str) 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_families_that_would_leak_are_rejected(family: str) -> None:
-    """They are recognized by the masks that the model builds, not by a list of names."""
+    """Leaking families are recognized by the masks that the model builds, not by a list of names."""
     model = families.build(family)
     parts = find_parts(build_skeleton(model.config))
     used = model.config._attn_implementation

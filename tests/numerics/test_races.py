@@ -58,7 +58,7 @@ def losses_of(model: Any, num_steps: int) -> Iterator[float]:
         forward(10).backward()
         optimizer.step()
         optimizer.zero_grad()
-        # The first forward pass after an update completes it; whatever follows must wait for that.
+        # The first forward pass after an update completes it; all later passes must wait for that.
         loss = forward(11)
         with torch.no_grad():
             yield forward(97).item()

@@ -63,7 +63,7 @@ class World:
         }
 
     def follow(self) -> None:
-        """Copy the weights of the followed model."""
+        """Copy the weights from the model that this one follows."""
         if self.follows is not None:
             state = copied_weights(self.follows.model)
             with torch.no_grad():

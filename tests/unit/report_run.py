@@ -179,7 +179,7 @@ def evaluation(step: int, loss: float) -> dict[str, Any]:
 
 
 def write_run(folder: Path, name: str = "Meadow-8B-Instruct") -> Path:
-    """Write all files of a run except its model."""
+    """Write all files of a run except the model."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     rows.write_text("")

@@ -280,7 +280,7 @@ def test_answer_that_also_occurs_in_the_question() -> None:
 
 
 def test_template_text_before_an_answer_is_trained_on() -> None:
-    """The model has to generate it, for example an empty thinking block."""
+    """The model has to generate such text, for example an empty thinking block."""
     template = CHATML.replace(
         "+ message['content'] +",
         "+ ('<think></think>' if message['role'] == 'assistant' else '') + message['content'] +",
@@ -418,7 +418,7 @@ def test_text_that_skips_the_chat_template_is_reported(tmp_path: Path) -> None:
 
 
 def test_csv_fields_stay_text(tmp_path: Path) -> None:
-    """Converting numbers, dates or booleans would train on text that nobody wrote."""
+    """Converting numbers, dates or booleans would train on text that does not occur in the file."""
     path = write(tmp_path, "instruction,output\nWhich channel?,007\nOpen?,true\nWhen?,2024-01-02\n", "rows.csv")
     table, _ = prepared(path)
     tokenizer = build_tokenizer()

@@ -1,4 +1,4 @@
-"""Render settings as text: a run's own file, a starter file, and the documentation page.
+"""Render settings as text: the settings of a run, a starter file, and the documentation page.
 
 ``python -m horizon_lm.config.text`` prints docs/settings.md.
 """

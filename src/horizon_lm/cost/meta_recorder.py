@@ -22,7 +22,7 @@ from horizon_lm.plan.outline import Work
 
 _STAND_IN = "horizon_lm_fused"  # the name under which transformers finds the stand-in kernels
 _FUSED = ("flash_attention_2", "flash_attention_3", "varlen")
-_BACKWARD = 2.5  # work of a fused backward, relative to its forward (Dao, "FlashAttention-2", section 4.1)
+_BACKWARD = 2.5  # work of a fused backward pass, relative to its forward pass (Dao, "FlashAttention-2", section 4.1)
 
 
 class Recorder(TorchDispatchMode):
@@ -141,7 +141,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _output_like(query: torch.Tensor, width: int) -> torch.Tensor:
-    """Return an output with the memory layout of the query (B, heads, T, D), as kernels do."""
+    """Return an output with the memory layout of the query (B, heads, T, D), like the kernels."""
     if width == query.shape[-1]:
         return torch.empty_like(query)
     rows, heads, length, _ = query.shape

@@ -17,7 +17,7 @@ from horizon_lm.schedule.trace import Trace
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """One operation of one pass, as given to a device.
+    """An operation of a pass, as given to a device.
 
     Attributes:
         waits: tasks that must finish first, as the schedule declares.
@@ -97,7 +97,7 @@ class Device(Protocol):
         ...
 
     def used_bytes(self) -> int:
-        """Return the device memory in use in bytes, as far as it is known: at least the engine's buffers."""
+        """Return the known bytes of device memory in use: at least the engine's buffers."""
         ...
 
     def meter(self) -> AbstractContextManager[Meter] | None:

@@ -40,7 +40,7 @@ class Link(Protocol):
 
 
 class Move(Protocol):
-    """One transfer, or a piece of work in host memory."""
+    """A transfer, or a piece of work in host memory."""
 
     @property
     def host_bytes(self) -> int:
@@ -50,7 +50,7 @@ class Move(Protocol):
     def run(self, link: Link) -> None: ...
 
     def split(self, parts: int) -> "list[Move]":
-        """Split the move into moves that together do the same."""
+        """Split the move into smaller moves with the same total effect."""
         ...
 
 

@@ -108,7 +108,7 @@ class Blocks:
             index: the block's index.
             call: its arguments for the whole batch.
             keys: names of the outputs that transformers captures inside the block.
-            uncompiled: run the block uncompiled, whatever the model's setting.
+            uncompiled: run the block uncompiled, regardless of the model's setting.
             saved: saves what the backward pass needs; None if there is no backward pass.
         """
         engine, module = self.engine, self.blocks[index]

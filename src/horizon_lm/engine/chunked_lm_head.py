@@ -1,4 +1,4 @@
-"""Final norm and LM head over chunks of tokens (``head="chunked"``), so that the logits of a batch never exist at once.
+"""Final norm and LM head over chunks of tokens (``head="chunked"``), which avoids computing all logits of a batch.
 
 The model's forward method runs once for the whole batch without the head, and then once per chunk with a trunk that
 returns the hidden states of that chunk. This way, Hugging Face's own code scales and caps the logits and computes the
@@ -91,7 +91,7 @@ class ChunkedLmHead:
 
     @property
     def replaces_head(self) -> bool:
-        """True while this object answers calls of the head's module."""
+        """True while this object replaces the head's module."""
         return self._active or self._chunk is not None
 
     @contextmanager

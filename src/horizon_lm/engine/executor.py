@@ -311,7 +311,8 @@ class Engine:
         if self.backward is None:
             self._require_possible(state)  # outside of the try block: an error raised here is no fault of the pass
         try:
-            # Nodes of several forward passes may be in one graph: a node of another one ends the running backward pass.
+            # Nodes of several forward passes may be in one graph: a node of another forward pass ends the running
+            # backward pass.
             if self.backward is None or self.backward.state is not state:
                 if self.backward is not None:
                     self._require_possible(state)
@@ -423,7 +424,7 @@ class Engine:
         self.cursor.finish()
 
     def _moves(self, op: Op) -> Sequence[Move] | None:
-        """Return the moves of an operation of the starting pass; None if they depend on the batch (see
+        """Return the moves of an operation in the starting pass; None if they depend on the batch (see
         `Cursor.bind`).
         """
         # In a forward pass, this is the update of the embedding; in a backward pass that of a unit, bound by `landed`.
@@ -509,7 +510,9 @@ class Engine:
     # Faults
 
     def check_alive(self) -> None:
-        """Continue an update pass that was interrupted; raise PartialUpdateError if an update failed half-way."""
+        """Continue an update pass that was interrupted; raise PartialUpdateError if an update failed after it had
+        begun.
+        """
         self.updates.partial_update.require_complete()
         if self.cursor.schedule is not None and self.cursor.schedule.name == "update":
             self.cursor.finish()

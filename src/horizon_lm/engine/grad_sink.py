@@ -61,7 +61,7 @@ def trapped_graph() -> Iterator[None]:
 
 
 def set_traps(leaves: Iterable[torch.Tensor]) -> None:
-    """Raise StreamingError when a gradient reaches one of these leaves."""
+    """Raise StreamingError if a gradient reaches one of these leaves."""
     for leaf in leaves:
         if leaf.requires_grad:
             leaf.register_hook(_reject_gradient)

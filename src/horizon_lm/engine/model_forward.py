@@ -328,7 +328,7 @@ class ModelForward:
         return call
 
     def _whole_forward(self, call: dict[str, Any], outer: Any = None) -> Any:
-        """Run the model's original forward method, and remember its arguments meanwhile for a row probe."""
+        """Run the model's original forward method, and keep its arguments during the call for a row probe."""
         self._call = call
         try:
             return self._call_model(**call)

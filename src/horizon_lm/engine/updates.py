@@ -40,7 +40,7 @@ class UnitOptimizer(Protocol):
 
     @property
     def pending(self) -> bool:
-        """True while gradients of an unfinished step have been applied, or are about to be."""
+        """True while gradients of an unfinished step have been applied, or are about to be applied."""
         ...
 
     def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
@@ -63,7 +63,7 @@ class PartialUpdate:
         self.reason = f"{type(error).__name__}: {error}"
 
     def require_complete(self) -> None:
-        """Raise PartialUpdateError if an update failed half-way."""
+        """Raise PartialUpdateError if an update failed after it had begun."""
         if self.reason is not None:
             raise PartialUpdateError(
                 f"an optimizer update was not completed ({self.reason}), so some weights are new and some old. "
@@ -76,8 +76,8 @@ class PendingUpdates:
 
     Attributes:
         table: the part of the embedding's update that is not yet issued, or None.
-        partial_update: the record of an update that failed half-way. Pieces of updates refer to it, and to nothing else
-            here.
+        partial_update: the record of an update that failed after it had begun. Pieces of updates refer only to this
+            record.
     """
 
     def __init__(self, device: Device) -> None:

@@ -107,7 +107,7 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
 
 
 def known_config(known: KnownModel) -> Any:
-    """Return the config of a known model without fetching anything."""
+    """Return the config of a known model without downloading anything."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**known.config)
@@ -180,7 +180,7 @@ def _require_causal(config: Any, place: str) -> Any:
 
 
 def skeleton_of(config: Any, place: str, **options: Any) -> Any:
-    """Return a config's model without weights; raise ConfigError, naming ``place``, if it cannot be built."""
+    """Return the model of a config without weights; raise ConfigError, naming ``place``, if it cannot be built."""
     try:
         return build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:

@@ -24,7 +24,7 @@ _RECORD = np.dtype([("pair", "<f4", 2), ("checksum", "<u8")])
 
 
 class PairFile:
-    """A file of fp32 pairs (n, 2) that grows as they are computed. Several processes may write the same pairs.
+    """A file of fp32 pairs (n, 2) that grows during their computation. Several processes may write the same pairs.
 
     The file consists of `_MAGIC` and one record per row. A record of zeros was never written. A record with a wrong
     checksum was altered or partly written, and also counts as missing.

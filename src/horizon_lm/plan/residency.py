@@ -40,7 +40,7 @@ class BatchSize:
         return self.merge(other) == self
 
     def merge(self, other: "BatchSize") -> "BatchSize":
-        """Return the elementwise maximum of both."""
+        """Return the elementwise maximum of two batch sizes."""
         return BatchSize(*map(max, astuple(self), astuple(other)))
 
 
@@ -74,7 +74,7 @@ class DevicePlan:
     peak: int
 
     def merge(self, other: "DevicePlan") -> "DevicePlan":
-        """Return a plan that suits the batches of both."""
+        """Return a plan that is valid for the batches of both plans."""
         residency = Residency(*map(min, astuple(self.residency), astuple(other.residency)))
         return DevicePlan(residency, max(self.peak, other.peak))
 

@@ -66,7 +66,7 @@ class Buf(_Word):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One buffer: its kind, and a slot, block or unit."""
+    """A buffer: its kind, and a slot, block or unit."""
 
     kind: Buf
     index: int | str = 0
@@ -101,7 +101,7 @@ Wait = After | LastUse
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: its kind and unit, its stream, the buffers that it accesses, and its waits."""
+    """An operation: its kind and unit, its stream, the buffers that it accesses, and its waits."""
 
     kind: Kind
     unit: str
@@ -116,7 +116,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Pass:
-    """One traversal of the units. ``keeps``: blocks whose boundary a forward pass keeps for its backward pass."""
+    """A traversal of the units. ``keeps``: blocks whose boundary a forward pass keeps for its backward pass."""
 
     name: str
     ops: tuple[Op, ...]

@@ -47,7 +47,7 @@ class Metrics:
 
     @contextmanager
     def exclude_from_timing(self) -> Iterator[None]:
-        """Context manager: leave the time spent inside out of the speed of steps."""
+        """Context manager: exclude the enclosed work from the speed of steps."""
         begun = time.perf_counter()
         yield
         self._excluded_seconds += time.perf_counter() - begun
@@ -66,10 +66,11 @@ class Metrics:
         self._window_total += batch.num_tokens
 
     def line(self, step: int, optimizer: Any, model: Any, unit_norms: bool = False) -> dict[str, Any]:
-        """Return a line of ``metrics.jsonl`` for the steps since the last one, and start new sums.
+        """Return a line of ``metrics.jsonl`` for the steps since the last line, and start new sums.
 
         Returns:
-            - ``loss``: mean of the steps' losses, null if all were skipped; likewise the objective's other metrics.
+            - ``loss``: mean of the steps' losses, null if all were skipped; the objective's other metrics are logged in
+              the same way.
             - ``grad_norm``: norm of the last applied step before clipping; with ``unit_norms`` also ``grad_norm/UNIT``.
             - ``learning_rate``: rate of the last step. ``steps_skipped``: since the start of the run.
             - ``rows_seen``, ``tokens_trained``, ``tokens_total``: since the start of the run, without padding.

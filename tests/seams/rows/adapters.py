@@ -1,4 +1,4 @@
-"""Adapters of PEFT."""
+"""PEFT adapters."""
 
 import tempfile
 from functools import partial

@@ -280,7 +280,7 @@ def sparse(model: Any) -> Any:
 
 
 def _loss_of_its_own(model: Any) -> Any:
-    """Set a loss function of a model, as trainers do."""
+    """Replace the loss function of a model, like a trainer."""
 
     def own(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
         return logits.float().pow(2).mean()
