@@ -33,7 +33,7 @@ def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _SpecialTokens:
-    """Assigns ids to special tokens by the name of their field, starting at `NUM_PLAIN_TOKENS`."""
+    """An assignment of ids to special tokens by the name of their field, starting at `NUM_PLAIN_TOKENS`."""
 
     _COMMON: Mapping[str, int] = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "forced_eos": 2, "forced_bos": 1}
 

@@ -21,7 +21,7 @@ class InjectedError(Exception):
 
 
 class Fuse:
-    """Raises an error once, at the n-th operation given to a device."""
+    """A fuse that raises an error once, at the n-th operation given to a device."""
 
     def __init__(self, error: type[BaseException] = InjectedError) -> None:
         self.at: int | None = None

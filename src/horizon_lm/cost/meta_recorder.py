@@ -118,7 +118,9 @@ def recording(module: nn.Module, *given: Any, accelerated: bool) -> Iterator[Rec
 
 
 class _Fused(torch.autograd.Function):
-    """Keep the same tensors as a fused attention kernel: query, key, value (B, heads, T, D), output and mask."""
+    """A stand-in for fused attention that keeps the same tensors: query, key, value (B, heads, T, D), output
+    and mask.
+    """
 
     @staticmethod
     def forward(
@@ -155,7 +157,7 @@ def _pairs(length: int, window: int | None) -> float:
 
 
 class _ScaledDotProduct(TorchFunctionMode):
-    """Run torch's scaled dot-product attention as a fused kernel; on the meta device it consists of many operations."""
+    """A mode that runs torch's scaled dot-product attention as one fused kernel, not as many operations."""
 
     def __init__(self, recorder: Recorder, accelerated: bool) -> None:
         super().__init__()
@@ -198,7 +200,9 @@ def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 class _Grouped(torch.autograd.Function):
-    """Keep the same tensors as a grouped product: tokens (S, I), sorted by expert, and weight (E, I, O)."""
+    """A stand-in for a grouped product that keeps tokens (S, I), sorted by expert, and weight (E, I, O), like the
+    original.
+    """
 
     @staticmethod
     def forward(

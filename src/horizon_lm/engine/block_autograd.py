@@ -40,7 +40,7 @@ class Graph(NamedTuple):
 
 
 class GraphUse(Enum):
-    """How a block's forward pass uses a separate autograd graph.
+    """The use that a block's forward pass makes of a separate autograd graph.
 
     Attributes:
         NONE: no graph is made; the backward pass recomputes the block.

@@ -31,7 +31,7 @@ RowProbe = Callable[[int], list[torch.Size]]
 
 
 class Blocks:
-    """Streams the decoder blocks of a model.
+    """The streamed decoder blocks of a model.
 
     Attributes:
         caching: the running forward pass has a cache of keys and values.

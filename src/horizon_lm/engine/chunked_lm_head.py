@@ -64,7 +64,7 @@ class LossInputs:
 
 
 class ChunkedLmHead:
-    """Computes final norm, head and loss of a model over chunks of its trained tokens.
+    """The final norm, head and loss of a model, computed over chunks of its trained tokens.
 
     Args:
         head: the streamed head.
@@ -218,7 +218,7 @@ class _Chunk:
 
 
 class _ChunkLinear(torch.autograd.Function):
-    """``F.linear`` whose backward adds the gradients of weight and bias to buffers, instead of returning them.
+    """A replacement of ``F.linear`` whose backward pass adds the gradients of weight and bias to buffers.
 
     Autograd would compute a gradient (V, H) for each chunk and add it to the sum, which takes two more tensors of the
     head's size. The gradient of a bias without a buffer (an outer parameter, if the head is tied) is returned.

@@ -20,7 +20,7 @@ from horizon_lm.schedule.ops import EMBED, HEAD, Kind
 
 
 class StreamedEmbedding:
-    """Streams the input embedding of a model."""
+    """The streamed input embedding of a model."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -66,7 +66,7 @@ from horizon_lm.store.store import Store, UnitSlabs
 
 
 class Engine:
-    """Streams the units of a model through a device.
+    """The executor of a streamed model, which runs its passes on a device.
 
     Autograd and the model's forward method drive the engine. The modules of this package that compute a unit
     (embedding, blocks, LM head, outer parameters) take buffers from the engine and report computations to its cursor;

@@ -13,7 +13,7 @@ from horizon_lm.store.store import SlabLayout
 
 
 class GradSink:
-    """Moves each parameter's gradient into the slot as soon as autograd has computed it.
+    """The receiver of a block's gradients, which moves each gradient into the slot as soon as autograd has computed it.
 
     At most one gradient therefore exists on the device in addition to the slot, however large the block is.
     """

@@ -43,8 +43,7 @@ def modal_inputs(call: Mapping[str, Any]) -> list[str]:
 
 
 class ModelForward:
-    """Runs the forward pass of a streamed model, and replaces the forward methods of its embedding, blocks, norm and
-    head.
+    """The forward pass of a streamed model, and the replaced forward methods of its embedding, blocks, norm and head.
 
     The model refers to this object, which refers back to it weakly. A cycle would keep the slabs of a dropped model,
     hundreds of gigabytes, in memory until the garbage collector runs.

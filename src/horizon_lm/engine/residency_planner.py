@@ -101,7 +101,7 @@ def find_footprint(
 
 
 class ResidencyPlanner:
-    """Plans what stays on the device before the first training step, and before each step larger than all earlier ones.
+    """The planner of device residency, which plans the first training step and each step larger than all before it.
 
     Attributes:
         plan: the plan for all batches so far; None before the first batch.
@@ -139,7 +139,7 @@ class ResidencyPlanner:
 
 
 class Rehearsal:
-    """Replaces the blocks in one forward pass, to measure the memory that they take.
+    """A replacement of the blocks in one forward pass that measures the memory that they take.
 
     One block of each structure is run; the others return zeros of the same shapes.
 

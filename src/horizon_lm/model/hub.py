@@ -230,7 +230,7 @@ def load_gguf(folder: Path, gguf_file: str) -> Any:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Redirect ``torch.empty`` to the meta device, because the experts of a single block may exceed host memory."""
+    """A mode that allocates ``torch.empty`` on the meta device, as the experts of one block may exceed host memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -10,7 +10,7 @@ from horizon_lm.streaming_options import StreamingOptions
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Bytes with one purpose. ``note``: an explanation, if the name does not suffice."""
+    """A number of bytes with one purpose. ``note``: an explanation, if the name does not suffice."""
 
     name: str
     num_bytes: int

@@ -20,7 +20,8 @@ _RUN_FILES = (
 
 
 class RunDir:
-    """``output_dir`` with ``config.yaml``, ``plan.json``, ``metrics.jsonl`` and, after the last step, ``model/``.
+    """The folder ``output_dir``: ``config.yaml``, ``plan.json``, ``metrics.jsonl`` and, after the last step,
+    ``model/``.
 
     Raises:
         ConfigError: the folder holds a finished run or files that no run has written, or it is not writable.
