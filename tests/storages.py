@@ -8,9 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts the bytes of storages allocated by torch operations. Host slabs are mappings that no operation
-    allocates.
-    """
+    """A meter of the storages allocated by torch operations. Host slabs are mappings that no operation allocates."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def _run(work: "queue.SimpleQueue[Callable[[], Any] | None]") -> None:
 
 
 class _PendingNumber:
-    """A number that is known once the task that computes it is done."""
+    """A number that is known once its task has finished."""
 
     def __init__(self) -> None:
         self.value = float("nan")

@@ -17,7 +17,7 @@ class HorizonError(Exception):
 
 
 class ConfigError(HorizonError, ValueError):
-    """A setting is unknown, out of range, or contradicts another one."""
+    """A setting is unknown, out of range, or contradicts another setting."""
 
     exit_code = 2
 
@@ -59,7 +59,7 @@ class NonFiniteWarning(RuntimeWarning):
 
 
 class HeadWarning(UserWarning):
-    """A model's loss cannot be computed in chunks, so all logits are computed at once."""
+    """A model's loss cannot be computed in chunks, so all logits are computed together."""
 
 
 class PageLockWarning(RuntimeWarning):

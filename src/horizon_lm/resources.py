@@ -71,12 +71,12 @@ class MemoryLimit:
 
 def memory_limits(proc: Path = _PROC, cgroups: Path = Path("/sys/fs/cgroup")) -> list[MemoryLimit]:
     """Return every known bound on this process's memory, smallest first, leaving out bounds that cannot be read."""
-    held = resident_bytes(proc)
+    resident = resident_bytes(proc)
     groups = control_groups("memory", cgroups, proc / "self/cgroup")
     limits = [
-        *(limit for group in groups for limit in _group(group, held)),
-        *_machine(proc, held),
-        *_process(proc, held),
+        *(limit for group in groups for limit in _group(group, resident)),
+        *_machine(proc, resident),
+        *_process(proc, resident),
     ]
     return sorted(limits, key=lambda limit: limit.room)
 
@@ -130,7 +130,7 @@ def _nearest(path: Path) -> Path:
     raise FileNotFoundError(f"neither {target} nor any folder above it exists")
 
 
-def _group(group: Group, held: int) -> list[MemoryLimit]:
+def _group(group: Group, resident: int) -> list[MemoryLimit]:
     """Return the memory left under a group's limit, counting page cache that the kernel can drop as free."""
     if group.version == 2:  # above memory.high a process is throttled until it barely runs, so treat it as a limit
         limit_files, usage_file = ["memory.max", "memory.high"], "memory.current"
@@ -147,16 +147,16 @@ def _group(group: Group, held: int) -> list[MemoryLimit]:
     cache = [stat.get(f"total_{kind}", stat.get(kind, 0)) for kind in ("inactive_file", "active_file")]
     used -= sum(map(int, [*cache, stat.get("slab_reclaimable", 0)]))
     text = f"cgroup v{group.version} {group.path} ({name} {format_bytes(limit)})"
-    return [MemoryLimit(text, max(0, limit - max(0, used) + held))]
+    return [MemoryLimit(text, max(0, limit - max(0, used) + resident))]
 
 
-def _machine(proc: Path, held: int) -> list[MemoryLimit]:
+def _machine(proc: Path, resident: int) -> list[MemoryLimit]:
     memory = _sizes(proc / "meminfo")
     if "MemAvailable" in memory:
-        return [MemoryLimit("MemAvailable", memory["MemAvailable"] + held, is_estimate=True)]
+        return [MemoryLimit("MemAvailable", memory["MemAvailable"] + resident, is_estimate=True)]
     if "MemFree" in memory:  # Linux before 3.14
         cache = memory.get("Cached", 0) + memory.get("Buffers", 0) - memory.get("Shmem", 0)
-        return [MemoryLimit("MemFree and page cache", memory["MemFree"] + max(0, cache) + held, is_estimate=True)]
+        return [MemoryLimit("MemFree and page cache", memory["MemFree"] + max(0, cache) + resident, is_estimate=True)]
     try:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
@@ -164,7 +164,7 @@ def _machine(proc: Path, held: int) -> list[MemoryLimit]:
     return [MemoryLimit("physical memory", physical, is_estimate=True)] if physical > 0 else []
 
 
-def _process(proc: Path, held: int) -> list[MemoryLimit]:
+def _process(proc: Path, resident: int) -> list[MemoryLimit]:
     """Return the limits on mapped memory, less memory that is mapped but not resident, such as reservations of
     libraries.
     """
@@ -176,7 +176,7 @@ def _process(proc: Path, held: int) -> list[MemoryLimit]:
     ):
         limit = resource.getrlimit(kind)[0]
         if limit != resource.RLIM_INFINITY and mapped in status:
-            limits.append(MemoryLimit(name, max(0, limit - status[mapped] + held)))
+            limits.append(MemoryLimit(name, max(0, limit - status[mapped] + resident)))
     return limits
 
 

@@ -28,5 +28,5 @@ def cases_of(mapping: str) -> list[str]:
 
 
 def run_case(subject: Subject, name: str) -> Outcome:
-    """Run a case and return its outcome, whatever it raises."""
+    """Run a case and return its outcome, including any exception."""
     return attempt(CASES[name], subject)

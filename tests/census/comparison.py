@@ -90,7 +90,7 @@ def compare_grads(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, f
 
 
 def compare_step(ours: Step, theirs: Step, exact: bool, logits: bool = False) -> Outcome:
-    """Compare loss, gradients and, on request, logits. ``exact``: they should be equal bit for bit."""
+    """Compare loss, gradients and, on request, logits. ``exact``: expect bit-equal results."""
     same, all_off, worst_off, worst = compare_grads(ours.grads, theirs.grads)
     loss_off = relative(ours.loss, theirs.loss)
     logits_off = relative(ours.logits, theirs.logits) if logits else 0.0  # type: ignore[arg-type]

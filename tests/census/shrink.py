@@ -16,7 +16,7 @@ LENGTH = 64  # length of the longest row
 
 
 def tiny_config(model_type: str, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """Return the default config of a model type with every size shrunk."""
+    """Return the default config of a model type with every size reduced."""
     config_class = CONFIG_MAPPING[model_type]
     special = OVERRIDES.get(model_type, {})
     default = config_class(**special.get("default", {}))
@@ -33,7 +33,7 @@ def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _SpecialTokens:
-    """Assigns ids to special tokens by the name of their field, starting at `NUM_PLAIN_TOKENS`."""
+    """An assignment of ids to special tokens by the name of their field, starting at `NUM_PLAIN_TOKENS`."""
 
     _COMMON: Mapping[str, int] = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "forced_eos": 2, "forced_bos": 1}
 

@@ -81,7 +81,7 @@ class Subject:
 
 
 def attempt(case: Callable[[Subject], Outcome], subject: Subject) -> Outcome:
-    """Run a case and return its outcome, whatever it raises."""
+    """Run a case and return its outcome, including any exception."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -99,7 +99,7 @@ def attempt(case: Callable[[Subject], Outcome], subject: Subject) -> Outcome:
 
 
 def _without_plain(subject: Subject, error: Exception) -> Outcome:
-    """Return the outcome of a case without a reference: a model that is rejected counts as rejected."""
+    """Return the outcome of a case without a reference, which is a rejection if the model is rejected."""
     try:
         subject.stream(head="whole")
     except REJECTIONS as rejection:

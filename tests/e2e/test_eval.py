@@ -1,4 +1,4 @@
-"""``horizon-lm eval``: results equal those of the plain model; bad arguments are rejected."""
+"""``horizon-lm eval``: results equal those of the plain model, and bad arguments are rejected."""
 
 import builtins
 import json

@@ -127,7 +127,7 @@ def test_untranslatable_files_are_rejected(
     ],
 )
 def test_values_of_the_wrong_type(tmp_path: Path, text: str, message: str | None) -> None:
-    """Such values are rejected by name or left out with a reason, never with a traceback."""
+    """Values of the wrong type are rejected by name or left out with a reason, never with a traceback."""
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     result = run("init", "--from", path)

@@ -56,7 +56,9 @@ def test_plan_lists_all_bytes_and_choices(run_file: Path) -> None:
 
 
 def test_plan_counts_intermediate_exports(run_file: Path) -> None:
-    """6 steps with an export after every second one make two, because the last is the model itself."""
+    """A run of 6 steps that exports every second step has two intermediate exports, because the last is the model
+    itself.
+    """
     saving = ["--save_strategy", "steps", "--save_steps", "2"]
     for settings, count in ((saving, 2), ([*saving, "--save_total_limit", "1"], 1), (["--save_strategy", "epoch"], 2)):
         items = {item["name"]: item["bytes"] for item in plan(run_file, *settings)["disk"]["items"]}

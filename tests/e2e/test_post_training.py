@@ -347,7 +347,7 @@ def test_other_losses_of_tokens(base: dict[str, Any], settings: dict[str, Any]) 
     assert result.eval_loss_after < result.eval_loss_before - 0.5
 
 
-def test_smoothed_loss_is_transformers(tmp_path: Path, model: Path) -> None:
+def test_smoothed_loss_equals_that_of_transformers(tmp_path: Path, model: Path) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.trainer_pt_utils import LabelSmoother
 

@@ -67,7 +67,7 @@ def requests_of_page(log: dict) -> list[str]:
 
 
 class Texts(HTMLParser):
-    """Collects the headings of a page, and for each figure the number of SVG images that Plotly drew."""
+    """A parser of the headings of a page and, for each figure, the number of SVG images that Plotly drew."""
 
     def __init__(self, dom: str) -> None:
         super().__init__()

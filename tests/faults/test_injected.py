@@ -21,7 +21,7 @@ class InjectedError(Exception):
 
 
 class Fuse:
-    """Raises an error once, at the n-th operation given to a device."""
+    """A fuse that raises an error once, at the n-th operation given to a device."""
 
     def __init__(self, error: type[BaseException] = InjectedError) -> None:
         self.at: int | None = None
@@ -250,7 +250,7 @@ def test_a_fault_in_foreign_code_between_blocks(undisturbed: Any) -> None:
     assert step(model, optimizer, 2) == undisturbed[1]
 
 
-def test_a_second_backward_is_rejected() -> None:
+def test_a_second_backward_pass_is_rejected() -> None:
     model, _ = make("cpu")
     loss = model(**families.batch()).loss
     loss.backward(retain_graph=True)
@@ -258,7 +258,7 @@ def test_a_second_backward_is_rejected() -> None:
         loss.backward()
 
 
-def test_a_backward_after_an_update_is_rejected() -> None:
+def test_a_backward_pass_after_an_update_is_rejected() -> None:
     model, optimizer = make("cpu")
     late = model(**families.batch(seed=3)).loss
     step(model, optimizer, 1)

@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def _sizes(accelerator: Accelerator, large: bool = False) -> dict[str, Any]:
-    """Return sizes of a model whose activations matter on a GPU, or of a toy for a CPU."""
+    """Return sizes of a model whose activations matter on a GPU, or of a toy model for a CPU."""
     width = 128 if not accelerator.is_cuda else 1024 if large else 512
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_attention_heads": 8, "num_key_value_heads": 4}
     return sizes | {"vocab_size": 997 if not accelerator.is_cuda else 32_003}

@@ -63,9 +63,7 @@ def train(device: Any, precision: str = "float32", steps: int = 2, **settings: A
     [("fp32_master", 3), *[pytest.param(each, 1, marks=pytest.mark.slow) for each in ("float32", "fp32_master")]],
 )
 def test_page_locking_that_fails_at_one_piece(gpu: EmulatedGpu, precision: str, stride: int) -> None:
-    """The rest is locked, copies of unlocked memory are staged, results do not change, and a warning names
-    the bytes.
-    """
+    """The other pieces are locked, unlocked memory is staged, results do not change, and a warning names the bytes."""
     dtype = {"compute_dtype": torch.float32}
     expected, _ = train("cpu", precision, **dtype)
     losses, model = train(CudaDevice(), precision, **dtype)
@@ -93,7 +91,7 @@ def test_page_locking_that_fails_at_one_piece(gpu: EmulatedGpu, precision: str, 
 
 @pytest.mark.usefixtures("small_pieces")
 def test_page_locking_that_always_fails(gpu: EmulatedGpu) -> None:
-    """There is a warning for the weights, and another at twice the bytes, but not one for each buffer."""
+    """A first warning concerns the weights, a second comes at twice the bytes, but there is not one for each buffer."""
     gpu.lockable = 0
     with pytest.warns(PageLockWarning) as caught:
         losses, model = train(CudaDevice())
@@ -149,7 +147,7 @@ def test_a_copy_across_a_half_locked_buffer_fails(gpu: EmulatedGpu) -> None:
 
 
 def test_weights_are_locked_once_they_are_written(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their pages exist by then, so the driver need not create them one by one in a single thread."""
+    """The pages of written weights exist, so the driver need not create them one by one in a single thread."""
     seen = []
     lock = PageLocks.lock
 
@@ -165,7 +163,7 @@ def test_weights_are_locked_once_they_are_written(gpu: EmulatedGpu, monkeypatch:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_memory_is_locked_through_the_device_that_trains(index: int) -> None:
-    """Locking through another device would create a context on it."""
+    """Locking memory through another device would create a context on that device."""
     with emulated_gpu(index=index) as gpu:
         losses, model = train(CudaDevice(f"cuda:{index}"))
         assert model._horizon.engine.device.torch_device == torch.device("cuda", index)
@@ -213,7 +211,7 @@ def test_cached_memory_is_freed_after_each_rehearsal(gpu: EmulatedGpu) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp32_master", "compute_dtype": torch.float32}], ids=str)
 def test_threads_that_enqueue_copies_allocate_nothing(gpu: EmulatedGpu, settings: dict[str, Any]) -> None:
-    """Such threads allocate neither device memory nor page-locked memory, except for sums of squares."""
+    """Threads that enqueue copies allocate neither device memory nor page-locked memory, except for sums of squares."""
     train(CudaDevice(), **settings)
     large = [(thread, numel) for thread, numel in gpu.allocations if numel > 1]
     assert len(large) > 6
@@ -232,7 +230,7 @@ def test_links_take_the_planned_memory(gpu: EmulatedGpu) -> None:
 
 
 def test_cublas_workspaces_are_allocated_first_and_counted(gpu: EmulatedGpu) -> None:
-    """They are allocated before planning, so that spare memory really is spare, and they are part of the
+    """Workspaces are allocated before planning, so that spare memory really is spare, and are part of the
     planned peak.
     """
     peaks = []

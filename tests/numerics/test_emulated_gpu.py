@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "planned": {},
     "boundaries on the host": {"activation_checkpoints": "host"},
     "micro-batches": {"activation_checkpoints": "host", "device_micro_batch_size": 2},
-    "held blocks": {"resident_blocks": 2, "resident_graphs": 1},
+    "resident blocks": {"resident_blocks": 2, "resident_graphs": 1},
     "whole head": {"head": "whole"},
     "16 bits": {"precision": "fp32_master", "compute_dtype": torch.bfloat16},
 }
@@ -147,7 +147,7 @@ def test_memory_that_cannot_be_page_locked(gpu: EmulatedGpu) -> None:
 
 
 @pytest.mark.usefixtures("whole_installation")
-def test_a_plan_for_the_present_gpu(gpu: EmulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_the_current_gpu(gpu: EmulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan fits the free memory reported by the driver, chooses residency, and reports memory that cannot be
     page-locked.
     """

@@ -59,8 +59,8 @@ def test_values_and_gradients(family: str, settings: dict[str, Any], temperature
     assert_same_gradients(streamed, plain, 2e-5)
 
 
-def test_two_forwards_before_one_backward() -> None:
-    """As in preference losses. The head's buffer belongs to neither forward pass."""
+def test_two_forward_passes_before_one_backward_pass() -> None:
+    """Two forward passes precede the backward pass, as in preference losses; neither owns the buffer of the head."""
     plain = families.build("llama").eval()
     streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", **CHUNKED)
     batches = [families.batch(seed=seed)["input_ids"] for seed in (1, 2)]

@@ -89,7 +89,7 @@ def test_host_bytes_per_parameter() -> None:
         assert horizon_lm.stats(streamed)["host_bytes"] == pytest.approx(per_parameter * num_params, rel=0.05)
 
 
-def test_frozen_parameters_cost_their_weights_only() -> None:
+def test_frozen_parameters_cost_only_their_weights() -> None:
     model = families.build("llama", hidden_size=128, intermediate_size=256, vocab_size=1024)
     for name, param in model.named_parameters():
         param.requires_grad_("layers.2" in name)

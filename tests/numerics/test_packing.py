@@ -60,7 +60,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "attn"), CASES)
-def test_packed_row_does_not_depend_on_the_row_before(family: str, attn: str) -> None:
+def test_packed_row_does_not_depend_on_the_previous_row(family: str, attn: str) -> None:
     (logits, grads), (again, other) = (second(family, attn, seed) for seed in (1, 2))
     if family in EXPERTS:  # experts compute the tokens of both rows in one batch, whose size may change the last bit
         torch.testing.assert_close(logits, again)
@@ -73,7 +73,7 @@ def test_packed_row_does_not_depend_on_the_row_before(family: str, attn: str) ->
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_families_that_would_leak_are_rejected(family: str) -> None:
-    """They are recognized by the masks that the model builds, not by a list of names."""
+    """Leaking families are recognized by the masks that the model builds, not by a list of names."""
     model = families.build(family)
     parts = find_parts(build_skeleton(model.config))
     used = model.config._attn_implementation

@@ -176,7 +176,7 @@ def test_autocast(family: str, inside: bool) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
 @pytest.mark.parametrize("head", ["whole", "chunked"])
-def test_two_forwards_then_one_backward(device: str, head: str) -> None:
+def test_two_forward_passes_then_one_backward_pass(device: str, head: str) -> None:
     reference = build("llama")
     model = horizon_lm.stream(
         copy.deepcopy(reference), device, precision="float32", head=head, activation_checkpoints="host"
@@ -190,7 +190,7 @@ def test_two_forwards_then_one_backward(device: str, head: str) -> None:
         assert_close_gradients(model, reference)
 
 
-def test_accumulation_over_two_backwards() -> None:
+def test_accumulation_over_two_backward_passes() -> None:
     reference = build("llama")
     model = horizon_lm.stream(copy.deepcopy(reference), **WHOLE)
     for seed in (1, 2):

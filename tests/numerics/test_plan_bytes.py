@@ -58,15 +58,15 @@ def draw_case(draw: random.Random) -> Case:
     """Return random settings of a run."""
     rows = draw.randint(1, 4)
     head = draw.choice(["chunked", "whole"])
-    held = draw.randint(0, 3)
+    resident = draw.randint(0, 3)
     precision = draw.choice(["fp32_master", "bf16", "float32"])
     options = {
         "device": draw.choice(["cpu", "simulated"]),
         "precision": precision,
         "head": head,
         "activation_checkpoints": draw.choice(["device", "host", 0, 1, 2]),
-        "resident_blocks": held,
-        "resident_graphs": draw.randint(0, held),
+        "resident_blocks": resident,
+        "resident_graphs": draw.randint(0, resident),
         "device_micro_batch_size": draw.choice([None, 1, rows, max(1, rows - 1)]),
         "head_chunk_tokens": draw.choice([5, 64]) if head == "chunked" else None,
         "grad_dtype": draw.choice([None, torch.float32]) if precision != "float32" else None,

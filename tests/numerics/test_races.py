@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "boundaries on the host": {"activation_checkpoints": "host"},
     "micro-batches": {"activation_checkpoints": "host", "device_micro_batch_size": 1},
     "whole head": {"head": "whole", "activation_checkpoints": "host"},
-    "held blocks": {"activation_checkpoints": "host", "resident_blocks": 2, "resident_graphs": 1},
+    "resident blocks": {"activation_checkpoints": "host", "resident_blocks": 2, "resident_graphs": 1},
     "update in backward": {"activation_checkpoints": "host", "update_in_backward": True},
     "update in backward, tied": {"tied": True, "update_in_backward": True},
 }
@@ -58,7 +58,7 @@ def losses_of(model: Any, num_steps: int) -> Iterator[float]:
         forward(10).backward()
         optimizer.step()
         optimizer.zero_grad()
-        # The first forward pass after an update completes it; whatever follows must wait for that.
+        # The first forward pass after an update completes it; all later passes must wait for that.
         loss = forward(11)
         with torch.no_grad():
             yield forward(97).item()
@@ -94,22 +94,22 @@ def losses_of_one_backward(model: Any, num_steps: int) -> Iterator[float]:
         step(3 * loss)
         with torch.no_grad():
             yield forward(99).item()
-        held = forward(51)  # occupies the head's buffer, so that the next forward pass cannot use it
-        yield held.item()
+        pending = forward(51)  # occupies the head's buffer, so that the next forward pass cannot use it
+        yield pending.item()
         loss = forward(8)
         yield loss.item()
         step(loss)
-        del held
+        del pending
         with torch.no_grad():
             yield forward(97).item()
         loss = forward(9)
         yield loss.item()
         step(2 * loss)
-        held = forward(52)
+        pending = forward(52)
         loss = forward(10)
         yield loss.item()
         step(loss)
-        del held
+        del pending
         loss = forward(11)
         with torch.no_grad():
             yield forward(96).item()

@@ -68,7 +68,7 @@ def test_gradients_are_those_of_the_output(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_operation_passes_opcheck(case: str) -> None:
-    """It returns shapes without data and no aliases, and its backward pass can be traced."""
+    """The operation returns shapes without data and no aliases, and its backward pass can be traced."""
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     traced = () if case == "dropout" else ("test_aot_dispatch_dynamic",)  # compares two runs, so nothing may be random
     torch.library.opcheck(_attend, (*tensors(torch.float32), *arguments(**CASES[case])), test_utils=tests + traced)

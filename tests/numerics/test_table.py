@@ -49,7 +49,7 @@ def same_gradients(plain: Any, streamed: Any, seed: int, zero: bool = True) -> N
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_rows_of_the_step_before_are_cleared(tied: bool, cleared: list[Any]) -> None:
+def test_rows_of_the_previous_step_are_cleared(tied: bool, cleared: list[Any]) -> None:
     plain, streamed = models(tied)
     for seed in range(4):
         same_gradients(plain, streamed, seed)
@@ -70,10 +70,10 @@ def test_everything_is_cleared_after_accumulation(cleared: list[Any]) -> None:
 def test_a_gradient_held_by_other_code_is_cleared(cleared: list[Any]) -> None:
     plain, streamed = models()
     same_gradients(plain, streamed, 0)
-    held = streamed.get_input_embeddings().weight.grad
+    gradient = streamed.get_input_embeddings().weight.grad
     same_gradients(plain, streamed, 1)
     streamed.zero_grad()
-    held.fill_(7.0)
+    gradient.fill_(7.0)
     same_gradients(plain, streamed, 2)
     assert cleared == [EVERYTHING] * 3
 

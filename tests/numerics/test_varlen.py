@@ -75,7 +75,7 @@ def test_no_mask_is_made() -> None:
     assert seen == [None] * 3
 
 
-def test_given_4d_masks_are_left_alone() -> None:
+def test_given_4d_masks_are_unchanged() -> None:
     config = families.build("gemma3_text").config
     for mask in ({"full_attention": torch.ones(1, 1, 9, 9)}, torch.ones(1, 1, 9, 9)):
         attention.reject_large_mask(config, {"attention_mask": mask}, 2**20, 2**20, 4)

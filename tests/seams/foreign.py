@@ -7,7 +7,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (https://arxiv.org/abs/2302.06675), written through ``p.data`` like its first version."""
+    """The optimizer Lion (https://arxiv.org/abs/2302.06675), written through ``p.data`` like its first version."""
 
     def __init__(
         self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1
@@ -30,7 +30,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """Adam with moments in blocks of int8 with one scale per block, as in bitsandbytes."""
+    """An Adam optimizer with moments in blocks of int8 with one scale per block, as in bitsandbytes."""
 
     _BLOCK = 64
 

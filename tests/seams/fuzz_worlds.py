@@ -63,7 +63,7 @@ class World:
         }
 
     def follow(self) -> None:
-        """Copy the weights of the followed model."""
+        """Copy the weights from the model that this one follows."""
         if self.follows is not None:
             state = copied_weights(self.follows.model)
             with torch.no_grad():
@@ -92,14 +92,14 @@ class Setting:
 
     @classmethod
     def draw(cls, chosen: random.Random) -> "Setting":
-        held = chosen.choice((0, 0, 1, 3))
+        resident = chosen.choice((0, 0, 1, 3))
         precision = chosen.choice(("float32",) * 4 + ("bf16", "fp32_master"))
         return cls(
             family=chosen.choice(("llama", "llama", "gpt2", "mistral")),
             head=chosen.choice(("whole", "chunked")),
             device=chosen.choice(("cpu", "late", "simulated")),
-            resident_blocks=held,
-            resident_graphs=chosen.choice((0, held)),
+            resident_blocks=resident,
+            resident_graphs=chosen.choice((0, resident)),
             micro_batch=chosen.choice((None, None, 1)),
             ours=chosen.random() < 0.6 or precision == "fp32_master",
             precision=precision,

@@ -22,7 +22,7 @@ Body = Callable[..., Any]
 
 
 def llama() -> Any:
-    """Build the model of rows that do not depend on the kind of model."""
+    """Build the default model, for rows that do not depend on the kind of model."""
     return families.build("llama")
 
 

@@ -31,7 +31,7 @@ def evaluated(model: Any, **arguments: Any) -> float:
 
 
 def gradients(model: Any, **arguments: Any) -> dict[str, Any]:
-    """Return the loss and the gradients of the usual batch, after clearing all gradients."""
+    """Clear all gradients, then return the loss and the gradients of the usual batch."""
     model.zero_grad()
     value = loss(model, **arguments)
     value.backward()

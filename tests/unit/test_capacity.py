@@ -52,7 +52,7 @@ def test_planned_capacity_equals_allocated_bytes(
             micro_batches=micro_batch_size is not None,
             chunked_head=head == "chunked",
             offloaded=(num_blocks - resident_graphs) if boundaries == "host" else 0,
-            held=resident_blocks,
+            resident=resident_blocks,
         ),
     )
     assert horizon_lm.stats(streamed)["device_bytes_peak"] == needed

@@ -86,7 +86,7 @@ def test_unknown_setting_error_has_place_and_remedy(write) -> None:
     assert error_of(write(""), ["--lerning-rate", "1"]).startswith("--lerning_rate is not a setting")
 
 
-def test_all_errors_of_a_file_are_reported_at_once(write) -> None:
+def test_all_errors_of_a_file_are_reported_together(write) -> None:
     message = error_of(write("learning_rate: -1\nprecision: fp16\n"), ["--max_steps", "many"])
     heading, *lines = message.splitlines()
     assert heading == "3 invalid settings:"

@@ -42,7 +42,9 @@ def count(schedule: Pass, kind: Kind, stream: Stream) -> Counter[str]:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_step_has_three_loads_and_forwards_per_block_and_one_optimizer(settings: FieldSettings, tied: bool) -> None:
+def test_a_step_has_three_loads_and_forward_passes_per_block_and_one_update(
+    settings: FieldSettings, tied: bool
+) -> None:
     schedule = field_pass(NUM_BLOCKS, tied, settings)
     forwards = count(schedule, Kind.FORWARD, Stream.COMPUTE) + count(schedule, Kind.BACKWARD, Stream.COMPUTE)
     for unit in map(block, range(NUM_BLOCKS)):

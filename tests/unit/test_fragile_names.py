@@ -149,7 +149,7 @@ def test_every_use_is_listed() -> None:
     assert not missing, f"add to docs/fragile-names.md, or do without: {missing}"
 
 
-def test_nothing_is_listed_that_is_not_used() -> None:
+def test_every_listed_name_is_used() -> None:
     rows = [(row, file) for row, files in listed().items() for file in files]
     stale = [each for each in rows if not any(each[1] == file and _is_of(name, each[0]) for name, file in USED)]
     assert not stale, f"remove from docs/fragile-names.md: {stale}"
@@ -184,5 +184,5 @@ def test_uses_are_found(code: str, expected: str | None) -> None:
         ("transformers.not_there.thing", False),
     ],
 )
-def test_a_name_that_moved_is_seen(name: str, there: bool) -> None:
+def test_a_name_that_moved_is_detected(name: str, there: bool) -> None:
     assert is_there(name) == there

@@ -41,7 +41,7 @@ def test_operations_equal_those_counted_in_autograd() -> None:
     config.head_dim = config.hidden_size // config.num_attention_heads
     attention = 6 * config.num_hidden_layers * rows * length * length * config.num_attention_heads * config.head_dim
     expected = model_flops(config, rows * length, length) + attention
-    # Biases and norms count as parameters, but are not matrix products.
+    # Biases and norms are parameters, but not matrix products.
     assert expected == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 

@@ -106,7 +106,7 @@ def test_infinity_stays_infinity(place: str) -> None:
         assert np.array_equal(found, values)
 
 
-def test_other_values_are_split_and_rounded_as_ever() -> None:
+def test_other_values_are_split_and_rounded_as_before() -> None:
     """Test all 16 high bits that are not NaN, with the low bits around which rounding changes."""
     low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     bits = ((np.arange(1 << 16, dtype=np.uint32) << 16)[:, None] | low).reshape(-1)

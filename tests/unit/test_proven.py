@@ -34,7 +34,7 @@ def test_a_derived_class_is_rejected_by_name() -> None:
         horizon_lm.stream(own())
 
 
-def test_what_is_unproven_may_be_streamed_with_a_warning() -> None:
+def test_unproven_models_may_be_streamed_with_a_warning() -> None:
     with pytest.warns(UnprovenModelWarning, match="OwnLlama changes"):
         model = horizon_lm.stream(own(), allow_unproven_model=True)
     model(**families.batch()).loss.backward()

@@ -289,7 +289,7 @@ def test_axes_start_at_zero_or_say_so(complete: Path, tmp_path: Path) -> None:
 
 
 def _share_computed(trace: TraceFile) -> float:
-    """Return the busy share of compute. Its operations do not overlap, so their seconds add up."""
+    """Return the busy share of compute, whose operations do not overlap, so that their seconds add up."""
     middle = trace.median_step()
     assert middle is not None
     spans = [part.span for part in trace.within(middle) if part.span.op.stream == "compute"]
@@ -375,7 +375,7 @@ def test_data_cannot_end_its_script_element() -> None:
         code("script", "var text = '</SCRIPT>'")
 
 
-def test_page_loads_nothing_from_elsewhere(complete: Path) -> None:
+def test_page_makes_no_external_requests(complete: Path) -> None:
     text = build_page(load_run(complete))
     page = Page(text)
     assert not {name for name, _ in page.attributes} & {"src", "href", "srcset", "action"}

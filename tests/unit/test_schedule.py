@@ -30,12 +30,12 @@ def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer
     )
 
 
-# (blocks, offloaded, held): none, one or all blocks of small models, and a few numbers for larger models.
-PLACES = [(n, off, held) for n in (1, 2, 3) for off in sorted({0, 1, n}) for held in sorted({0, 1, n})]
-PLACES += [(n, off, held) for n in (4, 5) for off, held in ((0, 0), (n, 0), (2, 2))]
+# (blocks, offloaded, resident): none, one or all blocks of small models, and a few numbers for larger models.
+PLACES = [(n, off, resident) for n in (1, 2, 3) for off in sorted({0, 1, n}) for resident in sorted({0, 1, n})]
+PLACES += [(n, off, resident) for n in (4, 5) for off, resident in ((0, 0), (n, 0), (2, 2))]
 LAYOUTS = [
-    (build.Layout(n, tied, offloaded, held, accumulate, in_backward), head_grads)
-    for (n, offloaded, held), tied, accumulate, in_backward, head_grads in itertools.product(
+    (build.Layout(n, tied, offloaded, resident, accumulate, in_backward), head_grads)
+    for (n, offloaded, resident), tied, accumulate, in_backward, head_grads in itertools.product(
         PLACES, *[(False, True)] * 4
     )
 ]
@@ -51,9 +51,11 @@ def problems(layouts: Iterable[tuple[build.Layout, bool]]) -> Iterator[str]:
                     yield f"{layout} {head_grads=} {first_trained=} {outer=}, {name}: {problem}"
 
 
-@pytest.mark.parametrize(("num_blocks", "offloaded", "held"), PLACES)
-def test_every_legal_sequence_is_correct(num_blocks: int, offloaded: int, held: int) -> None:
-    layouts = [x for x in LAYOUTS if (x[0].num_blocks, x[0].offloaded, x[0].held) == (num_blocks, offloaded, held)]
+@pytest.mark.parametrize(("num_blocks", "offloaded", "resident"), PLACES)
+def test_every_legal_sequence_is_correct(num_blocks: int, offloaded: int, resident: int) -> None:
+    layouts = [
+        x for x in LAYOUTS if (x[0].num_blocks, x[0].offloaded, x[0].resident) == (num_blocks, offloaded, resident)
+    ]
     assert len(layouts) == 16
     assert list(problems(layouts)) == []
 
@@ -62,13 +64,13 @@ _SOME = ((1, 0, 0), (1, 1, 1), (2, 1, 1), (2, 2, 0), (3, 1, 1))
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "offloaded", "held"),
+    ("num_blocks", "offloaded", "resident"),
     [p if p in _SOME else pytest.param(*p, marks=pytest.mark.slow) for p in PLACES if p[0] <= 3],
 )
-def test_each_wait_inside_a_pass_is_needed(num_blocks: int, offloaded: int, held: int) -> None:
+def test_each_wait_inside_a_pass_is_needed(num_blocks: int, offloaded: int, resident: int) -> None:
     caught = 0
     for tied, accumulate, in_backward, head_grads in itertools.product((False, True), repeat=4):
-        made = passes(build.Layout(num_blocks, tied, offloaded, held, accumulate, in_backward), head_grads)
+        made = passes(build.Layout(num_blocks, tied, offloaded, resident, accumulate, in_backward), head_grads)
         assert superfluous_waits(made) == []
         caught += sum(isinstance(w, After) for p in made if p is not None for _, w in each_wait(p))
     print(f"dropped waits caught: {caught} of {caught}")

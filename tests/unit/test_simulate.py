@@ -97,7 +97,7 @@ def test_directions_share_a_link() -> None:
     assert times(simulate([Pass("forward", (stream_in(),))], cost, rates)) == [(0, 2)]
 
 
-def test_inline_copies_run_in_turn() -> None:
+def test_inline_copies_run_one_after_the_other() -> None:
     ops = (stream_in(), op(Kind.FORWARD, Stream.COMPUTE, After(0)), stream_in(unit="block1"), update())
     cost = priced(stream_in=20.0, forward=3.0, update=100.0)
     timeline = simulate([Pass("forward", ops)], cost, replace(RATES, inline=True))

@@ -57,12 +57,12 @@ def test_attention_has_its_own_rate() -> None:
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("held", [0, 1, 4])
-def test_traffic_is_minimal(in_backward: bool, held: int) -> None:
-    of = step(4096, 4, update_in_backward=in_backward, residency=Residency(4, held))
+@pytest.mark.parametrize("resident", [0, 1, 4])
+def test_traffic_is_minimal(in_backward: bool, resident: int) -> None:
+    of = step(4096, 4, update_in_backward=in_backward, residency=Residency(4, resident))
     rows = 4096 * HIDDEN
     once = TABLE + HIDDEN + rows
-    moves = (8 - held) * BLOCK  # resident blocks once, other blocks in the forward and in the backward pass
+    moves = (8 - resident) * BLOCK  # resident blocks once, other blocks in the forward and in the backward pass
     assert total(of, machine(), Kind.STREAM_IN) == 2 * (moves + once)
     assert total(of, machine(), Kind.STREAM_OUT) == 2 * (4 * BLOCK + once)
     assert total(of, machine(), *UPDATES) == 26 * (4 * BLOCK + 2 * TABLE + HIDDEN)

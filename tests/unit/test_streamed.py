@@ -128,7 +128,7 @@ def test_unfreezing_too_late_is_rejected() -> None:
         model(**families.batch())
 
 
-def test_calling_a_unit_by_itself_is_rejected() -> None:
+def test_calling_a_unit_outside_of_the_model_is_rejected() -> None:
     model, hidden = streamed(), torch.zeros(1, 2, 32)
     for part, call in (
         ("model.layers.1", lambda: model.model.layers[1](hidden)),

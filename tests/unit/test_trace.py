@@ -64,7 +64,7 @@ def test_device_without_stalls() -> None:
 
 
 def test_updates_of_previous_step_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They overlap the forward pass of the first traced step; operations that ended before that step are dropped."""
+    """Updates overlap the forward pass of the first traced step; operations that ended before that step are dropped."""
     monkeypatch.setattr(horizon_lm, "synchronize", lambda model: None)
     device: Any = SimpleNamespace(trace=None, used_bytes=lambda: 0)
     model = SimpleNamespace(_horizon=SimpleNamespace(engine=SimpleNamespace(device=device)))

@@ -44,7 +44,7 @@ class Inspection:
         numbers: dict[str, Any] = {
             "rows_read": report.read,
             "cut": report.truncated.count,
-            "left_out": report.left_out.count,
+            "left_out": report.without_targets.count,
             "held_out": {part.name: len(part.rows) for part in self.data.parts if part is not training},
             "rows": len(rows),
             "tokens": tokens,
@@ -70,7 +70,7 @@ class Inspection:
         """Return statistics and findings as JSON values."""
         findings = [
             {
-                "data": name, "error": finding.is_error, "rows": finding.rows.count, "what": finding.what,
+                "data": name, "error": finding.is_error, "rows": finding.rows.count, "what": finding.problem,
                 "remedy": finding.remedy, "places": finding.rows.places,
             }
             for name, finding in self.findings()

@@ -167,7 +167,7 @@ class LargestTable:
 
 
 def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str | None) -> LargestTable:
-    """Find the largest known models that this machine, or another one, can train.
+    """Find the largest known models that this machine or another machine can train.
 
     Args:
         arguments: settings of the run except its model.

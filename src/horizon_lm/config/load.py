@@ -1,4 +1,4 @@
-"""Load a `RunConfig` from a run file and ``--key value`` overrides, and report all errors at once."""
+"""Load a `RunConfig` from a run file and ``--key value`` overrides, and report all errors together."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_
     """Read a run file, apply the overrides, and validate the result once.
 
     Args:
-        path: a YAML 1.2 file, or None to use the overrides alone.
+        path: a YAML 1.2 file, or None to use only the overrides.
         overrides: command-line tokens, ``--key value`` or ``--key=value``, with values in YAML.
         without_rows: allow ``datasets`` to be missing.
 

@@ -1,4 +1,4 @@
-"""Render settings as text: a run's own file, a starter file, and the documentation page.
+"""Render settings as text: the settings of a run, a starter file, and the documentation page.
 
 ``python -m horizon_lm.config.text`` prints docs/settings.md.
 """
@@ -62,14 +62,14 @@ the same messages.
 
 
 # The first line of config.yaml. Run folders are recognized by this line, so it must not change.
-OF_A_RUN = "# The settings of this run, defaults included."
+RUN_CONFIG_HEADER = "# The settings of this run, defaults included."
 
 
 def to_yaml(config: RunConfig) -> str:
     """Render a configuration as YAML that reads back as the same configuration, with each setting under its
     description.
     """
-    lines = [OF_A_RUN]
+    lines = [RUN_CONFIG_HEADER]
     for name, value in config.model_dump().items():
         lines += ["", f"# {_describe(type(config).model_fields[name])}", _entry(name, value)]
     return "\n".join(lines) + "\n"

@@ -68,7 +68,7 @@ class BlockCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """One dimension of a shape: a constant, multiplied by the rows, the length, or both."""
+    """The size of one dimension: a constant, multiplied by the rows, the length, or both."""
 
     factor: int
     by_rows: bool

@@ -22,7 +22,7 @@ from horizon_lm.plan.outline import Work
 
 _STAND_IN = "horizon_lm_fused"  # the name under which transformers finds the stand-in kernels
 _FUSED = ("flash_attention_2", "flash_attention_3", "varlen")
-_BACKWARD = 2.5  # work of a fused backward, relative to its forward (Dao, "FlashAttention-2", section 4.1)
+_BACKWARD = 2.5  # work of a fused backward pass, relative to its forward pass (Dao, "FlashAttention-2", section 4.1)
 
 
 class Recorder(TorchDispatchMode):
@@ -118,7 +118,9 @@ def recording(module: nn.Module, *given: Any, accelerated: bool) -> Iterator[Rec
 
 
 class _Fused(torch.autograd.Function):
-    """Keep the same tensors as a fused attention kernel: query, key, value (B, heads, T, D), output and mask."""
+    """A stand-in for fused attention that keeps the same tensors: query, key, value (B, heads, T, D), output
+    and mask.
+    """
 
     @staticmethod
     def forward(
@@ -141,7 +143,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _output_like(query: torch.Tensor, width: int) -> torch.Tensor:
-    """Return an output with the memory layout of the query (B, heads, T, D), as kernels do."""
+    """Return an output with the memory layout of the query (B, heads, T, D), like the kernels."""
     if width == query.shape[-1]:
         return torch.empty_like(query)
     rows, heads, length, _ = query.shape
@@ -155,7 +157,7 @@ def _pairs(length: int, window: int | None) -> float:
 
 
 class _ScaledDotProduct(TorchFunctionMode):
-    """Run torch's scaled dot-product attention as a fused kernel; on the meta device it consists of many operations."""
+    """A mode that runs torch's scaled dot-product attention as one fused kernel, not as many operations."""
 
     def __init__(self, recorder: Recorder, accelerated: bool) -> None:
         super().__init__()
@@ -198,7 +200,9 @@ def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 class _Grouped(torch.autograd.Function):
-    """Keep the same tensors as a grouped product: tokens (S, I), sorted by expert, and weight (E, I, O)."""
+    """A stand-in for a grouped product that keeps tokens (S, I), sorted by expert, and weight (E, I, O), like the
+    original.
+    """
 
     @staticmethod
     def forward(

@@ -16,7 +16,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TemplateStyle:
-    """How a template renders answers.
+    """The style in which a template renders answers.
 
     Attributes:
         opening: text that starts an assistant turn (the generation prompt); empty if unknown.

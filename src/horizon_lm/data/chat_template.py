@@ -107,7 +107,9 @@ class ChatRenderer:
             raise RowError(f"the chat template rejects this row: {first_line(error)}") from error
 
     def _tokenize(self, conversation: Conversation, found: RenderedConversation) -> TokenizedConversation:
-        """Find the assistant's tokens by the template's marks, else by TRL's, else by locating the answers."""
+        """Find the assistant's tokens by the template's marks, otherwise by TRL's, otherwise by locating
+        the answers.
+        """
         if self._has_generation_marks(found.conversation):
             return self._tokenize_with_marks(found.conversation, None)
         # TRL's template may expect tool arguments in a different form from the model's own.

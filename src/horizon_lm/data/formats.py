@@ -180,7 +180,7 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _require_common_prompt(chosen: str, rejected: str) -> None:
-    """Raise RowError for texts whose common start is not a prompt, such as the Y of Yes and You."""
+    """Raise RowError for texts whose common start is not a prompt, such as the Y in Yes and You."""
     if chosen == rejected:
         return  # the caller reports it
     if chosen.startswith(rejected) or rejected.startswith(chosen):

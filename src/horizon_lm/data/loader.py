@@ -106,7 +106,7 @@ class Sampler:
         rows_per_step: number of rows in one optimizer step.
         seed: seed of the order.
         weights: number of times that the rows of each dataset are used in an epoch; empty to use each row once. For the
-            fractional part of a weight, every epoch samples rows anew.
+            fractional part of a weight, every epoch samples different rows.
     """
 
     num_rows: int | tuple[int, ...]
@@ -148,7 +148,7 @@ class Sampler:
 
 
 def _num_extra(weight: float, size: int) -> int:
-    """Return the number of rows that an epoch uses one extra time; at least 1 if the weight alone would use no rows."""
+    """Return the number of rows that an epoch uses one extra time; at least 1 if it would otherwise use no rows."""
     return min(size, max(0 if int(weight) else 1, round((weight - int(weight)) * size)))
 
 
@@ -176,7 +176,7 @@ class Loader:
         return collate([self.rows[index] for index in indices], indices)
 
 
-def in_order(rows: Sequence[Row], batch_size: int) -> Iterator[Batch]:
+def batches_in_order(rows: Sequence[Row], batch_size: int) -> Iterator[Batch]:
     """Yield batches of all rows once and in order, for evaluation."""
     for start in range(0, len(rows), batch_size):
         indices = range(start, min(start + batch_size, len(rows)))

@@ -71,7 +71,7 @@ class Report:
         rows: rows with at least one target.
         read: number of rows read.
         truncated, truncated_answers: truncated rows, and truncated rows that lost targets.
-        left_out: rows without targets.
+        without_targets: rows without targets.
         missing_eos: rows with an answer that no end-of-turn token follows.
         dropped_by_template: rows with messages, reasoning or tools that the chat template drops.
         untemplated: prompts and completions as text, to which the chat template is not applied.
@@ -81,7 +81,7 @@ class Report:
     read: int = 0
     truncated: ExampleCounts = field(default_factory=ExampleCounts)
     truncated_answers: ExampleCounts = field(default_factory=ExampleCounts)
-    left_out: ExampleCounts = field(default_factory=ExampleCounts)
+    without_targets: ExampleCounts = field(default_factory=ExampleCounts)
     missing_eos: ExampleCounts = field(default_factory=ExampleCounts)
     dropped_by_template: ExampleCounts = field(default_factory=ExampleCounts)
     untemplated: ExampleCounts = field(default_factory=ExampleCounts)
@@ -136,7 +136,7 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: Preproce
     report.rows = TokenTable(parts)
     if not len(report.rows):
         raise DataError(
-            f"no row has a token to train on: answers are empty or begin after max_length {options.max_length} ({report.left_out})"
+            f"no row has a token to train on: answers are empty or begin after max_length {options.max_length} ({report.without_targets})"
         )
     return report
 
@@ -162,8 +162,8 @@ def summary(rows: TokenTable, packed: TokenTable) -> str:
     """Describe the number of rows, tokens and targets in one line."""
     tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
     count = counted(len(rows), "row") + ("" if packed is rows else f" in {counted(len(packed), 'packed row')}")
-    if left_out := sum(len(part.table) - len(part) for part in packed.parts) if packed is not rows else 0:
-        count += f" ({left_out:,} more without a token to train on)"
+    if without_targets := sum(len(part.table) - len(part) for part in packed.parts) if packed is not rows else 0:
+        count += f" ({without_targets:,} more without a token to train on)"
     return f"{count}, {tokens:,} tokens, {targets:,} trained on ({targets / max(1, tokens):.0%})"
 
 
@@ -337,7 +337,7 @@ def _select_rows(source: Source, table: Any, options: PreprocessConfig, report: 
     flags, targets = (table.data.column(name).to_numpy() for name in ("flags", "num_targets"))
     report.truncated.add(chosen[(flags[chosen] & TRUNCATED) != 0], source.place)
     report.missing_eos.add(chosen[(flags[chosen] & MISSING_EOS) != 0], source.place)
-    report.left_out.add(chosen[targets[chosen] == 0], source.place)
+    report.without_targets.add(chosen[targets[chosen] == 0], source.place)
     chosen = chosen[targets[chosen] > 0]
     report.untemplated.add(chosen[(flags[chosen] & UNTEMPLATED) != 0], source.place)
     report.dropped_by_template.add(chosen[(flags[chosen] & DROPPED_BY_TEMPLATE) != 0], source.place)

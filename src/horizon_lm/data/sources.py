@@ -17,7 +17,7 @@ from horizon_lm.errors import DataError, first_line
 
 JSON_SUFFIXES = (".json", ".jsonl")
 _MAX_LITERAL_CHARS = 16  # length of the longest token that the end of a chunk may split, such as false or \\u00e9
-_CHUNK_CHARS = 2**20  # characters read at once from a JSON list
+_CHUNK_CHARS = 2**20  # characters per chunk of a JSON list
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:

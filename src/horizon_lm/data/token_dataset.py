@@ -135,7 +135,7 @@ class Part:
 
     @property
     def num_sequences(self) -> int:
-        """The number of sequences in a row: two for preferences, else one."""
+        """The number of sequences in a row: two for preferences, otherwise one."""
         return len(self._id_columns)
 
     @property

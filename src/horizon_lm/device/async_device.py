@@ -64,7 +64,7 @@ class StreamDevice(ABC):
     ) -> None:
         self.name, self.torch_device, self.capacity = name, torch_device, capacity
         self.counters = Counters()
-        self.link: Link = HostLink()  # for the host threads; each copy stream has a link of its own
+        self.link: Link = HostLink()  # for the host threads; each copy stream has a separate link
         self._trace: Trace | None = None
         self._host_threads = host_threads or max(1, usable_cores() - _BUSY_THREADS)
         self._pools: dict[Stream, HostPool] = {}

@@ -17,7 +17,7 @@ from horizon_lm.schedule.trace import Trace
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """One operation of one pass, as given to a device.
+    """An operation of a pass, as given to a device.
 
     Attributes:
         waits: tasks that must finish first, as the schedule declares.
@@ -97,7 +97,7 @@ class Device(Protocol):
         ...
 
     def used_bytes(self) -> int:
-        """Return the device memory in use in bytes, as far as it is known: at least the engine's buffers."""
+        """Return the known bytes of device memory in use: at least the engine's buffers."""
         ...
 
     def meter(self) -> AbstractContextManager[Meter] | None:
@@ -194,10 +194,10 @@ def counted_empty(
     """Allocate a buffer and count its bytes. Raise DoesNotFitError if the device's capacity would be exceeded."""
     num_bytes = numel * dtype.itemsize
     if capacity is not None and counters.allocated_total + num_bytes > capacity:
-        held = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
+        in_use = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
         raise DoesNotFitError(
             f"{name}: {format_bytes(num_bytes)} for {kind} do not fit into the device capacity of "
-            f"{format_bytes(capacity)}; in use: {held or 'nothing'}. Raise device_memory, or lower "
+            f"{format_bytes(capacity)}; in use: {in_use or 'nothing'}. Raise device_memory, or lower "
             "device_micro_batch_size or per_device_train_batch_size."
         )
     buffer = torch.empty(numel, dtype=dtype, device=device)

@@ -40,7 +40,7 @@ def start_thread(name: str, target: Callable[..., None], args: tuple[Any, ...], 
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_running.clear)  # a forked child has none of these threads
+    os.register_at_fork(after_in_child=_running.clear)  # these threads do not exist in a forked child
 
 
 @atexit.register

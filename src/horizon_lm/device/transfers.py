@@ -4,7 +4,7 @@ Shapes: V rows of a table, R rows of a batch, H hidden.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -40,7 +40,7 @@ class Link(Protocol):
 
 
 class Move(Protocol):
-    """One transfer, or a piece of work in host memory."""
+    """A transfer, or a piece of work in host memory."""
 
     @property
     def host_bytes(self) -> int:
@@ -50,7 +50,7 @@ class Move(Protocol):
     def run(self, link: Link) -> None: ...
 
     def split(self, parts: int) -> "list[Move]":
-        """Split the move into moves that together do the same."""
+        """Split the move into smaller moves with the same total effect."""
         ...
 
 
@@ -78,8 +78,8 @@ class Land:
 
     destination: torch.Tensor
     source: torch.Tensor
-    add: bool
     report: Report
+    add: bool = field(kw_only=True)
 
     @property
     def host_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Land:
 
     def split(self, parts: int) -> list[Move]:
         return [
-            Land(d, s, self.add, self.report)
+            Land(d, s, self.report, add=self.add)
             for d, s in zip(self.destination.tensor_split(parts), self.source.tensor_split(parts), strict=True)
         ]
 
@@ -125,8 +125,8 @@ class LandRows:
     source: torch.Tensor
     rows: torch.Tensor
     clear: torch.Tensor | slice | None
-    add: bool
     report: Report
+    add: bool = field(kw_only=True)
 
     @property
     def host_bytes(self) -> int:
@@ -140,6 +140,6 @@ class LandRows:
     def split(self, parts: int) -> list[Move]:
         pieces = zip(self.source.tensor_split(parts), self.rows.tensor_split(parts), strict=True)
         return [
-            LandRows(self.table, s, r, self.clear if i == 0 else None, self.add, self.report)
+            LandRows(self.table, s, r, self.clear if i == 0 else None, self.report, add=self.add)
             for i, (s, r) in enumerate(pieces)
         ]

@@ -19,8 +19,7 @@ _TINY_OPERATIONS = 1000
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: Rounds) -> float:
-    """Return the operations per second of a projection's three products: one in the forward and two in the backward
-    pass.
+    """Return the operations per second of a projection: one product in the forward pass, two in the backward pass.
 
     This is the harmonic mean over several shapes, because small models have small products.
     """

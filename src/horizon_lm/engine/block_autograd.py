@@ -1,4 +1,5 @@
-"""The autograd node of a block: its forward saves little, its backward recomputes and differentiates each micro-batch.
+"""The autograd node of a block, which saves little and recomputes and differentiates each micro-batch in the backward
+pass.
 
 Shapes: B batch rows, T tokens of a row, H hidden size. A micro-batch is the row range [start, stop) of the batch.
 """
@@ -39,7 +40,7 @@ class Graph(NamedTuple):
 
 
 class GraphUse(Enum):
-    """How a block's forward pass uses a separate autograd graph.
+    """The use that a block's forward pass makes of a separate autograd graph.
 
     Attributes:
         NONE: no graph is made; the backward pass recomputes the block.
@@ -114,8 +115,8 @@ class SavedForBackward:
         return [tensor.detach() for tensor in outputs]
 
     def take_graph(self, number: int) -> Graph:
-        """Return the kept graph of a micro-batch and forget it, so that its memory is freed as soon as it is
-        differentiated.
+        """Return the kept graph of a micro-batch and forget it, so that its memory is freed right after
+        differentiation.
         """
         graph, self.graphs[number] = self.graphs[number], Graph([], [])
         return graph
@@ -128,7 +129,7 @@ class BlockAutograd:
         call: the block's arguments; without tensors after the forward pass, since autograd saves those.
         keys: names of the outputs that transformers captures inside the block.
         hooked: other code has registered hooks inside the block.
-        uncompiled: the block runs uncompiled, whatever the model's setting.
+        uncompiled: the block runs uncompiled, regardless of the model's setting.
         context: autocast, attention kernels and context variables of the forward pass.
         mode: train or eval mode of each module in the block.
         saved: random states and graphs saved by the forward pass.
@@ -194,7 +195,7 @@ class BlockAutograd:
             if self.offloaded:
                 inputs[self.call.hidden] = self._fetched_boundary()
             input_grads, names = self._differentiate_all(inputs, grads)
-            if not engine.memory.holds(self.index):
+            if not engine.memory.is_resident(self.index):
                 engine.device.poison(engine.memory.weights_of(unit))  # a late read yields NaN on a simulated device
             if engine.trained(unit) and not engine.memory.accumulates:
                 engine.landed(unit, names)

@@ -31,7 +31,7 @@ RowProbe = Callable[[int], list[torch.Size]]
 
 
 class Blocks:
-    """Streams the decoder blocks of a model.
+    """The streamed decoder blocks of a model.
 
     Attributes:
         caching: the running forward pass has a cache of keys and values.
@@ -108,7 +108,7 @@ class Blocks:
             index: the block's index.
             call: its arguments for the whole batch.
             keys: names of the outputs that transformers captures inside the block.
-            uncompiled: run the block uncompiled, whatever the model's setting.
+            uncompiled: run the block uncompiled, regardless of the model's setting.
             saved: saves what the backward pass needs; None if there is no backward pass.
         """
         engine, module = self.engine, self.blocks[index]
@@ -150,7 +150,7 @@ class Blocks:
                             )
                         tree.tensors = saved.save(rng_state, inputs, tree.tensors)
                     outputs.add(rows, tree)
-            if not engine.memory.holds(index):
+            if not engine.memory.is_resident(index):
                 engine.device.poison(engine.memory.weights_of(block(index)))
         engine.counts["block_forward_rows"] += engine.running.num_rows
         self._outputs[index] = outputs

@@ -1,4 +1,4 @@
-"""Final norm and LM head over chunks of tokens (``head="chunked"``), so that the logits of a batch never exist at once.
+"""Final norm and LM head over chunks of tokens (``head="chunked"``), which avoids computing all logits of a batch.
 
 The model's forward method runs once for the whole batch without the head, and then once per chunk with a trunk that
 returns the hidden states of that chunk. This way, Hugging Face's own code scales and caps the logits and computes the
@@ -65,7 +65,7 @@ class LossInputs:
 
 
 class ChunkedLmHead:
-    """Computes final norm, head and loss of a model over chunks of its trained tokens.
+    """The final norm, head and loss of a model, computed over chunks of its trained tokens.
 
     Args:
         head: the streamed head.
@@ -92,7 +92,7 @@ class ChunkedLmHead:
 
     @property
     def replaces_head(self) -> bool:
-        """True while this object answers calls of the head's module."""
+        """True while this object replaces the head's module."""
         return self._active or self._chunk is not None
 
     @contextmanager
@@ -219,7 +219,7 @@ class _Chunk:
 
 
 class _ChunkLinear(torch.autograd.Function):
-    """``F.linear`` whose backward adds the gradients of weight and bias to buffers, instead of returning them.
+    """A replacement of ``F.linear`` whose backward pass adds the gradients of weight and bias to buffers.
 
     Autograd would compute a gradient (V, H) for each chunk and add it to the sum, which takes two more tensors of the
     head's size. The gradient of a bias without a buffer (an outer parameter, if the head is tied) is returned.

@@ -1,4 +1,4 @@
-"""Losses and log-probabilities over chunks of tokens, so that the logits of a batch never exist at once.
+"""Losses and log-probabilities over chunks of tokens, which avoids computing all logits of a batch.
 
 Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -60,7 +60,7 @@ class LossRun(ChunkedRun):
         return hidden_grad, outer_grads
 
     def _loss(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> torch.Tensor:
-        """Return the loss only."""
+        """Return only the loss."""
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad(), no_autocast_cache():
@@ -106,7 +106,7 @@ class TokenLogprobs(NamedTuple):
         logprobs: natural logarithm of the token's probability.
         mean: mean of the log-probabilities over the vocabulary, for label smoothing; None unless requested.
         entropy: entropy of the distribution, in nats; None unless requested.
-        aux_loss: the model's weighted auxiliary loss, which balances its experts; None if it has none.
+        aux_loss: the model's weighted auxiliary loss, which balances its experts; None without such a loss.
     """
 
     logprobs: torch.Tensor

@@ -18,7 +18,7 @@ MovesOf = Callable[[Op], Sequence[Move] | None]
 
 
 class Cursor:
-    """Runs one pass at a time, and remembers the tasks of earlier passes that a new one may have to wait for."""
+    """The position in the running pass, with the tasks of earlier passes that a new pass may have to wait for."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -106,7 +106,7 @@ class DeviceBuffers:
 
     Attributes:
         weight_slots: two slots of the size of the largest block, which blocks use alternately.
-        held_weights: one buffer for each resident block.
+        resident_weights: one buffer for each resident block.
         grad_slots: slots from which the gradients of blocks are landed; two, or one with an accumulator.
         accumulator: the sum of a block's gradients over micro-batches.
         accumulates: gradients are summed in float32 in the accumulator, then rounded into a slot. A store with float32
@@ -124,8 +124,8 @@ class DeviceBuffers:
         outer = store.units[OUTER].layout.numel
         self.accumulates = options.device_micro_batch_size is not None and grad_dtype != torch.float32
         self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
-        self.held_weights: dict[int, Slots] = {}
-        self._new_held = lambda u: Slots(device, "held_weights", 1, store.units[block(u)].layout.numel, dtype)
+        self.resident_weights: dict[int, Slots] = {}
+        self._new_resident = lambda u: Slots(device, "resident_weights", 1, store.units[block(u)].layout.numel, dtype)
         # Summing in the accumulator overlaps with copying the last block's gradients from the only slot.
         self.grad_slots = Slots(device, "grad_slots", 1 if self.accumulates else 2, largest, grad_dtype)
         self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
@@ -145,18 +145,18 @@ class DeviceBuffers:
         if unit == OUTER:
             return self.outer_weights[0]
         index = block_index(unit)
-        return self.held_weights[index][0] if self.holds(index) else self.weight_slots[index % 2]
+        return self.resident_weights[index][0] if self.is_resident(index) else self.weight_slots[index % 2]
 
-    def holds(self, index: int) -> bool:
+    def is_resident(self, index: int) -> bool:
         """Return whether a block's weights stay on the device."""
-        return index in self.held_weights
+        return index in self.resident_weights
 
-    def hold(self, blocks: Iterable[int]) -> None:
+    def set_resident(self, blocks: Iterable[int]) -> None:
         """Keep these blocks' weights, and no others, on the device from now on. No copy may be running."""
-        for slots in (*self.held_weights.values(), self.weight_slots):
+        for slots in (*self.resident_weights.values(), self.weight_slots):
             slots.release()
         self.ring.release()  # no ring is needed if all boundaries stay on the device, and no slots if all weights do
-        self.held_weights = {index: self._new_held(index) for index in blocks}
+        self.resident_weights = {index: self._new_resident(index) for index in blocks}
 
     def grads_of(self, op: Op) -> torch.Tensor:
         """Return the buffer from which a unit's gradients are landed."""

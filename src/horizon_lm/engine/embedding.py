@@ -20,7 +20,7 @@ from horizon_lm.schedule.ops import EMBED, HEAD, Kind
 
 
 class StreamedEmbedding:
-    """Streams the input embedding of a model."""
+    """The streamed input embedding of a model."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -145,7 +145,7 @@ class StreamedEmbedding:
         if engine.grads.slots is not None and not engine.grads.slots.keeps(EMBED):
             report = engine.grads.squared_norms.landing(EMBED, whole=True)
             engine.updates.finish()  # the last update of the table reads the slot that is written now
-            return Land(engine.grads.slots.rows(rows, room).view(-1), outgoing.view(-1), False, report)
+            return Land(engine.grads.slots.rows(rows, room).view(-1), outgoing.view(-1), report, add=False)
         # The gradient of a tied head is landed in the same slab earlier in this pass, so the rows are added to it.
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))
         report = engine.grads.squared_norms.landing(EMBED, whole=empty)

@@ -14,12 +14,12 @@ A training step, and the module of each line (docs/architecture.md has the pictu
         norm, LM head and loss over chunks of tokens         engine/chunked_lm_head.py, engine/chunked_losses.py
     loss.backward()                                          autograd calls one node per unit, last to first
         schedule = build.backward(layout)                    schedule/build.py
-        offload the LM head's gradient                       engine/lm_head.py
+        land the LM head's gradient in host memory           engine/lm_head.py
         for each block, last to first:                       engine/block_autograd.py
             prefetch the previous block and its input        schedule/build.py (load) -> engine/cursor.py -> device/
             recompute each micro-batch and differentiate it  engine/recompute.py, engine/grad_sink.py
-            offload its gradient: copy, or add to the host's engine/host_grads.py -> device/cuda_link.py, device/cpu.py
-        sum and offload the rows of the embedding            engine/embedding.py
+            land its gradient: copy, or add to the host's    engine/host_grads.py -> device/cuda_link.py, device/cpu.py
+        sum and land the row gradients of the embedding      engine/embedding.py
     optimizer.step()                                         optim/adamw.py
         clip by the norm, which was summed while landing     engine/host_grads.py
         for each unit, in the order of the next forward:     optim/update_tasks.py
@@ -55,7 +55,7 @@ from horizon_lm.engine.forward_state import (
 from horizon_lm.engine.host_grads import HostGrads, LandingSlots
 from horizon_lm.engine.parameters import call_after_grad, landing_grad
 from horizon_lm.engine.recompute import MicroBatchRandomness
-from horizon_lm.engine.updates import PendingUpdates, TableUpdate, UpdatesInBackward
+from horizon_lm.engine.updates import PendingUpdates, TableUpdate, UnitOptimizer
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model.block_template import comparable
 from horizon_lm.model.units import ModelParts, ParamRef
@@ -66,7 +66,7 @@ from horizon_lm.store.store import Store, UnitSlabs
 
 
 class Engine:
-    """Streams the units of a model through a device.
+    """The executor of a streamed model, which runs its passes on a device.
 
     Autograd and the model's forward method drive the engine. The modules of this package that compute a unit
     (embedding, blocks, LM head, outer parameters) take buffers from the engine and report computations to its cursor;
@@ -128,7 +128,7 @@ class Engine:
         """Allocate host gradients for the parameters that are currently trainable, unless already done."""
         trainable = [name for names in self.trainable().values() for name in names]
         if not self.store.has_grads:
-            kept = () if self.updates.in_backward is not None else self.store.units
+            kept = () if self.updates.unit_optimizer is not None else self.store.units
             self.grads.allocate(trainable, [*kept, *([EMBED] if self.parts.tied else [])])
         late = [name for name in trainable if name not in self.store.units[self.store.unit_of[name]].grad_layout]
         if late:
@@ -137,7 +137,7 @@ class Engine:
                 "before the first training step"
             )
 
-    def update_in_backward(self, optimizer: UpdatesInBackward) -> None:
+    def update_in_backward(self, optimizer: UnitOptimizer) -> None:
         """Update each unit as soon as its gradient has landed, from now on. Raise ConfigError if gradients are
         allocated already.
         """
@@ -146,7 +146,7 @@ class Engine:
                 "update_in_backward keeps no gradients, but this model has been trained with gradients in host memory; create "
                 "the optimizer before the first training step"
             )
-        self.updates.in_backward = optimizer
+        self.updates.unit_optimizer = optimizer
         self.allocate_grads()
         self.grads.slots = LandingSlots(self.store, self.device, self.parts)
 
@@ -159,9 +159,9 @@ class Engine:
             num_blocks=self.parts.num_blocks,
             tied=self.parts.tied,
             offloaded=self.parts.num_blocks - self.residency.boundaries,
-            held=self.residency.weights,
+            resident=self.residency.weights,
             accumulate=self.memory.accumulates,
-            update_in_backward=self.updates.in_backward is not None,
+            update_in_backward=self.updates.unit_optimizer is not None,
         )
 
     def expect(self, batch: ExpectedBatch) -> None:
@@ -182,7 +182,7 @@ class Engine:
 
     def _set_residency(self, residency: Residency) -> None:
         self.residency = residency
-        self.memory.hold(range(self.parts.num_blocks - residency.weights, self.parts.num_blocks))
+        self.memory.set_resident(range(self.parts.num_blocks - residency.weights, self.parts.num_blocks))
         self._resident_version = -1  # resident weights must be streamed in again
 
     def _drain_if_reshaped(self, keeps: frozenset[int], trained: Mapping[str, list[str]]) -> None:
@@ -312,7 +312,8 @@ class Engine:
         if self.backward is None:
             self._require_possible(state)  # outside of the try block: an error raised here is no fault of the pass
         try:
-            # Nodes of several forward passes may be in one graph: a node of another one ends the running backward pass.
+            # Nodes of several forward passes may be in one graph: a node of another forward pass ends the running
+            # backward pass.
             if self.backward is None or self.backward.state is not state:
                 if self.backward is not None:
                     self._require_possible(state)
@@ -340,8 +341,8 @@ class Engine:
         if self.cursor.active:
             raise StreamingError("backward was called inside the forward pass of the same model")
         self.grads.clear_error_if_no_grads()
-        if self.updates.in_backward is not None:
-            self.updates.in_backward.begin()
+        if self.updates.unit_optimizer is not None:
+            self.updates.unit_optimizer.begin()
         self.backward = RunningBackward(state)
         units = [EMBED, *map(block, range(self.parts.num_blocks)), HEAD, OUTER]
         trainable = [unit for unit in units if self.trained(unit)]
@@ -365,7 +366,7 @@ class Engine:
         """Record that these parameters' gradients are complete on the device, before they are landed."""
         assert self.backward is not None
         self.backward.landed[unit] = names
-        optimizer = self.updates.in_backward
+        optimizer = self.updates.unit_optimizer
         # The embedding's update is issued by the next forward pass, and a tied head's gradient is added to the
         # embedding's.
         if optimizer is not None and unit != EMBED and self.slab_unit(unit) == unit:
@@ -391,10 +392,10 @@ class Engine:
         running, self.backward = self.backward, None
         if running is None:
             return
-        self.grads.land(self.cursor.landing_tasks())  # they continue to land while the host goes on
+        self.grads.track_landings(self.cursor.landing_tasks())  # they continue to land while the host goes on
         self.cursor.finish()
         running.state.consumed = True
-        optimizer = self.updates.in_backward
+        optimizer = self.updates.unit_optimizer
         if optimizer is not None:
             self.store.weights_changed()
             if EMBED in running.landed or (self.parts.tied and HEAD in running.landed):
@@ -441,7 +442,7 @@ class Engine:
         return self.saves
 
     def _moves(self, op: Op) -> Sequence[Move] | None:
-        """Return the moves of an operation of the starting pass; None if they depend on the batch (see
+        """Return the moves of an operation in the starting pass; None if they depend on the batch (see
         `Cursor.bind`).
         """
         # In a forward pass, this is the update of the embedding; in a backward pass that of a unit, bound by `landed`.
@@ -499,7 +500,7 @@ class Engine:
         name = self._name_of.get(id(param))
         if name is None:
             return
-        if self.updates.in_backward is not None and self.updates.in_backward.pending:
+        if self.updates.unit_optimizer is not None and self.updates.unit_optimizer.pending:
             raise StreamingError(
                 f"{name}.grad: update_in_backward applies gradients as they land and does not keep them, so they "
                 "cannot be read or clipped (clip_grad_norm_); use horizon_lm.AdamW without update_in_backward for that"
@@ -516,7 +517,7 @@ class Engine:
         try:
             self.grads.wait()
         except Exception as error:
-            if self.updates.in_backward is not None:
+            if self.updates.unit_optimizer is not None:
                 self.updates.partial_update.record(error)
             raise
 
@@ -528,7 +529,7 @@ class Engine:
     # Faults
 
     def check_alive(self) -> None:
-        """Continue an update or save that was interrupted; raise PartialUpdateError if an update failed half-way."""
+        """Continue an update or save that was interrupted; raise PartialUpdateError if an update was cut off."""
         self.updates.partial_update.require_complete()
         if self.cursor.schedule is not None and self.cursor.schedule.name in ("update", "save"):
             self.cursor.finish()

@@ -19,7 +19,7 @@ from horizon_lm.store.store import Store
 
 
 class ForeignWrites:
-    """Detects writes by other code to the parameters of a model, and takes over the written values."""
+    """A detector of writes by other code to the parameters of a model, which takes over the written values."""
 
     def __init__(self, refs: Mapping[str, ParamRef], store: Store) -> None:
         self._store = store

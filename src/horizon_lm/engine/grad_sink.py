@@ -13,7 +13,7 @@ from horizon_lm.store.store import SlabLayout
 
 
 class GradSink:
-    """Moves each parameter's gradient into the slot as soon as autograd has computed it.
+    """The receiver of a block's gradients, which moves each gradient into the slot as soon as autograd has computed it.
 
     At most one gradient therefore exists on the device in addition to the slot, however large the block is.
     """
@@ -61,7 +61,7 @@ def trapped_graph() -> Iterator[None]:
 
 
 def set_traps(leaves: Iterable[torch.Tensor]) -> None:
-    """Raise StreamingError when a gradient reaches one of these leaves."""
+    """Raise StreamingError if a gradient reaches one of these leaves."""
     for leaf in leaves:
         if leaf.requires_grad:
             leaf.register_hook(_reject_gradient)

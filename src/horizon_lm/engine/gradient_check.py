@@ -35,7 +35,7 @@ Grads = dict[str, torch.Tensor]  # by the parameter's name inside the block, or 
 
 
 class GradientCheck:
-    """Compares the gradients of some blocks with those of plain autograd; see the module's docstring.
+    """A comparison of the gradients of some blocks with those of plain autograd; see the module's docstring.
 
     Args:
         engine: the model's engine.

@@ -176,14 +176,15 @@ class HostGrads:
         report = self.squared_norms.landing(unit, whole=True)
         if self.slots is not None and not self.slots.keeps(unit):
             target = self.slots.of(unit)
-            return [Land(target, source[: target.numel()], False, report)]
+            return [Land(target, source[: target.numel()], report, add=False)]
         # Usually all gradients of a unit are empty, or none are: then the slab is landed as a whole.
         empty = {name: self.is_empty(name) for name in slabs.grad_layout}
         if len(set(empty.values())) == 1:
-            return [Land(slabs.grads, source[: slabs.grads.numel()], not next(iter(empty.values())), report)]
+            return [Land(slabs.grads, source[: slabs.grads.numel()], report, add=not next(iter(empty.values())))]
         views = [(name, slabs.grad_layout.view(slabs.grads, name).view(-1)) for name in slabs.grad_layout]
         return [
-            Land(view, slabs.grad_layout.view(source, name).view(-1), not empty[name], report) for name, view in views
+            Land(view, slabs.grad_layout.view(source, name).view(-1), report, add=not empty[name])
+            for name, view in views
         ]
 
     def rows_to_clear(self, rows: torch.Tensor, empty: bool) -> torch.Tensor | slice | None:
@@ -215,7 +216,7 @@ class HostGrads:
             if landing_grad(param) is None:
                 set_landing_grad(param, self._store.grad(name))
 
-    def land(self, tasks: list[Task]) -> None:
+    def track_landings(self, tasks: list[Task]) -> None:
         """Remember the landing tasks of a backward pass, for `wait`."""
         self._landing = tasks
 

@@ -17,7 +17,7 @@ from horizon_lm.schedule.ops import HEAD, Kind
 
 
 class LmHead:
-    """Streams the output projection of a model."""
+    """The streamed output projection of a model."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

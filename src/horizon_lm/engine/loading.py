@@ -88,7 +88,7 @@ def read_precision(precision: str | None, options: dict[str, Any]) -> str:
 
 
 def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Remove the options that set attributes of the model's config, as transformers does, and return them.
+    """Remove the options that set attributes of the model's config, as in transformers, and return them.
 
     Raises:
         ConfigError: an option is unknown, or not supported.

@@ -44,8 +44,7 @@ def modal_inputs(call: Mapping[str, Any]) -> list[str]:
 
 
 class ModelForward:
-    """Runs the forward pass of a streamed model, and replaces the forward methods of its embedding, blocks, norm and
-    head.
+    """The forward pass of a streamed model, and the replaced forward methods of its embedding, blocks, norm and head.
 
     The model refers to this object, which refers back to it weakly. A cycle would keep the slabs of a dropped model,
     hundreds of gigabytes, in memory until the garbage collector runs.
@@ -343,7 +342,7 @@ class ModelForward:
         return call
 
     def _whole_forward(self, call: dict[str, Any], outer: Any = None) -> Any:
-        """Run the model's original forward method, and remember its arguments meanwhile for a row probe."""
+        """Run the model's original forward method, and keep its arguments during the call for a row probe."""
         self._call = call
         try:
             return self._call_model(**call)

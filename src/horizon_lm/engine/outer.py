@@ -15,7 +15,7 @@ from horizon_lm.schedule.ops import OUTER, Kind
 
 
 class OuterParameters:
-    """Replaces outer parameters by tensors on the device while the model's forward method runs."""
+    """The streamed outer parameters, which replace the model's while its forward method runs."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

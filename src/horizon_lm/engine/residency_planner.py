@@ -69,13 +69,13 @@ def plan_device(
     weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
     residency = options.residency
     if residency is not None:
-        held = sum(weights[num_blocks - residency.weights :])
+        resident = sum(weights[num_blocks - residency.weights :])
         # The user's choice is kept if it fits exactly, without the margin; otherwise it is reduced to the plan.
-        if needed.most(residency.boundaries, residency.graphs) + held > spare - taken:
+        if needed.most(residency.boundaries, residency.graphs) + resident > spare - taken:
             residency = Residency(*map(min, astuple(residency), astuple(spend(left, weights, needed))))
     else:
         residency = spend(left, weights, needed)
-    final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), held=residency.weights)
+    final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
     peak = sum(device_buffers(sizes, final, trained).values()) + needed.most(residency.boundaries, residency.graphs)
     return DevicePlan(residency, peak + engine.device.scratch_bytes)
 
@@ -101,7 +101,7 @@ def find_footprint(
 
 
 class ResidencyPlanner:
-    """Plans what stays on the device before the first training step, and before each step larger than all earlier ones.
+    """The planner of device residency, which plans the first training step and each step larger than all before it.
 
     Attributes:
         plan: the plan for all batches so far; None before the first batch.
@@ -130,8 +130,8 @@ class ResidencyPlanner:
         try:
             yield plans
             if plans:
-                self.plan = plans[0] if self.plan is None else self.plan.together_with(plans[0])
-                self._planned = self._planned.together_with(size)
+                self.plan = plans[0] if self.plan is None else self.plan.merge(plans[0])
+                self._planned = self._planned.merge(size)
         finally:
             engine.device.trim()  # the allocator has cached memory in sizes that only the rehearsal needs
             if self.plan is not None:
@@ -139,7 +139,7 @@ class ResidencyPlanner:
 
 
 class Rehearsal:
-    """Replaces the blocks in one forward pass, to measure the memory that they take.
+    """A replacement of the blocks in one forward pass that measures the memory that they take.
 
     One block of each structure is run; the others return zeros of the same shapes.
 

@@ -31,7 +31,7 @@ class TableGrads(NamedTuple):
     rows: torch.Tensor | None
 
 
-class UpdatesInBackward(Protocol):
+class UnitOptimizer(Protocol):
     """An optimizer that updates each unit as soon as its gradient has landed."""
 
     def begin(self) -> None:
@@ -40,7 +40,7 @@ class UpdatesInBackward(Protocol):
 
     @property
     def pending(self) -> bool:
-        """True while gradients of an unfinished step have been applied, or are about to be."""
+        """True while gradients of an unfinished step have been applied, or are about to be applied."""
         ...
 
     def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
@@ -63,7 +63,7 @@ class PartialUpdate:
         self.reason = f"{type(error).__name__}: {error}"
 
     def require_complete(self) -> None:
-        """Raise PartialUpdateError if an update failed half-way."""
+        """Raise PartialUpdateError if an update failed after it had begun."""
         if self.reason is not None:
             raise PartialUpdateError(
                 f"an optimizer update was not completed ({self.reason}), so some weights are new and some old. "
@@ -76,32 +76,32 @@ class PendingUpdates:
 
     Attributes:
         table: the part of the embedding's update that is not yet issued, or None.
-        partial_update: the record of an update that failed half-way. Pieces of updates refer to it, and to nothing else
-            here.
+        partial_update: the record of an update that failed after it had begun. Pieces of updates refer only to this
+            record.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._running: list[Task] = []
-        self._in_backward: weakref.ref[UpdatesInBackward] | None = None  # weak, because it refers to the engine
+        self._unit_optimizer: weakref.ref[UnitOptimizer] | None = None  # weak, because it refers to the engine
         self.table: TableUpdate | None = None
         self.partial_update = PartialUpdate()
 
     @property
-    def in_backward(self) -> UpdatesInBackward | None:
+    def unit_optimizer(self) -> UnitOptimizer | None:
         """The optimizer that updates each unit when its gradient has landed; None if gradients are kept for a step."""
-        if self._in_backward is None:
+        if self._unit_optimizer is None:
             return None
-        optimizer = self._in_backward()
+        optimizer = self._unit_optimizer()
         if optimizer is None:
             raise StreamingError(
                 "the optimizer with update_in_backward is gone, and gradients are not kept; load the model again"
             )
         return optimizer
 
-    @in_backward.setter
-    def in_backward(self, optimizer: UpdatesInBackward) -> None:
-        self._in_backward = weakref.ref(optimizer)
+    @unit_optimizer.setter
+    def unit_optimizer(self, optimizer: UnitOptimizer) -> None:
+        self._unit_optimizer = weakref.ref(optimizer)
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Add updates that have been given to the device."""

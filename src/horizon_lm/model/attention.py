@@ -81,7 +81,7 @@ def find_segments(
 
 
 def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments | None:
-    """Return the segments of a call of the model; raise ModelNotSupportedError for padded rows with a cache."""
+    """Return the segments in a call of the model; raise ModelNotSupportedError for padded rows with a cache."""
     segments = find_segments(call.get("attention_mask"), call.get("position_ids"), device)
     if segments is not None and (call.get("past_key_values") is not None or call.get("use_cache")):
         raise ModelNotSupportedError("attn_implementation='varlen' cannot generate from padded rows; choose 'sdpa'")
@@ -137,7 +137,7 @@ def large_mask(
 
 @contextmanager
 def attending(segments: Segments | None, start: int, stop: int) -> Iterator[None]:
-    """Context manager: set the segments of rows [start, stop) of a batch for attention."""
+    """Context manager: let attention use the segments of rows [start, stop) of a batch."""
     before = getattr(_current, "rows", None)
     _current.rows = None if segments is None else segments.offsets(start, stop)
     try:

@@ -76,7 +76,7 @@ class StreamedBlock:
             ModelNotSupportedError: the block wrote one of its buffers or weights.
         """
         self._structure.require_unchanged(self.name)
-        # Plain tensors bypass register_parameter. They are created anew every time, because autocast and autograd
+        # Plain tensors bypass register_parameter. New ones are created every time, because autocast and autograd
         # identify tensors by object.
         for name, tensor in params.items():
             owner, attribute = self._places[name]
@@ -196,7 +196,7 @@ def _is_fixed(value: Any) -> bool:
 
 
 class Structure:
-    """The children and parameters of some modules, by identity."""
+    """The identities of the children and parameters of some modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)

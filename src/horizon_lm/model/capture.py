@@ -20,7 +20,7 @@ _OF_WHOLE_BLOCKS = "hidden_states"  # recorded by a hook on the block itself, wh
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install transformers' hooks, so that they are present before foreign hooks are searched for."""
+    """Install transformers' hooks, so that they are not mistaken for foreign hooks later."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             maybe_install_capturing_hooks(module)

@@ -107,7 +107,7 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
 
 
 def known_config(known: KnownModel) -> Any:
-    """Return the config of a known model without fetching anything."""
+    """Return the config of a known model without downloading anything."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**known.config)
@@ -180,7 +180,7 @@ def _require_causal(config: Any, place: str) -> Any:
 
 
 def skeleton_of(config: Any, place: str, **options: Any) -> Any:
-    """Return a config's model without weights; raise ConfigError, naming ``place``, if it cannot be built."""
+    """Return the model of a config without weights; raise ConfigError, naming ``place``, if it cannot be built."""
     try:
         return build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
@@ -230,7 +230,7 @@ def load_gguf(folder: Path, gguf_file: str) -> Any:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Redirect ``torch.empty`` to the meta device, because the experts of a single block may exceed host memory."""
+    """A mode that allocates ``torch.empty`` on the meta device, as the experts of one block may exceed host memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -20,7 +20,7 @@ _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "fin
 
 @dataclass(slots=True)
 class ParamRef:
-    """A parameter with all its places in the module tree."""
+    """A parameter with all of its places in the module tree."""
 
     name: str
     param: nn.Parameter

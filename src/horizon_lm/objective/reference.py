@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_lm.data.loader import Batch, in_order
+from horizon_lm.data.loader import Batch, batches_in_order
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.base import evaluation_mode
@@ -24,7 +24,7 @@ _RECORD = np.dtype([("pair", "<f4", 2), ("checksum", "<u8")])
 
 
 class PairFile:
-    """A file of fp32 pairs (n, 2) that grows as they are computed. Several processes may write the same pairs.
+    """A file of fp32 pairs (n, 2) that grows during their computation. Several processes may write the same pairs.
 
     The file consists of `_MAGIC` and one record per row. A record of zeros was never written. A record with a wrong
     checksum was altered or partly written, and also counts as missing.
@@ -148,7 +148,7 @@ class ReferenceCache:
         if kept.known.all():
             return
         with evaluation_mode(self._model):
-            for batch in in_order(rows, batch_size):
+            for batch in batches_in_order(rows, batch_size):
                 first, stop = batch.rows[0], batch.rows[-1] + 1
                 if not kept.known[first:stop].all():
                     kept.put(first, answer_logprobs(self._model, batch)[0].T.cpu().numpy())

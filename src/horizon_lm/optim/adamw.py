@@ -228,7 +228,7 @@ class AdamW(torch.optim.Optimizer):
         squared_norms = self._engine.grads.squared_norms
         return lambda: math.isfinite(squared_norms.of(unit) or 0.0)
 
-    # The interface for updates in a backward pass (`engine.updates.UpdatesInBackward`)
+    # The interface for updates in a backward pass (`engine.updates.UnitOptimizer`)
 
     def begin(self) -> None:
         if self.pending:

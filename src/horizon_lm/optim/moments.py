@@ -18,7 +18,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.u
 
 @dataclass(frozen=True, slots=True)
 class UnitMoments:
-    """Both moments of a unit, laid out like its gradients; 8-bit moments also have the scales of their blocks.
+    """The moments of a unit, laid out like its gradients; 8-bit moments also have the scales of their blocks.
 
     Attributes:
         scale_starts: index of the first scale of each parameter.
@@ -32,7 +32,7 @@ class UnitMoments:
 
 
 class Moments:
-    """The moments of a model, initially zero.
+    """The AdamW moments of a model, initially zero.
 
     Args:
         store: the store of the model, with gradient layouts.

@@ -80,7 +80,7 @@ _PARTS = {"state": Mapping, "param_groups": Sequence}
 
 
 def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int]:
-    """Map the parameter numbers of a state to ours, by their positions in the groups, as torch does."""
+    """Map the parameter numbers of a state to ours by their positions in the groups, as in torch."""
     sizes = [[len(group.get("params", ())) for group in groups] for groups in (given, own)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
@@ -172,7 +172,7 @@ def _require_low_halves_of_all(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _as_num_steps(name: str, value: Any) -> int:
-    """Return a number of steps, given as a number or as a tensor with one element."""
+    """Convert a number of steps, which may be a tensor with one element, to an integer."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value % 1:

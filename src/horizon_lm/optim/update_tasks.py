@@ -59,7 +59,7 @@ class Span:
 
 
 class StepUpdate:
-    """One step in progress: its hyperparameters, and the parameters updated so far.
+    """An update step in progress: its hyperparameters, and the parameters updated so far.
 
     Args:
         groups: the optimizer's parameter groups.

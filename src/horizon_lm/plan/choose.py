@@ -108,8 +108,8 @@ def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> b
     needed = device_use(step).total
     if machine.on_host and machine.host_limits:
         kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
-        held = sum(kept.values()) + machine.process_bytes
-        return held + needed <= min(limit.num_bytes for limit in machine.host_limits)
+        used = sum(kept.values()) + machine.process_bytes
+        return used + needed <= min(limit.num_bytes for limit in machine.host_limits)
     return room is None or needed <= room
 
 

@@ -53,7 +53,7 @@ class BufferSettings:
         micro_batches: a device micro-batch is set, so gradients are accumulated in fp32.
         chunked_head: the head runs in chunks, with an fp32 gradient buffer.
         offloaded: number of blocks whose boundaries pass through a ring on the device.
-        held: number of last blocks with resident weights.
+        resident: number of last blocks with resident weights.
         table_rows, forward_table_rows: maximum number of distinct table rows read by a step, and by a batch without
             gradients; None for one per token.
     """
@@ -64,7 +64,7 @@ class BufferSettings:
     micro_batches: bool = False
     chunked_head: bool = True
     offloaded: int = 0
-    held: int = 0
+    resident: int = 0
     table_rows: int | None = None
     forward_table_rows: int = 0
 
@@ -90,10 +90,10 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
     compute, grad = settings.compute_bytes, settings.grad_bytes
     accumulates = settings.micro_batches and grad < 4
     grad_slots = largest if any(map(sum, trained.blocks)) else 0
-    first_held = len(sizes.blocks) - settings.held
+    first_resident = len(sizes.blocks) - settings.resident
     buffers = {
-        "weight_slots": 2 * largest * compute if first_held else 0,
-        "held_weights": sum(map(slab_elements, sizes.blocks[first_held:])) * compute,
+        "weight_slots": 2 * largest * compute if first_resident else 0,
+        "resident_weights": sum(map(slab_elements, sizes.blocks[first_resident:])) * compute,
         "grad_slots": (1 if accumulates else 2) * grad_slots * grad,
         "grad_accumulator": grad_slots * 4 if accumulates else 0,
         "head_weights": head * compute,

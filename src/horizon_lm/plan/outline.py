@@ -22,7 +22,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Cost of a computation, added up over its operations.
+    """The cost of a computation, summed over its operations.
 
     Attributes:
         products: operations of matrix products (2 for each multiply-add).

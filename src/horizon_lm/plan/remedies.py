@@ -19,7 +19,7 @@ _MOST = 3  # maximum number of remedies, and of changes per remedy
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of a run's settings.
+    """A change of a run's settings.
 
     Attributes:
         settings: changed settings by their names in a run file.

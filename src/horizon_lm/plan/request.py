@@ -1,4 +1,4 @@
-"""The input of a plan: settings of the run, the machine, and the bytes available in each place."""
+"""The input of a plan: the settings of the run, the machine, and the bytes available in each place."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -10,7 +10,7 @@ from horizon_lm.streaming_options import StreamingOptions
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Bytes with one purpose. ``note``: an explanation, if the name does not suffice."""
+    """A number of bytes with one purpose. ``note``: an explanation, if the name does not suffice."""
 
     name: str
     num_bytes: int
@@ -110,7 +110,7 @@ class Request(StreamingOptions, FixedSettings):
         tokens_per_step: tokens of a typical step, without padding; None for a step without padding.
         num_steps: optimizer steps of the run; None if unknown.
         export_bytes, stored_bytes: bytes per element of the exported model, and of the initial checkpoint.
-        num_checkpoints: number of intermediate exports kept at once.
+        num_checkpoints: maximum number of intermediate exports on disk.
         download_bytes: bytes of the initial checkpoint; 0 if it is on this machine.
         skips_steps: steps with non-finite gradients are skipped.
     """

@@ -37,10 +37,10 @@ class BatchSize:
 
     def covers(self, other: "BatchSize") -> bool:
         """Return whether memory planned for this batch suffices for the other batch."""
-        return self.together_with(other) == self
+        return self.merge(other) == self
 
-    def together_with(self, other: "BatchSize") -> "BatchSize":
-        """Return the elementwise maximum of both."""
+    def merge(self, other: "BatchSize") -> "BatchSize":
+        """Return the elementwise maximum of two batch sizes."""
         return BatchSize(*map(max, astuple(self), astuple(other)))
 
 
@@ -73,8 +73,8 @@ class DevicePlan:
     residency: Residency
     peak: int
 
-    def together_with(self, other: "DevicePlan") -> "DevicePlan":
-        """Return a plan that suits the batches of both."""
+    def merge(self, other: "DevicePlan") -> "DevicePlan":
+        """Return a plan that is valid for the batches of both plans."""
         residency = Residency(*map(min, astuple(self.residency), astuple(other.residency)))
         return DevicePlan(residency, max(self.peak, other.peak))
 
@@ -147,14 +147,14 @@ def spend(spare: int, weights: Sequence[int], working: Working) -> Residency:
     boundaries = next((n for n in range(num_blocks, 0, -1) if working.most(n) <= spare), 0)
     if boundaries < num_blocks:
         return Residency(boundaries, 0, 0)
-    held = graphs = 0
+    resident = graphs = 0
     for num_bytes in reversed(weights):
         if spare - num_bytes < working.most(num_blocks, graphs + 1):
             break
-        spare, held, graphs = spare - num_bytes, held + 1, graphs + 1
+        spare, resident, graphs = spare - num_bytes, resident + 1, graphs + 1
     spare -= working.most(num_blocks, graphs)
-    for num_bytes in reversed(weights[: num_blocks - held]):
+    for num_bytes in reversed(weights[: num_blocks - resident]):
         if spare < num_bytes:
             break
-        spare, held = spare - num_bytes, held + 1
-    return Residency(boundaries, held, graphs)
+        spare, resident = spare - num_bytes, resident + 1
+    return Residency(boundaries, resident, graphs)

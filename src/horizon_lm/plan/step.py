@@ -92,7 +92,7 @@ class Step:
             micro_batches=settings.micro_batch is not None,
             chunked_head=settings.chunked_head,
             offloaded=self.waiting,
-            held=settings.residency.weights,
+            resident=settings.residency.weights,
             table_rows=self.table_rows,
             forward_table_rows=max((self._distinct(each.rows * each.length) for each in settings.forwards), default=0),
         )
@@ -118,7 +118,7 @@ class Step:
             num_blocks=self.outline.num_blocks,
             tied=trained.tied,
             offloaded=self.offloaded,
-            held=settings.residency.weights,
+            resident=settings.residency.weights,
             accumulate=accumulate,
             update_in_backward=settings.update_in_backward,
         )

@@ -62,7 +62,7 @@ class StepTime:
 def step_time(
     step: Step, hardware: Hardware, computing_threads: int | None = None, tokens: float | None = None
 ) -> StepTime:
-    """Simulate a step among many on a machine.
+    """Simulate one of many consecutive steps on a machine.
 
     Args:
         step: the step.

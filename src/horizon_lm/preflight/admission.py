@@ -38,7 +38,7 @@ def plan_run(
         machine: machine of the run.
         rows: shape of the examples; None for the longest examples that the settings allow.
         num_steps: optimizer steps of the run; None if unknown.
-        num_checkpoints: number of intermediate exports kept at once.
+        num_checkpoints: maximum number of intermediate exports on disk.
         priced: simulate a step, if the machine's rates are known.
 
     Raises:
@@ -76,7 +76,7 @@ def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
 def make_request(
     run: RunConfig, source: Source, rows: RowShape, num_parameters: int, num_steps: int | None, num_checkpoints: int
 ) -> Request:
-    """Return a run's settings as a request to the planner."""
+    """Convert the settings of a run to a request to the planner."""
     grad = run.grad_dtype or ("float32" if run.precision == "float32" else "bfloat16")
     return Request(
         **StreamingOptions.of(run),
@@ -171,7 +171,7 @@ class Admission:
         self._run, self._source = run, open_source(run)
 
     def reject_if_impossible(self) -> None:
-        """Raise DoesNotFitError, before examples are read, if the run would not fit even with the shortest examples."""
+        """Raise DoesNotFitError before examples are read if not even the shortest examples would fit."""
         run, machine = self._run, this_machine(self._run)
         length = run.max_length or _USUAL_LENGTH
         plan = plan_run(run, self._source, machine, rows=RowShape(length, length), priced=False)

@@ -128,7 +128,7 @@ class RowShape:
 
     @classmethod
     def of(cls, loader: Loader, held_out: Iterable[TokenTable], prompt_length: int = 0) -> "RowShape":
-        """Return the shape of tokenized examples in the steps of their loader."""
+        """Return the shape of tokenized examples, given the loader of their steps."""
         rows, held_out, present = loader.rows, list(held_out), np.zeros(1, dtype=bool)
         assert isinstance(rows, TokenTable)
         for ids in (ids for table in (rows, *held_out) for ids in table.token_ids() if len(ids)):

@@ -133,8 +133,8 @@ def other_machine(hardware: Hardware, host_memory: int | None) -> Machine:
 
 
 def own_profile(device: str, gpu: str = "") -> Hardware | None:
-    """Return the profile that ``horizon-lm doctor`` measured on this machine, or None if it has none for
-    this device.
+    """Return the profile that ``horizon-lm doctor`` measured on this machine, or None without a profile for this
+    device.
     """
     try:
         profile = read_profile(own_profile_path())

@@ -237,7 +237,7 @@ def _policy(scripts: list[str]) -> str:
 
 
 def _compress(script: str) -> str:
-    """Return a script as base64 of gzip, which page.js unpacks: 2 MB for Plotly instead of 5."""
+    """Compress a script to base64-encoded gzip, which page.js unpacks: 2 MB for Plotly instead of 5."""
     return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
 
 

@@ -149,7 +149,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The simulated step: its seconds, stalls of compute by cause, and the busy share of each stream."""
+    """The simulated step: its duration, stalls of compute by cause, and the busy share of each stream."""
 
     seconds: float
     tokens_per_second: float
@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def device_peak(self) -> Place | None:
-        """The planned bytes to compare with ``device_bytes_peak``; None if there are none."""
+        """The planned bytes to compare with ``device_bytes_peak``, or None if no bytes are planned."""
         if self.buffers is not None and self.buffers.is_used:
             return self.buffers
         return self.device if self.device.is_used else None

@@ -132,7 +132,7 @@ def _add(trace: TraceFile, event: dict[str, Any], rows: dict[int, Stream]) -> No
 
 
 def _steps(other: dict[str, Any], spans: Sequence[Span]) -> list[Step]:
-    """Return the steps named in the file. If there are none, the whole trace is one step."""
+    """Return the steps named in the file; if no steps are named, the whole trace is one step."""
     steps = [
         Step(int(each["step"]), float(each["start"]) * _SECONDS, float(each["end"]) * _SECONDS)
         for each in other.get("steps", [])

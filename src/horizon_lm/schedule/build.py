@@ -37,7 +37,7 @@ class Layout:
         tied: the head reads the embedding table's slab.
         offloaded: number of first blocks whose boundary (activation checkpoint) is offloaded between the forward and
             backward pass.
-        held: number of last blocks whose weights stay resident until an update changes them.
+        resident: number of last blocks whose weights stay resident until an update changes them.
         accumulate: micro-batches are added in an fp32 accumulator, which is landed through a staging slot.
         update_in_backward: each unit is updated as soon as its gradient has landed. Blocks share two landing slots in host
             memory; only a tied table has a gradient slab, because two gradients are added there.
@@ -46,7 +46,7 @@ class Layout:
     num_blocks: int
     tied: bool = False
     offloaded: int = 0
-    held: int = 0
+    resident: int = 0
     accumulate: bool = False
     update_in_backward: bool = False
 
@@ -54,13 +54,13 @@ class Layout:
         """Return whether a block's boundary is offloaded."""
         return index < self.offloaded
 
-    def is_held(self, index: int) -> bool:
+    def is_resident(self, index: int) -> bool:
         """Return whether a block's weights are resident."""
-        return index >= self.num_blocks - self.held
+        return index >= self.num_blocks - self.resident
 
     def weights(self, index: int) -> Buffer:
         """Return the device buffer of a block's weights."""
-        return Buffer(Buf.HELD, index) if self.is_held(index) else Buffer(Buf.WEIGHTS, index % 2)
+        return Buffer(Buf.RESIDENT, index) if self.is_resident(index) else Buffer(Buf.WEIGHTS, index % 2)
 
 
 def _host(kind: Buf, unit: str, layout: Layout) -> Buffer:
@@ -145,7 +145,7 @@ def _forward(
         ops.append(_compute(Kind.FORWARD, EMBED, (Buffer(Buf.TABLE_ROWS),)))
 
     def load(u: int) -> list[Op]:
-        stays = layout.is_held(u) and not changed
+        stays = layout.is_resident(u) and not changed
         return [] if stays else [_stream_in(block(u), layout.weights(u), layout)]
 
     ops.extend(load(0))
@@ -206,7 +206,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
             Kind.FETCH, block(u), Stream.COPY_IN, (Buffer(Buf.HOST_BOUNDARY, u),), (Buffer(Buf.RING, u % 2),)
         )  # fmt: skip
         # The boundary comes first, so that waiting for the weights implies both.
-        weights = [] if layout.is_held(u) else [_stream_in(block(u), layout.weights(u), layout)]
+        weights = [] if layout.is_resident(u) else [_stream_in(block(u), layout.weights(u), layout)]
         return [*([fetch] if layout.is_offloaded(u) else []), *weights]
 
     if order:

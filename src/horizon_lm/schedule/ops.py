@@ -67,7 +67,7 @@ class Buf(_Word):
     """Kinds of memory protected by waits. Device memory has capital letters, host memory the prefix ``host_``."""
 
     WEIGHTS = "W"  # two slots for blocks
-    HELD = "K"  # resident weights, by block
+    RESIDENT = "K"  # resident weights, by block
     GRADS = "G"  # two slots for blocks; ACCUMULATOR and STAGING with several micro-batches
     ACCUMULATOR = "A"
     STAGING = "S"
@@ -86,7 +86,7 @@ class Buf(_Word):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One buffer: its kind, and a slot, block or unit."""
+    """A buffer: its kind, and a slot, block or unit."""
 
     kind: Buf
     index: int | str = 0
@@ -121,7 +121,7 @@ Wait = After | LastUse
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: its kind and unit, its stream, the buffers that it accesses, and its waits."""
+    """An operation: its kind and unit, its stream, the buffers that it accesses, and its waits."""
 
     kind: Kind
     unit: str
@@ -136,7 +136,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Pass:
-    """One traversal of the units. ``keeps``: blocks whose boundary a forward pass keeps for its backward pass."""
+    """A traversal of the units. ``keeps``: blocks whose boundary a forward pass keeps for its backward pass."""
 
     name: str
     ops: tuple[Op, ...]

@@ -29,7 +29,7 @@ class Problem:
 
 @dataclass(slots=True)
 class _Node:
-    """One operation of the unrolled sequence. ``clock``: for each stream, the last operation that precedes it."""
+    """An operation of the unrolled sequence. ``clock``: for each stream, the last operation that precedes it."""
 
     pass_index: int
     op: Op

@@ -77,7 +77,7 @@ def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
             clock.merge(clocks[last_on_stream[op.stream]])
 
         needed = [other for other in _conflicts(ops, index) if not clock.knows(ops[other].stream, other)]
-        # A wait is dropped if another one implies it.
+        # A wait is dropped if another wait implies it.
         waits: list[Wait] = [
             After(i) for i in needed if not any(j != i and clocks[j].knows(ops[i].stream, i) for j in needed)
         ]

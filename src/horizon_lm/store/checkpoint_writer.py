@@ -129,7 +129,7 @@ def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | N
 
 
 def _file_name(name: str, variant: str | None) -> str:
-    """Return a file name with its variant, as transformers builds it."""
+    """Return a file name with its variant, in the format of transformers."""
     return name if variant is None else name.replace("model", f"model.{variant}", 1)
 
 

@@ -207,7 +207,7 @@ class Store:
         slabs.layout.view(slabs.low, name).zero_()
 
     def master(self, name: str) -> torch.Tensor:
-        """Return a parameter's value in fp32, as exactly as it is stored. A new tensor, except in mode ``float32``."""
+        """Return a parameter's stored value in fp32, without rounding. A new tensor, except in mode ``float32``."""
         slabs = self.units[self.unit_of[name]]
         weight = slabs.layout.view(slabs.weights, name)
         return weight.float() if slabs.low is None else join_master(weight, slabs.layout.view(slabs.low, name))

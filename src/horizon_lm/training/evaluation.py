@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from horizon_lm.config import RunConfig
-from horizon_lm.data.loader import in_order
+from horizon_lm.data.loader import batches_in_order
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, NonFiniteError, first_line
 from horizon_lm.objective.base import Loss, Objective, evaluation_mode
@@ -148,7 +148,7 @@ class _Total:
 def _evaluate_set(total: _Total, model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> Iterator[int]:
     """Add the losses of an eval set to its total, batch by batch; yield the number of rows of each batch."""
     with evaluation_mode(model):
-        for batch in in_order(rows, batch_size):
+        for batch in batches_in_order(rows, batch_size):
             total.add(objective(model, batch), batch.num_trained)
             yield len(batch.places)
 

@@ -50,7 +50,7 @@ class Metrics:
 
     @contextmanager
     def exclude_from_timing(self) -> Iterator[None]:
-        """Context manager: leave the time spent inside out of the speed of steps."""
+        """Context manager: exclude the enclosed work from the speed of steps."""
         begun = time.perf_counter()
         yield
         self._excluded_seconds += time.perf_counter() - begun
@@ -71,10 +71,11 @@ class Metrics:
         self._window_total += batch.num_tokens
 
     def line(self, step: int, optimizer: Any, model: Any, unit_norms: bool = False) -> dict[str, Any]:
-        """Return a line of ``metrics.jsonl`` for the steps since the last one, and start new sums.
+        """Return a line of ``metrics.jsonl`` for the steps since the last line, and start new sums.
 
         Returns:
-            - ``loss``: mean of the steps' losses, null if all were skipped; likewise the objective's other metrics.
+            - ``loss``: mean of the steps' losses, null if all were skipped; the objective's other metrics are logged in
+              the same way.
             - ``entropy``, ``mean_token_accuracy``: as in TRL, means over the targets of each micro-batch of
               ``per_device_train_batch_size`` rows, and then over micro-batches. The entropy is in nats; the accuracy is the
               share of targets with the largest logit. For preferences, it is that of the chosen answers.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
-from horizon_lm.data.checks import Finding, also_trained_on, audit
+from horizon_lm.data.checks import Finding, check_overlap, check_rows
 from horizon_lm.data.loader import Loader, Sampler
 from horizon_lm.data.preprocess import PreprocessConfig, Report, cut_rows, pack_rows, prepare, summary
 from horizon_lm.data.sources import open_source
@@ -92,17 +92,17 @@ def load_data(config: RunConfig, tokenizer: Any) -> RunData:
     report = prepare(config.datasets or (), tokenizer, preprocess)
     rows, parts = report.rows, []
     if config.test_split_size is not None:
-        held, rows = _split(rows, config.test_split_size, _data_seed(config))
-        held = cut_rows(held, eval_preprocess)
-        found = also_trained_on(held, rows)
-        parts.append(PreparedData("held_out", Report(), found, held, pack_rows(held, eval_preprocess)))
-    training = PreparedData("training data", report, audit(report, tokenizer), rows, pack_rows(rows, preprocess))
+        eval_rows, rows = _split(rows, config.test_split_size, _data_seed(config))
+        eval_rows = cut_rows(eval_rows, eval_preprocess)
+        found = check_overlap(eval_rows, rows)
+        parts.append(PreparedData("held_out", Report(), found, eval_rows, pack_rows(eval_rows, eval_preprocess)))
+    training = PreparedData("training data", report, check_rows(report, tokenizer), rows, pack_rows(rows, preprocess))
     names = [each.name for each in parts]
     for dataset in config.eval_datasets or ():
         names.append(_unused_name(Path(dataset.path).stem, names))
         eval_report = prepare([dataset], tokenizer, eval_preprocess)
         packed = pack_rows(eval_report.rows, eval_preprocess)
-        found = [*audit(eval_report, tokenizer), *also_trained_on(eval_report.rows, rows)]
+        found = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows)]
         parts.append(PreparedData(names[-1], eval_report, found, eval_report.rows, packed))
     loader = Loader(training.packed, training_sampler(config, training.packed))
     return RunData(training, loader, [training, *parts], {each.name: each.packed for each in parts})
@@ -134,7 +134,9 @@ def estimate_sampler(config: RunConfig) -> Sampler | None:
     """
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):
         return None
-    held = config.test_split_size or 0
+    eval_size = config.test_split_size or 0
     sizes = [round(len(open_source(each)) * (each.fraction or 1)) for each in config.datasets]
-    sizes = [max(1, round(size * (1 - (held if held < 1 else held / max(1, sum(sizes)))))) for size in sizes]
+    sizes = [
+        max(1, round(size * (1 - (eval_size if eval_size < 1 else eval_size / max(1, sum(sizes)))))) for size in sizes
+    ]
     return Sampler(tuple(sizes), config.rows_per_step, 0, tuple(each.weight for each in config.datasets))

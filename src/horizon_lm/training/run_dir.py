@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import RunConfig
-from horizon_lm.config.text import OF_A_RUN, to_yaml
+from horizon_lm.config.text import RUN_CONFIG_HEADER, to_yaml
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.render import write_plan
@@ -20,7 +20,8 @@ _RUN_FILES = (
 
 
 class RunDir:
-    """``output_dir`` with ``config.yaml``, ``plan.json``, ``metrics.jsonl`` and, after the last step, ``model/``.
+    """The folder ``output_dir``: ``config.yaml``, ``plan.json``, ``metrics.jsonl`` and, after the last step,
+    ``model/``.
 
     Raises:
         ConfigError: the folder holds a finished run or files that no run has written, or it is not writable.
@@ -58,7 +59,7 @@ class RunDir:
         """Return whether the folder has the settings file of an earlier run."""
         try:
             with (self.path / "config.yaml").open(encoding="utf-8") as stream:
-                return stream.readline().strip() == OF_A_RUN
+                return stream.readline().strip() == RUN_CONFIG_HEADER
         except (OSError, UnicodeDecodeError):
             return False
 

@@ -182,7 +182,7 @@ def replaced_in_evaluation(model: Any, what: str) -> Any:
         put_back()
 
 
-@row("W10.added-beside", SECTION, "Add a module that the model's forward does not use (a value head)", EITHER,
+@row("W10.added-beside", SECTION, "Add a module that the model does not use (a value head)", EITHER,
      cases={"outside": Case(arguments={"in_block": False}), "in-block": Case(arguments={"in_block": True})})  # fmt: skip
 def added_beside(model: Any, in_block: bool) -> Any:
     put_back = (_added_module if in_block else _added_outside)(model)

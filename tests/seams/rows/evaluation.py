@@ -104,7 +104,7 @@ def dropout(model: Any) -> Any:
 
 @row("inference-mode", SECTION, "Evaluate under `torch.inference_mode()` and train afterwards",
      cases={"before": Case(arguments={"first": True}), "between": Case(arguments={"first": False}),
-            "held": Case(options={"resident_blocks": 3, "activation_checkpoints": "device"}, arguments={"first": True}),
+            "resident": Case(options={"resident_blocks": 3, "activation_checkpoints": "device"}, arguments={"first": True}),
             "bf16": Case(options={"precision": "bf16"}, arguments={"first": True})},
      tolerance=2e-2)  # fmt: skip
 def inference_mode(model: Any, first: bool) -> Any:

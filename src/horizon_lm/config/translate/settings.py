@@ -99,7 +99,7 @@ def _reject_own_file(theirs: Mapping[str, Any], path: str) -> None:
 
 
 def _find_table(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the table of the trainer with the most settings of its own in the file."""
+    """Return the translation table of the trainer that most settings in the file are specific to."""
     scores = {name: sum(key in theirs for key in table["recognized_by"]) for name, table in tables().items()}
     best = max(scores, key=lambda name: scores[name])
     if not scores[best] and "model_name_or_path" not in theirs:
@@ -192,7 +192,7 @@ def _leave_out_invalid(result: Translation, defaults: Mapping[str, Any], path: s
     """Leave out settings that our validation rejects, with its message, so that the file can be used without edits.
 
     Raises:
-        ConfigError: the loss is not supported; leaving it out would silently train with another one.
+        ConfigError: the loss is not supported; leaving it out would silently train with another loss.
     """
     settings = result.settings
     kept = {"datasets", "eval_datasets", "model_name_or_path"}  # they may name files of another machine
