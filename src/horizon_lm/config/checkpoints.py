@@ -2,7 +2,15 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
 
 from horizon_lm.config.types import Bytes, Interval, Settings, UnusedError
 
@@ -37,10 +45,12 @@ class CheckpointSettings(Settings):
         description="Time that the system leaves after such a signal. A checkpoint that would take longer is not begun. "
         "Default: no limit.",
     )
-    resume_from_checkpoint: Annotated[bool | str, BeforeValidator(lambda value: "auto" if value is None else value)] = Field(
-        "auto",
-        description="auto: go on with an unfinished run in output_dir, from its last checkpoint, else begin. true: the same, but "
-        "it is an error if there is none. PATH: go on from this checkpoint. false: begin anew.",
+    resume_from_checkpoint: Annotated[bool | str, BeforeValidator(lambda value: "auto" if value is None else value)] = (
+        Field(
+            "auto",
+            description="auto: go on with an unfinished run in output_dir, from its last checkpoint, else begin. true: the same, but "
+            "it is an error if there is none. PATH: go on from this checkpoint. false: begin anew.",
+        )
     )
     resume_with_changes: bool = Field(
         False,

@@ -4,9 +4,10 @@ import html
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from plotly.graph_objects import Bar, Figure, Scatter, Waterfall
+from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
 from horizon_lm.quantities import format_bytes
@@ -164,18 +165,17 @@ def waterfall_figure(place: Place) -> Figure:
     largest = max(place.bytes, sum(item.bytes for item in place.items), 1)
     unit, name = byte_scale([largest])
     sizes = [item.bytes for item in place.items] + [place.bytes]
+    starts = [*accumulate(sizes[:-2], initial=0), 0] if place.items else [0]
     texts = [f"{item.name}: {format_bytes(item.bytes)}. {item.note}" for item in place.items]
     figure = Figure(
-        Waterfall(
+        Bar(  # not Waterfall, which Plotly's basic bundle does not have
             orientation="h",
-            measure=["relative"] * len(place.items) + ["absolute"],
             y=list(range(len(sizes))),
+            base=[start / unit for start in starts],
             x=[size / unit for size in sizes],
             hovertext=[as_text(text, 60) for text in [*texts, f"total: {format_bytes(place.bytes)}"]],
             hovertemplate="%{hovertext}<extra></extra>",
-            increasing={"marker": {"color": FIRST}},
-            totals={"marker": {"color": SECOND}},
-            connector={"line": {"color": GRID, "width": 1}},
+            marker={"color": [FIRST] * len(place.items) + [SECOND]},
             width=0.7,
         )
     )

@@ -40,7 +40,9 @@ class BestModel:
             return False
         value = line.get(self._name)
         if not isinstance(value, int | float):
-            names = ", ".join(name for name, each in line.items() if name.startswith("eval_") and isinstance(each, float))
+            names = ", ".join(
+                name for name, each in line.items() if name.startswith("eval_") and isinstance(each, float)
+            )
             raise ConfigError(f"metric_for_best_model: evaluations have no {self._name}; choose one of {names}")
         if line["step"] == 0:
             return False

@@ -174,7 +174,9 @@ def _reject(point: ResumePoint, changes: Sequence[str], config: RunConfig) -> li
     if not changes:
         return []
     if not config.resume_with_changes:
-        raise ConfigError(f"{point.folder} cannot be resumed, because these have changed: {'; '.join(changes)}. Remedy: {_REMEDY}")
+        raise ConfigError(
+            f"{point.folder} cannot be resumed, because these have changed: {'; '.join(changes)}. Remedy: {_REMEDY}"
+        )
     return [f"resume: warning: changed, so the run differs from an uninterrupted one: {'; '.join(changes)}"]
 
 
