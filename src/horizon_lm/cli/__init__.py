@@ -20,6 +20,8 @@ _COMMANDS = {
     "init": "Print a run file to start from: each setting with its description, most of them commented out.",
     "generate": "Answer a prompt with a model that may be larger than the device's memory.",
     "eval": "Run lm-eval tasks on a model that may be larger than the device's memory.",
+    "checkpoints": "List the checkpoints of a run, and verify their files.",
+    "export": "Turn a checkpoint into a Hugging Face folder.",
     "report": "Write an HTML page about a run: loss, speed, memory compared with the plan, timeline of a step.",
     "doctor": "Benchmark this machine (about a minute), and print what a bug report needs.",
     "version": "Print the versions of Horizon-LM and of the packages that its numbers depend on.",

@@ -150,14 +150,14 @@ class Part:
     @property
     def content_hash(self) -> str:
         """A hash of the tokens, targets and segments of the rows in use and of their order."""
-        content = xxhash.xxh3_128(self.indices.astype(np.int64))
+        content = xxhash.xxh3_128(self.indices.astype(np.int64).data)
         for name in (*self._id_columns, "trained", "rejected_trained", "seq_lengths"):
             if name in self.table.column_names:
                 content.update(name.encode())
                 for chunk in self.table.data.column(name).chunks:
-                    content.update(np.ascontiguousarray(chunk.value_lengths().to_numpy(zero_copy_only=False), np.int64))
+                    content.update(np.ascontiguousarray(chunk.value_lengths().to_numpy(zero_copy_only=False), np.int64).data)
                 for chunk in self.table.data.column(name).chunks:
-                    content.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)))
+                    content.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)).data)
         return content.hexdigest()
 
     def select(self, indices: np.ndarray) -> "Part":

@@ -91,7 +91,7 @@ class _Exporter:
     def _describe(self, name: str) -> torch.Tensor:
         if name in self._buffers:
             return self._buffers[name].to("meta")
-        return torch.empty(self._store.weight(name).shape, dtype=self._dtype_of(name), device="meta")
+        return torch.empty(self._store.shape(name), dtype=self._dtype_of(name), device="meta")
 
     def _value(self, name: str) -> torch.Tensor:
         if name in self._buffers:

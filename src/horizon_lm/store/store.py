@@ -166,6 +166,10 @@ class Store:
         self.num_bytes["grads"] = arena.num_bytes
         self.has_grads = True
 
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a parameter."""
+        return self.units[self.unit_of[name]].layout.entries[name].shape
+
     def weight(self, name: str) -> torch.Tensor:
         """Return the streamed half of a parameter: its part of the slab, as a tensor with a separate storage.
 

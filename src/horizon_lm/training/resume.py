@@ -77,7 +77,7 @@ def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]
         if wanted is True:
             raise ConfigError(f"resume_from_checkpoint: {output} has no checkpoint; set auto to begin anew")
         return None, []
-    problems = []
+    problems: list[str] = []
     for folder in reversed(found):
         try:
             return _open(folder), [*problems, f"resume: from {folder}"]

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.data.token_dataset import TokenTable
@@ -22,8 +25,6 @@ from horizon_lm.training.rows import RunData
 
 def choose_device(name: str) -> str:
     """Return the device to use, resolving ``auto``. Raise ConfigError if this machine does not have it."""
-    import torch
-
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cpu" and not torch.cuda.is_available():
