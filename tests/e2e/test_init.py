@@ -1,6 +1,7 @@
 """Starter files, both our own and those translated from other trainers, are valid and train."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,10 @@ LEFT_OUT = {
 def test_foreign_files_translate_and_train(work: Path, name: str) -> None:
     printed = run("init", "--from", f"{name}.yaml")
     assert printed.exit_code == 0, printed.stderr
+    assert re.match(rf"[0-9]+ settings of {name}\.yaml left out:\n", printed.stderr)
     for line in LEFT_OUT[name]:
         assert line in printed.stdout
-        assert f"left out: {line}" in printed.stderr
+        assert f"\n  {line}" in printed.stderr
     (work / "ours.yaml").write_text(printed.stdout)
     config = read_run_config("ours.yaml")
     assert {key: getattr(config, key) for key in EXPECTED[name]} == EXPECTED[name]
@@ -96,7 +98,7 @@ def test_start_files_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["grpo"], "'grpo' is not an objective; there are sft, pretrain, dpo"),
+        (["grpo"], "'grpo' is not an objective; choose one of sft, pretrain, dpo"),
         (["--from", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--from", "other.yaml"], "not a file of TRL, LLaMA-Factory or Axolotl"),
         (["--from", "ours.yaml"], "ours.yaml: this is already a run file of Horizon-LM"),

@@ -110,7 +110,10 @@ def parse_profile(content: Any, place: str) -> Hardware:
                 raise ConfigError(f"{place}: {name} is missing")
         elif problem := _problem(name, hints[name], content[name]):
             raise ConfigError(f"{place}: {name} is {content[name]!r}; {problem}")
-    return Hardware(**{name: int(value) if hints[name] is int else value for name, value in content.items()})
+    whole: dict[str, Any] = {
+        name: int(content[name]) for name, hint in hints.items() if hint is int
+    }  # JSON's 128e9 is a float
+    return Hardware(**{**content, **whole})
 
 
 def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
