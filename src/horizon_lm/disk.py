@@ -8,7 +8,9 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -53,11 +55,15 @@ class Disk:
         return _exchange(one, other)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder tree, if it exists."""
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        """Remove a file or a folder tree, if it exists. What cannot be removed is renamed, so that its name is free."""
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError:  # files of another user in it, say
+            others = (path.with_name(f".{path.name.lstrip('.')}.horizon-left-{number}") for number in count(1))
+            path.rename(next(other for other in others if not os.path.lexists(other)))
 
     def sync(self, path: Path) -> None:
         """Make a file's contents, or the names in a folder, durable."""
@@ -119,12 +125,24 @@ def sync_tree(disk: Disk, folder: Path) -> None:
         disk.sync(Path(path))
 
 
+@contextmanager
+def new_file(disk: Disk, path: Path) -> Iterator[OutputFile]:
+    """Context manager: write a file that gets its name once it is complete. After an error nothing of it is left."""
+    part = part_of(path)
+    try:
+        with disk.create(part) as file:
+            yield file
+    except BaseException:
+        with suppress(OSError):
+            disk.remove(part)
+        raise
+    disk.rename(part, path)
+
+
 def write_file(disk: Disk, path: Path, data: bytes) -> None:
     """Write a small file that gets its name once it is complete. The name is durable once its folder is synced."""
-    part = part_of(path)
-    with disk.create(part) as file:
+    with new_file(disk, path) as file:
         file.write(data)
-    disk.rename(part, path)
 
 
 def part_of(target: Path) -> Path:

@@ -19,7 +19,13 @@ DOCUMENTED = (  # modules whose public names are documented; of other modules on
     "torch.autograd", "torch.backends", "torch.distributed", "torch.nn", "torch.nn.functional", "torch.overrides",
     "torch.utils.checkpoint", "datasets.utils.logging", "huggingface_hub.constants", "huggingface_hub.errors",
 )  # fmt: skip
-NOT_FOREIGN = ("._asdict", "._fields", "._horizon", "._chunk_tokens")  # of named tuples, or set by us
+NOT_FOREIGN = (
+    "._asdict",
+    "._fields",
+    "._exit",
+    "._horizon",
+    "._chunk_tokens",
+)  # the standard library's; what we give foreign objects
 
 Use = tuple[str, str]  # name and file; a name that begins with a dot is an attribute of a foreign object
 

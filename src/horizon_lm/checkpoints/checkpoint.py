@@ -197,7 +197,7 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Ad
 
 def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], None] | None) -> None:
     dtype = next(iter(engine.store.source_dtypes.values()))
-    write_configs(engine.parts.model, part, dtype)
+    write_configs(Disk(), engine.parts.model, part, dtype)
     if add_files is not None:
         add_files(part)
 

@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -30,13 +30,18 @@ def exits(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except HorizonError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            _print_error(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            print("error: interrupted; files written before are intact", file=sys.stderr, flush=True)
+            _print_error("interrupted; files written before are intact")
             raise typer.Exit(InterruptedRunError.exit_code) from None
 
     return run
+
+
+def _print_error(text: str) -> None:
+    with suppress(OSError, ValueError):  # a closed terminal must not change the exit code
+        print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def open_model(

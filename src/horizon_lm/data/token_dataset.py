@@ -155,7 +155,9 @@ class Part:
             if name in self.table.column_names:
                 content.update(name.encode())
                 for chunk in self.table.data.column(name).chunks:
-                    content.update(np.ascontiguousarray(chunk.value_lengths().to_numpy(zero_copy_only=False), np.int64).data)
+                    content.update(
+                        np.ascontiguousarray(chunk.value_lengths().to_numpy(zero_copy_only=False), np.int64).data
+                    )
                 for chunk in self.table.data.column(name).chunks:
                     content.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)).data)
         return content.hexdigest()

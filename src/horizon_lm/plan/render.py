@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from horizon_lm.disk import Disk, write_file
 from horizon_lm.plan.device_memory import Curve
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.plan import Plan
@@ -240,7 +241,7 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 def write_plan(plan: Plan, device: str, folder: Path) -> None:
     """Write ``plan.json`` and, for a simulated step, ``predicted_trace.json`` into a run's folder."""
-    (folder / "plan.json").write_text(json.dumps(plan_as_json(plan, device), indent=2) + "\n", encoding="utf-8")
+    write_file(Disk(), folder / "plan.json", (json.dumps(plan_as_json(plan, device), indent=2) + "\n").encode())
     if plan.time is None:
         return
     curve = plan.curve

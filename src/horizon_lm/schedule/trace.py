@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from horizon_lm.disk import Disk, write_file
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 
 Interval = tuple[float, float]
@@ -102,7 +103,7 @@ def write_chrome(
     ]
     marks = [{"step": number, "start": micros(start), "end": micros(end)} for number, start, end in steps]
     content = {"traceEvents": names + events + counters, "otherData": {"steps": marks}}
-    path.write_text(json.dumps(content), encoding="utf-8")
+    write_file(Disk(), path, json.dumps(content).encode())
 
 
 def _row(op: Op) -> Stream:

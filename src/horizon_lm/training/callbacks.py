@@ -1,6 +1,6 @@
 """Call transformers callbacks, both the user's and those of ``report_to``, as a Trainer would."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ class Control:
 class Callbacks:
     """The callbacks of a run: forward events to them and return their requests. Without callbacks, import nothing.
 
-    Requests to end an epoch early are ignored, because the rows of a step follow from its number.
+    Requests to end an epoch early are ignored: the rows of a step follow from its number. A tracker that fails is reported
+    and not called again. An error of a user's callback stops the training after the step, and is kept for the loop.
 
     Args:
         config: settings of the run.
@@ -34,9 +35,9 @@ class Callbacks:
 
     def __init__(self, config: RunConfig, callbacks: Sequence[Any]) -> None:
         self._steps_per_epoch = 1
-        self._callbacks = [*_report_to_callbacks(config.report_to), *callbacks]
+        self._trackers, self._callbacks = _report_to_callbacks(config.report_to), list(callbacks)
         self._handler: Any = None
-        if not self._callbacks:
+        if not (self._trackers or self._callbacks):
             return
         from transformers import TrainingArguments
 
@@ -48,33 +49,27 @@ class Callbacks:
             raise ConfigError(f"callbacks: transformers' TrainingArguments reject these settings: {error}") from error
 
     def begin(
-        self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, num_steps: int, steps_per_epoch: int
-    ) -> None:
-        """Signal the start of training."""
-        if not self._callbacks:
+        self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, num_steps: int, steps_per_epoch: int,
+        report: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Signal the start of training. ``report`` is called with a line about a tracker that fails."""
+        if not (self._trackers or self._callbacks):
             return
         from transformers import TrainerControl, TrainerState
-        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-        class LoopFlow(DefaultFlowCallback):  # type: ignore[misc]
-            """A callback that requests nothing, because the loop decides when to log, evaluate and save."""
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-                return control
-
-            def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-                return control
+        from horizon_lm.training.callback_handler import Handler
 
         self._steps_per_epoch = steps_per_epoch
         self._state, self._control = TrainerState(max_steps=num_steps, log_history=[]), TrainerControl()
-        self._handler = CallbackHandler([LoopFlow(), *self._callbacks], model, tokenizer, optimizer, scheduler)
+        self._handler = Handler(self._trackers, self._callbacks, model, tokenizer, optimizer, scheduler, report)
         self._call("on_init_end")
-        try:
-            self._call("on_train_begin")
-        except AssertionError as error:  # transformers' own callbacks reject a run this way
+        self._call("on_train_begin")
+        if isinstance(self.error, AssertionError):  # how transformers' own callbacks reject a run
             raise ConfigError(
-                f"callbacks: {error}; set eval_strategy: steps or epoch, and add eval_datasets or test_split_size"
-            ) from error
+                f"callbacks: {self.error}; set eval_strategy: steps or epoch, and add eval_datasets or test_split_size"
+            ) from self.error
+        if self.error is not None:  # nothing was trained that could be lost
+            raise self.error
 
     def before_step(self, step: int) -> None:
         """Signal the start of a step, counted from 1."""
@@ -96,7 +91,13 @@ class Callbacks:
         if self._handler is None:
             return Control()
         control = self._control
-        return Control(control.should_log, control.should_evaluate, control.should_save, control.should_training_stop)
+        stop = control.should_training_stop or self.error is not None
+        return Control(control.should_log, control.should_evaluate, control.should_save, stop)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error of a user's callback, which stops the training; None if there is none."""
+        return None if self._handler is None else self._handler.error
 
     def after_step(self, step: int) -> None:
         """Signal the end of a step."""

@@ -1,54 +1,93 @@
-"""Stop a run on SIGINT or SIGTERM."""
+"""End a run on a signal."""
 
 import os
 import signal
+import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from horizon_lm.constants import STOP_SIGNALS
 from horizon_lm.errors import InterruptedRunError
+
+_REPEATS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+)  # the others come again by themselves, when a terminal closes or a limit has passed
+_EXIT_SECONDS = 10.0  # for cleaning up after the second signal, which waits for a device that may hang
 
 
 class Interrupts:
-    """Context manager: let SIGINT and SIGTERM end the run, immediately or after the current step.
+    """Context manager: turn the signals that ask for an end into InterruptedRunError, at once or after the current step.
 
-    Until `finish_steps` is called, the first signal stops the run immediately; afterwards, at the end of a step. A
-    second signal always stops immediately. Python delivers signals only to the main thread; in other threads this does
-    nothing.
+    A signal ends the run at once until `finish_steps` is called, and at the next `check` afterwards. A second SIGINT or
+    SIGTERM always ends it at once. Ignored signals stay ignored (nohup). Python delivers signals to the main thread only;
+    in other threads this does nothing.
 
     Attributes:
-        requested: a signal has arrived.
+        requested: the name of the signal that has arrived; empty if there was none.
     """
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
     def __init__(self) -> None:
-        self._previous: list[Any] = []
-        self._finishes_steps = self.requested = False
+        self._previous: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
+        self._finishes_steps = False
+        self._left = threading.Event()
+        self._kept: Callable[[], str] = lambda: "Nothing was trained yet."
+        self.requested = ""
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._previous = [signal.signal(number, self._handle) for number in self._SIGNALS]
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in zip(self._SIGNALS, self._previous, strict=False):
+        self._left.set()
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if not self.requested or error is None or isinstance(error, InterruptedRunError):
+            return
+        # While the data is prepared, libraries turn KeyboardInterrupt into errors of their own.
+        if isinstance(error, KeyboardInterrupt) or not self._finishes_steps:
+            raise InterruptedRunError(f"interrupted by {self.requested}. {self._kept()}") from None
 
-    def finish_steps(self) -> None:
-        """Let signals take effect at the next `check` from now on."""
-        self._finishes_steps = True
+    def finish_steps(self, kept: Callable[[], str]) -> None:
+        """From now on, let a signal take effect at the next `check`. ``kept`` returns a sentence about what the run leaves."""
+        self._finishes_steps, self._kept = True, kept
+        self.check("before the first step")
 
-    def check(self, step: int, num_steps: int, kept: str) -> None:
-        """Raise InterruptedRunError if a signal has arrived. ``kept`` describes what the run leaves behind."""
+    def check(self, when: str) -> None:
+        """Raise InterruptedRunError if a signal has arrived. ``when`` is the place in the run, for the message."""
         if self.requested:
-            raise InterruptedRunError(f"interrupted after step {step} of {num_steps}. {kept}")
+            raise InterruptedRunError(f"interrupted {when} by {self.requested}. {self._kept()}")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._finishes_steps or self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        # Not print(), which is not reentrant: the signal may have interrupted one.
-        os.write(2, b"\nstopping after this step; interrupt again to stop immediately\n")
+        if os.getpid() != self._process:  # a forked child: the signal does what it does without us
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self.requested and number not in _REPEATS:
+            return
+        first, self.requested = not self.requested, self.requested or signal.Signals(number).name
+        if first and self._finishes_steps:
+            _write(f"\n{self.requested}: stopping after this step; interrupt again to stop at once\n")
+            return
+        if not first:
+            threading.Thread(target=self._exit_if_stuck, daemon=True).start()
+        raise KeyboardInterrupt
+
+    def _exit_if_stuck(self) -> None:
+        if not self._left.wait(_EXIT_SECONDS):
+            os._exit(InterruptedRunError.exit_code)
+
+
+def _write(text: str) -> None:
+    """Write to standard error. Not print(), which is not reentrant: the signal may have interrupted one."""
+    with suppress(OSError, ValueError, AttributeError):  # closed, or replaced by something that is no file
+        os.write(sys.stderr.fileno(), text.encode())

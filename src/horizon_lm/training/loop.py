@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -139,16 +139,17 @@ def train(
 
     Raises:
         ConfigError, DataError, DoesNotFitError: before the first step.
-        NonFiniteError: a loss or gradient is NaN or infinite; its step is not applied. If this happens in the last
-            evaluation, the model has already been exported.
-        InterruptedRunError: SIGINT or SIGTERM arrived; the current step was finished.
+        NonFiniteError: a loss or gradient is NaN or infinite; its step is not applied. If it is the last evaluation, the
+            model has been exported.
+        InterruptedRunError: SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGXCPU arrived; the current step was finished.
+        Exception: the first error of a callback, after the weights were exported.
     """
     config = as_config(run, settings)
     require_callable(objective)
     config = config.model_copy(update={"device": choose_device(config.device)})
     run_dir = RunDir(config)
-    handler = Callbacks(config, callbacks)  # first, so that a missing tracker is reported before the data is prepared
-    with Interrupts() as interrupts, Reporter(print_fn) as reporter:
+    handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
+    with run_dir, Interrupts() as interrupts, Reporter(print_fn) as reporter:
         admission = Admission(config)
         admission.reject_if_impossible()
         tokenizer = load_tokenizer(config)
@@ -164,18 +165,19 @@ def train(
         plan = admission.admit(data.loader, data.eval_sets.values(), num_steps, intervals.num_saves(), prompts.longest)
         reporter.print(*summary_lines(plan))
         config = apply_plan(config, plan)
-        run_dir.begin(config, plan)
+        run_dir.take()
         reporter.print(f"run folder: {run_dir.path}")
         model = load_model(config)
         reserve_buffers(model, plan)
+        run_dir.begin(config, plan)
         objectives = make_objectives(config, model, data, reporter, objective)
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         optimizer, scheduler = build_optimizer(model, config, num_steps)
         metrics = Metrics(num_steps, sampler.steps_per_epoch, plan, config.per_device_train_batch_size)
         result = _Loop(
             config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
-            metrics,
-        ).run(interrupts)  # fmt: skip
+            metrics, interrupts,
+        ).run()  # fmt: skip
         if config.push_to_hub:
             reporter.print(run_dir.push(config))
         warning = growth_warning("training", metrics.first_loss, metrics.last_loss)
@@ -201,36 +203,62 @@ class _Loop:
     optimizer: Any
     scheduler: Any
     metrics: Metrics
+    interrupts: Interrupts
     last_eval: tuple[int, float | None] = (-1, None)  # step and loss of the last evaluation
 
-    def run(self, interrupts: Interrupts) -> RunResult:
+    def run(self) -> RunResult:
         """Run all steps and export the model."""
         run_dir, callbacks, num_steps = self.run_dir, self.callbacks, self.intervals.num_steps
         tracing = Tracing(self.model, self.config.trace_steps, num_steps, run_dir.trace_file)
         self.reporter.begin(run_dir.metrics_file, num_steps)
         callbacks.begin(
-            self.model, self.tokenizer, self.optimizer, self.scheduler, num_steps, self.intervals.steps_per_epoch
-        )
-        interrupts.finish_steps()
+            self.model, self.tokenizer, self.optimizer, self.scheduler, num_steps, self.intervals.steps_per_epoch,
+            self.reporter.print,
+        )  # fmt: skip
+        self.interrupts.finish_steps(run_dir.kept_artifacts)
         loss_before, step = self.evaluate(0), 0
         while step < num_steps and not callbacks.control.stop:
-            if interrupts.requested:
-                self.log(step)
-            interrupts.check(step, num_steps, run_dir.kept_artifacts())
+            self.stop_if_interrupted(step)
             step += 1
-            tracing.before_step(step)
+            with self.reporter.attempt("trace.json"):
+                tracing.before_step(step)
             callbacks.before_step(step)
             self.train_step(self.data.loader.batch(step - 1), step)
             callbacks.after_step(step)
             self.finish_step(step)
-        tracing.finish(step)
+        with self.reporter.attempt("trace.json"):
+            tracing.finish(step)
         self.log(step)
-        run_dir.export(self.model, self.tokenizer)
+        if callbacks.error is not None and step < num_steps:
+            with self.reporter.attempt("saving the model"):
+                run_dir.save(self.model, self.tokenizer, step)
+            self.raise_callback_error(step, callbacks.error)
+        run_dir.export(
+            self.model, self.tokenizer, self.reporter.print, lambda: bool(self.interrupts.requested), self.save_on_fault
+        )
         loss_after = self.evaluate(step)
         callbacks.end()
-        run_dir.draw_loss()
+        with self.reporter.attempt("loss.png"):
+            run_dir.draw_loss()
         self.reporter.stop_bar()
+        if callbacks.error is not None:
+            self.raise_callback_error(step, callbacks.error)
         return RunResult(run_dir.path, run_dir.model_dir, step, loss_before, loss_after, self.optimizer.num_skipped)
+
+    def stop_if_interrupted(self, step: int) -> None:
+        """Log the steps so far and raise InterruptedRunError if a signal has arrived."""
+        if self.interrupts.requested:
+            self.log(step)
+            self.interrupts.check(f"after step {step} of {self.intervals.num_steps}")
+
+    def save_on_fault(self) -> str:
+        """Return a sentence about what is kept after a fault."""
+        return self.run_dir.kept_artifacts()
+
+    def raise_callback_error(self, step: int, error: BaseException) -> NoReturn:
+        """Raise the error of a user's callback with a note about what is kept."""
+        error.add_note(f"The training ended after step {step} of {self.intervals.num_steps}. {self.save_on_fault()}")
+        raise error
 
     def train_step(self, batch: Batch, step: int) -> None:
         """Run the forward pass, the backward pass and the update of a step."""
@@ -257,22 +285,29 @@ class _Loop:
         if intervals.evaluates(step) or callbacks.control.evaluate:
             self.evaluate(step)
         if intervals.samples(step) or (callbacks.control.stop and self.config.sample_prompts):
-            with self.metrics.exclude_from_timing():
+            self.stop_if_interrupted(step)
+            with self.metrics.exclude_from_timing(), self.reporter.attempt("answering sample_prompts"):
                 answers = self.prompts.answer(self.model, step)
-            self.run_dir.append_samples(answers)
-            self.reporter.show(answers)
+                self.reporter.show(answers)
+                self.run_dir.append_samples(answers)
         if intervals.saves(step) or callbacks.control.save:
-            with self.metrics.exclude_from_timing():
+            with self.metrics.exclude_from_timing(), self.reporter.attempt(f"saving checkpoint-{step}"):
                 self.run_dir.save(self.model, self.tokenizer, step)
-            callbacks.saved()
+                callbacks.saved()
 
     def evaluate(self, step: int) -> float | None:
         """Evaluate unless this step was already evaluated. Return the eval loss, or None without an eval set."""
         if self.last_eval[0] != step:
             with self.metrics.exclude_from_timing(), self.reporter.progress("eval set") as advance:
+
+                def between_batches(done: int, total: int) -> None:
+                    advance(done, total)
+                    if done < total:
+                        self.stop_if_interrupted(step)
+
                 line = evaluate_rows(
                     self.model, self.objectives.eval_sets, self.data.eval_sets, self.config.per_device_eval_batch_size,
-                    step, advance,
+                    step, between_batches,
                 )  # fmt: skip
             self.last_eval = step, None if line is None else line["eval_loss"]
             if line is not None:

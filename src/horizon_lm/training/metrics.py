@@ -1,20 +1,22 @@
 """Measure and log a run: ``metrics.jsonl``, and a progress bar on a terminal or plain lines elsewhere."""
 
-import functools
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from horizon_lm.data.loader import Batch
+from horizon_lm.errors import HorizonError, first_line
 from horizon_lm.objective.base import Loss
 from horizon_lm.plan.plan import Plan
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.resources import resident_bytes
+from horizon_lm.training.line_file import LineFile
+from horizon_lm.training.printing import Printer, encodable, print_to_stdout
 
 
 class Metrics:
@@ -204,54 +206,75 @@ class Reporter:
         self._bar: Any = None
         self._task: Any = None
         self._print_fn = print_fn
-        self._file: TextIO | None = None
+        self._print: Printer | None = None
+        self._file: LineFile | None = None
         self._num_steps = 0
+        self._failed: set[str] = set()  # outputs whose failure was reported
 
     def __enter__(self) -> Self:
+        print_fn = self._print_fn or print_to_stdout
         if self._print_fn is None:
             from rich.console import Console
 
             console = Console()
             # rich wraps lines at the width of the window, which would break them in a file
-            self._print_fn = (
-                (lambda text: console.print(text, markup=False, highlight=False))
-                if console.is_terminal
-                else functools.partial(print, flush=True)
-            )
-            self._bar = _progress_bar(console) if console.is_terminal else None
+            if console.is_terminal:
+                print_fn = lambda text: console.print(  # noqa: E731
+                    encodable(text, console.encoding), markup=False, highlight=False
+                )
+                self._bar = _progress_bar(console)
+        self._print = Printer(print_fn)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop_bar()
-        if self._file is not None:
-            self._file.close()
+        if self._file is not None and self._file.num_waiting:
+            with suppress(OSError):
+                self._file.flush()
+            if self._file.num_waiting:
+                self.print(f"warning: {self._file.num_waiting} lines are missing in {self._file.path}")
 
     def print(self, *lines: str) -> None:
         """Print lines, above the progress bar if there is one."""
-        assert self._print_fn is not None
+        assert self._print is not None
         for line in lines:
-            self._print_fn(line)
+            self._print(line)
+
+    @contextmanager
+    def attempt(self, output: str) -> Iterator[None]:
+        """Context manager: make an output that the run can do without. Its first failure is reported, and the run goes on."""
+        try:
+            yield
+        except HorizonError:
+            raise
+        except Exception as error:
+            if output not in self._failed:
+                self._failed.add(output)
+                self.print(f"warning: {output} failed ({first_line(error)}); the run goes on without it")
 
     def begin(self, metrics_file: Path, num_steps: int) -> None:
-        """Open a new metrics file and start the progress bar."""
-        self._file, self._num_steps = metrics_file.open("x", encoding="utf-8"), num_steps
+        """Write metrics into a file from now on, and start the progress bar."""
+        self._file, self._num_steps = LineFile(metrics_file), num_steps
         if self._bar is not None:
-            self._task = self._bar.add_task("training", total=num_steps, loss="")
-            self._bar.start()
+            with self.attempt("the progress bar"):
+                self._task = self._bar.add_task("training", total=num_steps, loss="")
+                self._bar.start()
 
     def advance(self, loss: float) -> None:
         """Advance the progress bar by a step."""
         if self._task is not None:
-            self._bar.update(self._task, advance=1, loss=f"loss {loss:.4f}")
+            with self.attempt("the progress bar"):
+                self._bar.update(self._task, advance=1, loss=f"loss {loss:.4f}")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write a line of metrics to disk and show it."""
+        """Write a line of metrics to disk and show it. If the disk is full, the line is kept until it is not."""
         assert self._file is not None
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        self.show(line)
+        with self.attempt(str(self._file.path)):
+            self._file.append(json.dumps(line))
+        with self.attempt("the line of metrics"):
+            self.show(line)
 
     def show(self, line: dict[str, Any]) -> None:
         """Print a line of metrics or samples without writing it to ``metrics.jsonl``."""
@@ -265,22 +288,25 @@ class Reporter:
         def advance(done: int, total: int) -> None:
             nonlocal last_print, task
             if self._bar is not None:
-                if task is None:
-                    task = self._bar.add_task(label, total=total, loss="")
-                    self._bar.start()
-                self._bar.update(task, completed=done)
+                with self.attempt("the progress bar"):
+                    if task is None:
+                        task = self._bar.add_task(label, total=total, loss="")
+                        self._bar.start()
+                    self._bar.update(task, completed=done)
             elif time.perf_counter() - last_print > 10:
                 last_print = time.perf_counter()
                 self.print(f"{label}: {done:,} of {total:,}")
 
         yield advance
         if task is not None:
-            self._bar.remove_task(task)
+            with self.attempt("the progress bar"):
+                self._bar.remove_task(task)
 
     def stop_bar(self) -> None:
         """Remove the progress bar."""
         if self._bar is not None:
-            self._bar.stop()
+            with self.attempt("the progress bar"):
+                self._bar.stop()
 
 
 def _progress_bar(console: Any) -> Any:

@@ -60,10 +60,10 @@ class Tracing:
     def _write(self) -> None:
         import horizon_lm
 
-        assert self._trace is not None
+        trace, self._trace = self._trace, None  # written once, also if this fails
+        assert trace is not None
         horizon_lm.synchronize(self._model)
         self._device.trace = None
-        if self._trace.steps:
-            self._trace.drop_before(self._trace.steps[0][1])
-            self._trace.write(self._path)
-        self._trace = None
+        if trace.steps:
+            trace.drop_before(trace.steps[0][1])
+            trace.write(self._path)

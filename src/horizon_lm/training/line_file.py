@@ -1,0 +1,46 @@
+"""A file of lines that loses none when the disk is full for a while."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+class LineFile:
+    """A text file that grows by whole lines. Lines that cannot be written are kept, and written before the next one.
+
+    Args:
+        path: the file, which is created by the first line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[str] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of lines that could not be written yet."""
+        return len(self._waiting)
+
+    def append(self, line: str) -> None:
+        """Write a line, after those that wait. Raise OSError if this fails; the lines wait for the next attempt."""
+        self._waiting.append(line + "\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait. Raise OSError if this fails; the file then ends as before."""
+        if not self._waiting:
+            return
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            end = os.fstat(descriptor).st_size
+            try:
+                data = memoryview("".join(self._waiting).encode())
+                while data:
+                    data = data[os.write(descriptor, data) :]
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, end)  # no half a line
+                raise
+        finally:
+            os.close(descriptor)
+        self._waiting.clear()
