@@ -7,6 +7,12 @@ from typing import Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.training.callback_state import (
+    callback_state,
+    restore_callbacks,
+    restore_trainer_state,
+    resumed_trackers,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +56,16 @@ class Callbacks:
 
     def begin(
         self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, num_steps: int, steps_per_epoch: int,
-        report: Callable[[str], None],
+        report: Callable[[str], None], resumed: Mapping[str, Any] | None = None, step: int = 0,
     ) -> None:  # fmt: skip
-        """Signal the start of training. ``report`` is called with a line about a tracker that fails."""
+        """Signal the start of training.
+
+        Args:
+            model, tokenizer, optimizer, scheduler, num_steps, steps_per_epoch: those of the run.
+            report: called with a line about a tracker that fails.
+            resumed: what `state_dict` had returned when the run was interrupted; None for a new run.
+            step: the number of steps that are done.
+        """
         if not (self._trackers or self._callbacks):
             return
         from transformers import TrainerControl, TrainerState
@@ -63,13 +76,22 @@ class Callbacks:
         self._state, self._control = TrainerState(max_steps=num_steps, log_history=[]), TrainerControl()
         self._handler = Handler(self._trackers, self._callbacks, model, tokenizer, optimizer, scheduler, report)
         self._call("on_init_end")
-        self._call("on_train_begin")
+        if resumed:
+            restore_trainer_state(resumed, self._state)
+            for name in restore_callbacks(resumed, self._handler.callbacks, step):
+                report(f"resume: the callback {name} has no state(), so it begins anew")
+        with resumed_trackers(resumed):
+            self._call("on_train_begin")
         if isinstance(self.error, AssertionError):  # how transformers' own callbacks reject a run
             raise ConfigError(
                 f"callbacks: {self.error}; set eval_strategy: steps or epoch, and add eval_datasets or test_split_size"
             ) from self.error
         if self.error is not None:  # nothing was trained that could be lost
             raise self.error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the callbacks and trackers as plain data."""
+        return {} if self._handler is None else callback_state(self._state, self._handler.callbacks)
 
     def before_step(self, step: int) -> None:
         """Signal the start of a step, counted from 1."""
@@ -164,9 +186,11 @@ def _training_arguments(config: RunConfig) -> dict[str, Any]:
 
     known = {field.name for field in fields(TrainingArguments) if field.init}
     shared = {name: value for name, value in config.model_dump().items() if name in known and value is not None}
+    for name in ("resume_from_checkpoint", "load_best_model_at_end", "greater_is_better", "save_only_model"):
+        shared.pop(name, None)
     shared |= {"report_to": "none", "push_to_hub": False, "use_cpu": config.device == "cpu"}  # left to the loop
     if config.has_held_out:
-        shared["metric_for_best_model"] = "loss"
+        shared.setdefault("metric_for_best_model", "loss")
     else:
         shared["eval_strategy"] = "no"
     return {**shared, "output_dir": str(Path(config.output_dir).expanduser())}

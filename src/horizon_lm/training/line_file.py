@@ -1,8 +1,12 @@
 """A file of lines that loses none when the disk is full for a while."""
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 
 class LineFile:
@@ -44,3 +48,25 @@ class LineFile:
         finally:
             os.close(descriptor)
         self._waiting.clear()
+
+    def position(self) -> dict[str, Any]:
+        """Return the end of the file for a checkpoint: its bytes and their hash."""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
+
+    def cut_to(self, position: Mapping[str, Any]) -> bool:
+        """Remove the lines after a position from `position`. Return false if the file has changed before it."""
+        content = self.path.read_bytes()[: position["bytes"]] if self.path.exists() else b""
+        if xxhash.xxh3_128_hexdigest(content) != position["xxh3_128"]:
+            return False
+        if self.path.exists():
+            os.truncate(self.path, position["bytes"])
+        return True
+
+    def set_aside(self) -> None:
+        """Rename the file, if it exists, to the next free number."""
+        number = 1
+        while (earlier := self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")).exists():
+            number += 1
+        if self.path.exists():
+            self.path.rename(earlier)

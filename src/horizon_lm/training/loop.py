@@ -7,18 +7,33 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from horizon_lm.checkpoints.checkpoint import ARRAYS, read_tensors, restore
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import as_config
 from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.loader import Batch
 from horizon_lm.plan.render import summary_lines
 from horizon_lm.preflight.admission import Admission, apply_plan
+from horizon_lm.quantities import format_seconds
+from horizon_lm.training.best_model import BestModel
 from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
 from horizon_lm.training.interrupts import Interrupts
+from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
 from horizon_lm.training.non_finite import finite_loss, update
+from horizon_lm.training.resume import (
+    ResumePoint,
+    apply_settings,
+    data_position,
+    find_resume_point,
+    model_settings,
+    require_same_model,
+    require_same_rows,
+    settings_of,
+)
 from horizon_lm.training.rows import RunData, load_data
+from horizon_lm.training.run_checkpoints import RunCheckpoints, write_side_files
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.setup import (
     Objectives,
@@ -147,9 +162,14 @@ def train(
     config = as_config(run, settings)
     require_callable(objective)
     config = config.model_copy(update={"device": choose_device(config.device)})
-    run_dir = RunDir(config)
+    given, (point, lines) = config, find_resume_point(config)
+    if point is not None:
+        config, changes = apply_settings(config, point)
+        lines += changes
+    run_dir = RunDir(config, resumes=point is not None)
     handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
     with run_dir, Interrupts() as interrupts, Reporter(print_fn) as reporter:
+        reporter.print(*lines)
         admission = Admission(config)
         admission.reject_if_impossible()
         tokenizer = load_tokenizer(config)
@@ -159,6 +179,9 @@ def train(
             reporter.print(*prepared.lines())
             reject_errors(prepared.findings)
         sampler = data.loader.sampler
+        if point is not None:
+            position = data_position(data.training.packed, sampler, point.step)
+            reporter.print(*require_same_rows(point, position, config))
         num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
         intervals = Intervals(config, num_steps, sampler.steps_per_epoch)
         prompts = SamplePrompts(config, tokenizer)
@@ -167,17 +190,29 @@ def train(
         config = apply_plan(config, plan)
         run_dir.take()
         reporter.print(f"run folder: {run_dir.path}")
-        model = load_model(config)
+        model = load_model(config, reads_weights=point is None)
         reserve_buffers(model, plan)
-        run_dir.begin(config, plan)
-        objectives = make_objectives(config, model, data, reporter, objective)
-        check_gradients(model, objectives, data.loader.batch(0), config, reporter)
+        if point is not None:
+            reporter.print(*require_same_model(point, model_settings(model), config))
         optimizer, scheduler = build_optimizer(model, config, num_steps)
         metrics = Metrics(num_steps, sampler.steps_per_epoch, plan, config.per_device_train_batch_size)
+        reference = None
+        if point is not None:
+            restore(point.folder, point.manifest, model, optimizer)
+            reference = read_tensors(point.folder / ARRAYS)
+            scheduler.load_state_dict(point.state["scheduler"])
+            metrics.load_state_dict(point.state["metrics"])
+        run_dir.begin(config, plan)
+        objectives = make_objectives(config, model, data, reporter, objective, reference)
+        check_gradients(model, objectives, data.loader.batch(0), config, reporter)
+        checkpoints = RunCheckpoints(
+            config, run_dir.path, reporter.print, model, optimizer, lambda part: write_side_files(part, tokenizer, config),
+            objectives.reference, resumed=point is not None,
+        )  # fmt: skip
         result = _Loop(
-            config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
-            metrics, interrupts,
-        ).run()  # fmt: skip
+            given, config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
+            metrics, interrupts, checkpoints, BestModel(config),
+        ).run(point)  # fmt: skip
         if config.push_to_hub:
             reporter.print(run_dir.push(config))
         warning = growth_warning("training", metrics.first_loss, metrics.last_loss)
@@ -190,7 +225,8 @@ def train(
 class _Loop:
     """The steps of a run whose parts have all been built."""
 
-    config: RunConfig
+    given: RunConfig  # as the user has set it
+    config: RunConfig  # with the plan's choices
     run_dir: RunDir
     reporter: Reporter
     callbacks: Callbacks
@@ -204,20 +240,29 @@ class _Loop:
     scheduler: Any
     metrics: Metrics
     interrupts: Interrupts
+    checkpoints: RunCheckpoints
+    best: BestModel
     last_eval: tuple[int, float | None] = (-1, None)  # step and loss of the last evaluation
+    loss_before: float | None = None  # eval loss before the first step
+    finished: bool = True  # logging, evaluating and saving are over after the last step
 
-    def run(self) -> RunResult:
-        """Run all steps and export the model."""
+    def run(self, point: ResumePoint | None) -> RunResult:
+        """Run all steps, those after a checkpoint if there is one, and export the model."""
         run_dir, callbacks, num_steps = self.run_dir, self.callbacks, self.intervals.num_steps
         tracing = Tracing(self.model, self.config.trace_steps, num_steps, run_dir.trace_file)
-        self.reporter.begin(run_dir.metrics_file, num_steps)
+        self.metrics_file = LineFile(run_dir.metrics_file)
+        step = 0 if point is None else self.restore(point)
+        self.reporter.begin(self.metrics_file, num_steps)
         callbacks.begin(
             self.model, self.tokenizer, self.optimizer, self.scheduler, num_steps, self.intervals.steps_per_epoch,
-            self.reporter.print,
+            self.reporter.print, None if point is None else point.state["callbacks"], step,
         )  # fmt: skip
-        self.interrupts.finish_steps(run_dir.kept_artifacts)
-        loss_before, step = self.evaluate(0), 0
-        while step < num_steps and not callbacks.control.stop:
+        self.interrupts.finish_steps(self.kept_artifacts)
+        if point is None:
+            self.loss_before = self.evaluate(0)
+        elif not self.finished:
+            self.finish_step(step)
+        while step < num_steps and not callbacks.control.stop and not self.best.stops:
             self.stop_if_interrupted(step)
             step += 1
             with self.reporter.attempt("trace.json"):
@@ -230,9 +275,12 @@ class _Loop:
             tracing.finish(step)
         self.log(step)
         if callbacks.error is not None and step < num_steps:
-            with self.reporter.attempt("saving the model"):
-                run_dir.save(self.model, self.tokenizer, step)
+            self.save(step)
+            self.checkpoints.wait()
             self.raise_callback_error(step, callbacks.error)
+        if self.config.load_best_model_at_end:
+            self.load_best_model(step)
+        self.checkpoints.wait()
         run_dir.export(
             self.model, self.tokenizer, self.reporter.print, lambda: bool(self.interrupts.requested), self.save_on_fault
         )
@@ -243,17 +291,86 @@ class _Loop:
         self.reporter.stop_bar()
         if callbacks.error is not None:
             self.raise_callback_error(step, callbacks.error)
-        return RunResult(run_dir.path, run_dir.model_dir, step, loss_before, loss_after, self.optimizer.num_skipped)
+        return RunResult(
+            run_dir.path, run_dir.model_dir, step, self.loss_before, loss_after, self.optimizer.num_skipped
+        )
+
+    def restore(self, point: ResumePoint) -> int:
+        """Take over the state of the loop from a checkpoint, and return the number of steps that are done."""
+        state = point.state
+        self.loss_before, self.last_eval = state["loss_before"], tuple(state["last_eval"])
+        self.finished = state["finished"]
+        self.best.load_state_dict(state["best"])
+        if self.best.step and (best := self.checkpoints.path(self.best.step)).exists():
+            self.checkpoints.best = best
+        for file in (self.metrics_file, self.run_dir.samples):
+            if not file.cut_to(state["files"][file.path.name]):
+                self.reporter.print(f"resume: {file.path} has changed since, so its lines are set aside")
+                file.set_aside()
+        return point.step
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state of the loop after a step as plain data, for `restore`."""
+        return {
+            "step": step,
+            "num_steps": self.intervals.num_steps,
+            "finished": self.finished,
+            "config": settings_of(self.given),
+            "settled": settings_of(self.config),
+            "model_config": model_settings(self.model),
+            "data": data_position(self.data.training.packed, self.data.loader.sampler, step),
+            "scheduler": self.scheduler.state_dict(),
+            "metrics": self.metrics.state_dict(),
+            "files": {file.path.name: file.position() for file in (self.metrics_file, self.run_dir.samples)},
+            "callbacks": self.callbacks.state_dict(),
+            "loss_before": self.loss_before,
+            "last_eval": self.last_eval,
+            "best": self.best.state_dict(),
+        }
+
+    def save(self, step: int, best: bool = False) -> None:
+        """Begin to write a checkpoint, or export the model with ``save_only_model``."""
+        with self.metrics.exclude_from_timing(), self.reporter.attempt(f"saving checkpoint-{step}"):
+            if self.config.save_only_model:
+                self.run_dir.save(self.model, self.tokenizer, step)
+            else:
+                self.checkpoints.save(step, self.state(step), best)
 
     def stop_if_interrupted(self, step: int) -> None:
-        """Log the steps so far and raise InterruptedRunError if a signal has arrived."""
+        """Save, log the steps so far and raise InterruptedRunError if a signal has arrived."""
         if self.interrupts.requested:
+            if self.config.save_on_signal and step > 0 and not self.run_dir.is_exported:
+                self.save_before_deadline(step)
             self.log(step)
             self.interrupts.check(f"after step {step} of {self.intervals.num_steps}")
 
+    def save_before_deadline(self, step: int) -> None:
+        """Write a checkpoint after a signal, unless it would take longer than ``save_on_signal_seconds``."""
+        limit, expected = self.config.save_on_signal_seconds, self.checkpoints.seconds()
+        if limit is not None and expected is not None and expected > limit:
+            self.reporter.print(
+                f"no checkpoint of step {step}: it would take about {format_seconds(expected)}, and save_on_signal_seconds is "
+                f"{limit:g}"
+            )
+            return
+        self.save(step)
+        self.checkpoints.wait(limit)
+
+    def load_best_model(self, step: int) -> None:
+        """Load the weights of the best evaluation, unless they are the last ones."""
+        self.evaluate(step)
+        if self.best.step == step or self.checkpoints.best is None:
+            return
+        self.reporter.print(f"loading the best model, that of step {self.best.step}")
+        self.checkpoints.load_best()
+
+    def kept_artifacts(self) -> str:
+        """Return a sentence about what is kept when the run ends early."""
+        return self.run_dir.kept_artifacts(self.checkpoints.last)
+
     def save_on_fault(self) -> str:
         """Return a sentence about what is kept after a fault."""
-        return self.run_dir.kept_artifacts()
+        return self.kept_artifacts()
 
     def raise_callback_error(self, step: int, error: BaseException) -> NoReturn:
         """Raise the error of a user's callback with a note about what is kept."""
@@ -280,6 +397,7 @@ class _Loop:
     def finish_step(self, step: int) -> None:
         """Log, evaluate, answer prompts and save after a step, as requested by intervals and callbacks."""
         intervals, callbacks = self.intervals, self.callbacks
+        self.finished = False
         if intervals.logs(step) or callbacks.control.log:
             self.log(step)
         if intervals.evaluates(step) or callbacks.control.evaluate:
@@ -290,10 +408,11 @@ class _Loop:
                 answers = self.prompts.answer(self.model, step)
                 self.reporter.show(answers)
                 self.run_dir.append_samples(answers)
+        self.finished = True
         if intervals.saves(step) or callbacks.control.save:
-            with self.metrics.exclude_from_timing(), self.reporter.attempt(f"saving checkpoint-{step}"):
-                self.run_dir.save(self.model, self.tokenizer, step)
-                callbacks.saved()
+            self.save(step)
+            callbacks.saved()
+        self.checkpoints.report()
 
     def evaluate(self, step: int) -> float | None:
         """Evaluate unless this step was already evaluated. Return the eval loss, or None without an eval set."""
@@ -312,6 +431,8 @@ class _Loop:
             self.last_eval = step, None if line is None else line["eval_loss"]
             if line is not None:
                 self.record(line)
+                if self.best.update(line) and self.config.load_best_model_at_end and step < self.intervals.num_steps:
+                    self.save(step, best=True)
         return self.last_eval[1]
 
     def log(self, step: int) -> None:

@@ -3,9 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +16,11 @@ from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.resources import resident_bytes
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.printing import Printer, encodable, print_to_stdout
+
+_SUMS = (  # what a checkpoint holds of `Metrics`
+    "_learning_rate", "first_loss", "last_loss", "tokens_trained", "tokens_total", "_rows", "_losses", "_sums", "_token_means",
+    "_weight", "_window_steps", "_window_trained", "_window_total",
+)  # fmt: skip
 
 
 class Metrics:
@@ -49,6 +53,21 @@ class Metrics:
     def has_steps(self) -> bool:
         """True if there are steps that have not been logged."""
         return self._window_steps > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums as plain data, with seconds instead of times."""
+        now = time.perf_counter()
+        sums = {name: getattr(self, name) for name in _SUMS}
+        window = now - self._window_started - self._excluded_seconds
+        return {"sums": sums, "seconds": now - self.started, "window_seconds": window}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` has returned. The time between the two does not count."""
+        for name in _SUMS:
+            setattr(self, name, state["sums"][name])
+        now = time.perf_counter()
+        self.started, self._window_started = now - state["seconds"], now - state["window_seconds"]
+        self._excluded_seconds = 0.0
 
     @contextmanager
     def exclude_from_timing(self) -> Iterator[None]:
@@ -254,9 +273,9 @@ class Reporter:
                 self._failed.add(output)
                 self.print(f"warning: {output} failed ({first_line(error)}); the run goes on without it")
 
-    def begin(self, metrics_file: Path, num_steps: int) -> None:
+    def begin(self, file: LineFile, num_steps: int) -> None:
         """Write metrics into a file from now on, and start the progress bar."""
-        self._file, self._num_steps = LineFile(metrics_file), num_steps
+        self._file, self._num_steps = file, num_steps
         if self._bar is not None:
             with self.attempt("the progress bar"):
                 self._task = self._bar.add_task("training", total=num_steps, loss="")

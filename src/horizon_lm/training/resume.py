@@ -1,6 +1,7 @@
 """Find the checkpoint that a run goes on from, and reject it if the run would not be the same one."""
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,18 @@ def require_same_rows(point: ResumePoint, position: Mapping[str, Any], config: R
         return []
     what = "the training rows" if given["rows"] != position["rows"] else "the order of the rows"
     return _reject(point, [f"{what} ({given['num_rows']:,} -> {position['num_rows']:,} rows)"], config)
+
+
+def model_settings(model: Any) -> dict[str, Any]:
+    """Return the config of a model as plain data, without what says only where it comes from."""
+    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return _without(found, {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})
+
+
+def _without(content: Any, names: set[str]) -> Any:
+    if isinstance(content, dict):
+        return {name: _without(value, names) for name, value in content.items() if name not in names}
+    return content
 
 
 def require_same_model(point: ResumePoint, model_config: Mapping[str, Any], config: RunConfig) -> list[str]:

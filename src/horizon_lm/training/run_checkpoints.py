@@ -12,6 +12,7 @@ from horizon_lm.checkpoints.checkpoint import restore, save_checkpoint
 from horizon_lm.checkpoints.manifest import read_manifest
 from horizon_lm.checkpoints.saving import RateLimit, Saving
 from horizon_lm.config import RunConfig
+from horizon_lm.config.text import to_yaml
 from horizon_lm.disk import Disk
 from horizon_lm.errors import first_line
 from horizon_lm.quantities import format_bytes, format_seconds
@@ -91,12 +92,13 @@ class RunCheckpoints:
         self._bytes_per_second = saving.num_bytes / max(saving.seconds, 1e-3)
         self._print(f"{saving.folder}: {format_bytes(saving.num_bytes)} in {format_seconds(saving.seconds)}")
 
-    def wait(self) -> None:
-        """Wait until the running checkpoint is on disk, and report it."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until the running checkpoint is on disk, or for some seconds, and report it."""
         if self._running is not None:
-            engine = self._model._horizon.engine
-            engine.device.wait(engine.saves)
-            self._running[1].wait_until_done()
+            if seconds is None:  # a simulated device runs the writers in this wait
+                engine = self._model._horizon.engine
+                engine.device.wait(engine.saves)
+            self._running[1].wait_until_done(seconds)
         self.report()
 
     def seconds(self) -> float | None:
@@ -124,3 +126,9 @@ class RunCheckpoints:
     def _report_failure(self, step: int, error: BaseException) -> None:
         last = f"the last one is {self.last}" if self.last else "there is none yet"
         self._print(f"warning: the checkpoint of step {step} was not written ({first_line(error)}); {last}")
+
+
+def write_side_files(folder: Path, tokenizer: Any, config: RunConfig) -> None:
+    """Write the tokenizer and the run file into a checkpoint."""
+    tokenizer.save_pretrained(folder)
+    (folder / "run.yaml").write_text(to_yaml(config), encoding="utf-8")

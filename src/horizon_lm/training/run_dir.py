@@ -33,6 +33,7 @@ class RunDir:
 
     Args:
         config: settings of the run.
+        resumes: the run goes on from a checkpoint.
         disk: the file operations to use.
 
     Raises:
@@ -40,13 +41,13 @@ class RunDir:
             is not writable.
     """
 
-    def __init__(self, config: RunConfig, disk: Disk | None = None) -> None:
+    def __init__(self, config: RunConfig, resumes: bool = False, disk: Disk | None = None) -> None:
         self.path, self._disk = Path(config.output_dir).expanduser(), disk or Disk()
         self._lock = RunLock(self.path)
         self._lock.require_free()
         self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
         self.trace_file = self.path / "trace.json"
-        self._samples = LineFile(self.path / "samples.jsonl")
+        self.samples, self._resumes = LineFile(self.path / "samples.jsonl"), resumes
         self._foreign_checkpoints: list[Path] = []
         if not self._holds_a_run():
             self._reject_foreign_files()
@@ -58,7 +59,7 @@ class RunDir:
             restore_folder(self._disk, self.model_dir)
         self._reject_finished_run()
         checkpoints = sorted(folder.name for folder in self.path.glob("checkpoint-*"))
-        if checkpoints and not config.overwrite_output_dir:
+        if checkpoints and not config.overwrite_output_dir and not resumes:
             raise ConfigError(
                 f"output_dir: {self.path} holds {checkpoints[0]} of another run; choose another folder, or set "
                 "overwrite_output_dir: true to write beside it"
@@ -112,21 +113,19 @@ class RunDir:
         self._export_bytes = next(item.num_bytes for item in plan.disk.items if item.name == "exported model")
         try:
             write_file(self._disk, self.path / "config.yaml", to_yaml(config).encode())
-            for stale in (self.trace_file, self._samples.path, self.path / "predicted_trace.json"):
+            for stale in (self.trace_file, self.path / "predicted_trace.json"):
                 self._disk.remove(stale)
             write_plan(plan, config.device, self.path)
-            if self.metrics_file.exists():
-                number = 1
-                while (earlier := self.path / f"metrics-{number}.jsonl").exists():
-                    number += 1
-                self._disk.rename(self.metrics_file, earlier)
+            if not self._resumes:
+                self._disk.remove(self.samples.path)
+                LineFile(self.metrics_file).set_aside()
             self._disk.sync(self.path)
         except OSError as error:
             raise self._unwritable(error) from error
 
     def append_samples(self, line: dict[str, Any]) -> None:
         """Append a line to ``samples.jsonl``."""
-        self._samples.append(json.dumps(line, ensure_ascii=False))
+        self.samples.append(json.dumps(line, ensure_ascii=False))
 
     def export(
         self,
@@ -215,16 +214,27 @@ class RunDir:
         while self._save_total_limit and len(self._saved) > self._save_total_limit:
             self._disk.remove(self._saved.pop(0))
 
-    def kept_artifacts(self) -> str:
-        """Return what an interrupted run leaves, and how to start it again."""
+    @property
+    def is_exported(self) -> bool:
+        """True once the trained model is in its folder."""
+        return self._is_exported
+
+    def kept_artifacts(self, checkpoint: Path | None) -> str:
+        """Return what an interrupted run leaves, and how to go on.
+
+        Args:
+            checkpoint: the newest checkpoint that the run can be resumed from; None if there is none.
+        """
         if self._is_exported:
             return f"The trained model is in {self.model_dir}"
-        if not self._saved:
-            return f"Kept: {self.metrics_file}. No model was exported; run the same command again to start over"
-        return (
-            f"Kept: {self.metrics_file}, and the model after an earlier step in {self._saved[-1]}. A run cannot be resumed "
-            "yet; to start over, run the same command with --overwrite_output_dir true"
-        )
+        if checkpoint is not None:
+            return f"Kept: {checkpoint}. Run the same command again to go on from there"
+        if self._saved:
+            return (
+                f"Kept: the model after an earlier step in {self._saved[-1]}. With save_only_model a run cannot be resumed; to start "
+                "over, run the same command with --overwrite_output_dir true"
+            )
+        return f"Kept: {self.metrics_file}. There is no checkpoint yet; run the same command again to start over"
 
     def push(self, config: RunConfig) -> str:
         """Upload the exported model and return its address, or a message if the upload fails; the local model
