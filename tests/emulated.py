@@ -1,4 +1,5 @@
-"""An emulated GPU: tensors in host memory that report a CUDA device, and the part of ``torch.cuda`` that is used.
+"""An emulated GPU: tensors in host memory that report a CUDA device, and the part of ``torch.cuda`` that the engine
+uses.
 
 It finds mistakes that a CPU does not: an operation that mixes host and device raises, unless it is a copy, and an
     operation that would make the host wait is recorded. Everything runs immediately, so races are left to other tests.
@@ -175,7 +176,7 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-    """Record a copy that makes the host wait: one that is not asynchronous, or of pageable memory."""
+    """Record a copy that makes the host wait, because it is synchronous or uses pageable memory."""
     assert _gpu is not None
     if isinstance(destination, OnGpu) == isinstance(source, OnGpu):
         return

@@ -90,7 +90,7 @@ def test_page_locking_that_fails_at_one_piece(gpu: EmulatedGpu, precision: str, 
 
 @pytest.mark.usefixtures("small_pieces")
 def test_page_locking_that_always_fails(gpu: EmulatedGpu) -> None:
-    """A first warning concerns the weights, a second comes at twice the bytes, but there is not one for each buffer."""
+    """A warning is given for the weights and again at twice the bytes, but not for each buffer."""
     gpu.lockable = 0
     with pytest.warns(PageLockWarning) as caught:
         losses, model = train(CudaDevice())

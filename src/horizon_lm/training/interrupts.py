@@ -38,7 +38,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def finish_steps(self) -> None:
-        """Let signals take effect at the next `check` from now on."""
+        """Defer signals to the next `check`."""
         self._finishes_steps = True
 
     def check(self, step: int, num_steps: int, kept: str) -> None:
