@@ -39,13 +39,13 @@ class OnGpu(torch.Tensor):
 class EmulatedGpu:
     """The state of the emulated GPU, and a record of its use.
 
-    Page-locking a piece of memory that is larger than ``lockable``, or whose number is in ``refused``, fails and leaves an
+    Page-locking a piece of memory that is larger than ``lockable``, or whose number is in ``unlockable``, fails and leaves an
     error for the next operation, as CUDA does.
 
     Attributes:
         waits: operations for which the host would have waited, with their places in the code.
         lockable: the maximum number of bytes that can be page-locked in one call.
-        refused: indices of the pieces that cannot be page-locked.
+        unlockable: indices of the pieces that cannot be page-locked.
         asked: number of page-locking calls so far.
         current: the current device of each thread.
         pinned_on: devices on which host memory was page-locked.
@@ -58,7 +58,7 @@ class EmulatedGpu:
     def __init__(self) -> None:
         self.waits: list[str] = []
         self.lockable = 2**62
-        self.refused: set[int] = set()
+        self.unlockable: set[int] = set()
         self.asked = 0
         self.failed = False
         self.current = threading.local()
@@ -76,7 +76,7 @@ class EmulatedGpu:
     def lock(self, start: int, num_bytes: int, flags: int = 0) -> int:
         self.pinned_on.add(self.current_device())
         self.asked += 1
-        if num_bytes > self.lockable or self.asked - 1 in self.refused:
+        if num_bytes > self.lockable or self.asked - 1 in self.unlockable:
             self.failed = True
             return 2
         self._locked.append((start, start + num_bytes))
