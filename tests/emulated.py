@@ -1,4 +1,5 @@
-"""An emulated GPU: tensors in host memory that report a CUDA device, and the part of ``torch.cuda`` that is used.
+"""An emulated GPU: tensors in host memory that report a CUDA device, and the part of ``torch.cuda`` that the engine
+uses.
 
 It finds mistakes that a CPU does not: an operation that mixes host and device raises, unless it is a copy, and an
     operation that would make the host wait is recorded. Everything runs immediately, so races are left to other tests.
@@ -38,13 +39,13 @@ class OnGpu(torch.Tensor):
 class EmulatedGpu:
     """The state of the emulated GPU, and a record of its use.
 
-    Page-locking a piece of memory that is larger than ``lockable``, or whose number is in ``refused``, fails and leaves an
+    Page-locking a piece of memory that is larger than ``lockable``, or whose number is in ``unlockable``, fails and leaves an
     error for the next operation, as CUDA does.
 
     Attributes:
         waits: operations for which the host would have waited, with their places in the code.
         lockable: the maximum number of bytes that can be page-locked in one call.
-        refused: indices of the pieces that cannot be page-locked.
+        unlockable: indices of the pieces that cannot be page-locked.
         asked: number of page-locking calls so far.
         current: the current device of each thread.
         pinned_on: devices on which host memory was page-locked.
@@ -57,7 +58,7 @@ class EmulatedGpu:
     def __init__(self) -> None:
         self.waits: list[str] = []
         self.lockable = 2**62
-        self.refused: set[int] = set()
+        self.unlockable: set[int] = set()
         self.asked = 0
         self.failed = False
         self.current = threading.local()
@@ -75,7 +76,7 @@ class EmulatedGpu:
     def lock(self, start: int, num_bytes: int, flags: int = 0) -> int:
         self.pinned_on.add(self.current_device())
         self.asked += 1
-        if num_bytes > self.lockable or self.asked - 1 in self.refused:
+        if num_bytes > self.lockable or self.asked - 1 in self.unlockable:
             self.failed = True
             return 2
         self._locked.append((start, start + num_bytes))
@@ -175,7 +176,7 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-    """Record a copy that makes the host wait: one that is not asynchronous, or of pageable memory."""
+    """Record a copy that makes the host wait, because it is synchronous or uses pageable memory."""
     assert _gpu is not None
     if isinstance(destination, OnGpu) == isinstance(source, OnGpu):
         return

@@ -1,4 +1,4 @@
-"""Exceptions from the general rules of shrinking, by model type.
+"""Exceptions to the general rules of shrinking, by model type.
 
 ``default``: arguments that the default config requires. ``set``: values of the tiny config. ``part`` and
 ``class``: the model is built from this part of the config, by this class of transformers.

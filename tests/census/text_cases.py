@@ -155,7 +155,7 @@ def _adamw(subject: Subject, **settings: Any) -> Outcome:
 
 
 def save(subject: Subject) -> Outcome:
-    """Compare the weights of a plain model loaded from a folder that a streamed model has saved."""
+    """Compare the weights of a plain model loaded from a folder saved by a streamed model."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             theirs = _reload(subject.copy(), type(subject.model), Path(folder) / "plain")

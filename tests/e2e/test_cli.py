@@ -95,9 +95,9 @@ def test_sampling_uses_the_seed(model: Path) -> None:
 def test_finished_run_is_not_overwritten(tmp_path: Path, run_file: Path) -> None:
     assert run("train", run_file, "--max_steps", 1).exit_code == 0
     before = (tmp_path / "run/model/model.safetensors").read_bytes()
-    refused = run("train", run_file)
-    assert refused.exit_code == 2
-    assert "holds a finished run" in refused.stderr
+    rejected = run("train", run_file)
+    assert rejected.exit_code == 2
+    assert "holds a finished run" in rejected.stderr
     # a run that does not fit changes nothing
     failed = run("train", run_file, "--overwrite_output_dir", "true", "--device_memory", "8KiB")
     assert failed.exit_code == 3

@@ -87,7 +87,7 @@ class NoPageLocking(CudaDevice):
     """A device that cannot page-lock memory."""
 
     def register_host(self, buffers: Any) -> None:
-        self.registration_error = "refused"
+        self.registration_error = "no page-locking"
 
 
 def test_memory_that_cannot_be_page_locked(only_cuda: Accelerator) -> None:

@@ -74,8 +74,8 @@ def test_page_locking_that_fails_at_one_piece(gpu: EmulatedGpu, precision: str, 
     gc.collect()
     assert pieces > 20
     assert gpu.registered_bytes() == 0
-    for refused in range(0, pieces, stride):
-        gpu.asked, gpu.refused = 0, {refused}
+    for index in range(0, pieces, stride):
+        gpu.asked, gpu.unlockable = 0, {index}
         with pytest.warns(PageLockWarning) as caught:
             losses, model = train(device := CudaDevice(), precision, **dtype)
         assert losses == expected
@@ -91,7 +91,7 @@ def test_page_locking_that_fails_at_one_piece(gpu: EmulatedGpu, precision: str, 
 
 @pytest.mark.usefixtures("small_pieces")
 def test_page_locking_that_always_fails(gpu: EmulatedGpu) -> None:
-    """A first warning concerns the weights, a second comes at twice the bytes, but there is not one for each buffer."""
+    """A warning is given for the weights and again at twice the bytes, but not for each buffer."""
     gpu.lockable = 0
     with pytest.warns(PageLockWarning) as caught:
         losses, model = train(CudaDevice())
@@ -103,16 +103,16 @@ def test_page_locking_that_always_fails(gpu: EmulatedGpu) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("refused", [set(), {0}, {1}, {2}, {0, 2}, {0, 1, 2}], ids=str)
-def test_copies_are_split_where_registrations_end(gpu: EmulatedGpu, refused: set[int]) -> None:
+@pytest.mark.parametrize("unlockable", [set(), {0}, {1}, {2}, {0, 2}, {0, 1, 2}], ids=str)
+def test_copies_are_split_where_registrations_end(gpu: EmulatedGpu, unlockable: set[int]) -> None:
     """A buffer that is partly locked, or locked in several pieces, is not page-locked as a whole."""
     buffer = Arena(3 * PIECE).take(3 * PIECE // 4, torch.float32)
     buffer.copy_(torch.arange(buffer.numel()))
     locks = PageLocks(OnGpu.device)
-    gpu.refused = refused
+    gpu.unlockable = unlockable
     locks.lock(buffer)
-    assert locks.failed_bytes == PIECE * len(refused)
-    assert gpu.is_half_locked(buffer) == (len(refused) < 3)
+    assert locks.failed_bytes == PIECE * len(unlockable)
+    assert gpu.is_half_locked(buffer) == (len(unlockable) < 3)
     link, size = CudaLink(OnGpu.device, locks), PIECE // 4
     for start, stop in (
         (0, 3 * size),

@@ -97,7 +97,7 @@ class ChunkedLmHead:
 
     @contextmanager
     def without_head(self, with_norm: bool) -> Iterator[None]:
-        """Context manager: run the model over the whole batch without its head, and without the final norm.
+        """Context manager: run the model over the whole batch without its head and final norm.
 
         Args:
             with_norm: compute the final norm nevertheless, because the caller or a hook uses its output.

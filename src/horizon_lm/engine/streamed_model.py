@@ -40,7 +40,7 @@ def synchronize(model: Any) -> None:
 
 
 def stats(model: Any) -> dict[str, Any]:
-    """Return the memory that a streamed model takes, and counts since it was streamed.
+    """Return the memory use of a streamed model, and counters since it was streamed.
 
     Returns:
         ``device_bytes``, ``device_bytes_peak`` and ``device_bytes_by_kind``: bytes of the engine's buffers on the device;

@@ -192,7 +192,7 @@ def varlen_attention(
         output = causal(query, key, value, scaling, dropout, mask)
     elif rows is None and (sliding_window is None or sliding_window >= length):
         output = causal(query, key, value, scaling, dropout)
-    elif _wants_flash_attn(query):
+    elif _supports_flash_attn(query):
         return _by_flash_attn(rows, query, key, value, dropout, scaling, sliding_window), None
     else:
         plain = not torch.compiler.is_compiling() and getattr(_current, "plain", False)
@@ -209,7 +209,7 @@ def _flash_attn() -> Any:
     return flash_attn_varlen_func
 
 
-def _wants_flash_attn(query: torch.Tensor) -> bool:
+def _supports_flash_attn(query: torch.Tensor) -> bool:
     """Return whether flash-attn is installed and supports this query. Compiled blocks use torch's kernel."""
     if torch.compiler.is_compiling() or query.device.type != "cuda" or getattr(_current, "plain", False):
         return False

@@ -46,7 +46,7 @@ class Source:
     def outline(
         self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
     ) -> ModelOutline:
-        """Return the model's outline for a run. Arguments as in `cost.model_outline.outline_config`."""
+        """Return the model's outline for a run. The arguments are those of `cost.model_outline.outline_config`."""
         from horizon_lm.cost.model_outline import outline_config
 
         accelerated = run.device != "cpu"

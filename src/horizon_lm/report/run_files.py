@@ -60,7 +60,7 @@ class MetricsFile:
 
     @property
     def loss_title(self) -> str:
-        """The axis title of a loss: its mean is per pair or per token."""
+        """The axis title of a loss, which is a mean per pair or per token."""
         return "loss per pair" if self.of_preferences else "loss per token"
 
     @property

@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(slots=True)
 class TraceFile:
-    """The content of a trace; all times are seconds of one clock.
+    """The content of a trace; all times are in seconds on one clock.
 
     Attributes:
         spans: the operations.
@@ -87,7 +87,7 @@ def busy_shares(spans: Sequence[Span], seconds: float) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The file, with the names of Chrome's trace format."""
+    """The content of a trace file, with the field names of Chrome's trace format."""
 
     traceEvents: list[dict[str, Any]]  # noqa: N815
     otherData: dict[str, Any] = field(default_factory=dict)  # noqa: N815

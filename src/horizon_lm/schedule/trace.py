@@ -56,7 +56,7 @@ class Trace:
             self.samples.append((time.perf_counter(), self._sample()))
 
     def drop_before(self, moment: float) -> None:
-        """Drop the spans that ended, and the samples taken, before a moment."""
+        """Drop the spans that ended and the samples taken before a moment."""
         self.spans = [span for span in self.spans if span.end > moment]
         self.samples = [(at, sample) for at, sample in self.samples if at > moment]
 

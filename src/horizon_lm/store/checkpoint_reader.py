@@ -1,4 +1,4 @@
-"""Read a folder of safetensors files: headers, and tensors by name."""
+"""Read the headers and tensors of a folder of safetensors files."""
 
 import json
 import os

@@ -61,6 +61,6 @@ def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
 
 
 def join_master(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the fp32 master that `split_master` split, bit for bit."""
+    """Join the halves written by `split_master` to the fp32 master, bit for bit."""
     bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low)
     return bits.view(torch.float32) if out is None else out.copy_(bits.view(torch.float32))

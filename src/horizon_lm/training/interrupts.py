@@ -58,7 +58,7 @@ class Interrupts:
             raise InterruptedRunError(f"interrupted by {self.requested}. {self._kept()}") from None
 
     def finish_steps(self, kept: Callable[[], str]) -> None:
-        """From now on, let a signal take effect at the next `check`. ``kept`` returns a sentence about what the run leaves."""
+        """Defer signals to the next `check`. ``kept`` returns a sentence about what the run leaves."""
         self._finishes_steps, self._kept = True, kept
         self.check("before the first step")
 
