@@ -55,14 +55,24 @@ def test_plan_lists_all_bytes_and_choices(run_file: Path) -> None:
     assert content["run"]["num_steps"] == 3 * 2  # epochs of 12 rows in steps of 6
 
 
-def test_plan_counts_intermediate_exports(run_file: Path) -> None:
-    """A run of 6 steps that exports every second step has two intermediate exports, because the last is the model
-    itself.
-    """
-    saving = ["--save_strategy", "steps", "--save_steps", "2"]
-    for settings, count in ((saving, 2), ([*saving, "--save_total_limit", "1"], 1), (["--save_strategy", "epoch"], 2)):
-        items = {item["name"]: item["bytes"] for item in plan(run_file, *settings)["disk"]["items"]}
-        assert items["checkpoints"] == count * items["exported model"]
+def test_plan_counts_checkpoints(run_file: Path) -> None:
+    """A run of 6 steps that saves every second step writes two checkpoints, because the last one is the model itself."""
+    saving = ["--save_steps", "2"]
+    each_step = ["--save_steps", "1"]
+    cases: list[tuple[list[str], int]] = [
+        (saving, 2),  # two are kept
+        ([*each_step, "--save_total_limit", "1"], 2),  # one is kept, one is being written
+        (each_step, 3),
+        ([*each_step, "--save_total_limit", "null"], 5),
+        (["--save_strategy", "epoch"], 2),
+    ]
+    for settings, count in cases:
+        content = plan(run_file, *settings)
+        items = {item["name"]: item["bytes"] for item in content["disk"]["items"]}
+        host = {item["name"]: item["bytes"] for item in content["host"]["items"]}
+        assert items["checkpoints"] == count * (host["weights"] + host["low halves"] + host["moments"])
+    items = {item["name"]: item["bytes"] for item in plan(run_file, *saving, "--save_only_model")["disk"]["items"]}
+    assert items["checkpoints"] == 2 * items["exported model"]
 
 
 def test_run_uses_planned_settings(run_file: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from horizon_lm.plan.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.remedies import Remedy
 from horizon_lm.plan.render import plan_as_json, plan_lines
-from horizon_lm.plan.request import Machine
+from horizon_lm.plan.request import Machine, Saves
 from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
 from horizon_lm.preflight.inputs import Source, open_source
 from horizon_lm.preflight.this_machine import other_machine, this_machine
@@ -56,8 +56,8 @@ def plan_one(arguments: Sequence[str], model: str | None, device: str | None, ho
     run, machine = _place(run, hardware)
     machine = replace(machine, notes=[*machine.notes, *notes])
     del loaded  # only needed while the memory of this process was measured
-    num_steps, num_checkpoints = _steps_and_saves(run)
-    plan = plan_run(run, source, machine, num_steps=num_steps, num_checkpoints=num_checkpoints)
+    num_steps, saves = _steps_and_saves(run)
+    plan = plan_run(run, source, machine, num_steps=num_steps, saves=saves)
     return Result(plan, run.device, remedies_of(plan, run, source))
 
 
@@ -67,8 +67,8 @@ def _notes_on_weights(run: RunConfig) -> list[str]:
     return check_weights(run) if folder is not None and Checkpoint.is_in(folder) else []
 
 
-def _steps_and_saves(run: RunConfig) -> tuple[int | None, int]:
-    """Return the number of optimizer steps in a run (None if unknown) and the number of checkpoints kept on disk."""
+def _steps_and_saves(run: RunConfig) -> tuple[int | None, Saves]:
+    """Return the number of optimizer steps in a run (None if unknown) and its checkpoints."""
     by_epoch = run.save_strategy == "epoch"
     sampler = estimate_sampler(run) if by_epoch or run.max_steps <= 0 else None
     if run.max_steps > 0:
@@ -76,8 +76,8 @@ def _steps_and_saves(run: RunConfig) -> tuple[int | None, int]:
     elif sampler is not None:
         num_steps = sampler.num_steps(run.num_train_epochs)
     else:
-        return None, 0
-    return num_steps, Intervals(run, num_steps, sampler.steps_per_epoch if sampler else num_steps).num_saves()
+        return None, Saves()
+    return num_steps, Intervals(run, num_steps, sampler.steps_per_epoch if sampler else num_steps).planned_saves()
 
 
 def _other_hardware(device: str | None) -> Hardware | None:

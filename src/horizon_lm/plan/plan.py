@@ -11,7 +11,7 @@ from horizon_lm.plan.memory import host_bytes, slab_elements
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.request import Budget, Item, Limit, Machine, Request
 from horizon_lm.plan.step import Step
-from horizon_lm.plan.step_time import StepTime, staged, step_time
+from horizon_lm.plan.step_time import SaveTime, StepTime, save_time, staged, step_time
 from horizon_lm.quantities import counted, format_bytes
 
 
@@ -27,6 +27,7 @@ class Plan:
         buffers: the engine's buffers on the device, which ``device_memory`` may limit.
         download: budget of the checkpoint download, if it goes to another disk.
         time: time of a step; None if the machine's rates are unknown.
+        save: time of a checkpoint; None if there are none, or the rate of the disk is unknown.
         problems: other obstacles, as sentences.
     """
 
@@ -40,6 +41,7 @@ class Plan:
     buffers: Budget
     download: Budget
     time: StepTime | None
+    save: SaveTime | None = None
     problems: Sequence[str] = ()
 
     @property
@@ -102,11 +104,13 @@ def make_plan(
     on_device = [*_device_items(step, use), *_reserved_items(machine)]
     host = _host_items(step, use, request, machine)
     typical = step if usual is None else replace(step, outline=usual)
-    hardware, time = machine.hardware, None
+    hardware, time, save = machine.hardware, None, None
     if hardware is not None and machine.page_lock_error:
         hardware = staged(hardware)
     if priced and hardware is not None and not outline.unknown:
         time = step_time(typical, hardware, machine.computing_threads, request.tokens_per_step)
+        if request.saves.num and not request.saves.only_model and hardware.disk_write:
+            save = save_time(typical, hardware, machine.computing_threads)
     download = Item("download", request.download_bytes, "the checkpoint to start from")
     return Plan(
         request,
@@ -125,7 +129,10 @@ def make_plan(
         device=Budget("device", [] if machine.on_host else on_device, [] if machine.on_host else machine.device_limits),
         disk=Budget(
             "disk",
-            [*_disk_items(step, request), *([] if machine.download_limits or not download.num_bytes else [download])],
+            [
+                *_disk_items(step, request, host),
+                *([] if machine.download_limits or not download.num_bytes else [download]),
+            ],
             machine.disk_limits,
         ),
         download=Budget(
@@ -137,6 +144,7 @@ def make_plan(
             [Limit("device_memory", request.device_memory)] if request.device_memory is not None else [],
         ),
         time=time,
+        save=save,
     )
 
 
@@ -248,10 +256,14 @@ def _staging_reasons(host: Sequence[Item], machine: Machine) -> list[str]:
 _TRANSFERRED = ("weights", "grads", "landing", "boundaries")
 
 
-def _disk_items(step: Step, request: Request) -> list[Item]:
+def _disk_items(step: Step, request: Request, host: Sequence[Item]) -> list[Item]:
     exported = step.outline.sizes.num_parameters * request.export_bytes
     items = [Item("exported model", exported, f"{request.export_bytes} bytes per parameter")]
-    if request.num_checkpoints:
-        note = f"{request.num_checkpoints} kept; save_total_limit keeps fewer"
-        items.append(Item("checkpoints", request.num_checkpoints * exported, note))
+    saves = request.saves
+    if saves.num:
+        state = {_HOST_NAMES[kind][0] for kind in ("weights", "low_halves", "moments")}
+        each = exported if saves.only_model else sum(item.num_bytes for item in host if item.name in state)
+        count = min(saves.num, saves.kept + 1)  # the oldest is deleted once the newest is complete
+        note = f"{count} at once; {saves.num} x {format_bytes(each)} = {format_bytes(saves.num * each)} written over the run"
+        items.append(Item("checkpoints", count * each, note))
     return items

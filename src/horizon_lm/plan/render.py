@@ -1,6 +1,7 @@
 """Render a plan as text for people and as JSON for programs."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -85,10 +86,29 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     )
     for what, tokens in time.hidden_from_tokens.items():
         yield f"  {CAUSE_TITLES[what]} fully overlapped from {tokens:,} tokens/step; this run has {plan.step.tokens:,}"
+    if plan.save is not None:
+        yield (
+            f"  a checkpoint: {format_bytes(plan.save.num_bytes)} in {format_seconds(plan.save.seconds)}, while training goes on; "
+            f"the steps lose {_seconds(plan.save.stall_seconds)}{_save_advice(plan)}"
+        )
     if plan.load_seconds is not None:
         yield f"  loading the weights: {format_seconds(plan.load_seconds)}"
     if plan.run_seconds is not None:
         yield f"  all {plan.request.num_steps:,} steps: {format_seconds(plan.run_seconds)}"
+
+
+_SAVE_SHARE = 0.02  # of a run's time that checkpoints may cost without a remark
+
+
+def _save_advice(plan: Plan) -> str:
+    """Return the distance of checkpoints from which they cost less than a fiftieth of the time; empty if they do already."""
+    assert plan.save is not None
+    assert plan.time is not None
+    apart = math.ceil(plan.save.stall_seconds / (_SAVE_SHARE * plan.time.seconds))
+    steps, num = plan.request.num_steps, plan.request.saves.num
+    if steps is None or apart <= steps / (num + 1):
+        return ""
+    return f"; save_steps: {apart} would keep that below {_SAVE_SHARE:.0%} of the time"
 
 
 def summary_lines(plan: Plan) -> Iterator[str]:
@@ -163,6 +183,7 @@ def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> di
         "run": _run(plan, device),
         **{budget.place: _budget(budget) for budget in plan.budgets},
         "hardware": None if plan.machine.hardware is None else asdict(plan.machine.hardware),
+        "save": None if plan.save is None else asdict(plan.save),
         "step": None if plan.time is None else {**_step(plan.time), "run_seconds": plan.run_seconds},
         "memory": _memory(plan.curve),
         "problems": list(plan.problems),

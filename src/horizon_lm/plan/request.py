@@ -101,6 +101,21 @@ class FixedSettings:
         return {each.name: getattr(self, each.name) for each in fields(FixedSettings)}
 
 
+@dataclass(frozen=True, slots=True)
+class Saves:
+    """The checkpoints of a run.
+
+    Attributes:
+        num: checkpoints that are written over the run.
+        kept: maximum number of complete checkpoints on disk; one more is being written beside them.
+        only_model: they are exports of the model, without the optimizer's state.
+    """
+
+    num: int = 0
+    kept: int = 0
+    only_model: bool = False
+
+
 @dataclass(frozen=True)
 class Request(StreamingOptions, FixedSettings):
     """Settings of a run, with the names used there; None leaves the choice to the planner.
@@ -110,7 +125,7 @@ class Request(StreamingOptions, FixedSettings):
         tokens_per_step: tokens of a typical step, without padding; None for a step without padding.
         num_steps: optimizer steps of the run; None if unknown.
         export_bytes, stored_bytes: bytes per element of the exported model, and of the initial checkpoint.
-        num_checkpoints: maximum number of intermediate exports on disk.
+        saves: checkpoints of the run.
         download_bytes: bytes of the initial checkpoint; 0 if it is on this machine.
         skips_steps: steps with non-finite gradients are skipped.
     """
@@ -122,7 +137,7 @@ class Request(StreamingOptions, FixedSettings):
     num_steps: int | None = None
     export_bytes: int = 2
     stored_bytes: int = 2
-    num_checkpoints: int = 0
+    saves: Saves = Saves()
     download_bytes: int = 0
     skips_steps: bool = False
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from horizon_lm.plan.catalog import Hardware
-from horizon_lm.plan.memory import MOMENT_BYTES, WEIGHT_BYTES, BufferSettings, HostSettings, ModelSizes
+from horizon_lm.plan.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES, BufferSettings, HostSettings, ModelSizes
 from horizon_lm.plan.outline import ModelOutline, Work
 from horizon_lm.plan.request import FixedSettings
 from horizon_lm.plan.residency import Residency
@@ -110,18 +110,22 @@ class Step:
             offloaded=self.waiting,
         )
 
-    def passes(self) -> list[Pass]:
-        """Return the forward, backward and update passes of one step among many."""
-        settings, trained = self.settings, self.outline.trained
-        accumulate = settings.micro_batch is not None and settings.grad_bytes < 4
-        layout = build.Layout(
+    @property
+    def layout(self) -> build.Layout:
+        """The properties of the step that shape its schedule."""
+        settings = self.settings
+        return build.Layout(
             num_blocks=self.outline.num_blocks,
-            tied=trained.tied,
+            tied=self.outline.trained.tied,
             offloaded=self.offloaded,
             resident=settings.residency.weights,
-            accumulate=accumulate,
+            accumulate=settings.micro_batch is not None and settings.grad_bytes < 4,
             update_in_backward=settings.update_in_backward,
         )
+
+    def passes(self) -> list[Pass]:
+        """Return the forward, backward and update passes of one step among many."""
+        settings, trained, layout = self.settings, self.outline.trained, self.layout
         blocks = range(self.outline.first_differentiated, layout.num_blocks)
         units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
         is_trained = {unit: bool(_sizes_of(unit, trained)) for unit in (EMBED, *units)}
@@ -132,6 +136,10 @@ class Step:
             layout, blocks=blocks, trainable=[u for u in (EMBED, *units) if is_trained[u]], head_grads=head_grads
         )
         return [forward, backward, *([] if settings.update_in_backward else [build.update(layout, updated)])]
+
+    def save_pass(self) -> Pass:
+        """Return the pass that writes a checkpoint between two steps."""
+        return build.save(self.layout, table_update=bool(self.outline.trained.table))
 
     def cost(self, hardware: Hardware) -> "StepCost":
         """Return the costs of the step's operations on a machine, for `schedule.simulate`."""
@@ -160,6 +168,8 @@ class StepCost:
             return self._update(op)
         if op.stream == Stream.COMPUTE:
             return self._compute(op)
+        if op.kind == Kind.SAVE:
+            return float(self._saved(op.unit))
         return float(self._transfer(op))
 
     def blocks_seconds(self, tokens: float, backward: bool) -> float:
@@ -184,6 +194,15 @@ class StepCost:
         if op.unit == EMBED:
             return self._step.table_rows * self._outline.sizes.hidden * itemsize
         return sum(_sizes_of(op.unit, self._outline.trained if outgoing else self._outline.sizes)) * itemsize
+
+    # Checkpoints
+
+    def _saved(self, unit: str) -> int:
+        """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
+        settings, sizes = self._settings, self._outline.sizes
+        per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
+        per_trained = 2 * MOMENT_BYTES[settings.moments]
+        return int(sum(_sizes_of(unit, sizes)) * per_weight + sum(_sizes_of(unit, self._outline.trained)) * per_trained)
 
     # Updates
 
@@ -283,8 +302,9 @@ def rates(hardware: Hardware, computing_threads: int | None = None) -> Rates:
         hardware: the machine.
         computing_threads: threads of computation, if updates share the cores; None for all cores.
     """
+    disk = hardware.disk_write or float("inf")
     if not hardware.on_host:
-        return Rates(hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both)
+        return Rates(hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both, disk=disk)
     computing = computing_threads or hardware.cores
     updating = max(1, hardware.cores - computing)
     share = min(1.0, hardware.cores / (computing + updating))  # more threads than cores share them
@@ -292,5 +312,5 @@ def rates(hardware: Hardware, computing_threads: int | None = None) -> Rates:
     alone = max(known, default=hardware.host_rate)
     return Rates(
         hardware.link_in, hardware.link_out, hardware.host_rate, inline=True, compute_share=share,
-        update_share=share * alone / hardware.host_rate,
+        update_share=share * alone / hardware.host_rate, disk=disk,
     )  # fmt: skip

@@ -92,6 +92,46 @@ def step_time(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SaveTime:
+    """The simulated time of writing one checkpoint while training goes on.
+
+    Attributes:
+        num_bytes: bytes of weights, low halves and moments.
+        seconds: time until the checkpoint is written.
+        stall_seconds: time that the steps lose, because updates wait for their units to be written.
+    """
+
+    num_bytes: int
+    seconds: float
+    stall_seconds: float
+
+
+def save_time(step: Step, hardware: Hardware, computing_threads: int | None = None) -> SaveTime:
+    """Simulate a checkpoint between two of many consecutive steps.
+
+    Args:
+        step: the step.
+        hardware: the machine, with the rate of its disk.
+        computing_threads: as in `plan.step.rates`.
+    """
+    passes, save, cost = step.passes(), step.save_pass(), step.cost(hardware)
+    speed = rates(hardware, computing_threads)
+    before, after = passes * _STEPS, passes * 2
+    with_save = simulate([*before, save, *after], cost, speed)
+    without_save = simulate([*before, *after], cost, speed)
+    saved = [span for span in with_save.passes[len(before)] if span.op.kind == Kind.SAVE]
+
+    def computed(timeline: Timeline) -> float:
+        return max(span.end for span in timeline.spans if span.op.stream == Stream.COMPUTE)
+
+    return SaveTime(
+        num_bytes=round(sum(cost(span.op) for span in saved)),
+        seconds=max(span.end for span in saved) - min(span.start for span in saved),
+        stall_seconds=max(0.0, computed(with_save) - computed(without_save)),
+    )
+
+
 def _last_step(timeline: Timeline, num_passes: int) -> tuple[list[Span], float, float]:
     """Return the spans of the last forward and backward pass and the updates before them, their start and their
     duration.

@@ -12,11 +12,12 @@ from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.plan import Plan, describe_deficit, make_plan
 from horizon_lm.plan.remedies import Remedy, find_remedies
 from horizon_lm.plan.render import remedy_lines
-from horizon_lm.plan.request import ForwardBatch, Machine, Request
+from horizon_lm.plan.request import ForwardBatch, Machine, Request, Saves
 from horizon_lm.preflight.inputs import RowShape, Source, open_source
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.streaming_options import StreamingOptions
 
+_NO_SAVES = Saves()
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -27,7 +28,7 @@ def plan_run(
     *,
     rows: RowShape | None = None,
     num_steps: int | None = None,
-    num_checkpoints: int = 0,
+    saves: Saves = _NO_SAVES,
     priced: bool = True,
 ) -> Plan:
     """Return the plan of a run.
@@ -38,7 +39,7 @@ def plan_run(
         machine: machine of the run.
         rows: shape of the examples; None for the longest examples that the settings allow.
         num_steps: optimizer steps of the run; None if unknown.
-        num_checkpoints: maximum number of intermediate exports on disk.
+        saves: checkpoints of the run.
         priced: simulate a step, if the machine's rates are known.
 
     Raises:
@@ -52,7 +53,7 @@ def plan_run(
     usual = None
     if rows.usual_length and machine.hardware is not None:
         usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
-    request = make_request(run, source, rows, outline.sizes.num_parameters, num_steps, num_checkpoints)
+    request = make_request(run, source, rows, outline.sizes.num_parameters, num_steps, saves)
     if outline.whole_head_only:
         request = replace(request, head="whole", head_chunk_tokens=None)
     if outline.whole_batch_only and request.device_micro_batch_size is None:
@@ -74,7 +75,7 @@ def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
 
 
 def make_request(
-    run: RunConfig, source: Source, rows: RowShape, num_parameters: int, num_steps: int | None, num_checkpoints: int
+    run: RunConfig, source: Source, rows: RowShape, num_parameters: int, num_steps: int | None, saves: Saves
 ) -> Request:
     """Convert the settings of a run to a request to the planner."""
     grad = run.grad_dtype or ("float32" if run.precision == "float32" else "bfloat16")
@@ -92,7 +93,7 @@ def make_request(
         distinct_tokens=rows.distinct_tokens,
         tokens_per_step=rows.tokens,
         num_steps=num_steps,
-        num_checkpoints=num_checkpoints,
+        saves=saves,
         export_bytes=_ITEMSIZE[run.exported_dtype] if run.exported_dtype else source.stored_bytes,
         stored_bytes=source.stored_bytes,
         download_bytes=0 if source.is_local else num_parameters * source.stored_bytes,
@@ -180,13 +181,13 @@ class Admission:
             self._reject(plan)
 
     def admit(
-        self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, num_checkpoints: int, prompt_length: int
+        self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, saves: Saves, prompt_length: int
     ) -> Plan:
         """Return the plan for these examples; raise DoesNotFitError with remedies if it does not fit."""
         shape = RowShape.of(loader, held_out, prompt_length)
         plan = plan_run(
             self._run, self._source, this_machine(self._run), rows=shape, num_steps=num_steps,
-            num_checkpoints=num_checkpoints,
+            saves=saves,
         )  # fmt: skip
         if not plan.fits:
             self._reject(plan)

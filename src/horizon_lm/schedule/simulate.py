@@ -14,7 +14,7 @@ from horizon_lm.schedule.ops import UPDATES, After, Kind, Op, Pass, ScheduleErro
 from horizon_lm.schedule.trace import Span
 
 Cost = Callable[[Op], float]
-"""Seconds of a computation, link bytes of a transfer, or host bytes (read and written) of an update."""
+"""Seconds of a computation, link bytes of a transfer, host bytes (read and written) of an update, or bytes of a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Rates:
         inline: transfers run in the computing thread.
         compute_share: fraction of its speed that computation keeps during an update.
         update_share: fraction of the host memory rate available to updates during computation.
+        disk: rate at which checkpoints are written.
     """
 
     link_in: float
@@ -37,10 +38,11 @@ class Rates:
     inline: bool = False
     compute_share: float = 1.0
     update_share: float = 1.0
+    disk: float = float("inf")
 
     def lane(self, op: Op) -> Stream:
         """Return the lane of an operation. Operations in one lane run one after the other."""
-        return Stream.COMPUTE if self.inline and op.stream != Stream.HOST else op.stream
+        return Stream.COMPUTE if self.inline and op.stream not in (Stream.HOST, Stream.DISK) else op.stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def without(cost: Cost, *kinds: Kind) -> Cost:
 def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     """Return the speed of each running operation: seconds of computation per second, or bytes per second."""
     links = {Stream.COPY_IN: rates.link_in, Stream.COPY_OUT: rates.link_out}
-    transfers = [op for op in running if op.stream != Stream.COMPUTE and op.kind not in UPDATES]
+    transfers = [op for op in running if op.stream in links and op.kind not in UPDATES]
     wanted = sum(links[op.stream] for op in transfers)
     both = rates.link_both if len(transfers) > 1 and rates.link_both is not None else wanted
     # Directions may share a link, and a link may be faster than the memory behind it.
@@ -146,6 +148,8 @@ def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     def speed(op: Op) -> float:
         if op.stream == Stream.COMPUTE:
             return rates.compute_share if num_updates else 1.0
+        if op.stream == Stream.DISK:
+            return rates.disk
         if op.kind in UPDATES:
             return max(0.0, for_updates) / num_updates
         return links[op.stream] * share

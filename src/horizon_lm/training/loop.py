@@ -13,6 +13,7 @@ from horizon_lm.config.load import as_config
 from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.loader import Batch
 from horizon_lm.plan.render import summary_lines
+from horizon_lm.plan.request import Saves
 from horizon_lm.preflight.admission import Admission, apply_plan
 from horizon_lm.quantities import format_seconds
 from horizon_lm.training.best_model import BestModel
@@ -98,10 +99,11 @@ class Intervals:
             step == self.num_steps or step % self._interval(self.config.sample_steps) == 0
         )
 
-    def num_saves(self) -> int:
-        """Return the maximum number of checkpoints on disk at a time."""
-        count = sum(map(self.saves, range(1, self.num_steps + 1)))
-        return min(count, self.config.save_total_limit or count)
+    def planned_saves(self) -> Saves:
+        """Return the checkpoints that the run writes and keeps."""
+        num, config = sum(map(self.saves, range(1, self.num_steps + 1))), self.config
+        best = 1 if config.load_best_model_at_end and num else 0
+        return Saves(num, min(num, (config.save_total_limit or num) + best), config.save_only_model)
 
     def _due(self, strategy: str, interval: float, step: int) -> bool:
         if strategy == "no" or step == self.num_steps:
@@ -185,7 +187,9 @@ def train(
         num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
         intervals = Intervals(config, num_steps, sampler.steps_per_epoch)
         prompts = SamplePrompts(config, tokenizer)
-        plan = admission.admit(data.loader, data.eval_sets.values(), num_steps, intervals.num_saves(), prompts.longest)
+        plan = admission.admit(
+            data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest
+        )
         reporter.print(*summary_lines(plan))
         config = apply_plan(config, plan)
         run_dir.take()
