@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.data.loader import Batch
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.engine.token_statistics import collect_statistics
 from horizon_lm.model import functional
@@ -128,27 +127,37 @@ def test_masked_vocabulary_ties_and_half_precision() -> None:
             assert values["is_top1"].tolist() == top
 
 
+@pytest.mark.parametrize("objective", ["loss", "logprobs"])
 @pytest.mark.parametrize("head", ["chunked", "whole"])
-def test_peak_memory_is_the_same(head: str) -> None:
+def test_peak_memory_is_the_same(head: str, objective: str) -> None:
     """The vocabulary is so large that the loss determines the peak, which is in the backward."""
     tokens = 256
     model = families.build("llama", vocab_size=40_000, max_position_embeddings=tokens)
     ids = torch.randint(3, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+    def backward(streamed: Any) -> None:
+        if objective == "loss":
+            streamed(input_ids=ids, labels=ids).loss.backward()
+        else:
+            horizon_lm.token_logprobs(streamed, input_ids=ids, labels=ids).logprobs.sum().backward()
+
     peaks = []
     for collected in (False, True):
         options = {"head_chunk_tokens": 128} if head == "chunked" else {}
         streamed = horizon_lm.stream(copy.deepcopy(model), precision="float32", head=head, **options)
-        streamed(input_ids=ids, labels=ids).loss.backward()  # allocates the buffers
+        backward(streamed)  # allocates the buffers
         streamed.zero_grad()
         with collect_statistics(streamed), StorageMeter() as storages:
             if not collected:
                 streamed._horizon.statistics = None
-            streamed(input_ids=ids, labels=ids).loss.backward()
+            backward(streamed)
         peaks.append(storages.peak)
     assert peaks[1] <= peaks[0] + 64 * tokens
 
 
+@pytest.mark.usefixtures("whole_installation")
 def test_the_host_does_not_wait(gpu: EmulatedGpu) -> None:
+    from horizon_lm.data.loader import Batch
     from horizon_lm.objective import sft
 
     model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False, **HEADS["chunked"])
@@ -166,9 +175,9 @@ def test_the_host_does_not_wait(gpu: EmulatedGpu) -> None:
     assert len(gpu.waits) == 1  # reading waits
 
 
+@pytest.mark.usefixtures("whole_installation")
 def test_means_are_those_of_micro_batches() -> None:
     """As in TRL, micro-batches have equal weights, whatever the number of their targets."""
-    pytest.importorskip("pydantic", reason="needs the whole installation")
     from horizon_lm.objective.base import Loss, TokenSums
     from horizon_lm.training.metrics import Metrics
 
