@@ -82,7 +82,7 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     )
     yield f"  compute stalls: {stalls or 'none'}"
     yield "  stream utilization: " + ", ".join(
-        f"{title} {time.busy.get(stream, 0):.0%}" for stream, title in STREAM_TITLES.items()
+        f"{title} {time.busy[stream]:.0%}" for stream, title in STREAM_TITLES.items() if stream in time.busy
     )
     for what, tokens in time.hidden_from_tokens.items():
         yield f"  {CAUSE_TITLES[what]} fully overlapped from {tokens:,} tokens/step; this run has {plan.step.tokens:,}"

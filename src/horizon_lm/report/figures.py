@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from horizon_lm.quantities import format_bytes
 from horizon_lm.report.run_files import MetricsFile, Place, Plan
 from horizon_lm.report.trace_file import Part
-from horizon_lm.schedule.ops import STREAM_TITLES, Kind
+from horizon_lm.schedule.ops import STREAM_TITLES, Kind, Stream
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -34,6 +34,7 @@ KINDS = {
     Kind.STREAM_OUT: "#e45756",
     Kind.UPDATE: "#d0a829",
     Kind.UPDATE_ROWS: "#8d7518",
+    Kind.SAVE: "#79706e",
 }
 
 NOT_FROM_ZERO = "axis not from 0"
@@ -290,7 +291,10 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
         subplot_titles=[view.title for view in views],
     )  # fmt: skip
     figure.update_annotations(x=0, xanchor="left", font={"size": 14})
-    rows = {stream: row for row, stream in enumerate(STREAM_TITLES)}
+    used = {part.span.op.stream for view in views for part in view.parts}
+    # A row for checkpoints only if one was being written.
+    titles = {stream: title for stream, title in STREAM_TITLES.items() if stream in used or stream != Stream.DISK}
+    rows = {stream: row for row, stream in enumerate(titles)}
     in_legend = set()
     for number, view in enumerate(views, start=1):
         for kind, colour in KINDS.items():
@@ -312,7 +316,7 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
         figure.add_vline(view.seconds / unit, row=number, col=1, line={"color": MUTED, "dash": "dot", "width": 1.5})
     figure.update_layout(barmode="overlay", bargap=0.2)
     figure.update_yaxes(
-        tickvals=list(rows.values()), ticktext=list(STREAM_TITLES.values()), range=[len(rows) - 0.5, -0.5], fixedrange=True,
+        tickvals=list(rows.values()), ticktext=list(titles.values()), range=[len(rows) - 0.5, -0.5], fixedrange=True,
         showgrid=False,
     )  # fmt: skip
     figure.update_xaxes(range=[0, longest * 1.01 / unit])

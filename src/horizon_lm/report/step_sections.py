@@ -97,6 +97,7 @@ def _tables(views: Sequence[StepView], planned: PlannedStep | None) -> list[Elem
         rows = [
             [words, *(f"{share.get(stream, 0):.1%}" for share in shares.values())]
             for stream, words in STREAM_TITLES.items()
+            if any(stream in share for share in shares.values())
         ]
         streams.append(table(["busy share of stream", *shares], rows, "numbers"))
     exposed = {view.name.lower(): exposed_seconds([part.span for part in view.parts]) for view in views}

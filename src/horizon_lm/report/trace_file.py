@@ -82,7 +82,9 @@ def _cut(span: Span, step: Step) -> Span:
 
 def busy_shares(spans: Sequence[Span], seconds: float) -> dict[str, float]:
     """Return the share of a step in which each stream is busy."""
-    return {stream: busy_seconds([s for s in spans if s.op.stream == stream]) / seconds for stream in Stream}
+    used = {s.op.stream for s in spans}  # few steps write a checkpoint
+    streams = [stream for stream in Stream if stream in used or stream != Stream.DISK]
+    return {stream: busy_seconds([s for s in spans if s.op.stream == stream]) / seconds for stream in streams}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ STREAM_TITLES = {
     Stream.COMPUTE: "compute",
     Stream.COPY_OUT: "device-to-host",
     Stream.HOST: "host",
+    Stream.DISK: "disk",
 }
 """Names of the streams in plans and reports."""
 
