@@ -15,6 +15,7 @@ from horizon_lm.data.packing import pack, truncate
 from horizon_lm.data.sources import Source, digest, open_source, progress_bars
 from horizon_lm.data.token_dataset import Part, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
+from horizon_lm.data.workers import ended_by_signals, ending_with_us
 from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
 
@@ -125,7 +126,7 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: Preproce
         DataError: files or rows are invalid, or no row has a target.
     """
     report, parts, problems = Report(), [], _Problems()
-    with progress_bars():
+    with progress_bars(), ending_with_us():
         for config in datasets:
             source = open_source(config)
             table = _tokenize_source(source, _find_row_format(source, options, problems), tokenizer, options)
@@ -261,6 +262,7 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
     ]  # fmt: skip
 
 
+@ended_by_signals()
 def _tokenize_rows(
     columns: dict[str, list[Any]],
     *,
