@@ -70,18 +70,21 @@ def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]
         folder = Path(str(wanted)).expanduser()
         if not is_checkpoint(folder) and (found := checkpoints_in(folder)):
             folder = found[-1]
-        return _open(folder), [f"resume: from {folder}"]
+        point = _open(folder)
+        return point, [f"resume: from {folder} (step {point.step} of {point.state['num_steps']})"]
     found = checkpoints_in(output)
     if wanted == "auto" and (config.overwrite_output_dir or (output / "model").exists()):
         return None, []  # the folder of a finished run, or one to be overwritten
     if not found:
         if wanted is True:
             raise ConfigError(f"resume_from_checkpoint: {output} has no checkpoint; set auto to begin anew")
-        return None, []
+        interrupted = (output / "metrics.jsonl").exists()
+        return None, [f"resume: {output} has no checkpoint, so the run begins anew"] if interrupted else []
     problems: list[str] = []
     for folder in reversed(found):
         try:
-            return _open(folder), [*problems, f"resume: from {folder}"]
+            point = _open(folder)
+            return point, [*problems, f"resume: from {folder} (step {point.step} of {point.state['num_steps']})"]
         except ConfigError as error:
             problems.append(f"resume: {error}")
     raise ConfigError(

@@ -66,11 +66,10 @@ class RunCheckpoints:
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
         """Begin to write the checkpoint of a step, after the one before is on disk. A failure is reported by `report`."""
         began, target = time.perf_counter(), self.path(step)
-        if target in self._kept and (self._running is None or self._running[0] == step):
-            self.best = target if best else self.best
-            return
         self.wait()
         self.best = target if best else self.best
+        if target in self._kept:
+            return
         try:
             saving = save_checkpoint(
                 target, self._model, self._optimizer, state=state, arrays=self._arrays, add_files=self._add_files,
