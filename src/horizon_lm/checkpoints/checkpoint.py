@@ -204,12 +204,10 @@ def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], No
 
 def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the persistent buffers of a model by name."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in engine.parts.model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
+    parameters = {id(ref.param) for refs in engine.parts.units.values() for ref in refs}
+    # Not the streamed model's own method, which waits for updates.
+    state = torch.nn.Module.state_dict(engine.parts.model, keep_vars=True)
+    return {n: t for n, t in state.items() if n not in engine.store.unit_of and id(t) not in parameters}
 
 
 def _engine(model: Any) -> Engine:

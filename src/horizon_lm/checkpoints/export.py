@@ -82,7 +82,7 @@ def export_checkpoint(
     model = hub.open_skeleton(checkpoint, config)
     for name, value in read_tensors(checkpoint / BUFFERS).items():
         path, _, attribute = name.rpartition(".")
-        model.get_submodule(path)._buffers[attribute] = value
+        model.get_submodule(path).register_buffer(attribute, value)
     store: Any = _CheckpointStore(checkpoint, manifest)
     chosen = dtype or _exported_dtype(read_state(checkpoint))
 

@@ -44,7 +44,9 @@ def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: 
         name = type(callback).__name__
         if _is_tensorboard(callback) and saved["tensorboard"] is not None:
             callback.logging_dir = saved["tensorboard"]
-            callback.tb_writer = callback._SummaryWriter(log_dir=callback.logging_dir, purge_step=step + 1)
+            from torch.utils.tensorboard import SummaryWriter
+
+            callback.tb_writer = SummaryWriter(callback.logging_dir, purge_step=step + 1)
         elif name in saved["callbacks"]:
             for attribute, value in saved["callbacks"][name].get("attributes", {}).items():
                 setattr(callback, attribute, value)
