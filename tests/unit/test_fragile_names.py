@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "fragile-names.md"
 FOREIGN = ("torch", "transformers", "trl", "datasets", "accelerate", "lm_eval", "huggingface_hub")
 DOCUMENTED = (  # modules whose public names are documented; of other modules only the names exported by the package
     "torch.autograd", "torch.backends", "torch.distributed", "torch.nn", "torch.nn.functional", "torch.overrides",
-    "torch.utils.checkpoint", "datasets.utils.logging", "huggingface_hub.constants", "huggingface_hub.errors",
+    "torch.utils.checkpoint", "torch.utils.tensorboard", "datasets.utils.logging", "huggingface_hub.constants", "huggingface_hub.errors",
 )  # fmt: skip
 NOT_FOREIGN = (
     "._asdict",
