@@ -1,11 +1,8 @@
 """The command line: the files of a run, exit codes and error messages."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -307,32 +304,6 @@ def test_non_finite_loss_leaves_the_weights(tmp_path: Path, run_file: Path, monk
     step = int(result.stderr.split("step ")[1].split(":")[0])
     assert step > 1, "choose a seed for which the row is not the first"
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, *range(1, step)]
-    assert not (tmp_path / "run" / "model").exists()
-
-
-def start(run_file: Path, *arguments: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "horizon_lm.cli", "train", str(run_file), *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_stops_after_a_step(tmp_path: Path, run_file: Path, number: int) -> None:
-    process = start(run_file, "--max_steps", 100_000, "--logging_steps", 7)
-    file = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not file.is_file() or file.read_text().count("\n") < 3:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert "error: interrupted after step" in stderr
-    assert "Traceback" not in stderr
-    steps = [line["step"] for line in metrics(tmp_path / "run")]
-    assert f"after step {steps[-1]} of" in stderr  # unlogged steps are written on an interrupt
     assert not (tmp_path / "run" / "model").exists()
 
 

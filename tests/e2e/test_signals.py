@@ -19,15 +19,23 @@ def slow(self, example):
     time.sleep(1000)
 ExampleTokenizer.tokenize = slow
 """
-# Prints when the first batch is evaluated, and evaluates it again and again until the run is interrupted.
-ENDLESS_EVALUATION = """
+# Prints before the second batch of an evaluation, and goes on once a signal has arrived.
+SLOW_EVALUATION = """
+import time
 import horizon_lm.training.evaluation as evaluation
-in_order = evaluation.in_order
-def endless(rows, size):
-    print("evaluating", flush=True)
-    while True:
-        yield from in_order(rows, size)
-evaluation.in_order = endless
+from horizon_lm.training.interrupts import Interrupts
+arrived, handle, in_order = [], Interrupts._handle, evaluation.in_order
+def note(self, *arguments):
+    arrived.append(True)
+    handle(self, *arguments)
+def slow(rows, size):
+    for number, batch in enumerate(in_order(rows, size)):
+        if number == 1:
+            print("evaluating", flush=True)
+            while not arrived:
+                time.sleep(0.01)
+        yield batch
+Interrupts._handle, evaluation.in_order = note, slow
 """
 SLOW_EXPORT = """
 import os, signal
@@ -119,7 +127,7 @@ loop.finite_loss = hang
 def test_a_signal_ends_an_evaluation(tmp_path: Path, run_file: Path) -> None:
     held_out = tiny.write_jsonl(tmp_path / "held_out.jsonl", tiny.alpaca_rows(3))
     with RunProcess(
-        run_file, "--eval_datasets", held_out, "--per_device_eval_batch_size", 1, setup=ENDLESS_EVALUATION
+        run_file, "--eval_datasets", held_out, "--per_device_eval_batch_size", 1, setup=SLOW_EVALUATION
     ) as run:
         run.wait_for("evaluating")
         run.send(signal.SIGTERM)

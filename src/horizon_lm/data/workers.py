@@ -8,6 +8,7 @@ end would then never come. So signals wait in a worker until it works on rows.
 import ctypes
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -16,7 +17,7 @@ import psutil
 from horizon_lm.constants import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_parent: int | None = None  # the process that starts workers now
+_parent: tuple[int, int] | None = None  # the process and the thread that start workers now
 _is_worker = False
 _libc = ctypes.CDLL(None)
 
@@ -26,7 +27,7 @@ def ending_with_us() -> Iterator[None]:
     """Context manager: make every process that is forked inside a worker. After an error the remaining ones are killed."""
     global _parent
     before, others = _parent, psutil.Process().children()
-    _parent = os.getpid()
+    _parent = os.getpid(), threading.get_ident()
     try:
         yield
     except BaseException:
@@ -56,12 +57,15 @@ def _become_worker() -> None:
     global _parent, _is_worker
     if _parent is None:
         return
+    process, thread = _parent
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    with suppress(AttributeError):  # not Linux
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != _parent:  # it died in between
+    # The system watches the thread that forked, not its process. A pool replaces dead workers in a thread that ends too early.
+    if threading.get_ident() == thread:
+        with suppress(AttributeError):  # not Linux
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != process:  # it died in between
         os._exit(1)
     _parent, _is_worker = None, True
 

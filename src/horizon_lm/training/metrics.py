@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from horizon_lm.data.loader import Batch
-from horizon_lm.errors import HorizonError, first_line
+from horizon_lm.errors import first_line
 from horizon_lm.objective.base import Loss
 from horizon_lm.plan.plan import Plan
 from horizon_lm.quantities import format_bytes, format_seconds
@@ -266,8 +266,6 @@ class Reporter:
         """Context manager: make an output that the run can do without. Its first failure is reported, and the run goes on."""
         try:
             yield
-        except HorizonError:
-            raise
         except Exception as error:
             if output not in self._failed:
                 self._failed.add(output)
