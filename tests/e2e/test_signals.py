@@ -24,7 +24,7 @@ SLOW_EVALUATION = """
 import time
 import horizon_lm.training.evaluation as evaluation
 from horizon_lm.training.interrupts import Interrupts
-arrived, handle, in_order = [], Interrupts._handle, evaluation.in_order
+arrived, handle, in_order = [], Interrupts._handle, evaluation.batches_in_order
 def note(self, *arguments):
     arrived.append(True)
     handle(self, *arguments)
@@ -35,7 +35,7 @@ def slow(rows, size):
             while not arrived:
                 time.sleep(0.01)
         yield batch
-Interrupts._handle, evaluation.in_order = note, slow
+Interrupts._handle, evaluation.batches_in_order = note, slow
 """
 SLOW_EXPORT = """
 import os, signal
