@@ -32,6 +32,10 @@ _BUSY_THREADS = 4  # the caller, the two issuers, and the driver's copy thread
 
 
 class Event(Protocol):
+    def query(self) -> bool:
+        """Return whether the stream has reached the point where the event was recorded, without blocking."""
+        ...
+
     def synchronize(self) -> None:
         """Block the host until the stream has reached the point where the event was recorded."""
         ...
@@ -155,6 +159,10 @@ class StreamDevice(ABC):
         self._drain_streams()
         if self._pool is not None:
             self._pool.wait()
+
+    def is_finished(self, task: Task) -> bool:
+        event = task.event
+        return task.done or (event is not None and event.query())
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         with self._changed:

@@ -161,6 +161,9 @@ class CpuDevice:
             self._computing(False)
             self._pool.wait()
 
+    def is_finished(self, task: Task) -> bool:
+        return task.done
+
     def cancel(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             task.done = True
