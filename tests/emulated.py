@@ -224,6 +224,9 @@ class _Event:
     def record(self, stream: Any = None) -> None:
         return
 
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         return
 

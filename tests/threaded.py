@@ -31,6 +31,9 @@ class _Event:
         self.seconds = time.perf_counter()
         self.reached.set()
 
+    def query(self) -> bool:
+        return self.reached.is_set()
+
     def synchronize(self) -> None:
         self.reached.wait()
 

@@ -116,8 +116,9 @@ def hang(*args):
         threading.Event().wait()
 loop.finite_loss = hang
 """
-    with RunProcess(run_file, setup=hang) as run:
+    with RunProcess(run_file, "--step_timeout", 0.01, setup=hang) as run:
         run.wait_for("hanging")
+        run.wait_for("warning: step 1 has taken more than 0 s (step_timeout); the run goes on waiting")
         run.send(signal.SIGTERM)
         run.wait_for("stopping after this step")
         run.send(signal.SIGTERM)

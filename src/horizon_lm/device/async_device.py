@@ -32,6 +32,10 @@ _BUSY_THREADS = 4  # the caller, the two issuers, and the driver's copy thread
 
 
 class Event(Protocol):
+    def query(self) -> bool:
+        """Return whether the stream has reached the point where the event was recorded, without blocking."""
+        ...
+
     def synchronize(self) -> None:
         """Block the host until the stream has reached the point at which the event was recorded."""
         ...
@@ -156,6 +160,10 @@ class StreamDevice(ABC):
         self._drain_streams()
         for pool in list(self._pools.values()):
             pool.wait()
+
+    def is_finished(self, task: Task) -> bool:
+        event = task.event
+        return task.done or (event is not None and event.query())
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         with self._changed:

@@ -158,6 +158,10 @@ class Device(Protocol):
         """Block the host until all work is finished."""
         ...
 
+    def is_finished(self, task: Task) -> bool:
+        """Return whether a task is known to be finished. Any thread may ask, and nothing waits."""
+        ...
+
     def cancel(self, tasks: Sequence[Task]) -> None:
         """Drop tasks that have not started, and wait for those that have."""
         ...

@@ -166,6 +166,9 @@ class CpuDevice:
         for pool in self._pools.values():
             pool.wait()
 
+    def is_finished(self, task: Task) -> bool:
+        return task.done
+
     def cancel(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             task.done = True

@@ -83,6 +83,12 @@ class Cursor:
         """Return the tasks of the running pass that write a checkpoint."""
         return [t for t in self._tasks if t.op.kind == Kind.SAVE]
 
+    def unfinished(self) -> list[Task]:
+        """Return the tasks that were issued and are not done, and the computation that is next. Any thread may call this."""
+        position, tasks = self._position, self._tasks
+        issued = {id(t): t for t in [*self._last_use.copy().values(), *tasks] if t.issued and not t.done}
+        return [*issued.values(), *(t for t in tasks[position : position + 1] if not t.issued and not t.done)]
+
     def update_begun(self) -> bool:
         """Return whether the running pass has issued an update."""
         return any(t.issued for t in self._tasks if t.op.kind == Kind.UPDATE)

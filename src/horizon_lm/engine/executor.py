@@ -61,7 +61,7 @@ from horizon_lm.model.block_template import comparable
 from horizon_lm.model.units import ModelParts, ParamRef
 from horizon_lm.plan.residency import ExpectedBatch, Residency
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, block, block_index
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, Stream, block, block_index
 from horizon_lm.store.store import Store, UnitSlabs
 
 
@@ -463,6 +463,10 @@ class Engine:
 
     # Waiting, and access by other code to weights and gradients
 
+    def pending_operations(self) -> list[str]:
+        """Describe the operations that were begun and are not finished, with stream and thread. Any thread may call this."""
+        return [_describe(task) for task in self.cursor.unfinished() if not self.device.is_finished(task)]
+
     def drain(self) -> None:
         """Block until no copy, no update and no save is running."""
         self.device.synchronize()
@@ -560,4 +564,10 @@ class Engine:
             with suppress(Exception):
                 self.device.synchronize()
                 return
-        self.device.synchronize()  # an error raised now does not come from an update
+        self.device.synchronize()  # an error that is raised now is not an update's
+
+
+def _describe(task: Task) -> str:
+    thread = "the thread of the training" if task.op.stream == Stream.COMPUTE else f"a thread horizon-{task.op.stream}"
+    waits = ", ".join(f"{each.op} ({each.op.stream})" for each in task.waits if not each.done)
+    return f"{task.op} on stream {task.op.stream}, {thread}" + (f", which waits for {waits}" if waits else "")

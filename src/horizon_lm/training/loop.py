@@ -50,6 +50,7 @@ from horizon_lm.training.setup import (
     reserve_buffers,
 )
 from horizon_lm.training.tracing import Tracing
+from horizon_lm.training.watchdog import watching
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -272,7 +273,8 @@ class _Loop:
             with self.reporter.attempt("trace.json"):
                 tracing.before_step(step)
             callbacks.before_step(step)
-            self.train_step(self.data.loader.batch(step - 1), step)
+            with watching(f"step {step}", self.config.step_timeout, self.model._horizon.engine.pending_operations):
+                self.train_step(self.data.loader.batch(step - 1), step)
             callbacks.after_step(step)
             self.finish_step(step)
         with self.reporter.attempt("trace.json"):
