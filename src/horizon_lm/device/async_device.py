@@ -22,7 +22,7 @@ import torch
 
 from horizon_lm.device.base import Counters, Task, counted_empty
 from horizon_lm.device.cpu import HostLink
-from horizon_lm.device.host_threads import HostPool, start_thread
+from horizon_lm.device.host_threads import HostPool, complete_updates, start_thread
 from horizon_lm.device.transfers import Link
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Op, Stream
@@ -166,6 +166,10 @@ class StreamDevice(ABC):
             task.done = True  # also of other passes: later waits only need the task to be over
         self._failed.clear()
         self.broken_streams.clear()
+
+    def give_up(self, updates: Sequence[Task]) -> None:
+        # Copies that wait for an update get an error instead, so that none lands in memory that an update still reads.
+        complete_updates(updates, self._host_pool())
 
     def _drain_streams(self) -> None:
         for issuer in self._issuers.values():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from horizon_lm.device.base import Counters, Task, counted_empty
-from horizon_lm.device.host_threads import HostPool
+from horizon_lm.device.host_threads import HostPool, complete_updates
 from horizon_lm.device.transfers import SquaredNorm
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Stream
@@ -164,6 +164,9 @@ class CpuDevice:
     def cancel(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             task.done = True
+
+    def give_up(self, updates: Sequence[Task]) -> None:
+        complete_updates(updates, self._host_pool())
 
     def _host_pool(self) -> HostPool:
         if self._pool is None:

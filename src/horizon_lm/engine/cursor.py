@@ -95,8 +95,17 @@ class Cursor:
     def abandon(self) -> None:
         """Cancel what the running pass has not done yet, except updates that have been issued: they must be completed."""
         if self.active:
-            self._device.cancel([t for t in self._tasks if not t.done and not (t.issued and t.op.kind == Kind.UPDATE)])
-            self._end()
+            try:
+                self._device.cancel(
+                    [t for t in self._tasks if not t.done and not (t.issued and t.op.kind == Kind.UPDATE)]
+                )
+            finally:
+                self._end()
+
+    def drop(self) -> None:
+        """End the running pass, and forget all earlier ones, without the device, which has failed."""
+        self._end()
+        self.forget()
 
     def forget(self) -> None:
         """Forget the tasks of earlier passes, all of which are finished, so that their buffers can be freed."""
