@@ -17,9 +17,10 @@ from horizon_lm.device.host_threads import HostPool, complete_updates
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.updates import PendingUpdates
 from horizon_lm.errors import DeviceMemoryError, PartialUpdateError, StreamingError
-from horizon_lm.schedule.ops import Kind, Op, Stream
+from horizon_lm.schedule.ops import OUTER, Kind, Op, Stream
 from tests import families
 from tests.dying import Death, DyingThreaded, dying
+from tests.threaded import ThreadedDevice
 
 DEVICES: dict[str, Callable[[Death], Any]] = {
     "inline": lambda death: dying(CpuDevice, death),
@@ -297,3 +298,29 @@ def test_cudas_own_code_tells_a_failed_allocation() -> None:
     error = torch.AcceleratorError("CUDA error: something new")
     error.error_code = 2  # type: ignore[attr-defined]
     assert is_out_of_device_memory(error)
+
+
+def test_a_failed_landing_is_an_error_to_its_update_and_to_the_step() -> None:
+    """An update in a backward waits for its gradient in a thread. The error that it finds there must not end with it."""
+    device = ThreadedDevice(delay=0.0)
+    run = Run.make(device, "in_backward")
+    run.step()
+    engine = run.model._horizon.engine
+    outer = engine.store.units[OUTER].grad_layout.numel
+    link = device.links[Stream.COPY_OUT]
+    land = link.land
+
+    def fail_at_the_end(destination: torch.Tensor, source: torch.Tensor, add: bool) -> Any:
+        if destination.numel() == outer:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        return land(destination, source, add)
+
+    link.land = fail_at_the_end
+    run.model(**families.batch()).loss.backward()
+    with pytest.raises(torch.AcceleratorError):
+        device._pool.wait()  # the update's thread has met the error
+    with pytest.raises(torch.AcceleratorError):
+        run.optimizer.step()
+    assert run.optimizer.num_steps == 1
+    with pytest.raises(PartialUpdateError):
+        engine.settle_without_device()

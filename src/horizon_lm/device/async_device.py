@@ -240,8 +240,7 @@ class StreamDevice(ABC):
         with self._changed:
             self._changed.wait_for(lambda: task.done or task.event is not None or task.error is not None)
             if task.error is not None and not task.done:
-                task.done = True
-                raise task.error
+                raise task.error  # to everybody who waits: an update, whose gradient has not landed, and the optimizer
             return None if task.done else task.event
 
     def _host_pool(self) -> HostPool:

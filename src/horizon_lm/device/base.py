@@ -25,7 +25,7 @@ class Task:
         done: True once the task has finished, or will never run.
         issued: True once the task was given to the device.
         event: the device's own event.
-        error: an exception from a thread of the device, until it is raised in a wait for the task.
+        error: an exception from a thread of the device. Every wait for the task raises it, unless the task was cancelled.
     """
 
     op: Op
