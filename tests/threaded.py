@@ -116,6 +116,7 @@ class ThreadedDevice(StreamDevice):
         self._random, self._delay, self._pieces = random.Random(seed), delay, pieces
         self._slow = [s in (slow if slow is not None else list(Stream)) for s in (Stream.COPY_IN, Stream.COPY_OUT)]
         self._streams: list[_Stream] = []
+        self.links: weakref.WeakValueDictionary[Stream, ThreadedLink] = weakref.WeakValueDictionary()
 
     def spare_bytes(self) -> int | None:
         return self.spare
@@ -138,8 +139,10 @@ class ThreadedDevice(StreamDevice):
         slow = self._slow[len(self._streams)]
         draw, longest = self._random, self._delay
         pause = (lambda: time.sleep(longest * draw.random())) if slow else (lambda: None)
+        link = ThreadedLink(pause, self._pieces)
+        self.links[(Stream.COPY_IN, Stream.COPY_OUT)[len(self._streams)]] = link
         self._streams.append(_Stream())
-        return self._streams[-1], ThreadedLink(pause, self._pieces)
+        return self._streams[-1], link
 
     @contextlib.contextmanager
     def _use_stream(self, stream: _Stream) -> Any:

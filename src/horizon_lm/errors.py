@@ -34,6 +34,10 @@ class DoesNotFitError(HorizonError, MemoryError):
     exit_code = 3
 
 
+class DeviceMemoryError(DoesNotFitError):
+    """A step needs more device memory than there is."""
+
+
 class DataError(HorizonError, ValueError):
     """A file or an example cannot be used for training; the message names the place."""
 

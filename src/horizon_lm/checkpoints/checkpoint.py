@@ -63,8 +63,7 @@ def save_checkpoint(
     engine, disk, folder = _engine(model), disk or Disk(), Path(folder)
     if optimizer is not None:
         _require_own(optimizer, engine)
-    if engine.cursor.active or any(not task.done for task in engine.saves):
-        engine.device.wait(engine.saves)
+    engine.wait_for_saves()
     engine.foreign_writes.follow()
     store, moments = engine.store, optimizer.moments if optimizer else None
     scalars = optimizer.scalars() if optimizer else None
@@ -92,7 +91,7 @@ def save_checkpoint(
     writer.prepare(lambda part: _write_side_files(engine, part, add_files))
     engine.run_save(writer.moves())
     if wait:
-        engine.device.wait(engine.saves)
+        engine.wait_for_saves()
         writer.saving.wait()
     return writer.saving
 

@@ -22,7 +22,7 @@ import torch
 
 from horizon_lm.device.base import Counters, Task, counted_empty
 from horizon_lm.device.cpu import HostLink
-from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, start_thread
+from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates, start_thread
 from horizon_lm.device.transfers import Link
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Op, Stream
@@ -176,6 +176,10 @@ class StreamDevice(ABC):
         self._failed.clear()
         self.broken_streams.clear()
 
+    def give_up(self, updates: Sequence[Task]) -> None:
+        # Copies that wait for an update get an error instead, so that none lands in memory that an update still reads.
+        complete_updates(updates, self._pool(Stream.HOST), [self._pool(Stream.DISK)])
+
     def _drain_streams(self) -> None:
         for issuer in self._issuers.values():
             issuer.wait_until_idle()
@@ -247,8 +251,7 @@ class StreamDevice(ABC):
         with self._changed:
             self._changed.wait_for(lambda: task.done or task.event is not None or task.error is not None)
             if task.error is not None and not task.done:
-                task.done = True
-                raise task.error
+                raise task.error  # to everybody who waits: an update, whose gradient has not landed, and the optimizer
             return None if task.done else task.event
 
     def _pool(self, stream: Stream) -> HostPool:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from horizon_lm.device.transfers import Link, Move
-from horizon_lm.errors import DoesNotFitError
+from horizon_lm.errors import DeviceMemoryError
 from horizon_lm.quantities import format_bytes
 from horizon_lm.schedule.ops import Op
 from horizon_lm.schedule.trace import Trace
@@ -26,7 +26,7 @@ class Task:
         done: True once the task has finished, or will never run.
         issued: True once the task was given to the device.
         event: the event of the device.
-        error: an exception from a thread of the device, until it is raised in a wait for the task.
+        error: an exception from a thread of the device. Every wait for the task raises it, unless the task was cancelled.
     """
 
     op: Op
@@ -89,7 +89,7 @@ class Device(Protocol):
         ...
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
-        """Allocate a counted 1-D buffer. Raise DoesNotFitError if it exceeds the capacity."""
+        """Allocate a counted 1-D buffer. Raise DeviceMemoryError if it exceeds the capacity."""
         ...
 
     def spare_bytes(self) -> int | None:
@@ -166,6 +166,14 @@ class Device(Protocol):
         """Drop tasks that have not started, and wait for those that have."""
         ...
 
+    def give_up(self, updates: Sequence[Task]) -> None:
+        """Run these updates to their end in host threads, and start nothing else from now on.
+
+        For hardware that has failed: it is not touched, and no thread waits for it. Their moves need host memory only, and
+        those that have run are skipped. Every later wait for an unfinished task raises StreamingError.
+        """
+        ...
+
     def rng_state(self) -> Any:
         """Return the random state of the host and of the device."""
         ...
@@ -195,11 +203,11 @@ def counted_empty(
     counters: Counters,
     name: str,
 ) -> torch.Tensor:
-    """Allocate a buffer and count its bytes. Raise DoesNotFitError if the device's capacity would be exceeded."""
+    """Allocate a buffer and count its bytes. Raise DeviceMemoryError if the device's capacity would be exceeded."""
     num_bytes = numel * dtype.itemsize
     if capacity is not None and counters.allocated_total + num_bytes > capacity:
         in_use = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
-        raise DoesNotFitError(
+        raise DeviceMemoryError(
             f"{name}: {format_bytes(num_bytes)} for {kind} do not fit into the device capacity of "
             f"{format_bytes(capacity)}; in use: {in_use or 'nothing'}. Raise device_memory, or lower "
             "device_micro_batch_size or per_device_train_batch_size."

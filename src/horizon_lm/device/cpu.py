@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from horizon_lm.device.base import Counters, Task, counted_empty
-from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool
+from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates
 from horizon_lm.device.transfers import SquaredNorm
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Stream
@@ -131,11 +131,11 @@ class CpuDevice:
         if task.op.stream in HOST_STREAMS:
             # Copies and computations are done, and a pool runs its tasks in order: only the other pool may be late.
             late = [t for t in task.waits if not t.done and t.op.stream != task.op.stream]
-            self._pool_of(task).submit(task, (lambda: self.wait(late)) if late else None, self.trace)
+            self._pool(task.op.stream).submit(task, (lambda: self.wait(late)) if late else None, self.trace)
             return
         self.wait(task.waits)
         if task.op.kind == Kind.UPDATE_ROWS:  # the next copy reads these rows
-            self._pool_of(task).submit(task, trace=self.trace, urgent=True)
+            self._pool(Stream.HOST).submit(task, trace=self.trace, urgent=True)
             self.wait([task])
             return
         start = time.perf_counter()
@@ -173,16 +173,16 @@ class CpuDevice:
         for task in tasks:
             task.done = True
 
-    def _pool_of(self, task: Task) -> HostPool:
-        """Return the threads that run a task: the writers of checkpoints, or those of updates."""
-        if task.op.stream == Stream.DISK:
-            if Stream.DISK not in self._pools:
-                self._pools[Stream.DISK] = HostPool(DISK_THREADS, DISK_THREADS, self.link)
-            return self._pools[Stream.DISK]
-        if Stream.HOST not in self._pools:
+    def give_up(self, updates: Sequence[Task]) -> None:
+        complete_updates(updates, self._pool(Stream.HOST), [self._pool(Stream.DISK)])
+
+    def _pool(self, stream: Stream) -> HostPool:
+        """Return the threads of a host stream, started when first needed."""
+        if stream not in self._pools:
             cores = self._host_threads or usable_cores()
-            self._pools[Stream.HOST] = HostPool(cores, cores - torch.get_num_threads(), self.link)
-        return self._pools[Stream.HOST]
+            sizes = (cores, cores - torch.get_num_threads()) if stream == Stream.HOST else (DISK_THREADS, DISK_THREADS)
+            self._pools[stream] = HostPool(*sizes, self.link)
+        return self._pools[stream]
 
     def _computing(self, computing: bool) -> None:
         if Stream.HOST in self._pools:

@@ -16,6 +16,7 @@ from typing import Any
 
 from horizon_lm.device.base import Task
 from horizon_lm.device.transfers import Link, Move
+from horizon_lm.errors import StreamingError
 from horizon_lm.schedule.ops import Stream
 from horizon_lm.schedule.trace import Trace
 
@@ -146,8 +147,25 @@ class HostPool:
             with state.changed:
                 state.changed.notify_all()
 
+    @property
+    def link(self) -> Link:
+        """The link on which moves run."""
+        return self._state.link
+
+    def stop(self) -> None:
+        """Start no further move, and block until those that run are finished. Threads that wait for a task are not awaited."""
+        state = self._state
+        with state.changed:
+            state.closed = True
+            state.changed.notify_all()
+            state.changed.wait_for(lambda: state.active == 0)
+
     def wait(self, tasks: Sequence[Task] | None = None) -> None:
-        """Block until these tasks (None: all tasks) are finished. Raise the error of a task that failed."""
+        """Block until these tasks (None: all tasks) are finished. Raise the error of a task that failed.
+
+        Raises:
+            StreamingError: a task is unfinished and will stay so, because the pool was stopped.
+        """
         state = self._state
         with state.changed:
             while True:
@@ -156,12 +174,24 @@ class HostPool:
                     jobs = [job for job in jobs if any(job.task is task for task in tasks)]
                 failed = next((job for job in jobs if job.error is not None and not job.running), None)
                 if failed is not None and failed.error is not None:
-                    failed.task.done = True
+                    failed.task.error = failed.error
                     del state.unfinished[id(failed.task)]
                     raise failed.error
                 if not jobs:
                     return
+                if state.closed and not state.active:
+                    raise StreamingError(f"{jobs[0].task.op} will not run: the threads for updates have been stopped")
                 state.changed.wait()
+
+
+def complete_updates(updates: Sequence[Task], pool: HostPool, others: Sequence[HostPool] = ()) -> None:
+    """Stop all pools, and run updates to their end in new threads that wait for nothing, one update after the other."""
+    for each in (pool, *others):
+        each.stop()
+    fresh = HostPool(pool.num_threads, pool.num_threads, pool.link)
+    for update in updates:
+        fresh.submit(Task(update.op, [], update.moves))
+        fresh.wait()
 
 
 def _close(state: _State) -> None:
@@ -214,6 +244,6 @@ def _finish_turn(state: _State, job: _Job) -> None:
         del state.unfinished[id(job.task)]
         if state.trace is not None:
             state.trace.add(job.task.op, job.started, time.perf_counter())
-    elif not was_preparing:
+    elif not was_preparing and not state.closed:
         return  # no thread waits for this: busy threads take the next move anyway
     state.changed.notify_all()

@@ -90,6 +90,11 @@ class SimulatedDevice(CpuDevice):
         for task in tasks:
             task.done = True
 
+    def give_up(self, updates: Sequence[Task]) -> None:
+        for queue in self._queues.values():
+            queue.clear()
+        super().give_up(updates)
+
     def _interfere(self) -> None:
         """Run a random selection of the pieces that may run now."""
         while self._random.random() < self._eagerness:
@@ -107,6 +112,7 @@ class SimulatedDevice(CpuDevice):
         task = entry.task
         if entry.pieces is None:
             assert task.moves is not None
+            task.issued = True  # it may run before its turn in the list, and must then be completed
             entry.pieces = deque(piece for move in task.moves for piece in move.split(self._pieces))
             self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += sum(move.host_bytes for move in task.moves)
         if entry.pieces:

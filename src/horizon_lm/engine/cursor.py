@@ -108,8 +108,17 @@ class Cursor:
         completed.
         """
         if self.active:
-            self._device.cancel([t for t in self._tasks if not t.done and not (t.issued and t.op.kind == Kind.UPDATE)])
-            self._end()
+            try:
+                self._device.cancel(
+                    [t for t in self._tasks if not t.done and not (t.issued and t.op.kind == Kind.UPDATE)]
+                )
+            finally:
+                self._end()
+
+    def drop(self) -> None:
+        """End the running pass, and forget all earlier ones, without the device, which has failed."""
+        self._end()
+        self.forget()
 
     def forget(self) -> None:
         """Forget the tasks of earlier passes, which are all finished, so that their buffers can be freed."""

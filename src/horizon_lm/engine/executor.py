@@ -96,6 +96,7 @@ class Engine:
         self._anchor: Anchor | None = None
         self._shape: tuple[Any, ...] = ()  # layout of the last recorded pass
 
+        self.device_lost = False  # the device has failed, and host memory was settled without it
         self._resident_version = -1  # version of the resident weights
         self._set_residency(options.residency or Residency(0))
 
@@ -326,6 +327,7 @@ class Engine:
 
     def _require_possible(self, state: ForwardState) -> None:
         """Raise StreamingError for a backward pass that would compute wrong gradients."""
+        self.require_device()
         if torch.is_grad_enabled():
             raise StreamingError("create_graph=True is not supported: a streamed model has no second derivatives")
         if not state.anchor.sees_whole_backward():
@@ -393,6 +395,7 @@ class Engine:
         if running is None:
             return
         self.grads.track_landings(self.cursor.landing_tasks())  # they continue to land while the host goes on
+        self.updates.add(self.cursor.update_tasks())
         self.cursor.finish()
         running.state.consumed = True
         optimizer = self.updates.unit_optimizer
@@ -411,17 +414,19 @@ class Engine:
     def run_update(self, schedule: Pass, moves: Mapping[str, Sequence[Move]], table: TableUpdate | None) -> None:
         """Issue an update pass. If a fault interrupts it, the remaining operations stay pending until the next use.
 
+        The updates of the step before must be done (`PendingUpdates.finish`).
+
         Args:
             schedule: the pass over all units except the embedding.
             moves: the pieces of each unit's update.
             table: the embedding's update, which the next forward pass issues.
         """
-        self.check_alive()
-        self.updates.finish()
         self.store.weights_changed()
         self.updates.table = table
-        self.cursor.start(schedule, lambda op: moves[op.unit])
-        self.updates.add(self.cursor.update_tasks())
+        try:
+            self.cursor.start(schedule, lambda op: moves[op.unit])
+        finally:
+            self.updates.add(self.cursor.update_tasks())
         self.cursor.finish()
 
     def run_save(self, moves: Mapping[str, Sequence[Move]]) -> list[Task]:
@@ -440,6 +445,12 @@ class Engine:
         self.saves = self.cursor.save_tasks()
         self.cursor.finish()
         return self.saves
+
+    def wait_for_saves(self) -> None:
+        """Block until no checkpoint is being written."""
+        if self.saves:
+            self.device.wait(self.saves)
+            self.saves = []
 
     def _moves(self, op: Op) -> Sequence[Move] | None:
         """Return the moves of an operation in the starting pass; None if they depend on the batch (see
@@ -469,7 +480,8 @@ class Engine:
 
     def drain(self) -> None:
         """Block until no copy, no update and no save is running."""
-        self.device.synchronize()
+        if not self.device_lost:
+            self.device.synchronize()
         self.updates.finish()
         if not self.cursor.active:
             self.cursor.forget()
@@ -493,7 +505,7 @@ class Engine:
 
     def hand_out_weight(self) -> None:
         """Wait for updates and saves of the weights before other code reads or writes a weight."""
-        self.device.wait(self.saves)
+        self.wait_for_saves()
         if self.cursor.active:  # updates of the running pass that are not issued yet come after the access
             self.updates.wait(self.cursor.update_tasks())
         else:
@@ -546,8 +558,14 @@ class Engine:
             if self.cursor.update_begun():  # some units of this step are updated, others are not
                 self.updates.partial_update.record(error)
             self.grads.break_off()
-        self.cursor.abandon()
-        self._quiesce()
+        try:
+            self.cursor.abandon()
+            self._quiesce()
+        finally:  # the device may have failed for good
+            self._release_pass()
+
+    def _release_pass(self) -> None:
+        """Free what the running pass has taken."""
         for running in (self.backward, self.forward):
             if running is not None and running.state is not None:
                 running.state.consumed = True
@@ -555,6 +573,49 @@ class Engine:
         self.backward, self.forward, self._after_grad = None, None, {}
         self.head_buffer.release()
         self._graphs.release()
+
+    def settle_without_device(self) -> None:
+        """Bring the host's state to the end of the last step that counts, after the device has failed.
+
+        A step counts once the optimizer's ``step`` has all gradients in host memory (`AdamW.num_steps`): its updates need
+        nothing else, and are completed in host threads. Everything else is dropped. The device is not touched. Afterwards
+        weights and optimizer state can be read and saved; every further pass raises StreamingError.
+
+        Raises:
+            PartialUpdateError: an update is half done, so that some weights are new and some old.
+        """
+        self.updates.partial_update.require_complete()
+        if self.device_lost:
+            return
+        if self._has_begun_updates():
+            reason = "the device failed before all gradients had landed, and others were applied already"
+            self.updates.partial_update.record(StreamingError(reason))
+            self.updates.partial_update.require_complete()
+        self.device_lost = True
+        try:
+            self.updates.complete_without_device()
+        finally:  # a kernel's error is recorded, and reported as what it means
+            self.updates.partial_update.require_complete()
+        self.cursor.drop()
+        self._release_pass()
+        self.grads.track_landings([])
+        self.grads.break_off()
+
+    def _has_begun_updates(self) -> bool:
+        """Return whether updates of a step that does not count yet may have begun, as they do with ``update_in_backward``."""
+        optimizer = self.updates.unit_optimizer
+        if optimizer is None or not optimizer.pending:
+            return False
+        # After a fault in the backward, `fault` has recorded a partial update if there is one.
+        return self.cursor.update_begun() if self.backward is not None else not self.grads.invalid
+
+    def require_device(self) -> None:
+        """Raise StreamingError if the device has failed."""
+        if self.device_lost:
+            raise StreamingError(
+                "the device has failed, so this model cannot compute any more; its weights can be read and saved. Load it "
+                "in a new process."
+            )
 
     def _quiesce(self) -> None:
         """Wait until the device is idle. An update that could not begin raises its error here, and stays pending."""

@@ -227,6 +227,7 @@ class ModelForward:
             head_grads: the head's gradients may be computed in the forward pass.
         """
         engine = self.engine
+        engine.require_device()
         device = engine.device.torch_device
         tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if tokens is None:

@@ -105,18 +105,32 @@ class PendingUpdates:
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Add updates that have been given to the device."""
-        self._running += tasks
+        self._running = [*(task for task in self._running if not task.done), *tasks]
 
     def finish(self) -> None:
         """Block until every update is done, including the embedding's."""
-        running, self._running = self._running, []
-        self._device.wait(running)
+        if self._running:
+            self._device.wait(self._running)
+            failed = next((task.error for task in self._running if task.error is not None), None)
+            if failed is not None:  # its moves have not run, so the weights are not yet those of the step
+                raise failed
+            self._running = []
         if self.table is not None:
-            task = Task(Op(Kind.UPDATE, EMBED, Stream.HOST), [], self.table.rest())
+            task = self._rest_of_table(self.table)
             self._device.announce([task])
             self._device.issue(task)
             self._device.wait([task])
             self.table = None
+
+    def complete_without_device(self) -> None:
+        """Run every update to its end in host threads, the embedding's last; `Device.give_up` stops everything else."""
+        running = [*self._running, *(() if self.table is None else [self._rest_of_table(self.table)])]
+        self._device.give_up(running)
+        self._running, self.table = [], None
+
+    @staticmethod
+    def _rest_of_table(table: TableUpdate) -> Task:
+        return Task(Op(Kind.UPDATE, EMBED, Stream.HOST), [], table.rest())
 
     def wait(self, tasks: Sequence[Task]) -> None:
         """Block until the added updates are done, and those in ``tasks`` that have been issued."""

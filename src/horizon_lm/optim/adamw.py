@@ -135,10 +135,15 @@ class AdamW(torch.optim.Optimizer):
         self.unit_grad_norms = {unit: square**0.5 for unit, square in squared_norms.items()}
         if self._in_backward:
             engine.grads.squared_norms.clear()
+            self._finish_step()
         else:
             self._issue_update(present, clip_factor(self.grad_norm, self.max_grad_norm))
-        self._finish_step()
         return loss
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps applied. A step counts as soon as nothing but its updates in host memory is left to do."""
+        return self._step
 
     @property
     def num_skipped(self) -> int:
@@ -193,7 +198,8 @@ class AdamW(torch.optim.Optimizer):
         self._current = StepUpdate(self.param_groups, self._steps, self._seed, self._step + 1, clip)
 
     def _issue_update(self, present: Mapping[str, list[str]], clip: float) -> None:
-        """Issue the updates of all units, in the order in which the next forward pass streams them in."""
+        """Count the step, and issue the updates of all units, in the order in which the next forward pass streams them in."""
+        self._engine.updates.finish()
         self._start_step(clip)
         blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
         order = [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
@@ -202,10 +208,11 @@ class AdamW(torch.optim.Optimizer):
         if present[EMBED]:
             table = self.table(TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
         schedule = build.update(self._engine.layout, [unit for unit, pieces in moves.items() if pieces])
+        self._finish_step()
         self._engine.run_update(schedule, moves, table)
 
     def _finish_step(self) -> None:
-        """Count the step, whose updates may still be running."""
+        """Count the step, whose updates may still be running, or are about to be issued."""
         assert self._current is not None
         for param in self._current.stepped:
             self._steps[param] += 1

@@ -95,8 +95,7 @@ class RunCheckpoints:
         """Wait until the running checkpoint is on disk, or for some seconds, and report it."""
         if self._running is not None:
             if seconds is None:  # a simulated device runs the writers in this wait
-                engine = self._model._horizon.engine
-                engine.device.wait(engine.saves)
+                self._model._horizon.engine.wait_for_saves()
             self._running[1].wait_until_done(seconds)
         self.report()
 
