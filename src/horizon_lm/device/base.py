@@ -26,7 +26,8 @@ class Task:
         done: True once the task has finished, or will never run.
         issued: True once the task was given to the device.
         event: the event of the device.
-        error: an exception from a thread of the device. Every wait for the task raises it, unless the task was cancelled.
+        error: an exception from a thread of the device. Every wait for a copy raises it until the copy is cancelled; for an
+            update, the first wait does.
     """
 
     op: Op

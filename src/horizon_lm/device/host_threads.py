@@ -174,7 +174,7 @@ class HostPool:
                     jobs = [job for job in jobs if any(job.task is task for task in tasks)]
                 failed = next((job for job in jobs if job.error is not None and not job.running), None)
                 if failed is not None and failed.error is not None:
-                    failed.task.error = failed.error
+                    failed.task.error, failed.task.done = failed.error, True
                     del state.unfinished[id(failed.task)]
                     raise failed.error
                 if not jobs:

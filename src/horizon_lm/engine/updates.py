@@ -105,7 +105,8 @@ class PendingUpdates:
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Add updates that have been given to the device."""
-        self._running = [*(task for task in self._running if not task.done), *tasks]
+        unfinished = (task for task in self._running if not task.done or task.error is not None)
+        self._running = [*unfinished, *tasks]
 
     def finish(self) -> None:
         """Block until every update is done, including the embedding's."""

@@ -44,6 +44,7 @@ class AdamW(torch.optim.Optimizer):
     Attributes:
         grad_norm: global norm of the gradients of the last step, before clipping.
         unit_grad_norms: norm of each unit's gradients in the last step, before clipping.
+        non_finite_unit: the unit in which the gradient of the last rejected or skipped step was first not finite.
     """
 
     updates_slabs = True  # unlike other optimizers, which update parameters
@@ -87,6 +88,7 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
         self.unit_grad_norms: dict[str, float] = {}
+        self.non_finite_unit: str | None = None
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
         self._current: StepUpdate | None = None  # the step that is being applied
         self._moments = Moments(self._store, moments)
@@ -181,6 +183,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _reject_step(self, unit: str) -> None:
         """Skip a step whose gradient is not finite, or raise NonFiniteError."""
+        self.non_finite_unit = unit
         reason = f"the gradient of {unit} is not finite at step {self._step + 1}"
         if not self._in_backward:
             self._skipped.skip(reason)

@@ -22,7 +22,7 @@ from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
-from horizon_lm.training.non_finite import finite_loss, update
+from horizon_lm.training.non_finite import NonFinite
 from horizon_lm.training.resume import (
     ResumePoint,
     apply_settings,
@@ -251,6 +251,11 @@ class _Loop:
     loss_before: float | None = None  # eval loss before the first step
     finished: bool = True  # logging, evaluating and saving are over after the last step
 
+    def __post_init__(self) -> None:
+        self.non_finite = NonFinite(
+            self.model, self.objectives.training, self.tokenizer, self.config, self.run_dir, self.reporter
+        )
+
     def run(self, point: ResumePoint | None) -> RunResult:
         """Run all steps, those after a checkpoint if there is one, and export the model."""
         run_dir, callbacks, num_steps = self.run_dir, self.callbacks, self.intervals.num_steps
@@ -388,12 +393,12 @@ class _Loop:
         seed_step(self.config.seed, step)
         loss = self.objectives.training(self.model, batch)
         if self.config.update_in_backward:  # the backward pass changes weights, so check the loss before it
-            finite_loss(loss, step, batch, self.config, self.run_dir)
+            self.non_finite.finite_loss(loss, step, batch)
         loss.value.backward()
         # Reading the loss waits for the device. Do so after the backward pass is queued, so that the device stays busy.
-        value = finite_loss(loss, step, batch, self.config, self.run_dir)
+        value = self.non_finite.finite_loss(loss, step, batch)
         self.callbacks.before_update()
-        update(self.optimizer, step, batch, self.config, self.run_dir, self.reporter)
+        self.non_finite.update(self.optimizer, step, batch)
         self.callbacks.after_update()
         self.metrics.add(value, loss, batch, self.scheduler.get_last_lr()[0])
         self.scheduler.step()
