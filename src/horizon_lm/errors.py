@@ -6,7 +6,7 @@ EXIT_CODES = {
     3: "does not fit: host memory, device memory or disk",
     4: "data: a row or a file that cannot be used",
     5: "non-finite loss or gradient: the weights were left as they were",
-    75: "interrupted: what was written before is intact",
+    75: "interrupted by a signal or a device fault: the run can be resumed",
 }
 
 
@@ -80,6 +80,12 @@ class ForeignWriteWarning(UserWarning):
 
 class InterruptedRunError(HorizonError):
     """The user or the system asked the run to stop."""
+
+    exit_code = 75
+
+
+class DeviceFaultError(HorizonError):
+    """The device failed in a step. Host memory was left whole, and what it holds was saved."""
 
     exit_code = 75
 

@@ -67,7 +67,11 @@ def save_checkpoint(
     engine.foreign_writes.follow()
     store, moments = engine.store, optimizer.moments if optimizer else None
     scalars = optimizer.scalars() if optimizer else None
-    content = json.loads(json.dumps({"optimizer": scalars, "random": random_state(), "state": dict(state or {})}))
+    content = json.loads(
+        json.dumps(
+            {"optimizer": scalars, "random": random_state(devices=not engine.device_lost), "state": dict(state or {})}
+        )
+    )
     # Copies: these change with the next step.
     tensors = {
         BUFFERS: {name: buffer.detach().cpu().clone() for name, buffer in _buffers(engine).items()},
@@ -89,7 +93,12 @@ def save_checkpoint(
     files = {unit: unit_file(store, moments, unit) for unit in store.units}
     writer = CheckpointWriter(folder, files, describe, fill, published, disk, rate_limit or RateLimit(None))
     writer.prepare(lambda part: _write_side_files(engine, part, add_files))
-    engine.run_save(writer.moves())
+    if engine.device_lost:  # nothing changes any more, so no update has to wait
+        with ThreadPoolExecutor(DISK_THREADS) as threads:
+            list(threads.map(lambda moves: moves[0].run(engine.device.link), writer.moves().values()))
+    else:
+        engine.running_save = writer
+        engine.run_save(writer.moves())
     if wait:
         engine.wait_for_saves()
         writer.saving.wait()

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 
-def random_state() -> dict[str, Any]:
-    """Return the states of Python's, numpy's and torch's generators, on the host and on all devices."""
+def random_state(devices: bool = True) -> dict[str, Any]:
+    """Return the states of Python's, numpy's and torch's generators, on the host and, if they work, on all devices."""
     version, words, position = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    on_devices = torch.cuda.get_rng_state_all() if devices and torch.cuda.is_initialized() else []
     return {
         "python": [version, _encode(np.array(words, np.uint32)), position],
         "numpy": [name, _encode(np.asarray(keys)), *rest],
         "torch": _encode(torch.get_rng_state().numpy()),
-        "devices": [_encode(state.numpy()) for state in devices],
+        "devices": [_encode(state.numpy()) for state in on_devices],
     }
 
 

@@ -20,6 +20,7 @@ from horizon_lm.checkpoints.manifest import MANIFEST, FileEntry, Manifest, Tenso
 from horizon_lm.checkpoints.unit_file import LOW, WEIGHT, Part, Section, UnitFile, hash_file
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.disk import Disk, part_of, publish_folder
+from horizon_lm.errors import StreamingError
 from horizon_lm.optim.moments import Moments
 from horizon_lm.store.store import SlabLayout, Store
 
@@ -135,6 +136,16 @@ class CheckpointWriter:
         self._disk.remove(self._part)
         self._disk.make_folder(self._part / UNITS)
         add_files(self._part)
+
+    def abandon(self) -> None:
+        """Stop writing at the next chunk."""
+        self.saving.error = self.saving.error or StreamingError("the device has failed meanwhile")
+
+    def discard(self) -> None:
+        """Remove an abandoned checkpoint, once no thread writes any more."""
+        if not self.saving.done:
+            self._remove()
+            self.saving._done.set()
 
     def moves(self) -> dict[str, list[Move]]:
         """Return the moves that write each unit's file."""

@@ -55,7 +55,7 @@ from horizon_lm.engine.forward_state import (
 from horizon_lm.engine.host_grads import HostGrads, LandingSlots
 from horizon_lm.engine.parameters import call_after_grad, landing_grad
 from horizon_lm.engine.recompute import MicroBatchRandomness
-from horizon_lm.engine.updates import PendingUpdates, TableUpdate, UnitOptimizer
+from horizon_lm.engine.updates import PendingUpdates, RunningSave, TableUpdate, UnitOptimizer
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model.block_template import comparable
 from horizon_lm.model.units import ModelParts, ParamRef
@@ -91,6 +91,7 @@ class Engine:
         self.head_buffer, self._graphs = BufferLease(), BufferLease()  # head gradients; kept graphs
         self.after_next_backward: Callable[[], None] | None = None  # called once
         self.saves: list[Task] = []  # of the last checkpoint; other code must not write weights meanwhile
+        self.running_save: RunningSave | None = None
         self._after_grad: dict[str, None] = {}  # parameters with hooks to call when autograd's graph is finished
         self._recorded: weakref.WeakSet[ForwardState] = weakref.WeakSet()
         self._anchor: Anchor | None = None
@@ -592,10 +593,15 @@ class Engine:
             self.updates.partial_update.record(StreamingError(reason))
             self.updates.partial_update.require_complete()
         self.device_lost = True
+        if self.running_save is not None:
+            self.running_save.abandon()  # updates that it delays are completed now
         try:
             self.updates.complete_without_device()
         finally:  # a kernel's error is recorded, and reported as what it means
             self.updates.partial_update.require_complete()
+        if self.running_save is not None:
+            self.running_save.discard()
+        self.saves, self.running_save = [], None
         self.cursor.drop()
         self._release_pass()
         self.grads.track_landings([])

@@ -52,6 +52,18 @@ class UnitOptimizer(Protocol):
         ...
 
 
+class RunningSave(Protocol):
+    """A checkpoint that is being written, as the engine knows it."""
+
+    def abandon(self) -> None:
+        """Stop writing soon; called when the device has failed, before updates change what is being written."""
+        ...
+
+    def discard(self) -> None:
+        """Remove what was written, once no thread writes any more."""
+        ...
+
+
 class PartialUpdate:
     """A record that some weights are updated and some are not, because an update failed inside a kernel."""
 

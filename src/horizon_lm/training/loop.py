@@ -1,6 +1,7 @@
 """A training run, from its settings to an exported model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +13,8 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.load import as_config
 from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.loader import Batch
+from horizon_lm.device.faults import is_device_fault
+from horizon_lm.errors import DeviceFaultError, InterruptedRunError, first_line
 from horizon_lm.plan.render import summary_lines
 from horizon_lm.plan.request import Saves
 from horizon_lm.preflight.admission import Admission, apply_plan
@@ -278,7 +281,10 @@ class _Loop:
             with self.reporter.attempt("trace.json"):
                 tracing.before_step(step)
             callbacks.before_step(step)
-            with watching(f"step {step}", self.config.step_timeout, self.model._horizon.engine.pending_operations):
+            with (
+                self.saving_on_fault(step - 1),
+                watching(f"step {step}", self.config.step_timeout, self.model._horizon.engine.pending_operations),
+            ):
                 self.train_step(self.data.loader.batch(step - 1), step)
             callbacks.after_step(step)
             self.finish_step(step)
@@ -382,6 +388,33 @@ class _Loop:
     def save_on_fault(self) -> str:
         """Return a sentence about what is kept after a fault."""
         return self.kept_artifacts()
+
+    @contextmanager
+    def saving_on_fault(self, done: int) -> Iterator[None]:
+        """Context manager: if a step fails, save the state after the steps that are done, without a device that has failed.
+
+        Raises:
+            DeviceFaultError: the device has failed. Other errors are raised with a note about what is kept.
+        """
+        optimizer, before = self.optimizer, (self.optimizer.num_steps, self.optimizer.num_skipped)
+        try:
+            yield
+        except Exception as error:
+            lost = is_device_fault(error)
+            with self.reporter.attempt("saving after the fault"):
+                if lost:
+                    self.model._horizon.engine.settle_without_device()
+                # A step whose update has begun is neither done nor undone for the loop.
+                is_whole = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
+                if done and is_whole:
+                    self.save(done)
+                    self.checkpoints.wait()
+            if lost:
+                problem = f"the device failed in step {done + 1} ({type(error).__name__}: {first_line(error)})"
+                raise DeviceFaultError(f"{problem}. {self.kept_artifacts()}") from error
+            if not isinstance(error, InterruptedRunError):
+                error.add_note(self.kept_artifacts())
+            raise
 
     def raise_callback_error(self, step: int, error: BaseException) -> NoReturn:
         """Raise the error of a user's callback with a note about what is kept."""
