@@ -19,6 +19,19 @@ def slow(self, example):
     time.sleep(1000)
 ExampleTokenizer.tokenize = slow
 """
+# Does so in one of two processes only. The other one is idle soon.
+IDLE_WORKER = """
+import time, sys
+from horizon_lm.data.tokenize import ExampleTokenizer
+tokenize = ExampleTokenizer.tokenize
+def slow(self, example):
+    if "night 0?" in str(example):
+        time.sleep(1000)
+    if "night 11?" in str(example):
+        print("tokenizing", file=sys.stderr, flush=True)
+    return tokenize(self, example)
+ExampleTokenizer.tokenize = slow
+"""
 # Prints before the second batch of an evaluation, and goes on once a signal has arrived.
 SLOW_EVALUATION = """
 import time
@@ -147,9 +160,10 @@ def test_a_signal_lets_the_export_finish(tmp_path: Path, run_file: Path) -> None
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("setup", [SLOW_TOKENIZING, IDLE_WORKER], ids=["busy", "idle"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_group_while_tokenizing(run_file: Path, number: signal.Signals) -> None:
-    with RunProcess(run_file, "--dataset_num_proc", 2, setup=SLOW_TOKENIZING) as run:
+def test_a_signal_to_the_group_while_tokenizing(run_file: Path, number: signal.Signals, setup: str) -> None:
+    with RunProcess(run_file, "--dataset_num_proc", 2, setup=setup) as run:
         run.wait_for("tokenizing")
         workers = children(run)
         assert len(workers) >= 2
@@ -160,13 +174,38 @@ def test_a_signal_to_the_group_while_tokenizing(run_file: Path, number: signal.S
     assert "Traceback" not in run.stderr
 
 
-def test_a_signal_to_the_process_while_tokenizing(run_file: Path) -> None:
-    with RunProcess(run_file, "--dataset_num_proc", 2, setup=SLOW_TOKENIZING) as run:
+@pytest.mark.parametrize("setup", [SLOW_TOKENIZING, IDLE_WORKER], ids=["busy", "idle"])
+def test_a_signal_to_the_process_while_tokenizing(run_file: Path, setup: str) -> None:
+    with RunProcess(run_file, "--dataset_num_proc", 2, setup=setup) as run:
         run.wait_for("tokenizing")
         workers = children(run)
         run.send(signal.SIGTERM)
         assert run.end() == 75
     assert all_end(workers)
+
+
+def test_a_signal_that_python_drops_is_repeated(run_file: Path) -> None:
+    """In a destructor, an exception is printed and forgotten."""
+    dropped = """
+import os, signal, time
+import horizon_lm.training.interrupts as interrupts
+import horizon_lm.training.loop as loop
+interrupts._REPEAT_SECONDS = 0.1
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1000)
+def hang(config):
+    Dropping()
+    print("dropped", flush=True)
+    while True:
+        time.sleep(0.01)
+loop.load_tokenizer = hang
+"""
+    with RunProcess(run_file, setup=dropped) as run:
+        run.wait_for("dropped")
+        assert run.end() == 75
+    assert "error: interrupted by SIGTERM. Nothing was trained yet." in run.stderr
 
 
 def test_workers_do_not_outlive_a_killed_run(run_file: Path) -> None:

@@ -15,7 +15,7 @@ from horizon_lm.data.packing import pack, truncate
 from horizon_lm.data.sources import Source, digest, open_source, progress_bars
 from horizon_lm.data.token_dataset import Part, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
-from horizon_lm.data.workers import ended_by_signals, ending_with_us
+from horizon_lm.data.workers import ending_with_us
 from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
 
@@ -262,7 +262,6 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-@ended_by_signals()
 def _tokenize_rows(
     columns: dict[str, list[Any]],
     *,

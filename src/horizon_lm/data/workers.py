@@ -1,8 +1,8 @@
-"""Processes that tokenize rows: they end with this process, and on a signal only where they hold no lock.
+"""Processes that tokenize rows: they end with this process, and when it ends them, but not on a signal from elsewhere.
 
-The processes are forked by `datasets` (`multiprocess.Pool`). They would inherit the handlers of signals, survive a killed
-parent, and if a signal to the whole process group ended one while it takes a task, it would keep the lock of the pool, whose
-end would then never come. So signals wait in a worker until it works on rows.
+The processes are forked by `datasets` (`multiprocess.Pool`). They would inherit the handlers of signals, and survive a killed
+parent. And if a signal to the whole process group ended one while it waits for a task, it would keep the lock of the pool, whose
+end would then never come. So a worker listens to its parent alone, which has got the signal, too.
 """
 
 import ctypes
@@ -17,8 +17,9 @@ import psutil
 from horizon_lm.constants import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_END = (signal.SIGTERM,)  # how a pool ends its workers
+_PATIENCE = 5.0  # seconds between a signal from elsewhere and the end of a worker whose parent does not end it
 _parent: tuple[int, int] | None = None  # the process and the thread that start workers now
-_is_worker = False
 _libc = ctypes.CDLL(None)
 
 
@@ -39,35 +40,30 @@ def ending_with_us() -> Iterator[None]:
         _parent = before
 
 
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Context manager and decorator: let a signal end a worker. Does nothing in other processes."""
-    if not _is_worker:
-        yield
-        return
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-
 def _become_worker() -> None:
     """Set up a forked process."""
-    global _parent, _is_worker
+    global _parent
     if _parent is None:
         return
-    process, thread = _parent
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    (process, thread), _parent = _parent, None
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL if number in _END else signal.SIG_IGN)
     # The system watches the thread that forked, not its process. A pool replaces dead workers in a thread that ends too early.
     if threading.get_ident() == thread:
         with suppress(AttributeError):  # not Linux
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != process:  # it died in between
         os._exit(1)
-    _parent, _is_worker = None, True
+    if hasattr(signal, "sigwaitinfo"):  # which tells the sender; not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, _END)
+        threading.Thread(target=_end_with, args=(process,), name="horizon-end", daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Wait until the parent ends this process."""
+    if signal.sigwaitinfo(_END).si_pid != parent:
+        signal.sigtimedwait(_END, _PATIENCE)  # two signals at the same time may arrive as one
+    os._exit(1)
 
 
 os.register_at_fork(after_in_child=_become_worker)

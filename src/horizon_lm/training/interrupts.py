@@ -1,6 +1,7 @@
 """End a run on a signal."""
 
 import os
+import queue
 import signal
 import sys
 import threading
@@ -16,6 +17,9 @@ _REPEATS = (
     signal.SIGINT,
     signal.SIGTERM,
 )  # the others come again by themselves, when a terminal closes or a limit has passed
+_REPEAT_SECONDS = (
+    3.0  # until a signal is repeated whose KeyboardInterrupt Python has dropped, as it does in destructors
+)
 _EXIT_SECONDS = 10.0  # for cleaning up after the second signal, which waits for a device that may hang
 
 
@@ -33,8 +37,9 @@ class Interrupts:
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
-        self._finishes_steps = False
-        self._left = threading.Event()
+        self._finishes_steps = self._leaves = False
+        self._orders: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # may be used by a signal handler
+        self._left, self._lock = threading.Event(), threading.Lock()
         self._kept: Callable[[], str] = lambda: "Nothing was trained yet."
         self.requested = ""
 
@@ -43,12 +48,16 @@ class Interrupts:
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._previous[number] = signal.signal(number, self._handle)
+            threading.Thread(target=self._insist, name="horizon-interrupts", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._left.set()
+        self._leaves = True
+        self._orders.put(None)
+        with self._lock:
+            self._left.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if not self.requested or error is None or isinstance(error, InterruptedRunError):
@@ -72,19 +81,26 @@ class Interrupts:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        if self.requested and number not in _REPEATS:
+        if self._leaves:
             return
         first, self.requested = not self.requested, self.requested or signal.Signals(number).name
         if first and self._finishes_steps:
             _write(f"\n{self.requested}: stopping after this step; interrupt again to stop at once\n")
-            return
-        if not first:
-            threading.Thread(target=self._exit_if_stuck, daemon=True).start()
-        raise KeyboardInterrupt
+        elif not self._finishes_steps or number in _REPEATS:
+            self._orders.put(signal.Signals(number))
+            raise KeyboardInterrupt
 
-    def _exit_if_stuck(self) -> None:
-        if not self._left.wait(_EXIT_SECONDS):
+    def _insist(self) -> None:
+        """Make sure that the run ends after a KeyboardInterrupt."""
+        number = self._orders.get()
+        if number is None:
+            return
+        if self._finishes_steps and not self._left.wait(_EXIT_SECONDS):
             os._exit(InterruptedRunError.exit_code)
+        while not self._left.wait(_REPEAT_SECONDS):
+            with self._lock:  # once the handlers are restored, the signal would end the process
+                if not self._left.is_set():
+                    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def _write(text: str) -> None:
