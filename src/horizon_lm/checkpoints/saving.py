@@ -75,12 +75,14 @@ class Saving:
         num_bytes: bytes of the units' files.
         error: the reason why it could not be written; its files are removed, and earlier checkpoints are intact.
         seconds: time from the beginning to the end.
+        wait_for_moves: waits until the units are written; a simulated device writes them in it.
     """
 
     folder: Path
     num_bytes: int = 0
     error: BaseException | None = None
     seconds: float = 0.0
+    wait_for_moves: Callable[[], None] = lambda: None
     _done: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -90,11 +92,13 @@ class Saving:
 
     def wait_until_done(self, timeout: float | None = None) -> bool:
         """Wait until the checkpoint is on disk or could not be written. Return false if the timeout came first."""
+        if timeout is None:
+            self.wait_for_moves()
         return self._done.wait(timeout)
 
     def wait(self) -> None:
         """Wait until the checkpoint is on disk, and raise the error if it could not be written."""
-        self._done.wait()
+        self.wait_until_done()
         if self.error is not None:
             raise self.error
 
@@ -132,9 +136,26 @@ class CheckpointWriter:
 
     def prepare(self, add_files: Callable[[Path], None]) -> None:
         """Create the folder under its temporary name, and add files that must be written before the training goes on."""
-        self._disk.remove(self._part)
-        self._disk.make_folder(self._part / UNITS)
-        add_files(self._part)
+        try:
+            self._disk.remove(self._part)
+            self._disk.make_folder(self._part / UNITS)
+            add_files(self._part)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def wait_for_moves(self, wait: Callable[[], None]) -> None:
+        """Wait for the moves. If some will never run, because an update before them has failed, the checkpoint has failed."""
+        try:
+            wait()
+        except Exception as error:
+            self._abandon(error)
+
+    def _abandon(self, error: BaseException) -> None:
+        """End the checkpoint with an error, although not all moves have run, and remove its files."""
+        self.saving.error = self.saving.error or error
+        self._remove()
+        self.saving._done.set()
 
     def moves(self) -> dict[str, list[Move]]:
         """Return the moves that write each unit's file."""
