@@ -43,8 +43,11 @@ class Disk:
         return _File(path, direct)
 
     def make_folder(self, path: Path) -> None:
-        """Create a folder and its missing parents."""
+        """Create a folder and its missing parents, whose names are durable afterwards."""
+        missing = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            self.sync(each.parent)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file or a folder. An existing file is replaced."""

@@ -9,14 +9,14 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from horizon_lm.checkpoints.manifest import Manifest, read_manifest, require_hash, verify
-from horizon_lm.checkpoints.random_state import random_state, restore_random_state
+from horizon_lm.checkpoints.manifest import Manifest, read_json, read_manifest, require_hash, verify
+from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
 from horizon_lm.checkpoints.saving import STATE, UNITS, CheckpointWriter, RateLimit, Saving, unit_file, write_json
-from horizon_lm.checkpoints.unit_file import UnitFile, hash_file, read_into
+from horizon_lm.checkpoints.unit_file import UnitFile, hash_file, read_into, require_tensors
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.disk import Disk
 from horizon_lm.engine.executor import Engine
-from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.store.checkpoint_writer import write_configs
 
@@ -39,7 +39,7 @@ def save_checkpoint(
     """Write a checkpoint of a training, between two steps. Weights and moments are written from where they lie.
 
     With ``wait=False``, training may go on at once: the update of a unit waits until the unit is on disk. The checkpoint is
-    that of this moment in any case.
+    that of this moment in any case. Gradients that no step has applied are not part of it.
 
     Args:
         folder: the folder of the checkpoint; one that exists is replaced once the new one is complete.
@@ -58,14 +58,19 @@ def save_checkpoint(
 
     Raises:
         ConfigError: ``model`` or ``optimizer`` cannot be saved.
+        StreamingError: a pass is running, or a step of an optimizer with ``update_in_backward`` is not finished.
         OSError: with ``wait``, if the checkpoint cannot be written, for example because the disk is full.
     """
     engine, disk, folder = _engine(model), disk or Disk(), Path(folder)
     if optimizer is not None:
         _require_own(optimizer, engine)
+    engine.check_alive()
+    unit_optimizer = engine.updates.unit_optimizer
+    if engine.cursor.active or (unit_optimizer is not None and unit_optimizer.pending):
+        raise StreamingError("save_checkpoint was called inside a step; call it after optimizer.step()")
     engine.wait_for_saves()
     engine.foreign_writes.follow()
-    store, moments = engine.store, optimizer.moments if optimizer else None
+    store, moments = engine.store, optimizer.moments.kind if optimizer else None
     scalars = optimizer.scalars() if optimizer else None
     content = json.loads(
         json.dumps(
@@ -87,20 +92,18 @@ def save_checkpoint(
 
     def describe(files: Any, entries: Any) -> Manifest:
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in store.source_dtypes.items()}
-        kind = None if moments is None else moments.kind
-        return Manifest(scalars["step"] if scalars else 0, store.precision.name, kind, dtypes, files, entries)
+        return Manifest(scalars["step"] if scalars else 0, store.precision.name, moments, dtypes, files, entries)
 
-    files = {unit: unit_file(store, moments, unit) for unit in store.units}
+    files = _unit_files(engine, optimizer)
     writer = CheckpointWriter(folder, files, describe, fill, published, disk, rate_limit or RateLimit(None))
-    writer.prepare(lambda part: _write_side_files(engine, part, add_files))
+    writer.prepare(lambda part: _write_side_files(engine, part, add_files, disk))
     if engine.device_lost:  # nothing changes any more, so no update has to wait
-        with ThreadPoolExecutor(DISK_THREADS) as threads:
-            list(threads.map(lambda moves: moves[0].run(engine.device.link), writer.moves().values()))
+        writer.write_units()
     else:
         engine.running_save = writer
-        engine.run_save(writer.moves())
+        tasks = engine.run_save(writer.moves())
+        writer.saving.wait_for_moves = lambda: writer.wait_for_moves(lambda: engine.device.wait(tasks))
     if wait:
-        engine.wait_for_saves()
         writer.saving.wait()
     return writer.saving
 
@@ -143,19 +146,20 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: AdamW | Non
     for name in manifest.files:
         if not name.startswith(f"{UNITS}/"):
             require_hash(folder, manifest, name, hash_file(folder / name))
-    content = read_state(folder)
+    content, buffers = read_state(folder), read_tensors(folder / BUFFERS)
+    require_random_state(content["random"])
+    files = _unit_files(engine, optimizer)
+    for unit, file in files.items():
+        require_tensors(folder / _name(unit), file)
+    _require_buffers(folder, buffers, engine)
     with torch.no_grad():
         engine.drain()
         if optimizer is not None:
-            if content["optimizer"] is None:
-                raise ConfigError(f"{folder} was saved without an optimizer; load it without one")
             optimizer.load_scalars(content["optimizer"])
-        moments = optimizer.moments if optimizer is not None else None
-        files = {unit: unit_file(store, moments, unit) for unit in store.units}
         with ThreadPoolExecutor(DISK_THREADS) as threads:
             for name, found in threads.map(lambda unit: _read_unit(folder, unit, files[unit]), files):
                 require_hash(folder, manifest, name, found)
-        for name, value in read_tensors(folder / BUFFERS).items():
+        for name, value in buffers.items():
             _buffers(engine)[name].copy_(value)
     store.source_dtypes.update({name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()})
     store.weights_changed()
@@ -163,20 +167,41 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: AdamW | Non
     return content
 
 
+def _unit_files(engine: Engine, optimizer: AdamW | None) -> dict[str, UnitFile]:
+    """Return the layout of the file of each unit that has slabs: a tied head has none."""
+    moments = optimizer.moments if optimizer is not None else None
+    return {
+        unit: unit_file(engine.store, moments, unit) for unit in engine.store.units if engine.slab_unit(unit) == unit
+    }
+
+
 def _read_unit(folder: Path, unit: str, file: UnitFile) -> tuple[str, str]:
-    name = f"{UNITS}/{unit}.safetensors"
+    name = _name(unit)
     return name, read_into(folder / name, file)
 
 
+def _name(unit: str) -> str:
+    return f"{UNITS}/{unit}.safetensors"
+
+
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint's state file: the optimizer's scalars, random states, and the caller's state."""
-    content: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+    """Return the contents of a checkpoint's state file: the optimizer's scalars, random states, and the caller's state.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
+    content = read_json(folder / STATE)
+    if not isinstance(content, dict) or not {"optimizer", "random", "state"} <= content.keys():
+        raise ConfigError(f"{folder / STATE} is damaged: it is not the state of a training")
     return content
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file; none if there is no file."""
-    return safetensors.torch.load_file(path) if path.is_file() else {}
+    """Return the tensors of a safetensors file; none if there is no file. Raise ConfigError if it is damaged."""
+    try:
+        return safetensors.torch.load_file(path) if path.is_file() else {}
+    except safetensors.SafetensorError as error:
+        raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
 
 
 def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: AdamW | None) -> None:
@@ -190,9 +215,9 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Ad
             f"{folder} was saved with moments {manifest.moments}, and this optimizer has {optimizer.moments.kind}; use the same"
         )
     saved = {name for name in manifest.files if name.startswith(f"{UNITS}/")}
-    if saved != {f"{UNITS}/{unit}.safetensors" for unit in store.units}:
+    if saved != (expected := {_name(unit) for unit in _unit_files(engine, None)}):
         raise ConfigError(
-            f"{folder} has {len(saved)} units, and this model has {len(store.units)}; it is of another model"
+            f"{folder} has {len(saved)} units, and this model has {len(expected)}; it is of another model"
         )
     own = {name: tuple(slabs.layout.entries[name].shape) for slabs in store.units.values() for name in slabs.layout}
     found = {each.tensor: each.shape for each in manifest.tensors}
@@ -203,9 +228,18 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Ad
             )
 
 
-def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], None] | None) -> None:
+def _require_buffers(folder: Path, buffers: Mapping[str, torch.Tensor], engine: Engine) -> None:
+    saved, own = ({name: each.shape for name, each in group.items()} for group in (buffers, _buffers(engine)))
+    for name in sorted(saved.keys() | own.keys()):
+        if saved.get(name) != own.get(name):
+            raise ConfigError(
+                f"{folder} has the buffer {name} of shape {saved.get(name)}, and this model {own.get(name)}"
+            )
+
+
+def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], None] | None, disk: Disk) -> None:
     dtype = next(iter(engine.store.source_dtypes.values()))
-    write_configs(Disk(), engine.parts.model, part, dtype)
+    write_configs(disk, engine.parts.model, part, dtype)
     if add_files is not None:
         add_files(part)
 

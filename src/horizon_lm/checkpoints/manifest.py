@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -19,7 +20,9 @@ from horizon_lm.resources import usable_cores
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "horizon-lm checkpoint", 1
 _PACKAGES = ("horizon-lm", "torch", "transformers", "numpy", "numba", "datasets", "trl", "tokenizers")
-_MAX_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30  # of a JSON file
+_DTYPE_BYTES = {"F32": 4, "BF16": 2, "I16": 2, "U8": 1}
+_SOURCE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,22 @@ def installed_packages() -> dict[str, str]:
     return found
 
 
+def read_json(path: Path) -> Any:
+    """Return the contents of a JSON file of a checkpoint.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
+    try:
+        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path} is damaged: it is missing, or larger than any file of its kind")
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a complete checkpoint, or a damaged one: whether it has a manifest."""
     return (folder / MANIFEST).is_file()
@@ -106,10 +125,10 @@ def read_manifest(folder: Path) -> Manifest:
         ConfigError: the folder is no checkpoint, or it is damaged or of another format version.
     """
     path = folder / MANIFEST
+    if not path.exists():
+        raise ConfigError(f"{folder} is not a checkpoint of horizon-lm: it has no {MANIFEST}")
+    outer = read_json(path)
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path} is damaged: it is larger than any manifest")
-        outer = json.loads(path.read_bytes())
         content = outer["checkpoint"]
         text = json.dumps(content, separators=(",", ":"), sort_keys=True)
         if outer["xxh3_128"] != xxhash.xxh3_128_hexdigest(text.encode()):
@@ -119,20 +138,38 @@ def read_manifest(folder: Path) -> Manifest:
         number = content.pop("version")
         if number != VERSION:
             raise ConfigError(
-                f"{folder} has format version {number}, and this is horizon-lm {installed_packages()['horizon-lm']}, which reads "
+                f"{folder} has format version {number}, and this is horizon-lm {installed_packages().get('horizon-lm')}, which reads "
                 f"version {VERSION}; use the release that wrote it ({content['packages'].get('horizon-lm')})"
             )
         files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
         tensors = [TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in content.pop("tensors")]
         manifest = Manifest(**content, files=files, tensors=tensors)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{folder} is not a checkpoint of horizon-lm: it has no {MANIFEST}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _require_types(manifest)
+        _require_files(folder, manifest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
-    _require_files(folder, manifest)
     return manifest
+
+
+def _require_types(manifest: Manifest) -> None:
+    """Raise ValueError, TypeError or AttributeError if a value is not of its type, or a tensor lies outside of its file."""
+    strings = [manifest.precision, manifest.moments or "", *manifest.packages.values()]
+    strings += [entry.xxh3_128 for entry in manifest.files.values()]
+    numbers = [manifest.step, *(entry.size for entry in manifest.files.values())]
+    for each in manifest.tensors:
+        strings += [each.file, each.tensor, each.dtype, each.xxh3_64]
+        numbers += [each.start, each.length, each.offset, *each.shape]
+    if not all(isinstance(each, str) for each in strings):
+        raise ValueError("a name or a hash is not a string")
+    if not all(type(each) is int and each >= 0 for each in numbers):
+        raise ValueError("a size is not a number, or negative")
+    if unknown := set(manifest.dtypes.values()) - set(_SOURCE_DTYPES):
+        raise ValueError(f"the dtypes {unknown} are not those of weights")
+    for each in manifest.tensors:
+        if each.offset + each.length * _DTYPE_BYTES[each.dtype] > manifest.files[each.file].size:
+            raise ValueError(f"{each.tensor} ends outside of {each.file}")
 
 
 def _require_files(folder: Path, manifest: Manifest) -> None:
@@ -162,6 +199,8 @@ def verify(folder: Path, manifest: Manifest) -> None:
 
 def require_hash(folder: Path, manifest: Manifest, name: str, found: str) -> None:
     """Raise ConfigError with the first damaged tensor if the hash of a file is not the manifest's."""
+    if name not in manifest.files:
+        raise ConfigError(f"{folder / MANIFEST} does not name {name}; the checkpoint is damaged")
     if found != manifest.files[name].xxh3_128:
         tensor = next((each for each in manifest.tensors if each.file == name and _is_damaged(folder, each)), None)
         place = f" at {tensor.tensor}" if tensor else ""
@@ -169,7 +208,6 @@ def require_hash(folder: Path, manifest: Manifest, name: str, found: str) -> Non
 
 
 def _is_damaged(folder: Path, tensor: TensorEntry) -> bool:
-    size = {"F32": 4, "BF16": 2, "I16": 2, "U8": 1}[tensor.dtype]
     with (folder / tensor.file).open("rb") as file:
         file.seek(tensor.offset)
-        return xxhash.xxh3_64_hexdigest(file.read(tensor.length * size)) != tensor.xxh3_64
+        return xxhash.xxh3_64_hexdigest(file.read(tensor.length * _DTYPE_BYTES[tensor.dtype])) != tensor.xxh3_64

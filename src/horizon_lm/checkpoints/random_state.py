@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from horizon_lm.errors import ConfigError, first_line
+
 
 def random_state(devices: bool = True) -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's generators, on the host and, if they work, on all devices."""
@@ -22,15 +24,27 @@ def random_state(devices: bool = True) -> dict[str, Any]:
     }
 
 
+def require_random_state(state: Any) -> None:
+    """Raise ConfigError if the states of the host's generators are damaged."""
+    try:
+        _set_host(state, random.Random(), np.random.RandomState(), torch.Generator())
+    except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
+        raise ConfigError(f"the saved states of the random generators are damaged: {first_line(error)}") from error
+
+
 def restore_random_state(state: Mapping[str, Any]) -> None:
     """Set all generators to what `random_state` has returned. Devices that are missing here are left out."""
-    version, words, position = state["python"]
-    random.setstate((version, tuple(map(int, _decode(words, np.uint32))), position))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, _decode(keys, np.uint32), *rest))
-    torch.set_rng_state(torch.from_numpy(_decode(state["torch"], np.uint8)))
+    _set_host(state, random, np.random, torch.default_generator)
     for index, each in enumerate(state["devices"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(torch.from_numpy(_decode(each, np.uint8)), index)
+
+
+def _set_host(state: Any, python: Any, numpy: Any, generator: torch.Generator) -> None:
+    version, words, position = state["python"]
+    python.setstate((version, tuple(map(int, _decode(words, np.uint32))), position))
+    name, keys, *rest = state["numpy"]
+    numpy.set_state((name, _decode(keys, np.uint32), *rest))
+    generator.set_state(torch.from_numpy(_decode(state["torch"], np.uint8)))
 
 
 def _encode(array: np.ndarray) -> str:

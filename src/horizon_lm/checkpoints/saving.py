@@ -9,7 +9,9 @@ import json
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,9 @@ import xxhash
 
 from horizon_lm.checkpoints.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
 from horizon_lm.checkpoints.unit_file import LOW, WEIGHT, Part, Section, UnitFile, hash_file
+from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.disk import Disk, part_of, publish_folder
-from horizon_lm.errors import StreamingError
 from horizon_lm.optim.moments import Moments
 from horizon_lm.store.store import SlabLayout, Store
 
@@ -76,12 +78,14 @@ class Saving:
         num_bytes: bytes of the units' files.
         error: the reason why it could not be written; its files are removed, and earlier checkpoints are intact.
         seconds: time from the beginning to the end.
+        wait_for_moves: waits until the units are written; a simulated device writes them in it.
     """
 
     folder: Path
     num_bytes: int = 0
     error: BaseException | None = None
     seconds: float = 0.0
+    wait_for_moves: Callable[[], None] = lambda: None
     _done: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -91,11 +95,13 @@ class Saving:
 
     def wait_until_done(self, timeout: float | None = None) -> bool:
         """Wait until the checkpoint is on disk or could not be written. Return false if the timeout came first."""
+        if timeout is None:
+            self.wait_for_moves()
         return self._done.wait(timeout)
 
     def wait(self) -> None:
         """Wait until the checkpoint is on disk, and raise the error if it could not be written."""
-        self._done.wait()
+        self.wait_until_done()
         if self.error is not None:
             raise self.error
 
@@ -133,23 +139,42 @@ class CheckpointWriter:
 
     def prepare(self, add_files: Callable[[Path], None]) -> None:
         """Create the folder under its temporary name, and add files that must be written before the training goes on."""
-        self._disk.remove(self._part)
-        self._disk.make_folder(self._part / UNITS)
-        add_files(self._part)
-
-    def abandon(self) -> None:
-        """Stop writing at the next chunk."""
-        self.saving.error = self.saving.error or StreamingError("the device has failed meanwhile")
-
-    def discard(self) -> None:
-        """Remove an abandoned checkpoint, once no thread writes any more."""
-        if not self.saving.done:
-            self._remove()
-            self.saving._done.set()
+        try:
+            self._disk.remove(self._part)
+            self._disk.make_folder(self._part / UNITS)
+            add_files(self._part)
+        except BaseException as error:
+            self.abandon(error)
+            self.discard()
+            raise
 
     def moves(self) -> dict[str, list[Move]]:
         """Return the moves that write each unit's file."""
         return {unit: [_WriteUnit(self._write(unit, file))] for unit, file in self._files.items()}
+
+    def write_units(self) -> None:
+        """Write all units' files now, while nothing changes them."""
+        with ThreadPoolExecutor(DISK_THREADS) as threads:
+            for unit, file in self._files.items():
+                threads.submit(deque, self._write(unit, file), 0)
+
+    def wait_for_moves(self, wait: Callable[[], None]) -> None:
+        """Wait for the moves. If some will never run, because an update before them has failed, the checkpoint has failed."""
+        try:
+            wait()
+        except Exception as error:
+            self.abandon(error)
+            self.discard()
+
+    def abandon(self, error: BaseException) -> None:
+        """Let the threads stop writing at their next chunk."""
+        self.saving.error = self.saving.error or error
+
+    def discard(self) -> None:
+        """End an abandoned checkpoint, although some moves have not run, and remove its files."""
+        if not self.saving.done:
+            self._remove()
+            self.saving._done.set()
 
     def _write(self, unit: str, file: UnitFile) -> Iterator[None]:
         """Write a unit's file, a chunk at a time. An error is kept: it must not reach the update that waits for this."""

@@ -161,21 +161,15 @@ def read_entries(path: Path) -> tuple[bytes, dict[str, Entry]]:
     with path.open("rb") as file:
         length = file.read(8)
         size = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
-        header = file.read(size) if 0 < size <= _MAX_HEADER_BYTES else b""
+        fits = 0 < size <= min(_MAX_HEADER_BYTES, path.stat().st_size)
+        header = file.read(size) if fits else b""
     try:
         content = json.loads(header)
         content.pop("__metadata__", None)
-        entries = {
-            name: Entry(
-                e["dtype"],
-                tuple(e["shape"]),
-                8 + size + e["data_offsets"][0],
-                -e["data_offsets"][0] + e["data_offsets"][1],
-            )
-            for name, e in sorted(content.items(), key=lambda item: item[1]["data_offsets"])
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{path} is not a file of a checkpoint, or is damaged") from error
+        found = {name: _entry(e, 8 + size) for name, e in content.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a file of a checkpoint, or its header is damaged") from error
+    entries = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].num_bytes)))
     position = 8 + size
     for name, entry in entries.items():
         if entry.start != position or entry.num_bytes < 0:
@@ -186,6 +180,25 @@ def read_entries(path: Path) -> tuple[bytes, dict[str, Entry]]:
     return length + header, entries
 
 
+def _entry(content: Any, end_of_header: int) -> Entry:
+    """Return a tensor of a header. Raise ValueError, KeyError or TypeError if it is not as the format says."""
+    dtype, shape, (start, end) = content["dtype"], content["shape"], content["data_offsets"]
+    if not isinstance(dtype, str) or any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        raise ValueError(f"{content} does not describe a tensor")
+    return Entry(dtype, tuple(shape), end_of_header + start, end - start)
+
+
+def require_tensors(path: Path, file: UnitFile) -> tuple[bytes, dict[str, Entry]]:
+    """Return what `read_entries` returns. Raise ConfigError if a tensor of the unit is missing or different in the file."""
+    header, entries = read_entries(path)
+    for name, own in file.entries.items():
+        found = entries.get(name)
+        if found is None or (found.dtype, found.shape, found.num_bytes) != (own.dtype, own.shape, own.num_bytes):
+            there = "missing" if found is None else f"{found.dtype} of shape {found.shape}"
+            raise ConfigError(f"{path}: {name} is {there} there, and {own.dtype} of shape {own.shape} in the model")
+    return header, entries
+
+
 def read_into(path: Path, file: UnitFile) -> str:
     """Read a file into the slabs of a unit, and return the xxh3-128 of the whole file.
 
@@ -194,12 +207,7 @@ def read_into(path: Path, file: UnitFile) -> str:
     Raises:
         ConfigError: the file is damaged, or lacks a tensor of the unit.
     """
-    header, entries = read_entries(path)
-    for name, own in file.entries.items():
-        found = entries.get(name)
-        if found is None or (found.dtype, found.shape) != (own.dtype, own.shape):
-            there = "missing" if found is None else f"{found.dtype} of shape {found.shape}"
-            raise ConfigError(f"{path}: {name} is {there} there, and {own.dtype} of shape {own.shape} in the model")
+    header, entries = require_tensors(path, file)
     targets = file.memory_of_tensors()
     digest = xxhash.xxh3_128(header)
     with path.open("rb", buffering=0) as stream:

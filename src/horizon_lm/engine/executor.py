@@ -594,7 +594,8 @@ class Engine:
             self.updates.partial_update.require_complete()
         self.device_lost = True
         if self.running_save is not None:
-            self.running_save.abandon()  # updates that it delays are completed now
+            # Updates that it delays are completed now.
+            self.running_save.abandon(StreamingError("the device has failed meanwhile"))
         try:
             self.updates.complete_without_device()
         finally:  # a kernel's error is recorded, and reported as what it means

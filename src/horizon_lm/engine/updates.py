@@ -55,12 +55,12 @@ class UnitOptimizer(Protocol):
 class RunningSave(Protocol):
     """A checkpoint that is being written, as the engine knows it."""
 
-    def abandon(self) -> None:
-        """Stop writing soon; called when the device has failed, before updates change what is being written."""
+    def abandon(self, error: BaseException) -> None:
+        """Stop writing soon, because of this error, before updates change what is being written."""
         ...
 
     def discard(self) -> None:
-        """Remove what was written, once no thread writes any more."""
+        """Remove what was written."""
         ...
 
 

@@ -14,7 +14,7 @@ import torch
 from horizon_lm.device.transfers import Move
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.updates import TableGrads
-from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
+from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError, first_line
 from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, squared_norm
 from horizon_lm.optim.moments import Moments, UnitArrays
 from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_settings, check_state
@@ -320,16 +320,14 @@ class AdamW(torch.optim.Optimizer):
         """Take over what `scalars` has returned.
 
         Raises:
-            ConfigError: it belongs to other parameters or groups; nothing was changed.
+            ConfigError: it belongs to other parameters or groups, or is damaged; nothing was changed.
         """
-        own = [[self._names[id(param)] for param in group["params"]] for group in self.param_groups]
-        if [group["params"] for group in scalars["groups"]] != own:
-            raise ConfigError(
-                "the checkpoint's optimizer has other parameter groups than this one; train the same parameters, in the "
-                "same groups"
-            )
-        if scalars["steps"].keys() != {self._names[id(param)] for param in self._steps}:
-            raise ConfigError("the checkpoint's optimizer trains other parameters than this one; freeze the same ones")
+        try:
+            self._require_scalars(scalars)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"the checkpoint's optimizer state is damaged: {first_line(error)}") from error
         for group, saved in zip(self.param_groups, scalars["groups"], strict=True):
             settings = {name: value for name, value in saved.items() if name != "params"}
             group.update({**settings, "betas": tuple(settings["betas"])})
@@ -339,6 +337,32 @@ class AdamW(torch.optim.Optimizer):
         self._step, self._seed = scalars["step"], scalars["seed"]
         self._skipped.load_state_dict(scalars["skipped"])
         self.grad_norm, self.unit_grad_norms = scalars["grad_norm"], dict(scalars["unit_grad_norms"])
+
+    def _require_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Raise ConfigError if these are not the scalars of this optimizer; another error if they are damaged."""
+        own = [[self._names[id(param)] for param in group["params"]] for group in self.param_groups]
+        if [group["params"] for group in scalars["groups"]] != own:
+            raise ConfigError(
+                "the checkpoint's optimizer has other parameter groups than this one; train the same parameters, in the "
+                "same groups"
+            )
+        if scalars["steps"].keys() != {self._names[id(param)] for param in self._steps}:
+            raise ConfigError("the checkpoint's optimizer trains other parameters than this one; freeze the same ones")
+        for group in scalars["groups"]:
+            check_settings(group)
+        skipped = scalars["skipped"]
+        counts = [
+            scalars["step"],
+            scalars["seed"],
+            skipped["num"],
+            skipped["num_consecutive"],
+            *scalars["steps"].values(),
+        ]
+        if not all(type(count) is int and 0 <= count < 1 << 63 for count in counts):
+            raise ValueError("a count is not a number, or out of range")
+        norms = [scalars["grad_norm"], *scalars["unit_grad_norms"].values()]
+        if not all(isinstance(norm, float | int | None) for norm in norms):
+            raise ValueError("a norm is not a number")
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for all updates and return the state as torch does, with the optimizer's number of steps as ``step``.
@@ -360,6 +384,7 @@ class AdamW(torch.optim.Optimizer):
             ConfigError: if a part of the state does not fit; nothing was changed.
         """
         own = self.state_dict()
+        self._engine.hand_out_weight()  # a checkpoint that is being written holds the moments of before
         saved = check_state(state_dict, own, self._moments.kind)
         saved.copy_into(own["state"])
         self._steps = {param: int(state["step"]) for param, state in self.state.items()}

@@ -47,6 +47,8 @@ class BestModel:
         if line["step"] == 0:
             return False
         gain = math.inf if self.metric is None else (value - self.metric) * (1 if self._greater else -1)
+        if math.isnan(value):
+            gain = -math.inf
         self._num_worse = 0 if gain > self._threshold else self._num_worse + 1
         if not gain > 0:
             return False

@@ -11,11 +11,12 @@ from typing import Any
 _RUN_ID = {"wandb": "WANDB_RUN_ID", "mlflow": "MLFLOW_RUN_ID"}  # environment variables that continue a tracker's run
 
 
-def callback_state(trainer_state: Any, callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the state of a Trainer, of callbacks that have one, and of trackers, as plain data."""
+def callback_state(trainer_state: Any, control: Any, callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return the state of a Trainer, its control, of callbacks that have one, and of trackers, as plain data."""
     stateful = {type(each).__name__: each.state() for each in callbacks if hasattr(each, "state")}
     content = {
         "trainer": dataclasses.asdict(trainer_state),
+        "stops": control.should_training_stop,
         "callbacks": stateful,
         "trackers": _run_ids(),
         "tensorboard": next((each.logging_dir for each in callbacks if _is_tensorboard(each)), None),

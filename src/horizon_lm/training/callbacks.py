@@ -82,6 +82,8 @@ class Callbacks:
                 report(f"resume: the callback {name} has no state(), so it begins anew")
         with resumed_trackers(resumed):
             self._call("on_train_begin")
+        if resumed:
+            self._control.should_training_stop |= resumed["stops"]
         if isinstance(self.error, AssertionError):  # how transformers' own callbacks reject a run
             raise ConfigError(
                 f"callbacks: {self.error}; set eval_strategy: steps or epoch, and add eval_datasets or test_split_size"
@@ -91,7 +93,7 @@ class Callbacks:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the callbacks and trackers as plain data."""
-        return {} if self._handler is None else callback_state(self._state, self._handler.callbacks)
+        return {} if self._handler is None else callback_state(self._state, self._control, self._handler.callbacks)
 
     def before_step(self, step: int) -> None:
         """Signal the start of a step, counted from 1."""

@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from horizon_lm.checkpoints.checkpoint import ARRAYS, read_tensors, restore
+from horizon_lm.checkpoints.manifest import is_checkpoint
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import as_config
 from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.loader import Batch
 from horizon_lm.device.faults import is_device_fault
-from horizon_lm.errors import DeviceFaultError, InterruptedRunError, first_line
+from horizon_lm.errors import ConfigError, DeviceFaultError, InterruptedRunError, first_line
 from horizon_lm.plan.render import summary_lines
 from horizon_lm.plan.request import Saves
 from horizon_lm.preflight.admission import Admission, apply_plan
@@ -215,7 +216,7 @@ def train(
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         checkpoints = RunCheckpoints(
             config, run_dir.path, reporter.print, model, optimizer, lambda part: write_side_files(part, tokenizer, config),
-            objectives.reference, resumed=point is not None,
+            objectives.reference, point,
         )  # fmt: skip
         result = _Loop(
             given, config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
@@ -318,8 +319,12 @@ class _Loop:
         self.loss_before, self.last_eval = state["loss_before"], tuple(state["last_eval"])
         self.finished = state["finished"]
         self.best.load_state_dict(state["best"])
-        if self.best.step and (best := self.checkpoints.path(self.best.step)).exists():
-            self.checkpoints.best = best
+        if self.config.load_best_model_at_end and self.best.step:
+            best = point.folder.with_name(f"checkpoint-{self.best.step}")
+            if is_checkpoint(best):
+                self.checkpoints.best = best
+            else:
+                self.reporter.print(f"resume: warning: {best}, the best one so far, is missing")
         for file in (self.metrics_file, self.run_dir.samples):
             if not file.cut_to(state["files"][file.path.name]):
                 self.reporter.print(f"resume: {file.path} has changed since, so its lines are set aside")
@@ -376,10 +381,14 @@ class _Loop:
     def load_best_model(self, step: int) -> None:
         """Load the weights of the best evaluation, unless they are the last ones."""
         self.evaluate(step)
+        self.checkpoints.wait()
         if self.best.step == step or self.checkpoints.best is None:
             return
-        self.reporter.print(f"loading the best model, that of step {self.best.step}")
-        self.checkpoints.load_best()
+        self.reporter.print(f"loading the best model, {self.checkpoints.best}")
+        try:
+            self.checkpoints.load_best()
+        except (ConfigError, OSError) as error:
+            self.reporter.print(f"warning: {first_line(error)}; the last model is exported instead")
 
     def kept_artifacts(self) -> str:
         """Return a sentence about what is kept when the run ends early."""

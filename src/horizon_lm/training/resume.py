@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.checkpoints.checkpoint import read_state
-from horizon_lm.checkpoints.manifest import Manifest, installed_packages, is_checkpoint, read_manifest
+from horizon_lm.checkpoints.manifest import Manifest, installed_packages, is_checkpoint, read_manifest, require_hash
+from horizon_lm.checkpoints.saving import STATE
+from horizon_lm.checkpoints.unit_file import hash_file
 from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Sampler
 from horizon_lm.data.token_dataset import TokenTable
@@ -33,6 +35,10 @@ _ROUNDING = {
     "per_device_train_batch_size", "gradient_accumulation_steps",
 }  # fmt: skip
 _OPEN = ("device_micro_batch_size", "head", "head_chunk_tokens")  # chosen by the plan, unless they are set
+_STATE = {
+    "step", "num_steps", "finished", "config", "settled", "model_config", "data", "scheduler", "metrics", "files", "callbacks",
+    "loss_before", "last_eval", "best",
+}  # fmt: skip
 _VERSIONS = ("horizon-lm", "torch", "transformers", "numba")
 _REMEDY = "restore them, choose another output_dir, or set resume_with_changes: true to go on with the changes"
 
@@ -103,13 +109,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def _open(folder: Path) -> ResumePoint:
     manifest = read_manifest(folder)
-    try:
-        state = read_state(folder)["state"]
-        return ResumePoint(folder, manifest, {**state, "step": int(state["step"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{folder} was not written by `horizon-lm train`, or is damaged; load it with horizon_lm.load_checkpoint"
-        ) from error
+    require_hash(folder, manifest, STATE, hash_file(folder / STATE))
+    state = read_state(folder)["state"]
+    if not isinstance(state, dict) or not state.keys() >= _STATE:
+        raise ConfigError(f"{folder} was not written by `horizon-lm train`; load it with horizon_lm.load_checkpoint")
+    return ResumePoint(folder, manifest, state)
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

@@ -1,22 +1,22 @@
 """The checkpoints of a run: written in the background, and the oldest deleted once a newer one is on disk."""
 
-import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from horizon_lm.checkpoints.checkpoint import restore, save_checkpoint
-from horizon_lm.checkpoints.manifest import read_manifest
+from horizon_lm.checkpoints.manifest import read_manifest, verify
 from horizon_lm.checkpoints.saving import RateLimit, Saving
 from horizon_lm.config import RunConfig
 from horizon_lm.config.text import to_yaml
-from horizon_lm.disk import Disk
+from horizon_lm.disk import Disk, part_of
 from horizon_lm.errors import first_line
 from horizon_lm.quantities import format_bytes, format_seconds
-from horizon_lm.training.resume import checkpoints_in
+from horizon_lm.training.resume import ResumePoint, checkpoints_in
 
 
 class RunCheckpoints:
@@ -29,7 +29,7 @@ class RunCheckpoints:
         model, optimizer: what is saved.
         add_files: a function that writes the tokenizer and the like into a checkpoint.
         arrays: tensors to save with each checkpoint, such as the reference of DPO.
-        resumed: the checkpoints in the folder belong to this run.
+        point: the checkpoint that the run goes on from; None for a new run.
         disk: file operations, for tests.
     """
 
@@ -42,13 +42,13 @@ class RunCheckpoints:
         optimizer: Any,
         add_files: Callable[[Path], None],
         arrays: Mapping[str, torch.Tensor],
-        resumed: bool,
+        point: ResumePoint | None,
         disk: Disk | None = None,
     ) -> None:
         self._folder, self._print, self._model, self._optimizer = folder, print_fn, model, optimizer
         self._add_files, self._arrays, self._disk = add_files, arrays, disk or Disk()
         self._limit, self._rate_limit = config.save_total_limit, RateLimit(config.save_bandwidth)
-        self._kept: list[Path] = checkpoints_in(folder) if resumed else []
+        self._kept = self._take_over(point)
         self._running: tuple[int, Saving] | None = None
         self._bytes_per_second: float | None = None  # of the last checkpoint
         self.best: Path | None = None  # kept whatever the limit is
@@ -63,17 +63,36 @@ class RunCheckpoints:
         """Return the folder of a step's checkpoint."""
         return self._folder / f"checkpoint-{step}"
 
+    def _take_over(self, point: ResumePoint | None) -> list[Path]:
+        """Return the checkpoints that this run goes on from, and rename those that it will not pass through.
+
+        A later checkpoint, of a run that was continued otherwise, would be taken for this run's when it is resumed.
+        """
+        for part in self._folder.glob(".checkpoint-*.horizon-part"):  # of an interrupted run
+            self._disk.remove(part)
+        kept, last = [], -1
+        if point is not None and point.folder.resolve().parent == self._folder.resolve():
+            last = point.step
+        for path in checkpoints_in(self._folder):
+            if int(path.name.removeprefix("checkpoint-")) <= last:
+                kept.append(path)
+            else:
+                aside = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+                self._disk.rename(path, aside)
+                self._print(f"{path} is not of this run, and is now {aside.name}")
+        return kept
+
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
         """Begin to write the checkpoint of a step, after the one before is on disk. A failure is reported by `report`."""
         began, target = time.perf_counter(), self.path(step)
         self.wait()
-        self.best = target if best else self.best
         if target in self._kept:
+            self.best = target if best else self.best
             return
         try:
             saving = save_checkpoint(
                 target, self._model, self._optimizer, state=state, arrays=self._arrays, add_files=self._add_files,
-                published=lambda: self._published(target), wait=False, disk=self._disk, rate_limit=self._rate_limit,
+                published=lambda: self._published(target, best), wait=False, disk=self._disk, rate_limit=self._rate_limit,
             )  # fmt: skip
             self._running = step, saving
         except OSError as error:
@@ -94,8 +113,6 @@ class RunCheckpoints:
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the running checkpoint is on disk, or for some seconds, and report it."""
         if self._running is not None:
-            if seconds is None:  # a simulated device runs the writers in this wait
-                self._model._horizon.engine.wait_for_saves()
             self._running[1].wait_until_done(seconds)
         self.report()
 
@@ -107,19 +124,25 @@ class RunCheckpoints:
         return num_bytes / self._bytes_per_second
 
     def load_best(self) -> None:
-        """Load the weights of the best checkpoint."""
-        self.wait()
+        """Load the weights of the best checkpoint. Raise ConfigError, and change nothing, if it is damaged."""
         assert self.best is not None
-        restore(self.best, read_manifest(self.best), self._model, None)
+        manifest = read_manifest(self.best)
+        verify(self.best, manifest)
+        restore(self.best, manifest, self._model, None)
 
-    def _published(self, folder: Path) -> None:
+    def _published(self, folder: Path, best: bool) -> None:
         """Delete the oldest checkpoints beyond the limit; called in the thread that has written the new one."""
+        self.best = folder if best else self.best
         self._kept = [*(path for path in self._kept if path != folder), folder]
         others = [path for path in self._kept if path != self.best]
         while self._limit and len(others) > self._limit:
             oldest = others.pop(0)
             self._kept.remove(oldest)
-            shutil.rmtree(oldest, ignore_errors=True)
+            part = part_of(oldest)
+            with suppress(OSError):  # what is left is removed when the run is resumed
+                self._disk.remove(part)
+                self._disk.rename(oldest, part)  # in one operation: half a checkpoint never has the name of a whole one
+                self._disk.remove(part)
 
     def _report_failure(self, step: int, error: BaseException) -> None:
         last = f"the last one is {self.last}" if self.last else "there is none yet"

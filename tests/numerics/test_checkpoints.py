@@ -1,0 +1,340 @@
+"""A checkpoint has the bits of the moment in which it was asked for, while training goes on and is not disturbed."""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import horizon_lm
+from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.checkpoints.random_state import random_state
+from horizon_lm.device.cpu import CpuDevice
+from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.optim import update_tasks
+from horizon_lm.schedule import build
+from horizon_lm.schedule.ops import LastUse, Pass, ScheduleError, Stream, Wait
+from horizon_lm.schedule.verify import each_wait, without_wait
+from tests import families
+from tests.threaded import ThreadedDevice
+
+Digests = dict[str, str]
+MODES = [
+    pytest.param(precision, moments, in_backward, tied, id=f"{precision} {moments}{' in-backward' * in_backward}{' tied' * tied}")
+    for precision, moments, in_backward, tied in product(
+        ("float32", "fp32_master", "bf16"), ("float32", "bfloat16", "8bit"), (False, True), (False, True)
+    )
+]  # fmt: skip
+BUFFERED = "deepseek_v3"  # has persistent buffers
+
+
+def opened(
+    device: Any = "cpu", precision: str = "float32", moments: str = "float32", in_backward: bool = False, tied: bool = False,
+    family: str = "llama", seed: int = 0, frozen: str = "", **settings: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    plain = families.build(family, seed, tie_word_embeddings=tied)
+    for name, param in plain.named_parameters():
+        param.requires_grad_(not frozen or frozen not in name)
+    model = horizon_lm.stream(plain, device, precision=precision, **settings)
+    clip = {} if in_backward else {"max_grad_norm": 0.5}
+    return model, horizon_lm.AdamW(model, lr=1e-2, moments=moments, update_in_backward=in_backward, **clip)
+
+
+def step(model: Any, optimizer: Any, seed: int) -> float:
+    loss = model(**families.batch(seed=seed)).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def digest(model: Any, optimizer: Any) -> Digests:
+    """Return hashes of everything in memory that training changes."""
+    horizon_lm.synchronize(model)
+    store, found = model._horizon.engine.store, {}
+    for unit, slabs in store.units.items():
+        own = optimizer.moments.units[unit]
+        for name, slab in (
+            ("weights", slabs.weights), ("low", slabs.low), ("first", own.first), ("second", own.second),
+            ("scale1", own.scale1), ("scale2", own.scale2),
+        ):  # fmt: skip
+            if slab is not None:
+                found[f"{unit} {name}"] = hashlib.sha256(slab.view(torch.uint8).numpy().data).hexdigest()
+    for name, buffer in model.named_buffers():
+        found[name] = hashlib.sha256(buffer.contiguous().view(torch.uint8).numpy().data).hexdigest()
+    scalars = optimizer.scalars()
+    # The last digit of a norm depends on the pieces in which a simulated device lands gradients.
+    scalars["unit_grad_norms"] = {unit: round(norm, 9) for unit, norm in scalars["unit_grad_norms"].items()}
+    scalars["grad_norm"] = round(scalars["grad_norm"], 9)
+    found["optimizer"] = json.dumps(scalars, sort_keys=True)
+    return found
+
+
+def states(num_steps: int, device: Any = "cpu", **options: Any) -> list[Digests]:
+    """Return what is in memory after each step, without checkpoints."""
+    model, optimizer = opened(device, **options)
+    found = []
+    for number in range(num_steps):
+        step(model, optimizer, number)
+        found.append(digest(model, optimizer))
+    return found
+
+
+def train_and_save(device: Any, folder: Path, saved_after: tuple[int, ...], num_steps: int, **options: Any) -> Digests:
+    """Train, write checkpoints while training goes on, and return what is in memory at the end."""
+    model, optimizer = opened(device, **options)
+    for number in range(num_steps):
+        step(model, optimizer, number)
+        if number in saved_after:
+            saving = save_checkpoint(folder / f"after-{number}", model, optimizer, wait=False)
+    saving.wait()
+    return digest(model, optimizer)
+
+
+def loaded(folder: Path, **options: Any) -> Digests:
+    """Return what a new model has after a checkpoint is loaded."""
+    model, optimizer = opened("cpu", **options | {"seed": 1})
+    load_checkpoint(folder, model, optimizer)
+    return digest(model, optimizer)
+
+
+@pytest.mark.parametrize(("precision", "moments", "in_backward", "tied"), MODES)
+def test_a_checkpoint_is_exact_while_training_goes_on(
+    precision: str, moments: str, in_backward: bool, tied: bool, tmp_path: Path
+) -> None:
+    options = {"precision": precision, "moments": moments, "in_backward": in_backward, "tied": tied}
+    expected = states(5, **options)
+    draw = random.Random(str(options))
+    devices = [
+        "cpu",
+        *(SimulatedDevice(seed, eagerness=draw.choice([None, 0.0, 0.5, 1.0]), pieces=3) for seed in range(3)),
+        ThreadedDevice(draw.randrange(100)),
+    ]
+    for number, device in enumerate(devices):
+        folder = tmp_path / str(number)
+        assert train_and_save(device, folder, (1, 2), 5, **options) == expected[4], f"{device} was disturbed"
+        for after in (1, 2):
+            assert loaded(folder / f"after-{after}", **options) == expected[after], f"{device}, after step {after}"
+
+
+def test_training_goes_on_from_a_checkpoint_exactly(tmp_path: Path) -> None:
+    options = {"precision": "fp32_master", "moments": "8bit", "family": BUFFERED}
+    expected = states(4, **options)
+    train_and_save("cpu", tmp_path, (1,), 2, **options)
+    model, optimizer = opened("cpu", **options | {"seed": 1})
+    load_checkpoint(tmp_path / "after-1", model, optimizer)
+    for number in (2, 3):
+        step(model, optimizer, number)
+    assert digest(model, optimizer) == expected[3]
+
+
+def test_state_arrays_and_random_generators_travel_with_a_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = opened()
+    step(model, optimizer, 0)
+    array = torch.arange(5.0)
+    before = random_state()
+    saving = save_checkpoint(tmp_path / "one", model, optimizer, state={"epoch": 3}, arrays={"kept": array}, wait=False)
+    array.zero_()  # the checkpoint has the values of the call
+    torch.rand(3), random.random()
+    saving.wait()
+    assert load_checkpoint(tmp_path / "one", model, optimizer) == {"epoch": 3}
+    assert random_state() == before
+    with safe_open(tmp_path / "one" / "arrays.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("kept"), torch.arange(5.0))
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp32_master", "bf16"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+def test_files_are_safetensors_with_the_names_of_the_parameters(precision: str, moments: str, tmp_path: Path) -> None:
+    model, optimizer = opened(precision=precision, moments=moments, frozen="layers.0")
+    step(model, optimizer, 0)
+    save_checkpoint(tmp_path / "one", model, optimizer)
+    found = {}
+    for path in sorted((tmp_path / "one" / "units").iterdir()):
+        assert path.stat().st_size % 4096 == 0
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if not name.startswith(".padding")}  # noqa: SIM118
+    store = model._horizon.engine.store
+    expected = {name: store.weight(name) for name in store.unit_of}
+    for unit, slabs in store.units.items():
+        for name in slabs.layout if slabs.low is not None else ():
+            expected[f"{name}.low"] = slabs.layout.view(slabs.low, name)
+        for name in slabs.grad_layout:
+            state = optimizer.moments.state(unit, slabs.grad_layout, name)
+            expected |= {f"{name}.{key}": value for key, value in state.items()}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].view(torch.uint8), value.contiguous().view(torch.uint8)), name
+    assert "model.layers.1.self_attn.q_proj.weight.exp_avg" in found
+    assert "model.layers.0.self_attn.q_proj.weight.exp_avg" not in found
+
+
+def test_weights_load_without_an_optimizer(tmp_path: Path) -> None:
+    model, optimizer = opened(precision="fp32_master")
+    step(model, optimizer, 0)
+    save_checkpoint(tmp_path / "one", model, optimizer)
+    other = horizon_lm.stream(families.build("llama", 1), "cpu", precision="fp32_master")
+    load_checkpoint(tmp_path / "one", other)
+    for name in model._horizon.engine.store.unit_of:
+        masters = [each._horizon.engine.store.master(name) for each in (model, other)]
+        assert torch.equal(*masters), name
+
+
+def test_a_model_without_optimizer_is_saved(tmp_path: Path) -> None:
+    model, optimizer = opened()
+    save_checkpoint(tmp_path / "one", model)
+    with pytest.raises(ConfigError, match="moments None"):
+        load_checkpoint(tmp_path / "one", model, optimizer)
+    other, _ = opened(seed=1)
+    load_checkpoint(tmp_path / "one", other)
+    assert torch.equal(other.lm_head.weight, model.lm_head.weight)
+
+
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
+    "precision": ({"precision": "float32"}, "precision bf16"),
+    "moments": ({"moments": "8bit"}, "moments float32"),
+    "family": ({"family": "gpt2"}, "another model"),
+    "buffers": ({"family": BUFFERED}, "another model"),
+    "tied": ({"tied": True}, "another model"),
+    "frozen": ({"frozen": "layers.1"}, "other parameter"),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(name: str, tmp_path: Path) -> None:
+    changes, message = REJECTED[name]
+    train_and_save("cpu", tmp_path, (0,), 1, precision="bf16")
+    model, optimizer = opened(**{"precision": "bf16"} | changes)
+    step(model, optimizer, 7)
+    before, generators = digest(model, optimizer), random_state()
+    with pytest.raises(ConfigError, match=message):
+        load_checkpoint(tmp_path / "after-0", model, optimizer)
+    assert digest(model, optimizer) == before
+    assert random_state() == generators
+
+
+def test_other_groups_are_rejected(tmp_path: Path) -> None:
+    train_and_save("cpu", tmp_path, (0,), 1)
+    model, _ = opened()
+    params = list(model.parameters())
+    optimizer = horizon_lm.AdamW(model, lr=1e-2, params=[{"params": params[:3]}, {"params": params[3:]}])
+    before = digest(model, optimizer)
+    with pytest.raises(ConfigError, match="other parameter groups"):
+        load_checkpoint(tmp_path / "after-0", model, optimizer)
+    assert digest(model, optimizer) == before
+
+
+def test_a_checkpoint_inside_a_step_is_rejected(tmp_path: Path) -> None:
+    """Some weights are updated and some are not: neither this step's state nor the last one's."""
+    model, optimizer = opened(in_backward=True)
+    model(**families.batch()).loss.backward()
+    with pytest.raises(StreamingError, match=r"after optimizer\.step"):
+        save_checkpoint(tmp_path / "one", model, optimizer)
+    optimizer.step()
+    save_checkpoint(tmp_path / "one", model, optimizer)
+
+
+def test_loading_an_optimizer_state_waits_for_the_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = opened(SimulatedDevice(0, eagerness=0.0))
+    step(model, optimizer, 0)
+    earlier = dict(optimizer.state_dict())
+    earlier["state"] = {k: {n: v.clone() for n, v in each.items()} for k, each in earlier["state"].items()}
+    step(model, optimizer, 1)
+    expected = digest(model, optimizer)
+    saving = save_checkpoint(tmp_path / "one", model, optimizer, wait=False)
+    assert not saving.done
+    optimizer.load_state_dict(earlier)
+    saving.wait()
+    assert loaded(tmp_path / "one") == expected
+
+
+@pytest.mark.parametrize("device", [CpuDevice, ThreadedDevice])
+def test_an_update_that_fails_ends_the_checkpoint_that_waits_for_it(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its unit is never written, so waiting for its end must not last for ever."""
+    model, optimizer = opened(device())
+    step(model, optimizer, 0)
+    save_checkpoint(tmp_path / "good", model, optimizer)
+    model(**families.batch()).loss.backward()
+    monkeypatch.setattr(update_tasks.Pieces, "run", _fail)
+    optimizer.step()
+    saving = save_checkpoint(tmp_path / "bad", model, optimizer, wait=False)
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        saving.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good"]
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError("broken kernel")
+
+
+# Controls: without a wait, some order of copies, updates and writes gives another checkpoint
+
+CONTROLS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tied": True},
+    "in backward": {"in_backward": True},
+    "in backward, tied": {"in_backward": True, "tied": True},
+}
+_FUNCTIONS = ("forward", "backward", "update", "save")
+
+
+def waits_for_saves(schedule: Pass) -> Iterator[tuple[int, Wait]]:
+    """Yield the waits of a save pass, and those of updates for saves."""
+    for index, wait in each_wait(schedule):
+        if schedule.name == "save" or (isinstance(wait, LastUse) and wait.stream == Stream.DISK):
+            yield index, wait
+
+
+def replace_passes(monkeypatch: pytest.MonkeyPatch, change: Callable[[Pass], Pass]) -> None:
+    for function in _FUNCTIONS:
+        original = getattr(build, function)
+        monkeypatch.setattr(build, function, lambda *args, original=original, **named: change(original(*args, **named)))
+
+
+def save_and_go_on(device: Any, folder: Path, **options: Any) -> Digests:
+    """Save after some steps and go on; the table is updated before the save, and by rows after it."""
+    return train_and_save(device, folder, (0, 1, 3), 5, **options)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_each_dropped_wait_spoils_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = CONTROLS[name]
+    expected = states(5, **options)
+    seen: set[Pass] = set()
+    with monkeypatch.context() as patch:
+        replace_passes(patch, lambda made: (seen.add(made), made)[1])
+        assert save_and_go_on(SimulatedDevice(0), tmp_path / "whole", **options) == expected[4]
+    drops = [(schedule, *drop) for schedule in sorted(seen, key=str) for drop in waits_for_saves(schedule)]
+    assert {schedule.name for schedule, *_ in drops} >= {"save"}
+    missed = []
+    for number, (schedule, op, wait) in enumerate(drops):
+        broken = without_wait(schedule, op, wait)
+        with monkeypatch.context() as patch:
+            replace_passes(patch, lambda made, s=schedule, b=broken: b if made == s else made)
+            if not is_noticed(tmp_path / str(number), expected, options):
+                missed.append(f"{schedule.name} {schedule.ops[op]}: {wait}")
+    assert missed == [], "\n".join(missed)
+
+
+def is_noticed(folder: Path, expected: list[Digests], options: dict[str, Any]) -> bool:
+    """Return whether some order gives another training or another checkpoint."""
+    for seed, eagerness in [(0, 1.0), (0, 0.0), *((seed, None) for seed in range(8))]:
+        try:
+            device, target = SimulatedDevice(seed, eagerness=eagerness, pieces=2), folder / f"{seed} {eagerness}"
+            if save_and_go_on(device, target, **options) != expected[4]:
+                return True
+            if any(loaded(target / f"after-{after}", **options) != expected[after] for after in (0, 1, 3)):
+                return True
+        except (ScheduleError, ArithmeticError, RuntimeError, ConfigError):
+            return True
+    return False
