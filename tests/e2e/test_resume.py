@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 
 import horizon_lm
 from horizon_lm.checkpoints.random_state import random_state
-from horizon_lm.errors import InterruptedRunError
+from horizon_lm.device.cpu import CpuDevice
+from horizon_lm.errors import DeviceFaultError, InterruptedRunError
 from horizon_lm.training import loop as training_loop
+from tests.dying import Death, dying
 from tests.e2e import tiny
 
 TIMED = {
@@ -63,11 +65,13 @@ class Runs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loops: list[Any] = []
         self.stop_after: int | None = None
+        self.before_step: dict[int, Callable[[], None]] = {}
         runs, original = self, training_loop._Loop.train_step
 
         def train_step(loop: Any, batch: Any, step: int) -> None:
             if loop not in runs.loops:
                 runs.loops.append(loop)
+            runs.before_step.get(step, lambda: None)()
             original(loop, batch, step)
             if step == runs.stop_after:
                 loop.interrupts.requested = "SIGTERM"
@@ -155,3 +159,26 @@ def test_resume_is_exact_with_a_mixture(runs: Runs, base: dict[str, Any], tmp_pa
     more = tiny.write_jsonl(tmp_path / "more.jsonl", [{"text": f"The rain comes on night {n}."} for n in range(7)])
     datasets = [*base["datasets"], {"path": str(more), "weight": 0.5}]
     assert_resumes(runs, base | {"datasets": datasets, "train_on": "all"}, tmp_path, (2, 5))
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["normal", "in the backward"])
+def test_run_whose_device_dies_is_resumed_exactly(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_backward: bool
+) -> None:
+    """The state is saved from host memory, without the device, while a checkpoint may be on its way."""
+    settings = {**base, "save_strategy": "steps", "save_steps": 2}
+    settings |= {"update_in_backward": True, "max_grad_norm": 0} if in_backward else {}
+    expected = outcome(runs.train({**settings, "output_dir": str(tmp_path / "whole")})[0])
+    saved = set()
+    for at in (0, 40, 90):
+        cut, death = {**settings, "output_dir": str(tmp_path / f"cut-{at}")}, Death()
+        with monkeypatch.context() as patch:
+            patch.setattr("horizon_lm.engine.options.open_device", lambda *_, death=death: dying(CpuDevice, death))
+            runs.before_step[5] = lambda death=death, at=at: death.arm(at)
+            with pytest.raises(DeviceFaultError, match=r"the device failed in step [56] .*the device died"):
+                horizon_lm.train(cut, print_fn=lambda line: None)
+        runs.before_step.clear()
+        resumed, lines = runs.train(cut)
+        saved.add(next(line for line in lines if line.startswith("resume: from")).split("checkpoint-")[1].split()[0])
+        assert outcome(resumed) == expected, f"operation {at}, {death.killed_by}"
+    assert "4" in saved

@@ -20,7 +20,7 @@ from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.optim import update_tasks
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import LastUse, Pass, ScheduleError, Stream, Wait
+from horizon_lm.schedule.ops import Kind, LastUse, Pass, ScheduleError, Stream, Wait
 from horizon_lm.schedule.verify import each_wait, without_wait
 from tests import families
 from tests.threaded import ThreadedDevice
@@ -72,7 +72,7 @@ def digest(model: Any, optimizer: Any) -> Digests:
     scalars = optimizer.scalars()
     # The last digit of a norm depends on the pieces in which a simulated device lands gradients.
     scalars["unit_grad_norms"] = {unit: round(norm, 9) for unit, norm in scalars["unit_grad_norms"].items()}
-    scalars["grad_norm"] = round(scalars["grad_norm"], 9)
+    scalars["grad_norm"] = round(scalars["grad_norm"] or 0.0, 9)
     found["optimizer"] = json.dumps(scalars, sort_keys=True)
     return found
 
@@ -288,10 +288,32 @@ CONTROLS: dict[str, dict[str, Any]] = {
 _FUNCTIONS = ("forward", "backward", "update", "save")
 
 
-def waits_for_saves(schedule: Pass) -> Iterator[tuple[int, Wait]]:
-    """Yield the waits of a save pass, and those of updates for saves."""
+class WritesFirst(SimulatedDevice):
+    """Writes to disk as soon as the schedule permits it, and does everything else as late as it permits."""
+
+    def _interfere(self) -> None:
+        disk = self._queues[Stream.DISK]
+        while disk and self._may_run(disk[0].task):
+            self._run_piece(disk)
+
+    def _run_piece(self, queue: Any) -> None:
+        super()._run_piece(queue)
+        if queue is not self._queues[Stream.DISK]:
+            self._interfere()
+
+
+def waits_for_saves(schedule: Pass, in_backward: bool) -> Iterator[tuple[int, Wait]]:
+    """Yield the waits of saves for updates, and those of updates for saves.
+
+    Left out are those that a save never meets, although the checker requires them: the host has waited for the landings and
+    for the last checkpoint, and in a backward pass for the first two units' updates, as others land in the same slots.
+    """
     for index, wait in each_wait(schedule):
-        if schedule.name == "save" or (isinstance(wait, LastUse) and wait.stream == Stream.DISK):
+        op = schedule.ops[index]
+        if schedule.name == "save":
+            if op.kind == Kind.SAVE and not (in_backward and op.unit in ("head", "block2")):
+                yield index, wait
+        elif isinstance(wait, LastUse) and wait.stream == Stream.DISK:
             yield index, wait
 
 
@@ -302,20 +324,21 @@ def replace_passes(monkeypatch: pytest.MonkeyPatch, change: Callable[[Pass], Pas
 
 
 def save_and_go_on(device: Any, folder: Path, **options: Any) -> Digests:
-    """Save after some steps and go on; the table is updated before the save, and by rows after it."""
-    return train_and_save(device, folder, (0, 1, 3), 5, **options)
+    """Save after two steps and go on; the embedding is updated before the save, and by rows after it."""
+    return train_and_save(device, folder, (0, 1), 4, **options)
 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_each_dropped_wait_spoils_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = CONTROLS[name]
-    expected = states(5, **options)
+    expected = states(4, **options)
     seen: set[Pass] = set()
     with monkeypatch.context() as patch:
         replace_passes(patch, lambda made: (seen.add(made), made)[1])
-        assert save_and_go_on(SimulatedDevice(0), tmp_path / "whole", **options) == expected[4]
-    drops = [(schedule, *drop) for schedule in sorted(seen, key=str) for drop in waits_for_saves(schedule)]
-    assert {schedule.name for schedule, *_ in drops} >= {"save"}
+        assert not is_noticed(tmp_path / "whole", expected, options)
+    in_backward = options.get("in_backward", False)
+    drops = [(s, *drop) for s in sorted(seen, key=str) for drop in waits_for_saves(s, in_backward)]
+    assert {schedule.name for schedule, *_ in drops} == {"save", "forward", "backward" if in_backward else "update"}
     missed = []
     for number, (schedule, op, wait) in enumerate(drops):
         broken = without_wait(schedule, op, wait)
@@ -327,13 +350,13 @@ def test_each_dropped_wait_spoils_a_checkpoint(name: str, tmp_path: Path, monkey
 
 
 def is_noticed(folder: Path, expected: list[Digests], options: dict[str, Any]) -> bool:
-    """Return whether some order gives another training or another checkpoint."""
-    for seed, eagerness in [(0, 1.0), (0, 0.0), *((seed, None) for seed in range(8))]:
+    """Return whether an order gives another training or another checkpoint."""
+    for device in (SimulatedDevice(0, eagerness=0.0), WritesFirst(0)):
+        target = folder / type(device).__name__
         try:
-            device, target = SimulatedDevice(seed, eagerness=eagerness, pieces=2), folder / f"{seed} {eagerness}"
-            if save_and_go_on(device, target, **options) != expected[4]:
+            if save_and_go_on(device, target, **options) != expected[3]:
                 return True
-            if any(loaded(target / f"after-{after}", **options) != expected[after] for after in (0, 1, 3)):
+            if any(loaded(target / f"after-{after}", **options) != expected[after] for after in (0, 1)):
                 return True
         except (ScheduleError, ArithmeticError, RuntimeError, ConfigError):
             return True

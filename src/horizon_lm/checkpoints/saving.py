@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,8 @@ class CheckpointWriter:
         self._disk, self._rate_limit = disk, rate_limit
         self._entries: dict[str, FileEntry] = {}
         self._tensors: dict[str, list[TensorEntry]] = {}
-        self._lock, self._left, self._began = threading.Lock(), len(files), time.perf_counter()
+        self._changed, self._left, self._num_writing = threading.Condition(), len(files), 0
+        self._began = time.perf_counter()
 
     def prepare(self, add_files: Callable[[Path], None]) -> None:
         """Create the folder under its temporary name, and add files that must be written before the training goes on."""
@@ -150,7 +152,7 @@ class CheckpointWriter:
 
     def moves(self) -> dict[str, list[Move]]:
         """Return the moves that write each unit's file."""
-        return {unit: [_WriteUnit(self._write(unit, file))] for unit, file in self._files.items()}
+        return {unit: [_WriteUnit(self._write(unit, file), self._writing)] for unit, file in self._files.items()}
 
     def write_units(self) -> None:
         """Write all units' files now, while nothing changes them."""
@@ -172,32 +174,49 @@ class CheckpointWriter:
 
     def discard(self) -> None:
         """End an abandoned checkpoint, although some moves have not run, and remove its files."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_writing == 0)
         if not self.saving.done:
             self._remove()
             self.saving._done.set()
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Context manager: a thread is writing, so no file may be removed."""
+        with self._changed:
+            self._num_writing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_writing -= 1
+                self._changed.notify_all()
+
     def _write(self, unit: str, file: UnitFile) -> Iterator[None]:
         """Write a unit's file, a chunk at a time. An error is kept: it must not reach the update that waits for this."""
-        name = f"{UNITS}/{unit}.safetensors"
         try:
-            digest = xxhash.xxh3_128()
-            with self._disk.create(self._part / name, direct=True) as output:
-                for chunk in file.chunks():
-                    if self.saving.error is not None:
-                        break
-                    self._rate_limit.wait(len(chunk))
-                    output.write(chunk)
-                    digest.update(chunk)
-                    yield
-            self._entries[name] = FileEntry(file.num_bytes, digest.hexdigest())
-            self._tensors[unit] = list(_tensor_entries(name, file))
+            if self.saving.error is None:
+                yield from self._write_file(unit, file)
         except Exception as error:
-            self.saving.error = error
-        with self._lock:
+            self.abandon(error)
+        with self._changed:
             self._left -= 1
             last = self._left == 0
         if last:
             self._finish()
+
+    def _write_file(self, unit: str, file: UnitFile) -> Iterator[None]:
+        name, digest = f"{UNITS}/{unit}.safetensors", xxhash.xxh3_128()
+        with self._disk.create(self._part / name, direct=True) as output:
+            for chunk in file.chunks():
+                if self.saving.error is not None:
+                    return
+                self._rate_limit.wait(len(chunk))
+                output.write(chunk)
+                digest.update(chunk)
+                yield
+        self._entries[name] = FileEntry(file.num_bytes, digest.hexdigest())
+        self._tensors[unit] = list(_tensor_entries(name, file))
 
     def _finish(self) -> None:
         saving = self.saving
@@ -232,29 +251,31 @@ class CheckpointWriter:
             return  # the next checkpoint of this name removes it
 
 
+@dataclass(frozen=True, slots=True)
 class _WriteUnit:
     """The writing of one file, as a move: whole, or one chunk at a time on a simulated device."""
 
-    host_bytes = 0  # nothing crosses the link
-
-    def __init__(self, chunks: Iterator[None]) -> None:
-        self._chunks = chunks
+    chunks: Iterator[None]
+    writing: Callable[[], AbstractContextManager[None]]
+    host_bytes: int = 0  # nothing crosses the link
 
     def run(self, link: Link) -> None:
-        for _ in self._chunks:
-            pass
+        with self.writing():
+            deque(self.chunks, 0)
 
     def split(self, parts: int) -> list[Move]:
-        return [*(_WriteChunk(self._chunks) for _ in range(parts)), self]
+        return [*(_WriteChunk(self.chunks, self.writing) for _ in range(parts)), self]
 
 
 @dataclass(frozen=True, slots=True)
 class _WriteChunk:
     chunks: Iterator[None]
+    writing: Callable[[], AbstractContextManager[None]]
     host_bytes: int = 0
 
     def run(self, link: Link) -> None:
-        next(self.chunks, None)
+        with self.writing():
+            next(self.chunks, None)
 
     def split(self, parts: int) -> list[Move]:
         return [self]
