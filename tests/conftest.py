@@ -1,5 +1,6 @@
 """Fixtures and options of all tests."""
 
+import gc
 import importlib.util
 import os
 
@@ -32,6 +33,12 @@ def whole_installation() -> None:
     """Skip a test if only the dependencies of the engine are installed."""
     for package in ("pydantic", "datasets", "trl"):
         pytest.importorskip(package, reason="needs the whole installation")
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what imports have created from garbage collection, because each plan collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

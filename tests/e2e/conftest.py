@@ -1,9 +1,12 @@
 """Fixtures of the command-line tests."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from horizon_lm.cost import model_outline
 from tests.e2e import tiny
 
 
@@ -11,3 +14,20 @@ from tests.e2e import tiny
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny model, for tests that do not change it."""
     return tiny.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def outlines() -> Iterator[None]:
+    """Outline a model once for all runs in this process, because every plan of a tiny run would take most of its time."""
+    known: dict[Any, Any] = {}
+    outline_config = model_outline.outline_config
+
+    def outline(config: Any, name: str, **options: Any) -> Any:
+        key = (config.to_json_string(use_diff=False), name, *options.values())
+        if key not in known:
+            known[key] = outline_config(config, name, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_outline, "outline_config", outline)
+        yield

@@ -1,91 +1,28 @@
 """A run that is interrupted after any step and resumed ends in the same bits, the same metrics and the same output."""
 
-import hashlib
-import json
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 import horizon_lm
-from horizon_lm.checkpoints.random_state import random_state
+from horizon_lm.checkpoints import checkpoint
+from horizon_lm.config import RunConfig
 from horizon_lm.device.cpu import CpuDevice
-from horizon_lm.errors import DeviceFaultError, InterruptedRunError
-from horizon_lm.training import loop as training_loop
+from horizon_lm.errors import ConfigError, DeviceFaultError
+from horizon_lm.training import resume as resume_module
 from tests.dying import Death, dying
-from tests.e2e import tiny
-
-TIMED = {
-    "seconds", "eta_seconds", "tokens_per_second", "trained_tokens_per_second", "model_tflops", "of_planned_speed",
-    "device_bytes_peak", "of_planned_device", "host_bytes", "of_planned_host",
-}  # fmt: skip
+from tests.e2e import resuming, tiny
+from tests.e2e.resuming import SAVING, Runs, assert_resumes, resume
 
 
 @pytest.fixture(scope="module")
 def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    rows = tiny.write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", tiny.alpaca_rows(14))
-    return {
-        "objective": "sft", "model_name_or_path": str(model), "datasets": [{"path": str(rows)}], "max_length": 64,
-        "per_device_train_batch_size": 3, "learning_rate": 3e-3, "logging_steps": 2, "test_split_size": 3,
-        "eval_strategy": "steps", "eval_steps": 3, "device": "cpu", "max_steps": 8, "lr_scheduler_type": "cosine",
-        "warmup_steps": 2, "sample_prompts": ["What does the keeper do?"], "sample_steps": 4, "sample_max_new_tokens": 4,
-    }  # fmt: skip
-
-
-def digest(run: Any) -> dict[str, str]:
-    """Return hashes of everything that a run leaves in memory."""
-    horizon_lm.synchronize(run.model)
-    store, parts = run.model._horizon.engine.store, {}
-    for unit, slabs in store.units.items():
-        moments = run.optimizer.moments.units[unit]
-        for name, slab in {
-            "weights": slabs.weights, "low": slabs.low, "first": moments.first, "second": moments.second,
-            "scale1": moments.scale1, "scale2": moments.scale2,
-        }.items():  # fmt: skip
-            if slab is not None:
-                parts[f"{unit} {name}"] = hashlib.sha256(slab.contiguous().view(torch.uint8).numpy().data).hexdigest()
-    parts["optimizer"] = json.dumps(run.optimizer.scalars(), sort_keys=True)
-    parts["scheduler"] = json.dumps(run.scheduler.state_dict(), sort_keys=True)
-    parts["random"] = json.dumps(random_state())
-    return parts
-
-
-def untimed(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file without what differs between two equal runs."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMED} for line in lines]
-
-
-class Runs:
-    """Trains with an interruption after a step, and keeps the loop of each run."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.loops: list[Any] = []
-        self.stop_after: int | None = None
-        self.before_step: dict[int, Callable[[], None]] = {}
-        runs, original = self, training_loop._Loop.train_step
-
-        def train_step(loop: Any, batch: Any, step: int) -> None:
-            if loop not in runs.loops:
-                runs.loops.append(loop)
-            runs.before_step.get(step, lambda: None)()
-            original(loop, batch, step)
-            if step == runs.stop_after:
-                loop.interrupts.requested = "SIGTERM"
-
-        monkeypatch.setattr(training_loop._Loop, "train_step", train_step)
-
-    def train(self, settings: dict[str, Any], stop_after: int | None = None, **options: Any) -> tuple[Any, list[str]]:
-        self.stop_after, lines = stop_after, []
-        if stop_after is None:
-            horizon_lm.train(settings, print_fn=lines.append, **options)
-        else:
-            with pytest.raises(InterruptedRunError, match="go on from there"):
-                horizon_lm.train(settings, print_fn=lines.append, **options)
-        return self.loops[-1], lines
+    return resuming.settings(tmp_path_factory.mktemp("rows"), model)
 
 
 @pytest.fixture
@@ -93,72 +30,81 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     return Runs(monkeypatch)
 
 
-def outcome(loop: Any) -> dict[str, Any]:
-    """Return what two equal runs have in common."""
-    folder = loop.run_dir.path
-    return {
-        "memory": digest(loop),
-        "metrics": untimed(folder / "metrics.jsonl"),
-        "samples": (folder / "samples.jsonl").read_text() if (folder / "samples.jsonl").exists() else "",
-        "model": hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest(),
-    }
-
-
-def assert_resumes(runs: Runs, settings: dict[str, Any], tmp_path: Path, steps: Sequence[int], **options: Any) -> None:
-    """Train with a checkpoint after each step, then once more from some of them, and compare."""
-    make = options.pop("make", lambda: {})
-    whole = tmp_path / "whole"
-    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
-    expected = outcome(runs.train({**settings, **saving, "output_dir": str(whole)}, **options, **make())[0])
-    for step in steps:
-        folder = tmp_path / f"from-{step}"
-        folder.mkdir()
-        for name in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
-            if (whole / name).exists():
-                shutil.copy(whole / name, folder)
-        point = {"output_dir": str(folder), "resume_from_checkpoint": str(whole / f"checkpoint-{step}")}
-        resumed, lines = runs.train({**settings, **point}, **options, **make())
-        assert any(line.startswith(f"resume: from {whole / f'checkpoint-{step}'} (step {step} of") for line in lines)
-        assert outcome(resumed) == expected, f"after step {step}"
-
-
 def test_resume_after_every_step_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
-    assert_resumes(runs, base, tmp_path, range(1, 8))
+    assert_resumes(runs, base | {"max_steps": 20, "logging_steps": 3}, tmp_path, range(1, 20))
 
 
 def test_resume_after_a_signal_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
     """No checkpoint is due, but the signal writes one; neither it nor other checkpoints change the training."""
-    expected = outcome(runs.train({**base, "output_dir": str(tmp_path / "whole"), "save_strategy": "no"})[0])
+    expected, _ = runs.train({**base, "output_dir": str(tmp_path / "whole"), "save_strategy": "no"})
     cut = {**base, "output_dir": str(tmp_path / "cut")}
-    runs.train(cut, stop_after=5)
-    resumed, lines = runs.train(cut)
+    runs.interrupt(cut, stop_after=5)
+    outcome, lines = runs.train(cut)
     assert f"resume: from {tmp_path / 'cut' / 'checkpoint-5'} (step 5 of 8)" in lines
-    assert outcome(resumed) == expected
+    assert outcome == expected
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "bf16, 8-bit moments, in the backward": {
-        "precision": "bf16", "moments": "8bit", "update_in_backward": True, "max_grad_norm": 0,
-    },
-    "float32, bfloat16 moments, packing": {
-        "precision": "float32", "moments": "bfloat16", "packing": True, "max_length": 48, "weight_decay": 0.1,
-    },
-    "frozen blocks, accumulation, micro-batches": {
-        "trainable": "model.layers.1", "gradient_accumulation_steps": 2, "device_micro_batch_size": 2,
-    },
-    "skipped steps, epochs": {"non_finite": "skip", "max_steps": -1, "num_train_epochs": 2.0, "save_strategy": "epoch"},
-}  # fmt: skip
+class LogTheFifth(TrainerCallback, ExportableState):
+    """Logs the fifth step that it sees."""
+
+    def __init__(self, num_steps: int = 0) -> None:
+        self.num_steps = num_steps
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"num_steps": self.num_steps}}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_steps += 1
+        control.should_log = self.num_steps == 5
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_resume_is_exact_in_all_modes(runs: Runs, base: dict[str, Any], tmp_path: Path, mode: str) -> None:
-    assert_resumes(runs, base | MODES[mode], tmp_path, (1, 4, 6))
+IN_BACKWARD = {"update_in_backward": True, "max_grad_norm": 0}
+PACKING = {"packing": True, "max_length": 48, "weight_decay": 0.1}
+SMALL_BATCHES = {"gradient_accumulation_steps": 2, "device_micro_batch_size": 2}
+FROZEN = {"trainable": "model.layers.1"}
+EPOCHS = {"max_steps": -1, "num_train_epochs": 2.0, "lr_scheduler_type": "linear", "non_finite": "skip"}
+DPO, MIXTURE, CALLBACK = {"dpo": True}, {"mixture": True}, {"callback": True}
+# Each precision with each kind of moments, and each other feature with each of both.
+MODES: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("float32", "float32"): [PACKING, CALLBACK],
+    ("float32", "bfloat16"): [IN_BACKWARD, DPO],
+    ("float32", "8bit"): [FROZEN, SMALL_BATCHES, MIXTURE],
+    ("fp32_master", "float32"): [IN_BACKWARD, MIXTURE, {"lr_scheduler_type": "constant_with_warmup"}],
+    ("fp32_master", "bfloat16"): [PACKING, EPOCHS, FROZEN],
+    ("fp32_master", "8bit"): [DPO, SMALL_BATCHES, CALLBACK],
+    ("bf16", "float32"): [DPO, EPOCHS, FROZEN],
+    ("bf16", "bfloat16"): [MIXTURE, CALLBACK, SMALL_BATCHES],
+    ("bf16", "8bit"): [PACKING, IN_BACKWARD, {"lr_scheduler_type": "polynomial", "warmup_steps": 3}],
+}
 
 
-def test_resume_is_exact_with_a_mixture(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
-    more = tiny.write_jsonl(tmp_path / "more.jsonl", [{"text": f"The rain comes on night {n}."} for n in range(7)])
-    datasets = [*base["datasets"], {"path": str(more), "weight": 0.5}]
-    assert_resumes(runs, base | {"datasets": datasets, "train_on": "all"}, tmp_path, (2, 5))
+@pytest.mark.parametrize("mode", MODES, ids=" ".join)
+def test_resume_is_exact_in_all_modes(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, mode: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    precision, moments = mode
+    chosen = base | {"precision": precision, "moments": moments}
+    for feature in MODES[mode]:
+        chosen |= feature
+    if chosen.pop("dpo", False):
+        chosen = as_dpo(chosen, tmp_path)
+    if chosen.pop("mixture", False):
+        more = tiny.write_jsonl(tmp_path / "more.jsonl", [{"text": f"The rain comes on night {n}."} for n in range(7)])
+        chosen |= {"datasets": [*base["datasets"], {"path": str(more), "weight": 0.5}], "train_on": "all"}
+    make: Callable[[], dict[str, Any]] = dict
+    if chosen.pop("callback", False):
+        make = lambda: {"callbacks": [LogTheFifth()]}  # noqa: E731
+    assert_resumes(runs, chosen, tmp_path, (1, 4, 5), make)
+
+
+def as_dpo(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    pairs = [
+        {"prompt": f"Night {n}? ", "chosen": "The keeper counts the stars.", "rejected": "Rain, rain, rain."}
+        for n in range(14)
+    ]
+    rows = tiny.write_jsonl(folder / "pairs.jsonl", pairs)
+    return settings | {"objective": "dpo", "datasets": [{"path": str(rows)}]}
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["normal", "in the backward"])
@@ -166,9 +112,8 @@ def test_run_whose_device_dies_is_resumed_exactly(
     runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_backward: bool
 ) -> None:
     """The state is saved from host memory, without the device, while a checkpoint may be on its way."""
-    settings = {**base, "save_strategy": "steps", "save_steps": 2}
-    settings |= {"update_in_backward": True, "max_grad_norm": 0} if in_backward else {}
-    expected = outcome(runs.train({**settings, "output_dir": str(tmp_path / "whole")})[0])
+    settings = {**base, "save_strategy": "steps", "save_steps": 2} | (IN_BACKWARD if in_backward else {})
+    expected, _ = runs.train({**settings, "output_dir": str(tmp_path / "whole")})
     saved = set()
     for at in (0, 40, 90):
         cut, death = {**settings, "output_dir": str(tmp_path / f"cut-{at}")}, Death()
@@ -178,7 +123,227 @@ def test_run_whose_device_dies_is_resumed_exactly(
             with pytest.raises(DeviceFaultError, match=r"the device failed in step [56] .*the device died"):
                 horizon_lm.train(cut, print_fn=lambda line: None)
         runs.before_step.clear()
-        resumed, lines = runs.train(cut)
+        outcome, lines = runs.train(cut)
         saved.add(next(line for line in lines if line.startswith("resume: from")).split("checkpoint-")[1].split()[0])
-        assert outcome(resumed) == expected, f"operation {at}, {death.killed_by}"
+        assert outcome == expected, f"operation {at}, {death.killed_by}"
     assert "4" in saved
+
+
+# Settings that may change
+
+FREE = {
+    "activation_checkpoints": 2, "resident_blocks": 1, "resident_graphs": 1, "logging_steps": 4, "save_steps": 3,
+    "eval_steps": 5, "sample_steps": 7, "save_bandwidth": "1GiB", "step_timeout": 900.0,
+}  # fmt: skip
+
+
+def test_settings_that_change_no_number_may_change(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    expected, _ = runs.train({**base, **SAVING, "output_dir": str(whole)})
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        outcome = resume(runs, base | {"dataset_num_proc": 2} | FREE, whole, 3, tmp_path / "changed")
+    finally:
+        torch.set_num_threads(before)
+    for name in ("memory", "model"):
+        assert outcome[name] == expected[name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"device_micro_batch_size": 1}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}],
+    ids=["micro-batch", "accumulation"],
+)
+def test_another_split_of_a_step_changes_its_rounding_only(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """With a rate that is not adaptive to the rounding: AdamW divides small gradients by their own size."""
+    settings = {**base, "precision": "float32", "adam_epsilon": 1e-3}
+    whole = tmp_path / "whole"
+    runs.train({**settings, **SAVING, "output_dir": str(whole)})
+    expected = weights(runs)
+    lines: list[str] = []
+    point = {"resume_from_checkpoint": str(whole / "checkpoint-3"), "output_dir": str(tmp_path / "changed")}
+    horizon_lm.train(settings | change | point, print_fn=lines.append)
+    assert any(line.startswith(f"resume: warning: {sorted(change)[0]}: ") for line in lines)
+    difference = (weights(runs) - expected).norm() / expected.norm()
+    assert 0 < difference < 1e-6
+
+
+def weights(runs: Runs) -> torch.Tensor:
+    model = runs.loops[-1].model
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def test_each_setting_is_known_to_resume() -> None:
+    """A new setting cannot be resumed with another value until somebody has decided whether it may change."""
+    known = {name for kind in (*RunConfig.__subclasses__(), RunConfig) for name in all_fields(kind)}
+    free, rounding = resume_module._FREE, resume_module._ROUNDING
+    assert not free & rounding
+    assert known >= free | rounding
+    assert known - free - rounding == {
+        "objective", "seed", "data_seed", "test_split_size", "max_length", "packing", "packing_strategy", "train_on", "trainable",
+        "precision", "moments", "grad_dtype", "update_in_backward", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs",
+        "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps",
+        "num_train_epochs", "label_smoothing_factor", "beta", "label_smoothing", "loss_type", "loss_weights", "disable_dropout",
+    }  # fmt: skip
+
+
+def all_fields(kind: Any) -> set[str]:
+    return set(kind.model_fields) | {name for each in kind.__subclasses__() for name in all_fields(each)}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"learning_rate": 1e-3}, "learning_rate: 0.003 -> 0.001"),
+        ({"seed": 7}, "seed: 42 -> 7"),
+        ({"precision": "float32"}, "precision"),
+        ({"max_length": 32}, "max_length: 64 -> 32"),
+        ({"per_device_train_batch_size": 4}, "rows per step: 3 -> 4"),
+        ({"test_split_size": 4}, "test_split_size"),
+    ],
+)
+def test_changes_of_the_trajectory_are_rejected(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    cut = {**base, "output_dir": str(tmp_path / "cut")}
+    runs.interrupt(cut, stop_after=2)
+    with pytest.raises(ConfigError, match=f"cannot be resumed.*{named}.*resume_with_changes"):
+        horizon_lm.train(cut | change, print_fn=lambda line: None)
+    assert (tmp_path / "cut" / "checkpoint-2").is_dir()
+
+
+def test_changed_rows_are_rejected_unless_allowed(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    rows = tiny.alpaca_rows(14)
+    copy = tiny.write_jsonl(tmp_path / "copy.jsonl", rows)
+    cut = {**base, "output_dir": str(tmp_path / "cut"), "datasets": [{"path": str(copy)}]}
+    runs.interrupt(cut, stop_after=2)
+    moved = cut | {"datasets": base["datasets"], "output_dir": str(tmp_path / "moved")}  # the same rows elsewhere
+    runs.train(moved | {"resume_from_checkpoint": str(tmp_path / "cut" / "checkpoint-2")})
+    tiny.write_jsonl(copy, [*rows[:-1], {**rows[-1], "output": "Sleeps."}])
+    with pytest.raises(ConfigError, match="the training rows"):
+        horizon_lm.train(cut, print_fn=lambda line: None)
+    _, lines = runs.train(cut | {"resume_with_changes": True})
+    assert any("the run differs from an uninterrupted one: the training rows" in line for line in lines)
+
+
+def test_other_versions_are_rejected(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = {**base, "output_dir": str(tmp_path / "cut")}
+    runs.interrupt(cut, stop_after=2)
+    installed = resume_module.installed_packages()
+    monkeypatch.setattr(resume_module, "installed_packages", lambda: installed | {"transformers": "4.0.0"})
+    with pytest.raises(ConfigError, match=r"transformers: .* -> 4\.0\.0"):
+        horizon_lm.train(cut, print_fn=lambda line: None)
+
+
+def test_trackers_and_pictures_go_on(base: dict[str, Any], tmp_path: Path) -> None:
+    """TensorBoard has each point once, in the folder of the first part; loss.png has both parts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cut = {**base, "output_dir": str(tmp_path / "cut"), "report_to": ["tensorboard"], "logging_steps": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        Runs(patch).interrupt(cut | {"save_strategy": "steps", "save_steps": 3}, stop_after=4)
+    metrics = resuming.untimed(tmp_path / "cut" / "metrics.jsonl")
+    horizon_lm.train(
+        cut | {"resume_from_checkpoint": str(tmp_path / "cut" / "checkpoint-3")}, print_fn=lambda line: None
+    )
+    assert resuming.untimed(tmp_path / "cut" / "metrics.jsonl")[: len(metrics)] == metrics
+    (folder,) = {path.parent for path in (tmp_path / "cut").rglob("events.out.*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [point.step for point in events.Scalars("train/loss")] == list(range(1, 9))
+    assert (tmp_path / "cut" / "loss.png").stat().st_size > 0
+
+
+# Controls: what is left out of a checkpoint is missed
+
+SLABS = {"weights": "", "low halves": ".low", "first moments": ".exp_avg", "second moments": ".exp_avg_sq",
+         "first scales": ".exp_avg_scale", "second scales": ".exp_avg_sq_scale"}  # fmt: skip
+VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "steps of the optimizer": lambda content: content["optimizer"].update(step=0),
+    "steps of the parameters": lambda content: content["optimizer"].update(
+        steps=dict.fromkeys(content["optimizer"]["steps"], 0)
+    ),
+    "seed of the rounding": lambda content: content["optimizer"].update(seed=99),
+    "skipped steps": lambda content: content["optimizer"].update(skipped={"num": 0, "num_consecutive": 0}),
+    "learning rates": lambda content: [group.update(lr=3e-3) for group in content["optimizer"]["groups"]],
+    "step": lambda content: content["state"].update(step=3),
+    "schedule": lambda content: content["state"]["scheduler"].update(last_epoch=0),
+    "window of the metrics": lambda content: content["state"]["metrics"].update(
+        sums=dict.fromkeys(content["state"]["metrics"]["sums"], 0)
+    ),
+    "lines of the metrics": lambda content: content["state"]["files"].update(
+        {"metrics.jsonl": {"size": 0, "hash": "99aa06d3014798d86001c324468d497f"}}
+    ),
+    "eval loss before": lambda content: content["state"].update(loss_before=None),
+    "best metric": lambda content: content["state"]["best"].update(metric=None, num_worse=0),
+    "callbacks": lambda content: content["state"]["callbacks"]["callbacks"].clear(),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(
+    base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path, dict[str, Any]]:
+    """Return the settings, the folder and the outcome of a run with state of every kind."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    settings = base | {
+        "precision": "fp32_master", "moments": "8bit", "non_finite": "skip", "early_stopping_patience": 2,
+        "early_stopping_threshold": 10.0, "logging_steps": 3, "eval_steps": 2,
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        runs = Runs(patch)
+        runs.before_step[2] = lambda: spoil(runs)
+        outcome, _ = runs.train({**settings, **SAVING, "output_dir": str(folder)}, callbacks=[LogTheFifth()])
+    return settings, folder, outcome
+
+
+def spoil(runs: Runs) -> None:
+    """Let the gradient of the next step be infinite, so that it is skipped."""
+    (param, *_) = runs.loops[-1].model.parameters()
+    handle = param.register_post_accumulate_grad_hook(lambda each: (each.grad.fill_(torch.inf), handle.remove()))
+
+
+def test_nothing_is_left_out(runs: Runs, whole: Any, tmp_path: Path) -> None:
+    settings, folder, expected = whole
+    assert expected["result"][3] == 1
+    assert resume(runs, settings, folder, 4, tmp_path / "run", callbacks=[LogTheFifth()]) == expected
+
+
+@pytest.mark.parametrize("kind", [*SLABS, *VALUES])
+def test_what_is_left_out_is_missed(
+    runs: Runs, whole: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, folder, expected = whole
+    if kind in SLABS:
+        monkeypatch.setattr(checkpoint, "read_into", without(SLABS[kind]))
+        monkeypatch.setattr(checkpoint, "require_hash", lambda *_: None)
+    else:
+        read_state = checkpoint.read_state
+
+        def changed(path: Path) -> dict[str, Any]:
+            content = read_state(path)
+            VALUES[kind](content)
+            return content
+
+        for module in (checkpoint, resume_module):
+            monkeypatch.setattr(module, "read_state", changed)
+    assert resume(runs, settings, folder, 4, tmp_path / "run", callbacks=[LogTheFifth()]) != expected
+
+
+def without(suffix: str) -> Callable[[Path, Any], str]:
+    """Return a function that reads all slabs of a unit but one."""
+    read_into = checkpoint.read_into
+
+    def read(path: Path, file: Any) -> str:
+        kept = [(section, bytes(section.memory())) for section in file.sections if section.suffix == suffix]
+        found = read_into(path, file)
+        for section, content in kept:
+            section.memory()[:] = content
+        return found
+
+    return read

@@ -1,0 +1,140 @@
+"""Interrupt runs, resume them, and compare what they leave."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.checkpoints.random_state import random_state
+from horizon_lm.errors import InterruptedRunError
+from horizon_lm.report import loss_png
+from horizon_lm.training import loop as training_loop
+from tests.e2e import tiny
+
+TIMED = {
+    "seconds", "eta_seconds", "tokens_per_second", "trained_tokens_per_second", "model_tflops", "of_planned_speed",
+    "device_bytes_peak", "of_planned_device", "host_bytes", "of_planned_host",
+}  # fmt: skip
+SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
+
+
+def settings(folder: Path, model: Path) -> dict[str, Any]:
+    """Return the settings of a short run, whose rows are written into a folder."""
+    rows = tiny.write_jsonl(folder / "rows.jsonl", tiny.alpaca_rows(14))
+    return {
+        "objective": "sft", "model_name_or_path": str(model), "datasets": [{"path": str(rows)}], "max_length": 64,
+        "per_device_train_batch_size": 3, "learning_rate": 3e-3, "logging_steps": 2, "test_split_size": 3,
+        "eval_strategy": "steps", "eval_steps": 3, "device": "cpu", "max_steps": 8, "lr_scheduler_type": "cosine",
+        "warmup_steps": 2, "sample_prompts": ["What does the keeper do?"], "sample_steps": 4, "sample_max_new_tokens": 4,
+    }  # fmt: skip
+
+
+def digest(loop: Any) -> dict[str, str]:
+    """Return hashes of everything that a run leaves in memory."""
+    horizon_lm.synchronize(loop.model)
+    store, parts = loop.model._horizon.engine.store, {}
+    for unit, slabs in store.units.items():
+        moments = loop.optimizer.moments.units[unit]
+        for name, slab in {
+            "weights": slabs.weights, "low": slabs.low, "first": moments.first, "second": moments.second,
+            "scale1": moments.scale1, "scale2": moments.scale2,
+        }.items():  # fmt: skip
+            if slab is not None:
+                parts[f"{unit} {name}"] = hashlib.sha256(slab.contiguous().view(torch.uint8).numpy().data).hexdigest()
+    parts["optimizer"] = json.dumps(loop.optimizer.scalars(), sort_keys=True)
+    parts["scheduler"] = json.dumps(loop.scheduler.state_dict(), sort_keys=True)
+    parts["random"] = json.dumps(random_state())
+    return parts
+
+
+def untimed(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file without what differs between two equal runs."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMED} for line in lines]
+
+
+class Runs:
+    """Trains, with an interruption after a step, and keeps what the last run leaves.
+
+    Attributes:
+        loops: the loops of all runs.
+        before_step: functions to call before a step.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loops: list[Any] = []
+        self.before_step: dict[int, Callable[[], None]] = {}
+        self._stop_after: int | None = None
+        self._result: Any = None
+        runs, run, train_step = self, training_loop._Loop.run, training_loop._Loop.train_step
+
+        def watched_run(loop: Any, point: Any) -> Any:
+            runs.loops.append(loop)
+            runs._result = run(loop, point)
+            return runs._result
+
+        def watched_step(loop: Any, batch: Any, step: int) -> None:
+            runs.before_step.get(step, lambda: None)()
+            train_step(loop, batch, step)
+            if step == runs._stop_after:
+                loop.interrupts.requested = "SIGTERM"
+
+        monkeypatch.setattr(training_loop._Loop, "run", watched_run)
+        monkeypatch.setattr(training_loop._Loop, "train_step", watched_step)
+        monkeypatch.setattr(loss_png, "write_loss_png", lambda *_: None)  # takes most of the time of a short run
+
+    def interrupt(self, settings: dict[str, Any], stop_after: int, **options: Any) -> None:
+        """Train until a signal arrives in a step."""
+        self._stop_after = stop_after
+        with pytest.raises(InterruptedRunError, match="go on from there"):
+            horizon_lm.train(settings, print_fn=lambda line: None, **options)
+        self._stop_after = None
+
+    def train(self, settings: dict[str, Any], **options: Any) -> tuple[dict[str, Any], list[str]]:
+        """Train, and return what two equal runs have in common, and the printed lines."""
+        lines: list[str] = []
+        horizon_lm.train(settings, print_fn=lines.append, **options)
+        loop, result = self.loops[-1], self._result
+        samples = result.output_dir / "samples.jsonl"
+        outcome = {
+            "memory": digest(loop),
+            "metrics": untimed(result.output_dir / "metrics.jsonl"),
+            "samples": samples.read_text() if samples.exists() else "",
+            "model": hashlib.sha256((result.model_dir / "model.safetensors").read_bytes()).hexdigest(),
+            "result": (result.num_steps, result.eval_loss_before, result.eval_loss_after, result.num_skipped),
+        }
+        return outcome, lines
+
+
+def resume(
+    runs: Runs, settings: dict[str, Any], whole: Path, step: int, folder: Path, **options: Any
+) -> dict[str, Any]:
+    """Go on from a checkpoint of a whole run in a new folder, as if that run had been killed, and return the outcome."""
+    folder.mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
+        if (whole / name).exists():
+            shutil.copy(whole / name, folder)
+    point = {"output_dir": str(folder), "resume_from_checkpoint": str(whole / f"checkpoint-{step}")}
+    outcome, lines = runs.train({**settings, **point}, **options)
+    assert any(line.startswith(f"resume: from {whole / f'checkpoint-{step}'} (step {step} of") for line in lines)
+    return outcome
+
+
+def assert_resumes(
+    runs: Runs, settings: dict[str, Any], tmp_path: Path, steps: Sequence[int],
+    make: Callable[[], dict[str, Any]] = dict, **options: Any,
+) -> None:  # fmt: skip
+    """Train with a checkpoint after each step, then once more from some of them, and compare.
+
+    ``make`` returns options of a run that cannot be used twice, such as callbacks.
+    """
+    whole = tmp_path / "whole"
+    expected, _ = runs.train({**settings, **SAVING, "output_dir": str(whole)}, **options, **make())
+    for step in steps:
+        assert resume(runs, settings, whole, step, tmp_path / f"from-{step}", **options, **make()) == expected, step
