@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -13,7 +14,7 @@ import horizon_lm
 from horizon_lm.checkpoints import checkpoint
 from horizon_lm.config import RunConfig
 from horizon_lm.device.cpu import CpuDevice
-from horizon_lm.errors import ConfigError, DeviceFaultError
+from horizon_lm.errors import ConfigError, DeviceFaultError, HorizonError
 from horizon_lm.training import resume as resume_module
 from tests.dying import Death, dying
 from tests.e2e import resuming, tiny
@@ -274,10 +275,10 @@ VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "step": lambda content: content["state"].update(step=3),
     "schedule": lambda content: content["state"]["scheduler"].update(last_epoch=0),
     "window of the metrics": lambda content: content["state"]["metrics"].update(
-        sums=dict.fromkeys(content["state"]["metrics"]["sums"], 0)
+        sums={name: type(value)() for name, value in content["state"]["metrics"]["sums"].items()}
     ),
     "lines of the metrics": lambda content: content["state"]["files"].update(
-        {"metrics.jsonl": {"size": 0, "hash": "99aa06d3014798d86001c324468d497f"}}
+        {"metrics.jsonl": {"bytes": 0, "xxh3_128": xxhash.xxh3_128_hexdigest(b"")}}
     ),
     "eval loss before": lambda content: content["state"].update(loss_before=None),
     "best metric": lambda content: content["state"]["best"].update(metric=None, num_worse=0),
@@ -332,7 +333,15 @@ def test_what_is_left_out_is_missed(
 
         for module in (checkpoint, resume_module):
             monkeypatch.setattr(module, "read_state", changed)
-    assert resume(runs, settings, folder, 4, tmp_path / "run", callbacks=[LogTheFifth()]) != expected
+    try:
+        found = resume(runs, settings, folder, 4, tmp_path / "run", callbacks=[LogTheFifth()])
+    except HorizonError:
+        assert kind in (
+            "weights",
+            "step",
+        )  # weights that were not read may be NaN; the order of the rows is another one
+    else:
+        assert found != expected
 
 
 def without(suffix: str) -> Callable[[Path, Any], str]:
