@@ -236,7 +236,7 @@ def test_other_versions_are_rejected(
     cut = {**base, "output_dir": str(tmp_path / "cut")}
     runs.interrupt(cut, stop_after=2)
     installed = resume_module.installed_packages()
-    monkeypatch.setattr(resume_module, "installed_packages", lambda: installed | {"transformers": "4.0.0"})
+    monkeypatch.setattr(resume_module, "installed_packages", lambda: {**installed, "transformers": "4.0.0"})
     with pytest.raises(ConfigError, match=r"transformers: .* -> 4\.0\.0"):
         horizon_lm.train(cut, print_fn=lambda line: None)
 

@@ -6,7 +6,8 @@ It is written last, so a folder without one is not a checkpoint. Its own checksu
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,18 @@ _PACKAGES = ("horizon-lm", "torch", "transformers", "numpy", "numba", "datasets"
 _MAX_BYTES = 1 << 30  # of a JSON file
 _DTYPE_BYTES = {"F32": 4, "BF16": 2, "I16": 2, "U8": 1}
 _SOURCE_DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+@cache
+def installed_packages() -> Mapping[str, str]:
+    """Return the installed versions of the packages that numbers depend on."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +90,18 @@ class Manifest:
     dtypes: Mapping[str, str]
     files: Mapping[str, FileEntry]
     tensors: Iterable[TensorEntry]
-    packages: Mapping[str, str] = field(default_factory=lambda: installed_packages())
+    packages: Mapping[str, str] = field(default_factory=installed_packages)
 
     def to_json(self) -> bytes:
         """Return the manifest as the contents of its file."""
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        text = json.dumps(content, separators=(",", ":"), sort_keys=True)
+        content = {"format": FORMAT, "version": VERSION, **_fields(self)}
+        text = json.dumps(content, separators=(",", ":"), sort_keys=True, default=_fields)
         return f'{{"xxh3_128": "{xxhash.xxh3_128_hexdigest(text.encode())}",\n"checkpoint": {text}}}\n'.encode()
 
 
-def installed_packages() -> dict[str, str]:
-    """Return the installed versions of the packages that numbers depend on."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+def _fields(entry: Any) -> dict[str, Any]:
+    # Not asdict, which copies thousands of entries deeply.
+    return {each.name: getattr(entry, each.name) for each in fields(entry)}
 
 
 def read_json(path: Path) -> Any:
