@@ -25,8 +25,8 @@ def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer
         backward=build.backward(layout, blocks=kept, trainable=trained, head_grads=head_grads),
         recomputing=build.backward(layout, blocks=kept, trainable=trained),
         update=None if layout.update_in_backward else build.update(layout, updated),
-        save=build.save(layout, **fresh),
-        after_save=build.forward(layout, keeps=kept, head_grads=head_grads),
+        save=build.save(layout, table=not fresh["table_update"]),
+        save_table=build.save_table(layout) if fresh["table_update"] else None,
     )
 
 

@@ -102,7 +102,8 @@ def save_checkpoint(
     else:
         engine.running_save = writer
         tasks = engine.run_save(writer.moves())
-        writer.saving.wait_for_moves = lambda: writer.wait_for_moves(lambda: engine.device.wait(tasks))
+        writer.saving.issue = lambda: writer.attempt(engine.issue_saves)
+        writer.saving.wait_for_moves = lambda: writer.attempt(lambda: engine.device.wait(tasks))
     if wait:
         writer.saving.wait()
     return writer.saving

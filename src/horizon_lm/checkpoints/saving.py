@@ -79,6 +79,7 @@ class Saving:
         num_bytes: bytes of the units' files.
         error: the reason why it could not be written; its files are removed, and earlier checkpoints are intact.
         seconds: time from the beginning to the end.
+        issue: issues what is left to write.
         wait_for_moves: waits until the units are written; a simulated device writes them in it.
     """
 
@@ -86,6 +87,7 @@ class Saving:
     num_bytes: int = 0
     error: BaseException | None = None
     seconds: float = 0.0
+    issue: Callable[[], None] = lambda: None
     wait_for_moves: Callable[[], None] = lambda: None
     _done: threading.Event = field(default_factory=threading.Event)
 
@@ -96,6 +98,8 @@ class Saving:
 
     def wait_until_done(self, timeout: float | None = None) -> bool:
         """Wait until the checkpoint is on disk or could not be written. Return false if the timeout came first."""
+        if not self.done:
+            self.issue()
         if timeout is None:
             self.wait_for_moves()
         return self._done.wait(timeout)
@@ -160,10 +164,10 @@ class CheckpointWriter:
             for unit, file in self._files.items():
                 threads.submit(deque, self._write(unit, file), 0)
 
-    def wait_for_moves(self, wait: Callable[[], None]) -> None:
-        """Wait for the moves. If some will never run, because an update before them has failed, the checkpoint has failed."""
+    def attempt(self, call: Callable[[], None]) -> None:
+        """Issue or wait for the moves. If they fail, because an update before them has, so does the checkpoint."""
         try:
-            wait()
+            call()
         except Exception as error:
             self.abandon(error)
             self.discard()

@@ -41,7 +41,7 @@ from torch.autograd import Variable
 
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Copy, Move
-from horizon_lm.engine.cursor import Cursor
+from horizon_lm.engine.cursor import Cursor, MovesOf
 from horizon_lm.engine.device_buffers import DeviceBuffers, EngineOptions
 from horizon_lm.engine.foreign_writes import ForeignWrites
 from horizon_lm.engine.forward_state import (
@@ -91,6 +91,7 @@ class Engine:
         self.head_buffer, self._graphs = BufferLease(), BufferLease()  # head gradients; kept graphs
         self.after_next_backward: Callable[[], None] | None = None  # called once
         self.saves: list[Task] = []  # of the last checkpoint; other code must not write weights meanwhile
+        self._table_moves: Sequence[Move] | None = None  # the embedding's part of it, if that was not issued yet
         self.running_save: RunningSave | None = None
         self._after_grad: dict[str, None] = {}  # parameters with hooks to call when autograd's graph is finished
         self._recorded: weakref.WeakSet[ForwardState] = weakref.WeakSet()
@@ -241,6 +242,7 @@ class Engine:
             self.updates.add(self.cursor.update_tasks())  # the embedding's remaining rows, still being updated
             self.cursor.finish()
             self._resident_version, self.updates.table = self.store.version, None
+            self._save_table()
         except BaseException as error:
             self.fault(error)
             raise
@@ -431,24 +433,44 @@ class Engine:
         self.cursor.finish()
 
     def run_save(self, moves: Mapping[str, Sequence[Move]]) -> list[Task]:
-        """Issue the pass that writes a checkpoint, and return its tasks. Later updates of a unit wait for its task.
+        """Issue the pass that writes a checkpoint. Later updates of a unit wait for its task.
+
+        The embedding is written after the next forward pass if its update is left to that pass.
 
         Args:
             moves: the moves that write each unit's slabs.
+
+        Returns:
+            The tasks; that of the embedding is added later.
         """
         self.check_alive()
-        table = self.updates.table
-        schedule = build.save(self.layout, table_update=table is not None)
-        rest = table.rest() if table is not None else ()
-        self.cursor.start(schedule, lambda op: moves[op.unit] if op.kind == Kind.SAVE else rest)
-        self.updates.table = None
-        self.updates.add(self.cursor.update_tasks())
-        self.saves = self.cursor.save_tasks()
-        self.cursor.finish()
+        whole = self.updates.table is None
+        self.saves, self._table_moves = [], None if whole else moves[EMBED]
+        self._issue_save(build.save(self.layout, table=whole), lambda op: moves[op.unit])
         return self.saves
+
+    def _issue_save(self, schedule: Pass, moves_of: MovesOf) -> None:
+        try:
+            self.cursor.start(schedule, moves_of)
+        finally:
+            self.saves += self.cursor.save_tasks()
+        self.cursor.finish()
+
+    def _save_table(self) -> None:
+        """Issue the writing of the embedding, whose update is issued, if a checkpoint lacks it."""
+        moves, self._table_moves = self._table_moves, None
+        if moves is not None:
+            self._issue_save(build.save_table(self.layout), lambda op: moves)
+
+    def issue_saves(self) -> None:
+        """Issue what is left of a checkpoint, between two passes."""
+        if self._table_moves is not None and not self.cursor.active:
+            self.updates.finish()
+            self._save_table()
 
     def wait_for_saves(self) -> None:
         """Block until no checkpoint is being written."""
+        self.issue_saves()
         if self.saves:
             self.device.wait(self.saves)
             self.saves = []
@@ -482,6 +504,7 @@ class Engine:
     def drain(self) -> None:
         """Block until no copy, no update and no save is running."""
         if not self.device_lost:
+            self.issue_saves()
             self.device.synchronize()
         self.updates.finish()
         if not self.cursor.active:
@@ -602,7 +625,7 @@ class Engine:
             self.updates.partial_update.require_complete()
         if self.running_save is not None:
             self.running_save.discard()
-        self.saves, self.running_save = [], None
+        self.saves, self._table_moves, self.running_save = [], None, None
         self.cursor.drop()
         self._release_pass()
         self.grads.track_landings([])

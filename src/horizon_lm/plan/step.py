@@ -137,9 +137,12 @@ class Step:
         )
         return [forward, backward, *([] if settings.update_in_backward else [build.update(layout, updated)])]
 
-    def save_pass(self) -> Pass:
-        """Return the pass that writes a checkpoint between two steps."""
-        return build.save(self.layout, table_update=bool(self.outline.trained.table))
+    def save_passes(self) -> list[Pass]:
+        """Return the passes of a step before which a checkpoint is begun."""
+        forward, *others = self.passes()
+        if not self.outline.trained.table:
+            return [build.save(self.layout), forward, *others]
+        return [build.save(self.layout, table=False), forward, build.save_table(self.layout), *others]
 
     def cost(self, hardware: Hardware) -> "StepCost":
         """Return the costs of the step's operations on a machine, for `schedule.simulate`."""

@@ -115,12 +115,11 @@ def save_time(step: Step, hardware: Hardware, computing_threads: int | None = No
         hardware: the machine, with the rate of its disk.
         computing_threads: as in `plan.step.rates`.
     """
-    passes, save, cost = step.passes(), step.save_pass(), step.cost(hardware)
+    passes, cost = step.passes(), step.cost(hardware)
     speed = rates(hardware, computing_threads)
-    before, after = passes * _STEPS, passes * 2
-    with_save = simulate([*before, save, *after], cost, speed)
-    without_save = simulate([*before, *after], cost, speed)
-    saved = [span for span in with_save.passes[len(before)] if span.op.kind == Kind.SAVE]
+    with_save = simulate([*passes * _STEPS, *step.save_passes(), *passes], cost, speed)
+    without_save = simulate(passes * (_STEPS + 2), cost, speed)
+    saved = [span for span in with_save.spans if span.op.kind == Kind.SAVE]
 
     def computed(timeline: Timeline) -> float:
         return max(span.end for span in timeline.spans if span.op.stream == Stream.COMPUTE)

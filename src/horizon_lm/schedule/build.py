@@ -247,24 +247,32 @@ def _update_pass(layout: Layout, units: tuple[str, ...]) -> Pass:
     return Pass("update", derive_waits(ops))
 
 
-def save(layout: Layout, *, table_update: bool = False) -> Pass:
+def save(layout: Layout, *, table: bool = True) -> Pass:
     """Return the pass that writes a checkpoint, after an update and before the next step.
 
     The update of a unit in the next step waits until the unit is saved, so units are saved in the order of these updates.
 
     Args:
         layout: layout of the schedule.
-        table_update: the embedding's update is pending. It comes first, so that the table can be saved.
+        table: save the embedding, too; False if its update is left to the next forward pass, see `save_table`.
     """
-    return _save_pass(layout, table_update)
+    return _save_pass(layout, table)
 
 
 @lru_cache(_CACHED)
-def _save_pass(layout: Layout, table_update: bool) -> Pass:
+def _save_pass(layout: Layout, table: bool) -> Pass:
     blocks = [block(u) for u in range(layout.num_blocks)]
-    head = [] if layout.tied else [HEAD]
-    # In the order of the next updates. Rows of the table are updated by the forward pass that follows them.
-    units = [*head, *reversed(blocks), OUTER, EMBED] if layout.update_in_backward else [OUTER, EMBED, *blocks, *head]
-    ops = [_update(EMBED, layout)] if table_update else []
-    ops += [Op(Kind.SAVE, unit, Stream.DISK, (_host(Buf.HOST_WEIGHTS, unit, layout),)) for unit in units]
-    return Pass("save", derive_waits(ops))
+    head, embed = [] if layout.tied else [HEAD], [EMBED] if table else []
+    # Rows of the table are updated by the forward pass that follows the next updates.
+    units = [*head, *reversed(blocks), OUTER, *embed] if layout.update_in_backward else [OUTER, *blocks, *head, *embed]
+    return Pass("save", derive_waits([_save(unit, layout) for unit in units]))
+
+
+@lru_cache(_CACHED)
+def save_table(layout: Layout) -> Pass:
+    """Return the pass that adds the embedding to a checkpoint, after the forward pass that has updated it."""
+    return Pass("save", derive_waits([_save(EMBED, layout)]))
+
+
+def _save(unit: str, layout: Layout) -> Op:
+    return Op(Kind.SAVE, unit, Stream.DISK, (_host(Buf.HOST_WEIGHTS, unit, layout),))

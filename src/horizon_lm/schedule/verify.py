@@ -169,8 +169,8 @@ class Passes(NamedTuple):
         recomputing: backward pass that computes the head's gradients, for `second` or a forward pass that lost the
             buffer.
         update: the optimizer's pass; None if units are updated in the backward pass.
-        save: writes a checkpoint right after an update, and updates the table first.
-        after_save: like ``first``, with the table updated already.
+        save: writes a checkpoint right after an update, without the table if that is not updated yet.
+        save_table: adds the table after the next forward pass; None if `save` has written it.
     """
 
     first: Pass
@@ -182,12 +182,13 @@ class Passes(NamedTuple):
     recomputing: Pass
     update: Pass | None
     save: Pass
-    after_save: Pass
+    save_table: Pass | None
 
 
 def sequences(passes: Passes) -> dict[str, list[Pass]]:
     """Return legal sequences of passes that together contain every hazard."""
-    first, again, second, evaluating, evaluation, backward, recomputing, update, save, after_save = passes
+    first, again, second, evaluating, evaluation, backward, recomputing, update, save, save_table = passes
+    saving = [save, first, *([] if save_table is None else [save_table]), backward]
     if update is None:  # only one backward pass per step, because a second would see weights that the first has updated
         step = [first, backward]
         return {
@@ -198,7 +199,7 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
             "abandoned twice": [first, again, again, backward, first, again, backward],
             "two forward passes, last one abandoned": [first, second, backward] * 3,
             "two forward passes, first one abandoned": [first, second, recomputing] * 3,
-            "saved": [*step, save, *[after_save, backward, save] * 2, after_save, backward, *step],
+            "saved": [*step, *saving * 3, *step],
         }
     step = [first, backward, update]
     return {
@@ -223,7 +224,7 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
         "abandoned forward": [first, again, backward, again, update, *step],
         "abandoned twice": [first, again, again, backward, update, *step],
         "evaluation after update": [*step, first, evaluation, evaluation],
-        "saved": [*step, save, *[after_save, backward, update, save] * 2, after_save, backward, update, *step],
+        "saved": [*step, *[*saving, update] * 3, *step],
     }
 
 
