@@ -17,7 +17,7 @@ from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
-from horizon_lm.training.non_finite import NonFinite
+from horizon_lm.training.non_finite import NonFinite, shown_places
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.setup import (
@@ -33,6 +33,7 @@ from horizon_lm.training.setup import (
     require_callable,
     reserve_buffers,
 )
+from horizon_lm.training.spikes import Spikes
 from horizon_lm.training.tracing import Tracing
 
 
@@ -200,6 +201,7 @@ class _Loop:
     last_eval: tuple[int, float | None] = (-1, None)  # step and loss of the last evaluation
 
     def __post_init__(self) -> None:
+        self.spikes = Spikes()
         self.non_finite = NonFinite(
             self.model, self.objectives.training, self.tokenizer, self.config, self.run_dir, self.reporter
         )
@@ -245,6 +247,8 @@ class _Loop:
         self.callbacks.before_update()
         self.non_finite.update(self.optimizer, step, batch)
         self.callbacks.after_update()
+        for spike in self.spikes.add(value, self.optimizer.grad_norm):
+            self.reporter.print(f"step {step}: spike: {spike}. Its rows: {shown_places(batch)}")
         self.metrics.add(value, loss, batch, self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.optimizer.zero_grad()
