@@ -42,7 +42,7 @@ def test_a_spike_is_reported_at_its_first_step_only() -> None:
 
 
 def test_a_new_level_is_reported_once() -> None:
-    values = np.concatenate([np.full(200, 1.0), np.full(200, 3.0)])
+    values = np.concatenate([np.full(200, 1.0), np.full(200, 6.0)])
     assert alarms(values) == [200]
 
 

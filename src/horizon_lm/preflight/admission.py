@@ -2,17 +2,21 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from horizon_lm.config import DpoConfig, RunConfig
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DoesNotFitError
+from horizon_lm.plan.choose import with_device_room
+from horizon_lm.plan.device_memory import device_use
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.plan import Plan, describe_deficit, make_plan
 from horizon_lm.plan.remedies import Remedy, find_remedies
 from horizon_lm.plan.render import remedy_lines
 from horizon_lm.plan.request import ForwardBatch, Machine, Request
+from horizon_lm.plan.residency import Residency
 from horizon_lm.preflight.inputs import RowShape, Source, open_source
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.streaming_options import StreamingOptions
@@ -160,6 +164,7 @@ def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
     return run.model_copy(update=chosen)
 
 
+_SMALLER = (0.75, 0.5, 0.25, 0.0)  # shares of the device memory that was too much, in the order in which they are tried
 _USUAL_LENGTH = 1024  # tokens of an example, if max_length does not limit it
 
 
@@ -183,13 +188,44 @@ class Admission:
     ) -> Plan:
         """Return the plan for these examples; raise DoesNotFitError with remedies if it does not fit."""
         shape = RowShape.of(loader, held_out, prompt_length)
-        plan = plan_run(
-            self._run, self._source, this_machine(self._run), rows=shape, num_steps=num_steps,
-            num_checkpoints=num_checkpoints,
-        )  # fmt: skip
+        self._plan_for = partial(
+            plan_run, self._run, self._source, rows=shape, num_steps=num_steps, num_checkpoints=num_checkpoints
+        )
+        plan = self._plan_for(this_machine(self._run))
         if not plan.fits:
             self._reject(plan)
         return plan
+
+    def admit_smaller(self, plan: Plan, residency: Residency, problem: str) -> Plan:
+        """Return the next smaller plan for the same examples, after a step has run out of device memory.
+
+        Only settings that the run leaves open are changed.
+
+        Args:
+            plan: the plan that turned out to be too large.
+            residency: what stayed on the device in fact.
+            problem: a sentence about the fault, for the new plan's reasons.
+
+        Raises:
+            DoesNotFitError: there is no smaller plan; the message has the settings that would give one.
+        """
+        step = replace(plan.step, settings=replace(plan.step.settings, residency=residency))
+        used = device_use(step).total
+        for share in _SMALLER if not plan.machine.on_host else ():
+            smaller = self._plan_for(with_device_room(plan.machine, int(share * used)))
+            if device_use(smaller.step).total < used:
+                return replace(smaller, reasons=[problem, *smaller.reasons])
+        raise self.does_not_fit_after_all(plan, problem)
+
+    def does_not_fit_after_all(self, plan: Plan, problem: str) -> DoesNotFitError:
+        """Return the error for a plan that a step has proven too large, with remedies."""
+        room = int(_SMALLER[0] * device_use(plan.step).total)
+        tried = self._plan_for(plan.machine if plan.machine.on_host else with_device_room(plan.machine, room))
+        return DoesNotFitError("\n".join([problem, *remedy_lines(tried, remedies_of(tried, self._run, self._source))]))
+
+    def settled(self, plan: Plan) -> RunConfig:
+        """Return the run with the choices of a plan."""
+        return apply_plan(self._run, plan)
 
     def _reject(self, plan: Plan) -> None:
         raise does_not_fit(plan, remedies_of(plan, self._run, self._source))

@@ -15,6 +15,7 @@ from horizon_lm.plan.render import summary_lines
 from horizon_lm.preflight.admission import Admission, apply_plan
 from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
+from horizon_lm.training.first_step import run_first_step
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
 from horizon_lm.training.non_finite import NonFinite, shown_places
@@ -171,7 +172,7 @@ def train(
         metrics = Metrics(num_steps, sampler.steps_per_epoch, plan)
         result = _Loop(
             config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
-            metrics,
+            metrics, admission,
         ).run(interrupts)  # fmt: skip
         if config.push_to_hub:
             reporter.print(run_dir.push(config))
@@ -198,6 +199,8 @@ class _Loop:
     optimizer: Any
     scheduler: Any
     metrics: Metrics
+    admission: Admission
+    first_step_done: bool = False
     last_eval: tuple[int, float | None] = (-1, None)  # step and loss of the last evaluation
 
     def __post_init__(self) -> None:
@@ -223,7 +226,7 @@ class _Loop:
             step += 1
             tracing.before_step(step)
             callbacks.before_step(step)
-            self.train_step(self.data.loader.batch(step - 1), step)
+            self.run_step(self.data.loader.batch(step - 1), step)
             callbacks.after_step(step)
             self.finish_step(step)
         tracing.finish(step)
@@ -234,6 +237,17 @@ class _Loop:
         run_dir.draw_loss()
         self.reporter.stop_bar()
         return RunResult(run_dir.path, run_dir.model_dir, step, loss_before, loss_after, self.optimizer.num_skipped)
+
+    def run_step(self, batch: Batch, step: int) -> None:
+        """Run a step. The first one of a run is repeated with a smaller plan if it runs out of device memory."""
+        if self.first_step_done:
+            self.train_step(batch, step)
+            return
+        plan, config = run_first_step(
+            lambda: self.train_step(batch, step), step=step, model=self.model, optimizer=self.optimizer,
+            admission=self.admission, plan=self.metrics.plan, run_dir=self.run_dir, reporter=self.reporter,
+        )  # fmt: skip
+        self.metrics.plan, self.config, self.first_step_done = plan, config or self.config, True
 
     def train_step(self, batch: Batch, step: int) -> None:
         """Run the forward pass, the backward pass and the update of a step."""

@@ -15,7 +15,8 @@ from typing import Any
 _WINDOW = 128  # steps
 _FEWEST = 32  # steps before the first report
 _FACTOR = 8.0  # robust standard deviations
-_LEAST_RATIO = 1.3  # to the median; smaller changes matter to nobody, however smooth a run is
+# To the median. However smooth a run is, smaller changes harm nobody; the norm of single short rows often triples.
+_LEAST_RATIO = {"loss": 1.5, "gradient norm": 4.0}
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 
@@ -41,7 +42,7 @@ class Spikes:
             return ""
         median = statistics.median(logs)
         sigma = _MAD_TO_SIGMA * statistics.median(abs(each - median) for each in logs)
-        self._inside[name] = window[-1] - median > max(_FACTOR * sigma, math.log(_LEAST_RATIO))
+        self._inside[name] = window[-1] - median > max(_FACTOR * sigma, math.log(_LEAST_RATIO[name]))
         if was_inside or not self._inside[name]:
             return ""
         usual = math.exp(median)
