@@ -8,7 +8,9 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -53,11 +55,15 @@ class Disk:
         return _exchange(one, other)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder tree, if it exists."""
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        """Remove a file or a folder tree, if it exists. What cannot be removed is renamed, so that its name is free."""
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError:  # files of another user in it, say
+            others = (path.with_name(f".{path.name.lstrip('.')}.horizon-left-{number}") for number in count(1))
+            path.rename(next(other for other in others if not os.path.lexists(other)))
 
     def sync(self, path: Path) -> None:
         """Make a file's contents, or the names in a folder, durable."""
@@ -119,12 +125,29 @@ def sync_tree(disk: Disk, folder: Path) -> None:
         disk.sync(Path(path))
 
 
+@contextmanager
+def new_file(disk: Disk, path: Path) -> Iterator[OutputFile]:
+    """Context manager: write a file that gets its name once it is complete. After an error nothing of it is left."""
+    part = part_of(path)
+    try:
+        with disk.create(part) as file:
+            yield file
+    except BaseException:
+        with suppress(OSError):
+            disk.remove(part)
+        raise
+    disk.rename(part, path)
+
+
 def write_file(disk: Disk, path: Path, data: bytes) -> None:
     """Write a small file that gets its name once it is complete. The name is durable once its folder is synced."""
-    part = path.with_name(f".{path.name}.horizon-part")
-    with disk.create(part) as file:
+    with new_file(disk, path) as file:
         file.write(data)
-    disk.rename(part, path)
+
+
+def part_of(target: Path) -> Path:
+    """Return the temporary path of a file or folder that is being written."""
+    return target.with_name(f".{target.name}.horizon-part")
 
 
 def replace_folder(disk: Disk, target: Path, fill: Callable[[Path], None]) -> None:
@@ -135,25 +158,39 @@ def replace_folder(disk: Disk, target: Path, fill: Callable[[Path], None]) -> No
         target: the path of the folder.
         fill: a function that writes the files into an empty folder.
     """
-    part = target.with_name(f".{target.name}.horizon-part")
+    part = part_of(target)
     disk.remove(part)
     disk.make_folder(part)
     fill(part)
+    publish_folder(disk, target)
+
+
+def publish_folder(disk: Disk, target: Path) -> None:
+    """Make a folder that was written as `part_of` its name durable, and give it that name."""
+    part = part_of(target)
     sync_tree(disk, part)
-    old = part
-    if target.exists() and not disk.exchange(part, target):
-        old = target.with_name(f".{target.name}.horizon-old")  # `restore_folder` undoes a crash between the two renames
+    old: Path | None = None
+    if not target.exists():
+        disk.rename(part, target)
+    elif disk.exchange(part, target):
+        old = part
+    else:
+        old = _old(target)
         disk.remove(old)
-        disk.rename(target, old)
-    if old != part or not target.exists():
+        disk.rename(target, old)  # `restore_folder` undoes a crash before the next line
         disk.rename(part, target)
     disk.sync(target.parent)
-    disk.remove(old)
+    if old is not None:
+        disk.remove(old)
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.horizon-old")
 
 
 def restore_folder(disk: Disk, target: Path) -> None:
     """Give an old folder its name back, if `replace_folder` was interrupted where folders cannot be exchanged."""
-    old = target.with_name(f".{target.name}.horizon-old")
+    old = _old(target)
     if old.exists() and not target.exists():
         disk.rename(old, target)
         disk.sync(target.parent)

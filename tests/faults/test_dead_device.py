@@ -318,7 +318,7 @@ def test_a_failed_landing_is_an_error_to_its_update_and_to_the_step() -> None:
     link.land = fail_at_the_end
     run.model(**families.batch()).loss.backward()
     with pytest.raises(torch.AcceleratorError):
-        device._pool.wait()  # the update's thread has met the error
+        device._pool(Stream.HOST).wait()  # the update's thread has met the error
     with pytest.raises(torch.AcceleratorError):
         run.optimizer.step()
     assert run.optimizer.num_steps == 1

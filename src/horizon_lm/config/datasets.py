@@ -1,4 +1,4 @@
-"""Settings of the rows that a run trains and evaluates on."""
+"""Settings of the rows that a run is trained and evaluated on."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow
 
 
 def _check_path(path: str) -> str:
-    """Accept an existing file or folder, or a name that a dataset on the hub could have."""
+    """Accept an existing file or folder, or a name that could be a dataset on the hub."""
     if path and Path(path).expanduser().exists():
         return path
     is_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith(".")
@@ -86,7 +86,7 @@ class DatasetConfig(Settings):
 
 
 def _as_entries(value: Any) -> Any:
-    """Return one path or one entry as a list of entries."""
+    """Return a single path or a single entry as a list of entries."""
     entries = [value] if isinstance(value, str | dict | DatasetConfig) else value
     if not isinstance(entries, list):
         raise ValueError("must be a path, or a list of paths or of {path, columns, ...}")
