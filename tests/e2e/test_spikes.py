@@ -76,23 +76,39 @@ def test_a_restored_window_goes_on_as_if_it_had_not_been_saved(cut: int) -> None
     assert any(texts)
 
 
-@pytest.mark.parametrize("spike_at", [None, 45])
-def test_a_run_reports_the_rows_of_a_spike(tmp_path: Path, model: Path, spike_at: int | None) -> None:
-    """A run of two rows a step reports nothing, unless the loss of one step is multiplied."""
+def run(model: Path, folder: Path, spike_at: int | None, done: int = 0, **settings: object) -> list[str]:
+    """Train on two rows a step, multiply the loss of one step, and return the lines about spikes.
+
+    The steps of the run are counted from ``done``, those of the checkpoint that it goes on from.
+    """
     said: list[str] = []
-    step = 0
+    step = done
 
     def objective(model: object, batch: object) -> torch.Tensor:
         nonlocal step
         step += 1
         return nll(model, batch).value * (100.0 if step == spike_at else 1.0)
 
-    rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(12))
     config = {
-        "model_name_or_path": str(model), "datasets": str(rows), "output_dir": str(tmp_path / "run"), "device": "cpu",
-        "max_steps": 60, "per_device_train_batch_size": 2, "learning_rate": 3e-3,
+        "model_name_or_path": str(model), "datasets": str(folder / "rows.jsonl"), "output_dir": str(folder / f"run-{done}"),
+        "device": "cpu", "max_steps": 50, "per_device_train_batch_size": 2, "learning_rate": 3e-3, **settings,
     }  # fmt: skip
+    tiny.write_jsonl(folder / "rows.jsonl", tiny.alpaca_rows(12))
     train(config, objective=objective, print_fn=said.append)
-    found = [line for line in said if ": spike: " in line]
-    assert len(found) == (0 if spike_at is None else 2)
+    return [line for line in said if ": spike: " in line]
+
+
+def test_a_run_without_spikes_reports_none(tmp_path: Path, model: Path) -> None:
+    assert run(model, tmp_path, spike_at=None) == []
+
+
+def test_a_run_reports_the_rows_of_a_spike_also_when_resumed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(model, tmp_path, spike_at=45, save_strategy="steps", save_steps=42)
+    assert len(found) == 2
     assert all(line.startswith("step 45: spike: the ") and "rows.jsonl:" in line for line in found)
+    point = {"resume_from_checkpoint": str(tmp_path / "run-0" / "checkpoint-42"), "overwrite_output_dir": True}
+    assert run(model, tmp_path, spike_at=45, done=42, **point) == found
+    monkeypatch.setattr(Spikes, "load_state_dict", lambda *args: None)
+    assert run(model, tmp_path, spike_at=45, done=42, **point) == [], "a window of two steps reports nothing"

@@ -323,6 +323,7 @@ class _Loop:
         self.loss_before, self.last_eval = state["loss_before"], tuple(state["last_eval"])
         self.finished = state["finished"]
         self.best.load_state_dict(state["best"])
+        self.spikes.load_state_dict(state["spikes"])
         if self.best.step and (best := self.checkpoints.path(self.best.step)).exists():
             self.checkpoints.best = best
         for file in (self.metrics_file, self.run_dir.samples):
@@ -343,6 +344,7 @@ class _Loop:
             "data": data_position(self.data.training.packed, self.data.loader.sampler, step),
             "scheduler": self.scheduler.state_dict(),
             "metrics": self.metrics.state_dict(),
+            "spikes": self.spikes.state_dict(),
             "files": {file.path.name: file.position() for file in (self.metrics_file, self.run_dir.samples)},
             "callbacks": self.callbacks.state_dict(),
             "loss_before": self.loss_before,
