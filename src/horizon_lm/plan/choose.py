@@ -39,7 +39,7 @@ def device_room(request: Request, machine: Machine) -> int | None:
 def with_device_room(machine: Machine, room: int) -> Machine:
     """Return the machine with this many device bytes available to a step."""
     limit = (room + machine.device_context_bytes + machine.scratch_bytes) / (1 - DEVICE_MARGIN)
-    return replace(machine, device_limits=[Limit("less than a step has failed with", math.ceil(limit))])
+    return replace(machine, device_limits=[Limit("less than a step ran out of", math.ceil(limit))])
 
 
 def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:

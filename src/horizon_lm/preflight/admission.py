@@ -190,42 +190,50 @@ class Admission:
     ) -> Plan:
         """Return the plan for these examples; raise DoesNotFitError with remedies if it does not fit."""
         shape = RowShape.of(loader, held_out, prompt_length)
-        self._plan_for = partial(plan_run, self._run, self._source, rows=shape, num_steps=num_steps, saves=saves)
-        plan = self._plan_for(this_machine(self._run))
+        self._plan_for = partial(plan_run, source=self._source, rows=shape, num_steps=num_steps, saves=saves)
+        plan = self._plan_for(self._run, machine=this_machine(self._run))
         if not plan.fits:
             self._reject(plan)
         return plan
 
-    def admit_smaller(self, plan: Plan, residency: Residency, problem: str) -> Plan:
-        """Return the next smaller plan for the same examples, after a step has run out of device memory.
+    def smaller_plan(self, plan: Plan, residency: Residency | None = None) -> Plan | None:
+        """Return the next smaller plan for the same examples, for a step that has run out of device memory.
 
         Only settings that the run leaves open are changed.
 
         Args:
-            plan: the plan that turned out to be too large.
-            residency: what stayed on the device in fact.
-            problem: a sentence about the fault, for the new plan's reasons.
+            plan: the plan that was too large.
+            residency: what stayed on the device in that step; None for what was planned.
 
-        Raises:
-            DoesNotFitError: there is no smaller plan; the message has the settings that would give one.
+        Returns:
+            None if there is no smaller plan.
         """
-        step = replace(plan.step, settings=replace(plan.step.settings, residency=residency))
-        used = device_use(step).total
-        for share in _SMALLER if not plan.machine.on_host else ():
-            smaller = self._plan_for(with_device_room(plan.machine, int(share * used)))
-            if device_use(smaller.step).total < used:
-                return replace(smaller, reasons=[problem, *smaller.reasons])
-        raise self.does_not_fit_after_all(plan, problem)
+        residency = residency or plan.step.settings.residency
+        used = device_use(replace(plan.step, settings=replace(plan.step.settings, residency=residency))).total
+        for share in _SMALLER:
+            machine = with_device_room(plan.machine, int(share * used))
+            found = self._plan_for(self._run, machine=machine, priced=False)
+            # With its choices set, the plan is made for the machine as it is, whose limits belong into the budgets.
+            smaller = self._plan_for(apply_plan(self._run, found), machine=plan.machine)
+            if smaller.fits and device_use(smaller.step).total < used:
+                return replace(smaller, reasons=found.reasons)
+        return None
 
-    def does_not_fit_after_all(self, plan: Plan, problem: str) -> DoesNotFitError:
-        """Return the error for a plan that a step has proven too large, with remedies."""
-        room = int(_SMALLER[0] * device_use(plan.step).total)
-        tried = self._plan_for(plan.machine if plan.machine.on_host else with_device_room(plan.machine, room))
-        return DoesNotFitError("\n".join([problem, *remedy_lines(tried, remedies_of(tried, self._run, self._source))]))
+    def out_of_memory(self, plan: Plan, problem: str) -> DoesNotFitError:
+        """Return the error for a plan that was too large for a step, with remedies."""
+        smaller = self.smaller_plan(plan)
+        if smaller is not None:
+            remedies = [Remedy(self._choices(smaller), "more transfers and recomputation", smaller)]
+        else:
+            used = device_use(plan.step).total
+            smaller = self._plan_for(self._run, machine=with_device_room(plan.machine, int(_SMALLER[0] * used)))
+            remedies = remedies_of(smaller, self._run, self._source)
+        return DoesNotFitError("\n".join([problem, *remedy_lines(smaller, remedies)]))
 
-    def settled(self, plan: Plan) -> RunConfig:
-        """Return the run with the choices of a plan."""
-        return apply_plan(self._run, plan)
+    def _choices(self, plan: Plan) -> dict[str, Any]:
+        """Return what a plan chooses, as settings of the run."""
+        given, chosen = StreamingOptions.of(self._run), StreamingOptions.of(apply_plan(self._run, plan))
+        return {name: value for name, value in chosen.items() if value != given[name]}
 
     def _reject(self, plan: Plan) -> None:
         raise does_not_fit(plan, remedies_of(plan, self._run, self._source))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.loader import Batch
 from horizon_lm.device.faults import is_device_fault
 from horizon_lm.errors import DeviceFaultError, InterruptedRunError, first_line
+from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.render import summary_lines
 from horizon_lm.plan.request import Saves
 from horizon_lm.preflight.admission import Admission, apply_plan
@@ -22,7 +24,7 @@ from horizon_lm.quantities import format_seconds
 from horizon_lm.training.best_model import BestModel
 from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
-from horizon_lm.training.first_step import run_first_step
+from horizon_lm.training.first_step import FirstStep
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
@@ -35,6 +37,7 @@ from horizon_lm.training.resume import (
     model_settings,
     require_same_model,
     require_same_rows,
+    rounding_warnings,
     settings_of,
 )
 from horizon_lm.training.rows import RunData, load_data
@@ -216,7 +219,7 @@ def train(
         objectives = make_objectives(config, model, data, reporter, objective, reference)
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         checkpoints = RunCheckpoints(
-            config, run_dir.path, reporter.print, model, optimizer, lambda part: write_side_files(part, tokenizer, config),
+            config, run_dir.path, reporter.print, model, optimizer, lambda part: write_side_files(part, tokenizer, run_dir.config),
             objectives.reference, resumed=point is not None,
         )  # fmt: skip
         result = _Loop(
@@ -253,13 +256,13 @@ class _Loop:
     checkpoints: RunCheckpoints
     best: BestModel
     admission: Admission
-    first_step_done: bool = False  # of this process
     last_eval: tuple[int, float | None] = (-1, None)  # step and loss of the last evaluation
     loss_before: float | None = None  # eval loss before the first step
     finished: bool = True  # logging, evaluating and saving are over after the last step
 
     def __post_init__(self) -> None:
         self.spikes = Spikes()
+        self.first_step = FirstStep(self.model, self.optimizer, self.admission, self.reporter)
         self.non_finite = NonFinite(
             self.model, self.objectives.training, self.tokenizer, self.config, self.run_dir, self.reporter
         )
@@ -280,6 +283,7 @@ class _Loop:
             self.loss_before = self.evaluate(0)
         elif not self.finished:
             self.finish_step(step)
+        first = step + 1
         while step < num_steps and not callbacks.control.stop and not self.best.stops:
             self.stop_if_interrupted(step)
             step += 1
@@ -290,7 +294,7 @@ class _Loop:
                 self.saving_on_fault(step - 1),
                 watching(f"step {step}", self.config.step_timeout, self.model._horizon.engine.pending_operations),
             ):
-                self.run_step(self.data.loader.batch(step - 1), step)
+                self.run_step(step, is_first=step == first)
             callbacks.after_step(step)
             self.finish_step(step)
         with self.reporter.attempt("trace.json"):
@@ -428,16 +432,23 @@ class _Loop:
         error.add_note(f"The training ended after step {step} of {self.intervals.num_steps}. {self.save_on_fault()}")
         raise error
 
-    def run_step(self, batch: Batch, step: int) -> None:
-        """Run a step. The first one of a run is repeated with a smaller plan if it runs out of device memory."""
-        if self.first_step_done:
-            self.train_step(batch, step)
+    def run_step(self, step: int, is_first: bool) -> None:
+        """Run a step. The first one of this process is run once more with a smaller plan if it does not fit."""
+        train_step = partial(self.train_step, self.data.loader.batch(step - 1), step)
+        if not is_first:
+            train_step()
             return
-        plan, config = run_first_step(
-            lambda: self.train_step(batch, step), step=step, model=self.model, optimizer=self.optimizer,
-            admission=self.admission, plan=self.metrics.plan, run_dir=self.run_dir, reporter=self.reporter,
-        )  # fmt: skip
-        self.metrics.plan, self.config, self.first_step_done = plan, config or self.config, True
+        plan = self.first_step.run(train_step, step, self.metrics.plan)
+        if plan is not self.metrics.plan:
+            self.use_plan(plan, step)
+
+    def use_plan(self, plan: Plan, step: int) -> None:
+        """Record the smaller plan with which a step was run, for the rest of the run."""
+        before, self.config, self.metrics.plan = self.config, apply_plan(self.config, plan), plan
+        if step > 1:
+            self.reporter.print(*rounding_warnings(settings_of(before), settings_of(self.config)))
+        with self.reporter.attempt("plan.json"):
+            self.run_dir.write_settings(self.config, plan)
 
     def train_step(self, batch: Batch, step: int) -> None:
         """Run the forward pass, the backward pass and the update of a step."""

@@ -131,14 +131,19 @@ def apply_settings(config: RunConfig, point: ResumePoint) -> tuple[RunConfig, li
     before, installed = point.manifest.packages, installed_packages()
     fatal += [_change(name, before, installed) for name in _VERSIONS if before.get(name) != installed.get(name)]
     warnings = _reject(point, fatal, config)
-    rounding = [_change(name, given, now) for name in changed if name in _ROUNDING]
-    if rounding:
-        warnings.append(
-            f"resume: warning: {', '.join(rounding)}: rounding and dropout will differ from an uninterrupted run"
-        )
+    warnings += rounding_warnings(given, now)
     settled = point.state["settled"]
     update = {name: settled[name] for name in _OPEN if given[name] == now[name]}
     return config.model_copy(update=update), warnings
+
+
+def rounding_warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a warning if settings have changed that decide how a resumed run rounds."""
+    names = sorted(name for name in _ROUNDING if before.get(name) != now.get(name))
+    if not names:
+        return []
+    changes = ", ".join(_change(name, before, now) for name in names)
+    return [f"resume: warning: {changes}: rounding and dropout will differ from an uninterrupted run"]
 
 
 def _rows_per_step(settings: Mapping[str, Any]) -> int:
