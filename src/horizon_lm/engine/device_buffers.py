@@ -138,6 +138,15 @@ class DeviceBuffers:
         self.table_row_grads = GrowingBuffers(device, "table_row_grads")
         self.ring = GrowingBuffers(device, "boundary_ring", count=2)
 
+    def release(self) -> None:
+        """Free all buffers. Nothing may be using them."""
+        slots: list[Slots | GrowingBuffers] = [
+            self.weight_slots, *self.resident_weights.values(), self.grad_slots, self.accumulator, self.head_weights,
+            self.head_grads, self.outer_weights, self.outer_grads, self.table_rows, self.table_row_grads, self.ring,
+        ]  # fmt: skip
+        for each in slots:
+            each.release()
+
     def weights_of(self, unit: str) -> torch.Tensor:
         """Return the buffer that a unit's weights are streamed into."""
         if unit == HEAD:

@@ -183,6 +183,16 @@ class Engine:
             self.drain()
             self._set_residency(residency)
 
+    def reconfigure(self, options: EngineOptions) -> None:
+        """Use other options from the next forward on. No pass may be running; all buffers on the device are freed."""
+        assert not self.cursor.active
+        self.drain()
+        self.memory.release()
+        self.device.trim()
+        self.options, self._shape = options, ()
+        self.memory = DeviceBuffers(self.parts, self.store, self.device, options)
+        self._set_residency(options.residency or Residency(0))
+
     def _set_residency(self, residency: Residency) -> None:
         self.residency = residency
         self.memory.set_resident(range(self.parts.num_blocks - residency.weights, self.parts.num_blocks))

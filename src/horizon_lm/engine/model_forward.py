@@ -18,6 +18,7 @@ from horizon_lm.device.base import send
 from horizon_lm.engine.blocks import Blocks
 from horizon_lm.engine.chunked_lm_head import ChunkedLmHead, LossInputs
 from horizon_lm.engine.chunked_losses import LogprobRun, LossRun, TokenLogprobs
+from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.embedding import StreamedEmbedding
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.gradient_check import GradientCheck
@@ -77,6 +78,13 @@ class ModelForward:
             module for module in parts.model.modules() if id(module) not in inside and module is not parts.model
         )
         self._root = self._root_ids()
+
+    def reconfigure(self, options: EngineOptions) -> None:
+        """Use other options from the next forward on: the micro-batch, the chunks of the head, and what stays on the device."""
+        self.engine.reconfigure(options)
+        self.planner = ResidencyPlanner(self.engine)
+        if self.chunked is not None:
+            self.chunked.chunk_tokens = options.head_chunk_tokens
 
     def check_gradients(self, num_blocks: int) -> None:
         """Compare blocks with plain autograd in the next backward pass. Gradients must be empty before it.

@@ -4,6 +4,7 @@ None of them changes the examples of a step, or its result beyond the order of s
 micro-batch, so they depend on its size.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.plan.device_memory import device_use, step_working, weights_of_blocks
 from horizon_lm.plan.memory import device_buffers, host_bytes
 from horizon_lm.plan.outline import ModelOutline
-from horizon_lm.plan.request import Machine, Request
+from horizon_lm.plan.request import Limit, Machine, Request
 from horizon_lm.plan.residency import Residency, head_chunk_tokens, spend
 from horizon_lm.plan.step import Step, StepSettings
 from horizon_lm.quantities import format_bytes
@@ -33,6 +34,12 @@ def device_room(request: Request, machine: Machine) -> int | None:
         return None
     room = int(min(limit.num_bytes for limit in machine.device_limits) * (1 - DEVICE_MARGIN))
     return room - machine.device_context_bytes - machine.scratch_bytes
+
+
+def with_device_room(machine: Machine, room: int) -> Machine:
+    """Return the machine with this many device bytes available to a step."""
+    limit = (room + machine.device_context_bytes + machine.scratch_bytes) / (1 - DEVICE_MARGIN)
+    return replace(machine, device_limits=[Limit("less than a step ran out of", math.ceil(limit))])
 
 
 def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:

@@ -2,17 +2,21 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from horizon_lm.config import DpoConfig, RunConfig
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DoesNotFitError
+from horizon_lm.plan.choose import with_device_room
+from horizon_lm.plan.device_memory import device_use
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.plan import Plan, describe_deficit, make_plan
 from horizon_lm.plan.remedies import Remedy, find_remedies
 from horizon_lm.plan.render import remedy_lines
 from horizon_lm.plan.request import ForwardBatch, Machine, Request, Saves
+from horizon_lm.plan.residency import Residency
 from horizon_lm.preflight.inputs import RowShape, Source, open_source
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.streaming_options import StreamingOptions
@@ -162,6 +166,7 @@ def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
     return run.model_copy(update=chosen)
 
 
+_SMALLER = (0.75, 0.5, 0.25, 0.0)  # shares of the device memory that was too much, in the order in which they are tried
 _USUAL_LENGTH = 1024  # assumed tokens of an example if max_length is not set
 
 
@@ -185,13 +190,50 @@ class Admission:
     ) -> Plan:
         """Return the plan for these examples; raise DoesNotFitError with remedies if it does not fit."""
         shape = RowShape.of(loader, held_out, prompt_length)
-        plan = plan_run(
-            self._run, self._source, this_machine(self._run), rows=shape, num_steps=num_steps,
-            saves=saves,
-        )  # fmt: skip
+        self._plan_for = partial(plan_run, source=self._source, rows=shape, num_steps=num_steps, saves=saves)
+        plan = self._plan_for(self._run, machine=this_machine(self._run))
         if not plan.fits:
             self._reject(plan)
         return plan
+
+    def smaller_plan(self, plan: Plan, residency: Residency | None = None) -> Plan | None:
+        """Return the next smaller plan for the same examples, for a step that has run out of device memory.
+
+        Only settings that the run leaves open are changed.
+
+        Args:
+            plan: the plan that was too large.
+            residency: what stayed on the device in that step; None for what was planned.
+
+        Returns:
+            None if there is no smaller plan.
+        """
+        residency = residency or plan.step.settings.residency
+        used = device_use(replace(plan.step, settings=replace(plan.step.settings, residency=residency))).total
+        for share in _SMALLER:
+            machine = with_device_room(plan.machine, int(share * used))
+            found = self._plan_for(self._run, machine=machine, priced=False)
+            # With its choices set, the plan is made for the machine as it is, whose limits belong into the budgets.
+            smaller = self._plan_for(apply_plan(self._run, found), machine=plan.machine)
+            if smaller.fits and device_use(smaller.step).total < used:
+                return replace(smaller, reasons=found.reasons)
+        return None
+
+    def out_of_memory(self, plan: Plan, problem: str) -> DoesNotFitError:
+        """Return the error for a plan that was too large for a step, with remedies."""
+        smaller = self.smaller_plan(plan)
+        if smaller is not None:
+            remedies = [Remedy(self._choices(smaller), "more transfers and recomputation", smaller)]
+        else:
+            used = device_use(plan.step).total
+            smaller = self._plan_for(self._run, machine=with_device_room(plan.machine, int(_SMALLER[0] * used)))
+            remedies = remedies_of(smaller, self._run, self._source)
+        return DoesNotFitError("\n".join([problem, *remedy_lines(smaller, remedies)]))
+
+    def _choices(self, plan: Plan) -> dict[str, Any]:
+        """Return what a plan chooses, as settings of the run."""
+        given, chosen = StreamingOptions.of(self._run), StreamingOptions.of(apply_plan(self._run, plan))
+        return {name: value for name, value in chosen.items() if value != given[name]}
 
     def _reject(self, plan: Plan) -> None:
         raise does_not_fit(plan, remedies_of(plan, self._run, self._source))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.loader import Batch
 from horizon_lm.device.faults import is_device_fault
 from horizon_lm.errors import ConfigError, DeviceFaultError, InterruptedRunError, first_line
+from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.render import summary_lines
 from horizon_lm.plan.request import Saves
 from horizon_lm.preflight.admission import Admission, apply_plan
@@ -23,18 +25,21 @@ from horizon_lm.quantities import format_seconds
 from horizon_lm.training.best_model import BestModel
 from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
+from horizon_lm.training.first_step import FirstStep
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
-from horizon_lm.training.non_finite import NonFinite
+from horizon_lm.training.non_finite import NonFinite, shown_places
 from horizon_lm.training.resume import (
     ResumePoint,
     apply_settings,
+    choice_warnings,
     data_position,
     find_resume_point,
     model_settings,
     require_same_model,
     require_same_rows,
+    rounding_warnings,
     settings_of,
 )
 from horizon_lm.training.rows import RunData, load_data
@@ -53,6 +58,7 @@ from horizon_lm.training.setup import (
     require_callable,
     reserve_buffers,
 )
+from horizon_lm.training.spikes import Spikes
 from horizon_lm.training.tracing import Tracing
 from horizon_lm.training.watchdog import watching
 
@@ -197,6 +203,8 @@ def train(
         )
         reporter.print(*summary_lines(plan))
         config = apply_plan(config, plan)
+        if point is not None:
+            reporter.print(*choice_warnings(point, given, config))
         run_dir.take()
         reporter.print(f"run folder: {run_dir.path}")
         model = load_model(config, reads_weights=point is None)
@@ -215,12 +223,12 @@ def train(
         objectives = make_objectives(config, model, data, reporter, objective, reference)
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         checkpoints = RunCheckpoints(
-            config, run_dir.path, reporter.print, model, optimizer, lambda part: write_side_files(part, tokenizer, config),
+            config, run_dir.path, reporter.print, model, optimizer, lambda part: write_side_files(part, tokenizer, run_dir.config),
             objectives.reference, point,
         )  # fmt: skip
         result = _Loop(
             given, config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
-            metrics, interrupts, checkpoints, BestModel(config),
+            metrics, interrupts, checkpoints, BestModel(config), admission,
         ).run(point)  # fmt: skip
         if config.push_to_hub:
             reporter.print(run_dir.push(config))
@@ -251,11 +259,14 @@ class _Loop:
     interrupts: Interrupts
     checkpoints: RunCheckpoints
     best: BestModel
+    admission: Admission
     last_eval: tuple[int, float | None] = (-1, None)  # step and loss of the last evaluation
     loss_before: float | None = None  # eval loss before the first step
     finished: bool = True  # logging, evaluating and saving are over after the last step
 
     def __post_init__(self) -> None:
+        self.spikes = Spikes()
+        self.first_step = FirstStep(self.model, self.optimizer, self.admission, self.reporter)
         self.non_finite = NonFinite(
             self.model, self.objectives.training, self.tokenizer, self.config, self.run_dir, self.reporter
         )
@@ -276,6 +287,7 @@ class _Loop:
             self.loss_before = self.evaluate(0)
         elif not self.finished:
             self.finish_step(step)
+        first = step + 1
         while step < num_steps and not callbacks.control.stop and not self.best.stops:
             self.stop_if_interrupted(step)
             step += 1
@@ -286,7 +298,7 @@ class _Loop:
                 self.saving_on_fault(step - 1),
                 watching(f"step {step}", self.config.step_timeout, self.model._horizon.engine.pending_operations),
             ):
-                self.train_step(self.data.loader.batch(step - 1), step)
+                self.run_step(step, is_first=step == first)
             callbacks.after_step(step)
             self.finish_step(step)
         with self.reporter.attempt("trace.json"):
@@ -319,6 +331,7 @@ class _Loop:
         self.loss_before, self.last_eval = state["loss_before"], tuple(state["last_eval"])
         self.finished = state["finished"]
         self.best.load_state_dict(state["best"])
+        self.spikes.load_state_dict(state["spikes"])
         if self.config.load_best_model_at_end and self.best.step:
             best = point.folder.with_name(f"checkpoint-{self.best.step}")
             if is_checkpoint(best):
@@ -343,6 +356,7 @@ class _Loop:
             "data": data_position(self.data.training.packed, self.data.loader.sampler, step),
             "scheduler": self.scheduler.state_dict(),
             "metrics": self.metrics.state_dict(),
+            "spikes": self.spikes.state_dict(),
             "files": {file.path.name: file.position() for file in (self.metrics_file, self.run_dir.samples)},
             "callbacks": self.callbacks.state_dict(),
             "loss_before": self.loss_before,
@@ -430,6 +444,24 @@ class _Loop:
         error.add_note(f"The training ended after step {step} of {self.intervals.num_steps}. {self.save_on_fault()}")
         raise error
 
+    def run_step(self, step: int, is_first: bool) -> None:
+        """Run a step. The first one of this process is run once more with a smaller plan if it does not fit."""
+        train_step = partial(self.train_step, self.data.loader.batch(step - 1), step)
+        if not is_first:
+            train_step()
+            return
+        plan = self.first_step.run(train_step, step, self.metrics.plan)
+        if plan is not self.metrics.plan:
+            self.use_plan(plan, step)
+
+    def use_plan(self, plan: Plan, step: int) -> None:
+        """Record the smaller plan with which a step was run, for the rest of the run."""
+        before, self.config, self.metrics.plan = self.config, apply_plan(self.config, plan), plan
+        if step > 1:
+            self.reporter.print(*rounding_warnings(settings_of(before), settings_of(self.config)))
+        with self.reporter.attempt("plan.json"):
+            self.run_dir.write_settings(self.config, plan)
+
     def train_step(self, batch: Batch, step: int) -> None:
         """Run the forward pass, the backward pass and the update of a step."""
         seed_step(self.config.seed, step)
@@ -442,6 +474,8 @@ class _Loop:
         self.callbacks.before_update()
         self.non_finite.update(self.optimizer, step, batch)
         self.callbacks.after_update()
+        for spike in self.spikes.add(value, self.optimizer.grad_norm):
+            self.reporter.print(f"step {step}: spike: {spike}. Its rows: {shown_places(batch)}")
         self.metrics.add(value, loss, batch, self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.optimizer.zero_grad()

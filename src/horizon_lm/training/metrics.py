@@ -35,7 +35,7 @@ class Metrics:
 
     def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan, micro_batch_rows: int) -> None:
         self._micro_batch_rows = micro_batch_rows
-        self._num_steps, self._steps_per_epoch, self._plan = num_steps, steps_per_epoch, plan
+        self._num_steps, self._steps_per_epoch, self.plan = num_steps, steps_per_epoch, plan
         self._learning_rate = 0.0
         self.first_loss: float | None = None  # of the first and of the last line with a loss
         self.last_loss: float | None = None
@@ -113,7 +113,7 @@ class Metrics:
         """
         import horizon_lm
 
-        plan, now = self._plan, time.perf_counter()
+        plan, now = self.plan, time.perf_counter()
         seconds = now - self._window_started - self._excluded_seconds
         self.tokens_trained += self._window_trained
         self.tokens_total += self._window_total

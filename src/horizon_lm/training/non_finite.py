@@ -56,14 +56,14 @@ class NonFinite:
         except NonFiniteError as error:
             problem, cause = self._explain(optimizer.non_finite_unit, step, batch)
             if optimizer.partial_update:
-                raise NonFiniteError(f"{error} {cause} Rows of this step: {_places(batch)}") from error
+                raise NonFiniteError(f"{error} {cause} Rows of this step: {shown_places(batch)}") from error
             if self.config.non_finite == "skip":
                 limit = self.config.max_consecutive_skips
                 problem += f", and {limit} steps before it were skipped (max_consecutive_skips)"
             raise NonFiniteError(self._message(problem, cause, step, batch)) from error
         if optimizer.num_skipped > skipped:
             problem, cause = self._explain(optimizer.non_finite_unit, step, batch)
-            self.reporter.print(f"step {step}: skipped, because {problem}. {cause} Its rows: {_places(batch)}")
+            self.reporter.print(f"step {step}: skipped, because {problem}. {cause} Its rows: {shown_places(batch)}")
 
     def _explain(self, unit: str | None, step: int, batch: Batch) -> tuple[str, str]:
         """Return what is not finite, and sentences about its rows and the file in which they were saved."""
@@ -99,9 +99,10 @@ class NonFinite:
         return (
             f"step {step}: {problem}. {cause}{' ' if cause else ''}The weights are {weights}, no model was exported, and the "
             f"metrics so far are in {self.run_dir.metrics_file}. Remedy: {remedy}, or check the rows of this step: "
-            f"{_places(batch)}"
+            f"{shown_places(batch)}"
         )
 
 
-def _places(batch: Batch) -> str:
+def shown_places(batch: Batch) -> str:
+    """Return the origins of the first rows of a batch, for a message."""
     return ", ".join(batch.places[:8]) + (", ..." if len(batch.places) > 8 else "")

@@ -37,7 +37,7 @@ _ROUNDING = {
 _OPEN = ("device_micro_batch_size", "head", "head_chunk_tokens")  # chosen by the plan, unless they are set
 _STATE = {
     "step", "num_steps", "finished", "config", "settled", "model_config", "data", "scheduler", "metrics", "files", "callbacks",
-    "loss_before", "last_eval", "best",
+    "loss_before", "last_eval", "best", "spikes",
 }  # fmt: skip
 _VERSIONS = ("horizon-lm", "torch", "transformers", "numba")
 _REMEDY = "restore them, choose another output_dir, or set resume_with_changes: true to go on with the changes"
@@ -135,14 +135,32 @@ def apply_settings(config: RunConfig, point: ResumePoint) -> tuple[RunConfig, li
     before, installed = point.manifest.packages, installed_packages()
     fatal += [_change(name, before, installed) for name in _VERSIONS if before.get(name) != installed.get(name)]
     warnings = _reject(point, fatal, config)
-    rounding = [_change(name, given, now) for name in changed if name in _ROUNDING]
-    if rounding:
-        warnings.append(
-            f"resume: warning: {', '.join(rounding)}: rounding and dropout will differ from an uninterrupted run"
-        )
+    warnings += rounding_warnings(given, now)
     settled = point.state["settled"]
     update = {name: settled[name] for name in _OPEN if given[name] == now[name]}
     return config.model_copy(update=update), warnings
+
+
+def rounding_warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a warning if settings have changed that decide how a resumed run rounds."""
+    names = sorted(name for name in _ROUNDING if before.get(name) != now.get(name))
+    if not names:
+        return []
+    changes = ", ".join(_change(name, before, now) for name in names)
+    return [f"resume: warning: {changes}: rounding and dropout will differ from an uninterrupted run"]
+
+
+def choice_warnings(point: ResumePoint, given: RunConfig, config: RunConfig) -> list[str]:
+    """Return a warning if the plan has chosen other settings than the checkpoint's run had, because memory is scarcer, say.
+
+    Args:
+        point: the checkpoint.
+        given: the settings as the user has set them.
+        config: the settings with the plan's choices.
+    """
+    asked, settled, now = settings_of(given), point.state["settled"], settings_of(config)
+    same = [name for name in _OPEN if point.state["config"][name] == asked[name]]
+    return rounding_warnings({name: settled[name] for name in same}, {name: now[name] for name in same})
 
 
 def _rows_per_step(settings: Mapping[str, Any]) -> int:

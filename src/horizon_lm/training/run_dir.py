@@ -32,7 +32,7 @@ class RunDir:
     """Context manager: ``output_dir`` with ``config.yaml``, ``plan.json``, ``metrics.jsonl`` and, at the end, ``model/``.
 
     Args:
-        config: settings of the run.
+        config: settings of the run; the attribute of this name has the choices of the plan once it is written.
         resumes: the run goes on from a checkpoint.
         disk: the file operations to use.
 
@@ -42,7 +42,7 @@ class RunDir:
     """
 
     def __init__(self, config: RunConfig, resumes: bool = False, disk: Disk | None = None) -> None:
-        self.path, self._disk = Path(config.output_dir).expanduser(), disk or Disk()
+        self.config, self.path, self._disk = config, Path(config.output_dir).expanduser(), disk or Disk()
         self._lock = RunLock(self.path)
         self._lock.require_free()
         self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
@@ -112,16 +112,21 @@ class RunDir:
         """Write settings and plan, and rename the metrics of an earlier run. The model must be loaded: nothing is left to fail."""
         self._export_bytes = next(item.num_bytes for item in plan.disk.items if item.name == "exported model")
         try:
-            write_file(self._disk, self.path / "config.yaml", to_yaml(config).encode())
             for stale in (self.trace_file, self.path / "predicted_trace.json"):
                 self._disk.remove(stale)
-            write_plan(plan, config.device, self.path)
+            self.write_settings(config, plan)
             if not self._resumes:
                 self._disk.remove(self.samples.path)
                 LineFile(self.metrics_file).set_aside()
             self._disk.sync(self.path)
         except OSError as error:
             raise self._unwritable(error) from error
+
+    def write_settings(self, config: RunConfig, plan: Plan) -> None:
+        """Write the settings, with the choices of the plan, and the plan."""
+        self.config = config
+        write_file(self._disk, self.path / "config.yaml", to_yaml(config).encode())
+        write_plan(plan, config.device, self.path)
 
     def append_samples(self, line: dict[str, Any]) -> None:
         """Append a line to ``samples.jsonl``."""
