@@ -280,7 +280,6 @@ VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "lines of the metrics": lambda content: content["state"]["files"].update(
         {"metrics.jsonl": {"bytes": 0, "xxh3_128": xxhash.xxh3_128_hexdigest(b"")}}
     ),
-    "window of the spikes": lambda content: content["state"]["spikes"].clear(),
     "eval loss before": lambda content: content["state"].update(loss_before=None),
     "best metric": lambda content: content["state"]["best"].update(metric=None, num_worse=0),
     "callbacks": lambda content: content["state"]["callbacks"]["callbacks"].clear(),

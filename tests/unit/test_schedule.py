@@ -78,7 +78,7 @@ def test_each_wait_inside_a_pass_is_needed(num_blocks: int, offloaded: int, resi
 
 def forget_passes() -> None:
     """Clear cached passes, which were built by other rules."""
-    for made in (build._forward, build._backward, build._update_pass, build._save_pass):
+    for made in (build._forward, build._backward, build._update_pass, build._save_pass, build.save_table):
         made.cache_clear()
 
 

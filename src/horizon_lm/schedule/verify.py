@@ -199,7 +199,7 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
             "abandoned twice": [first, again, again, backward, first, again, backward],
             "two forward passes, last one abandoned": [first, second, backward] * 3,
             "two forward passes, first one abandoned": [first, second, recomputing] * 3,
-            "saved": [*step, *saving * 3, *step],
+            "saved": [*step, *saving * 2, *step],
         }
     step = [first, backward, update]
     return {
@@ -224,7 +224,7 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
         "abandoned forward": [first, again, backward, again, update, *step],
         "abandoned twice": [first, again, again, backward, update, *step],
         "evaluation after update": [*step, first, evaluation, evaluation],
-        "saved": [*step, *[*saving, update] * 3, *step],
+        "saved": [*step, *[*saving, update] * 2, first],
     }
 
 

@@ -34,7 +34,6 @@ ACROSS: dict[tuple[Stream, Buf], Stream] = {
     (Stream.COPY_OUT, Buf.HOST_LANDING): Stream.HOST,
     (Stream.HOST, Buf.HOST_WEIGHTS): Stream.COPY_IN,
     (Stream.HOST, Buf.HOST_GRADS): Stream.COPY_OUT,
-    (Stream.HOST, Buf.HOST_LANDING): Stream.COPY_OUT,  # the embedding's update before a save
     (Stream.DISK, Buf.HOST_WEIGHTS): Stream.HOST,
 }
 
