@@ -15,6 +15,7 @@ from horizon_lm.objective.base import Loss
 from horizon_lm.plan.plan import Plan
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.resources import resident_bytes
+from horizon_lm.visible import visible
 
 
 class Metrics:
@@ -220,7 +221,7 @@ class Reporter:
         """Print lines, above the progress bar if there is one."""
         assert self._print_fn is not None
         for line in lines:
-            self._print_fn(line)
+            self._print_fn(visible(line))
 
     def begin(self, metrics_file: Path, num_steps: int) -> None:
         """Open a new metrics file and start the progress bar."""
