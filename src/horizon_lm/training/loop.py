@@ -82,8 +82,12 @@ class Intervals:
 
     def num_saves(self) -> int:
         """Return the largest number of checkpoints that are on disk at once."""
-        count = sum(map(self.saves, range(1, self.num_steps + 1)))
-        return min(count, self.config.save_total_limit or count)
+        config = self.config
+        if config.save_strategy == "no":
+            return 0
+        every = self.steps_per_epoch if config.save_strategy == "epoch" else self._interval(config.save_steps)
+        count = (self.num_steps - 1) // every  # after the last step, the run exports its model instead
+        return min(count, config.save_total_limit or count)
 
     def _due(self, strategy: str, interval: float, step: int) -> bool:
         if strategy == "no" or step == self.num_steps:
