@@ -65,7 +65,7 @@ class _IssuedOps:
         ]
 
     def template(self, index: int) -> Buffer:
-        return Buffer(Buf.HELD, self.slot(index))
+        return Buffer(Buf.RESIDENT, self.slot(index))
 
     def grads(self, index: int) -> Buffer:
         """Return the gradients' buffer, which is free once they are copied out, or without the slab pool once they landed."""

@@ -61,7 +61,7 @@ def write_rows(path: Path, count: int) -> None:
 def prepare(model: str, path: Path, num_proc: int) -> None:
     """Prepare rows as a run does before its first step, and print the figures of this process."""
     from horizon_lm.config.load import as_config
-    from horizon_lm.data.checks import audit
+    from horizon_lm.data.checks import check_rows
     from horizon_lm.data.loader import Loader
     from horizon_lm.data.preprocess import prepare as prepare_rows
     from horizon_lm.preflight.inputs import RowShape
@@ -92,7 +92,7 @@ def prepare(model: str, path: Path, num_proc: int) -> None:
     report = prepare_rows(config.datasets or (), tokenizer, preprocess_config(config))
     rows = report.rows
     prepared = time.perf_counter()
-    findings = audit(report, tokenizer)
+    findings = check_rows(report, tokenizer)
     audited = time.perf_counter()
     loader = Loader(rows, training_sampler(config, rows))
     RowShape.of(loader, [])

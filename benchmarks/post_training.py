@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 import horizon_lm
 from horizon_lm.config.load import as_config
-from horizon_lm.data.loader import NOT_TRAINED, Batch, in_order
+from horizon_lm.data.loader import NOT_TRAINED, Batch, batches_in_order
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
 
@@ -107,7 +107,7 @@ class Plain:
         model.eval()
         total, weight, margins = 0.0, 0, []
         (rows,) = self.data.held_out.values()
-        for batch in in_order(rows, 4):
+        for batch in batches_in_order(rows, 4):
             if self.config.objective == "dpo":
                 margins += self.margins(model, batch).tolist()
                 continue

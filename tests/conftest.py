@@ -1,4 +1,4 @@
-"""Settings of all tests."""
+"""Fixtures and options of all tests."""
 
 import importlib.util
 import os
@@ -10,18 +10,18 @@ import pytest
 import torch
 import transformers
 
-torch.set_num_threads(1)  # tiny models: more threads only fight
+torch.set_num_threads(1)  # with tiny models, more threads only compete
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What doctor and other runs have left on this machine would change plans, and be changed."""
+    """Use empty folders, because profiles and caches on this machine would change plans, or be changed."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
     cache = tmp_path_factory.mktemp("datasets")
     os.environ["HF_DATASETS_CACHE"] = str(cache)
-    if importlib.util.find_spec("datasets"):  # the engine and its tests do without
+    if importlib.util.find_spec("datasets"):  # the engine and its tests run without it
         import datasets
 
         datasets.config.HF_DATASETS_CACHE = cache
@@ -29,13 +29,13 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def whole_installation() -> None:
-    """Skip a test where the engine's dependencies alone are installed."""
+    """Skip a test if only the dependencies of the engine are installed."""
     for package in ("pydantic", "datasets", "trl"):
         pytest.importorskip(package, reason="needs the whole installation")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    if not importlib.util.find_spec("pytest_timeout"):  # pytest alone is enough, and would not know this setting
+    if not importlib.util.find_spec("pytest_timeout"):  # unknown to pytest without the plugin
         parser.addini("timeout", "seconds that a test may take, where pytest-timeout is installed")
     parser.addoption(
         "--device", default="cuda", choices=["cuda", "cpu"], help="for tests marked gpu; cpu tries the tests"

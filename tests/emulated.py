@@ -1,8 +1,9 @@
-"""An emulated GPU: tensors in host memory that report a CUDA device, and the part of ``torch.cuda`` that we call.
+"""An emulated GPU: tensors in host memory that report a CUDA device, and the part of ``torch.cuda`` that the engine
+uses.
 
-It finds mistakes that a CPU does not: an operation that mixes host and device raises, unless it is a copy, and an operation
-that would make the host wait is recorded. Everything runs at once, so races are left to other tests. Inside a backward only
-numbers are checked, because tensors that autograd creates there report no device.
+It finds mistakes that a CPU does not: an operation that mixes host and device raises, unless it is a copy, and an
+    operation that would make the host wait is recorded. Everything runs immediately, so races are left to other tests.
+    Inside a backward pass only numbers are checked, because tensors created by autograd report no device.
 """
 
 import threading
@@ -25,7 +26,7 @@ _WITH_BOTH = ("copy_", "__get__", "__set__", "register_hook")
 
 
 class OnGpu(torch.Tensor):
-    """A tensor on the emulated GPU. Results that are computed from it are there, too."""
+    """A tensor on the emulated GPU. Results computed from it are on the emulated GPU, too."""
 
     device = GPU  # type: ignore[assignment]
     is_cuda = True  # type: ignore[assignment]
@@ -38,15 +39,15 @@ class OnGpu(torch.Tensor):
 class EmulatedGpu:
     """The state of the emulated GPU, and a record of its use.
 
-    Page-locking a piece of memory that is larger than ``lockable``, or whose number is in ``refused``, fails and leaves an
+    Page-locking a piece of memory that is larger than ``lockable``, or whose number is in ``unlockable``, fails and leaves an
     error for the next operation, as CUDA does.
 
     Attributes:
         waits: operations for which the host would have waited, with their places in the code.
-        lockable: the largest number of bytes that can be page-locked at once.
-        refused: numbers of the pieces that cannot be page-locked.
-        asked: number of pieces so far.
-        current: the thread's current device.
+        lockable: the maximum number of bytes that can be page-locked in one call.
+        unlockable: indices of the pieces that cannot be page-locked.
+        asked: number of page-locking calls so far.
+        current: the current device of each thread.
         pinned_on: devices on which host memory was page-locked.
         settings: settings of the allocator.
         trims: number of times that the allocator gave memory back.
@@ -57,7 +58,7 @@ class EmulatedGpu:
     def __init__(self) -> None:
         self.waits: list[str] = []
         self.lockable = 2**62
-        self.refused: set[int] = set()
+        self.unlockable: set[int] = set()
         self.asked = 0
         self.failed = False
         self.current = threading.local()
@@ -67,15 +68,15 @@ class EmulatedGpu:
         self.fraction = 1.0
         self.workspace = 0
         self.multiplying: set[int] = set()  # threads
-        self.allocations: list[tuple[str, int]] = []  # of device and page-locked memory: the thread's name, elements
+        self.allocations: list[tuple[str, int]] = []  # device and page-locked memory: thread name, elements
         self._locked: list[tuple[int, int]] = []  # addresses of page-locked memory
         self._registered: dict[int, int] = {}  # bytes by address
-        self._kept: list[torch.Tensor] = []  # so that no other memory gets such an address
+        self._kept: list[torch.Tensor] = []  # kept so that no other memory gets these addresses
 
     def lock(self, start: int, num_bytes: int, flags: int = 0) -> int:
         self.pinned_on.add(self.current_device())
         self.asked += 1
-        if num_bytes > self.lockable or self.asked - 1 in self.refused:
+        if num_bytes > self.lockable or self.asked - 1 in self.unlockable:
             self.failed = True
             return 2
         self._locked.append((start, start + num_bytes))
@@ -91,7 +92,7 @@ class EmulatedGpu:
         return len(self._locked)
 
     def registered_bytes(self) -> int:
-        """Return the bytes that are page-locked in place, without the memory that torch page-locks for itself."""
+        """Return the bytes that are page-locked in place, without memory that torch page-locks for its own use."""
         return sum(self._registered.values())
 
     def current_device(self) -> int:
@@ -99,7 +100,7 @@ class EmulatedGpu:
 
     @contextmanager
     def on(self, device: Any) -> Iterator[None]:
-        """Context manager: make a device the thread's current one."""
+        """Context manager: make a device the current one of this thread."""
         before = self.current_device()
         self.current.index = before if device is None else device.index
         yield
@@ -122,7 +123,7 @@ class EmulatedGpu:
         return not self.is_locked(tensor) and any(first < stop and start < last for first, last in self._locked)
 
     def begins_locked(self, tensor: torch.Tensor) -> bool:
-        """Return whether the first byte is page-locked, which is all that CUDA checks."""
+        """Return whether the first byte is page-locked; CUDA checks nothing else."""
         return any(first <= tensor.data_ptr() < last for first, last in self._locked)
 
     def waited(self, name: str) -> None:
@@ -175,7 +176,7 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-    """Record a copy for which the host waits: one that is not asked to be asynchronous, or of pageable memory."""
+    """Record a copy that makes the host wait, because it is synchronous or uses pageable memory."""
     assert _gpu is not None
     if isinstance(destination, OnGpu) == isinstance(source, OnGpu):
         return
@@ -187,7 +188,7 @@ def _check_copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: b
 
 
 def _place_result(name: str, args: Any, kwargs: dict[str, Any], on_gpu: bool) -> tuple[bool, Any, dict[str, Any]]:
-    """Return whether a result is on the GPU, and the arguments with host memory in place of the GPU."""
+    """Return whether a result is on the GPU, and the arguments with GPU tensors replaced by host memory."""
     assert _gpu is not None
     host, asked = torch.device("cpu"), [kwargs["device"]] if kwargs.get("device") is not None else []
     if name == "to":
@@ -203,7 +204,7 @@ def _place_result(name: str, args: Any, kwargs: dict[str, Any], on_gpu: bool) ->
     to_gpu = device.type == "cuda"
     if name == "to" and to_gpu != on_gpu:
         kwargs = kwargs | {"copy": True}
-        if not (kwargs.get("non_blocking") and to_gpu):  # a few pageable bytes are copied at once
+        if not (kwargs.get("non_blocking") and to_gpu):  # a few pageable bytes are copied immediately
             _gpu.waited("to")
     return to_gpu, args, kwargs | ({"device": host} if "device" in kwargs else {})
 
@@ -215,13 +216,16 @@ def _label(leaf: Any, on_gpu: bool) -> Any:
 
 
 class _Event:
-    """An event that has happened once it is recorded."""
+    """An event that is complete once it is recorded."""
 
     def __init__(self, blocking: bool = False, enable_timing: bool = False) -> None:
         assert blocking  # a waiting thread must sleep
 
     def record(self, stream: Any = None) -> None:
         return
+
+    def query(self) -> bool:
+        return True
 
     def synchronize(self) -> None:
         return
@@ -248,7 +252,7 @@ class _Generator:
 
 @contextmanager
 def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGpu]:
-    """Context manager: emulate a GPU, the last of ``index + 1``. The first one is current."""
+    """Context manager: emulate a GPU, the last of ``index + 1`` GPUs. The first one is current."""
     global _gpu
     _gpu = gpu = EmulatedGpu()
     device = torch.device("cuda", index)
@@ -262,7 +266,7 @@ def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGp
         "is_available": lambda: True, "device_count": lambda: index + 1, "current_device": gpu.current_device, "get_device_capability": lambda *_: (9, 0), "synchronize": lambda *_: None,
         "mem_get_info": lambda *_: (free_bytes, free_bytes), "memory_reserved": lambda *_: gpu.allocated(), "memory_allocated": lambda *_: gpu.allocated(),
         "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
-        # Random numbers are drawn in host memory, whose state is saved, too.
+        # Random numbers are drawn in host memory, whose random state is also saved.
         "get_rng_state": lambda *_: None, "set_rng_state": lambda *_: None,
         "get_device_properties": lambda *_: SimpleNamespace(name="Emulated GPU", total_memory=free_bytes, major=9, minor=0, uuid="0"),
         "cudart": lambda: SimpleNamespace(cudaHostRegister=gpu.lock, cudaHostUnregister=gpu.unlock, cudaGetErrorString=lambda code: "out of memory"),

@@ -1,4 +1,4 @@
-"""Memory that tensors hold, by an instrument that shares no code with the device's counters or with any plan."""
+"""The memory that tensors hold, measured without code shared with the device's counters or any plan."""
 
 import weakref
 from typing import Any
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class StorageMeter(TorchDispatchMode):
-    """Bytes of the storages that torch operations allocate. Host slabs are mappings that no operation allocates."""
+    """A meter of the storages allocated by torch operations. Host slabs are mappings that no operation allocates."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def tokenizer_for(name: str) -> tuple[Any, str]:
 
 
 def compare(name: str, conversation: Conversation, use_training_template: bool = True) -> tuple[str, str]:
-    """Return the outcome of a conversation, and the error or the text that is trained on if it differs."""
+    """Return the outcome for a conversation and, if it differs, the error or the text that is trained on."""
     tokenizer, training = tokenizer_for(name)
     options = {"tools": conversation.tools, "tokenize": False}
     try:
@@ -98,7 +98,7 @@ def compare(name: str, conversation: Conversation, use_training_template: bool =
 
 
 def _rendered(tokenizer: Any, conversation: Conversation) -> str:
-    """Render with the model's own template, with arguments of calls as text if it needs them."""
+    """Render with the model's own template, with call arguments as text if the template needs it."""
     failure = None
     for variant in argument_variants(conversation):
         try:
@@ -110,7 +110,7 @@ def _rendered(tokenizer: Any, conversation: Conversation) -> str:
 
 
 def trained_by_template(name: str, conversation: Conversation) -> str:
-    """Return the text that the training template trains on."""
+    """Return the text on which the training template trains."""
     tokenizer, training = tokenizer_for(name)
     encoded = tokenizer.apply_chat_template(
         conversation.messages, tools=conversation.tools, chat_template=training, return_dict=True,

@@ -1,4 +1,4 @@
-"""Threads in the role of an accelerator's streams, to test `StreamDevice` with real concurrency on a CPU."""
+"""Threads that replace an accelerator's streams, to test `StreamDevice` with real concurrency on a CPU."""
 
 import contextlib
 import queue
@@ -31,6 +31,9 @@ class _Event:
         self.seconds = time.perf_counter()
         self.reached.set()
 
+    def query(self) -> bool:
+        return self.reached.is_set()
+
     def synchronize(self) -> None:
         self.reached.wait()
 
@@ -51,7 +54,7 @@ def _run(work: "queue.SimpleQueue[Callable[[], Any] | None]") -> None:
 
 
 class _PendingNumber:
-    """A number that is known once the task that computes it is done."""
+    """A number that is known once its task has finished."""
 
     def __init__(self) -> None:
         self.value = float("nan")
@@ -61,14 +64,14 @@ class _PendingNumber:
 
 
 class ThreadedLink:
-    """A slow link that enqueues transfers in pieces, with pauses between them, so that copies straddle computations."""
+    """A slow link that enqueues transfers in pieces with pauses between them, so that copies straddle computations."""
 
     def __init__(self, pause: Callable[[], None], pieces: int) -> None:
         self._host, self._pause, self._pieces = HostLink(), pause, pieces
-        self._scratch = torch.empty(16)  # stands for the memory of a real link, which its thread keeps until it ends
+        self._scratch = torch.empty(16)  # represents the memory of a real link, which its thread keeps until it ends
 
     def __del__(self) -> None:
-        time.sleep(0.05)  # ends late, so that tests which count memory must wait for the thread
+        time.sleep(0.05)  # end late, so that tests that count memory must wait for the thread
 
     def _enqueue(self, function: Callable[[], Any]) -> None:
         _current.stream.queue.put(self._pause)
@@ -93,11 +96,11 @@ class ThreadedLink:
 
 
 class ThreadedDevice(StreamDevice):
-    """A device that computes at once in the caller's thread, and copies in threads after random delays.
+    """A device that computes immediately in the caller's thread, and copies in threads after random delays.
 
     Args:
         seed: the seed of the delays.
-        delay: the longest pause before a piece of a copy, in seconds.
+        delay: the maximum pause before a piece of a copy, in seconds.
         slow: streams that pause; None for all.
         pieces: the number of pieces of a copy.
         spare: the return value of `spare_bytes`.
@@ -113,6 +116,7 @@ class ThreadedDevice(StreamDevice):
         self._random, self._delay, self._pieces = random.Random(seed), delay, pieces
         self._slow = [s in (slow if slow is not None else list(Stream)) for s in (Stream.COPY_IN, Stream.COPY_OUT)]
         self._streams: list[_Stream] = []
+        self.links: weakref.WeakValueDictionary[Stream, ThreadedLink] = weakref.WeakValueDictionary()
 
     def spare_bytes(self) -> int | None:
         return self.spare
@@ -135,8 +139,10 @@ class ThreadedDevice(StreamDevice):
         slow = self._slow[len(self._streams)]
         draw, longest = self._random, self._delay
         pause = (lambda: time.sleep(longest * draw.random())) if slow else (lambda: None)
+        link = ThreadedLink(pause, self._pieces)
+        self.links[(Stream.COPY_IN, Stream.COPY_OUT)[len(self._streams)]] = link
         self._streams.append(_Stream())
-        return self._streams[-1], ThreadedLink(pause, self._pieces)
+        return self._streams[-1], link
 
     @contextlib.contextmanager
     def _use_stream(self, stream: _Stream) -> Any:

@@ -28,6 +28,8 @@ from horizon_lm.errors import (
 )
 
 if TYPE_CHECKING:
+    from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+    from horizon_lm.checkpoints.export import export_checkpoint
     from horizon_lm.config import DatasetConfig, DpoConfig, PretrainConfig, RunConfig, SftConfig
     from horizon_lm.engine.chunked_losses import token_logprobs
     from horizon_lm.engine.loading import from_config, from_pretrained, stream
@@ -44,8 +46,11 @@ _HOME = {
     "PretrainConfig": "horizon_lm.config",
     "RunConfig": "horizon_lm.config",
     "SftConfig": "horizon_lm.config",
+    "export_checkpoint": "horizon_lm.checkpoints.export",
     "from_config": "horizon_lm.engine.loading",
     "from_pretrained": "horizon_lm.engine.loading",
+    "load_checkpoint": "horizon_lm.checkpoints.checkpoint",
+    "save_checkpoint": "horizon_lm.checkpoints.checkpoint",
     "stats": "horizon_lm.engine.streamed_model",
     "stream": "horizon_lm.engine.loading",
     "synchronize": "horizon_lm.engine.streamed_model",
@@ -81,8 +86,11 @@ __all__ = [
     "UnprovenModelWarning",
     "__version__",
     "errors",
+    "export_checkpoint",
     "from_config",
     "from_pretrained",
+    "load_checkpoint",
+    "save_checkpoint",
     "stats",
     "stream",
     "synchronize",
@@ -97,7 +105,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use: torch and transformers take seconds to import, ``horizon-lm --help`` should not."""
+    """Import a public name on first use, because importing torch and transformers takes seconds, even for ``horizon-lm
+    --help``.
+    """
     if name not in _HOME:
         raise AttributeError(f"module 'horizon_lm' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -1,4 +1,7 @@
-"""Constants on which several packages must agree. Each has its only definition here."""
+"""Constants that several packages share. Each is defined only here."""
+
+import mmap
+import signal
 
 IGNORE_INDEX = -100
 """Label of a token without loss, as in torch.nn.functional.cross_entropy and in transformers."""
@@ -9,5 +12,11 @@ SLAB_ALIGNMENT = 32
 MOMENT_BLOCK = 256
 """Elements of an 8-bit moment that share an fp32 scale, as in Dettmers et al. (arXiv 2110.02861)."""
 
+PAGE = mmap.PAGESIZE
+"""Bytes of a page of host memory, to which each slab is aligned."""
+
 DEVICE_MARGIN = 0.05
 """Share of the device memory that is left to fragmentation in the framework's allocator."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
+"""Signals that ask a run to end: of a terminal, of the system, of a batch system before its limit, of a limit on CPU time."""

@@ -6,7 +6,7 @@ EXIT_CODES = {
     3: "does not fit: host memory, device memory or disk",
     4: "data: a row or a file that cannot be used",
     5: "non-finite loss or gradient: the weights were left as they were",
-    75: "interrupted: what was written before is intact",
+    75: "interrupted by a signal or a device fault: the run can be resumed",
 }
 
 
@@ -17,7 +17,7 @@ class HorizonError(Exception):
 
 
 class ConfigError(HorizonError, ValueError):
-    """A setting is unknown, out of range, or contradicts another one."""
+    """A setting is unknown, out of range, or contradicts another setting."""
 
     exit_code = 2
 
@@ -32,6 +32,10 @@ class DoesNotFitError(HorizonError, MemoryError):
     """More bytes are needed than available; the message has both numbers and a remedy."""
 
     exit_code = 3
+
+
+class DeviceMemoryError(DoesNotFitError):
+    """A step needs more device memory than there is."""
 
 
 class DataError(HorizonError, ValueError):
@@ -59,7 +63,7 @@ class NonFiniteWarning(RuntimeWarning):
 
 
 class HeadWarning(UserWarning):
-    """A model's loss cannot be computed in chunks, so all logits are computed at once."""
+    """A model's loss cannot be computed in chunks, so all logits are computed together."""
 
 
 class PageLockWarning(RuntimeWarning):
@@ -80,12 +84,20 @@ class InterruptedRunError(HorizonError):
     exit_code = 75
 
 
+class DeviceFaultError(HorizonError):
+    """The device failed in a step. Host memory was left whole, and what it holds was saved."""
+
+    exit_code = 75
+
+
 class StreamingError(HorizonError, RuntimeError):
-    """The streamed model was used in a way that would give wrong numbers, for example a second backward."""
+    """The streamed model was used in a way that would give wrong numbers, for example with a second backward call."""
 
 
 class MissingLogitsError(StreamingError, AttributeError):
-    """Logits were requested of a loss computed in chunks. Also an AttributeError, because other code asks with hasattr."""
+    """Logits were requested from a loss computed in chunks. Also an AttributeError, because other code checks with
+    hasattr.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -95,7 +107,7 @@ class MissingLogitsError(StreamingError, AttributeError):
 
 
 class ScheduleMismatchError(StreamingError):
-    """Autograd or the model's forward reached another operation than the schedule expects next."""
+    """Autograd or the model reached a different operation from the one that the schedule expects next."""
 
     def __init__(self, expected: str, got: str) -> None:
         super().__init__(f"the schedule expects {expected} next, but {got} was reached")

@@ -1,7 +1,8 @@
-"""Parse and format sizes and durations."""
+"""Parse, format and round sizes, durations and counts."""
 
 import re
 
+from horizon_lm.constants import PAGE
 from horizon_lm.errors import ConfigError
 
 _FACTORS = {
@@ -12,7 +13,7 @@ _FACTORS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes of a size such as ``"64MiB"``, ``"1.5 TB"`` or ``1024``.
+    """Convert a size such as ``"64MiB"``, ``"1.5 TB"`` or ``1024`` to bytes.
 
     Raises:
         ConfigError: the text is not a number with a known unit.
@@ -32,6 +33,16 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.2f} TiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number of things, for example ``"1 row"`` or ``"2,000 rows"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def page_aligned(num_bytes: int) -> int:
+    """Round a number of bytes up to whole pages of host memory."""
+    return -(-num_bytes // PAGE) * PAGE
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Memory, disk space and cores available to this process, by the machine, its control groups and its resource limits."""
+"""Memory, disk space and cores available to this process, given the machine, control groups and resource limits."""
 
 import math
 import os
@@ -25,7 +25,7 @@ def control_groups(controller: str, cgroups: Path, membership: Path) -> Iterator
     """Yield this process's group and its ancestors, innermost first, in every hierarchy with this controller.
 
     ``cgroups`` is the mount point of the hierarchies, ``membership`` is ``/proc/self/cgroup`` (cgroups(7)). Groups of
-    version 2 are yielded even without the controller, because their files show whether they have it.
+    version 2 are yielded even without the controller, because the files that exist show whether they have it.
     """
     try:
         lines = membership.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -37,14 +37,14 @@ def control_groups(controller: str, cgroups: Path, membership: Path) -> Iterator
         mount = _mount(controller, fields[1], cgroups)
         names = [name for name in fields[2].split("/") if name]
         if ".." in names or not os.path.isdir(mount.joinpath(*names)):
-            names = []  # in a container: the path is the host's, and the mount point is this process's own group
+            names = []  # in a container: the path is the host's, and the mount point is the group of this process
         for depth in range(len(names), -1, -1):
             above = names[:depth]
             yield Group(1 if fields[1] else 2, "/" + "/".join(above), mount.joinpath(*above))
 
 
 def _mount(controller: str, controllers: str, cgroups: Path) -> Path:
-    if controllers:  # a hierarchy with several controllers usually has a link for each, but not everywhere
+    if controllers:  # a hierarchy with several controllers usually has a link for each of them, but not on all systems
         return cgroups / (controller if os.path.isdir(cgroups / controller) else controllers)
     hybrid = os.path.isdir(cgroups / "unified") and not os.path.exists(cgroups / "cgroup.controllers")
     return cgroups / "unified" if hybrid else cgroups
@@ -60,8 +60,8 @@ class MemoryLimit:
 
     Attributes:
         name: display name, such as "cgroup v2 /user.slice/run.scope (memory.max 8.00 GiB)" or "MemAvailable".
-        room: bytes that this process may hold in total: those it holds (``resident_bytes``) and those left under the limit.
-        is_estimate: not enforced: the memory that is free now, although more may become free.
+        room: total bytes that this process may use: those in use (``resident_bytes``) plus those left under the limit.
+        is_estimate: True if the limit is not enforced: it is the memory that is free now, and more may become free.
     """
 
     name: str
@@ -70,22 +70,22 @@ class MemoryLimit:
 
 
 def memory_limits(proc: Path = _PROC, cgroups: Path = Path("/sys/fs/cgroup")) -> list[MemoryLimit]:
-    """Return every known bound on this process's memory, the smallest first, leaving out what cannot be read."""
-    held = resident_bytes(proc)
+    """Return every known bound on this process's memory, smallest first, leaving out bounds that cannot be read."""
+    resident = resident_bytes(proc)
     groups = control_groups("memory", cgroups, proc / "self/cgroup")
     limits = [
-        *(limit for group in groups for limit in _group(group, held)),
-        *_machine(proc, held),
-        *_process(proc, held),
+        *(limit for group in groups for limit in _group(group, resident)),
+        *_machine(proc, resident),
+        *_process(proc, resident),
     ]
     return sorted(limits, key=lambda limit: limit.room)
 
 
 def resident_bytes(proc: Path = _PROC) -> int:
-    """Return the bytes of memory that this process holds: VmRSS without the pages of mapped files.
+    """Return the memory used by this process in bytes: VmRSS without the pages of mapped files.
 
-    Mapped files are page cache, which counts towards no limit: the kernel drops it when memory is needed. Without
-    ``/proc``, return the peak of the process, mapped files included.
+    Mapped files are page cache, which counts toward no limit, because the kernel drops it when memory is needed.
+    Without ``/proc``, the peak of the process is returned, including mapped files.
     """
     status = _sizes(proc / "self/status")
     if "VmRSS" in status:
@@ -94,7 +94,7 @@ def resident_bytes(proc: Path = _PROC) -> int:
 
 
 def memlock_limit() -> int | None:
-    """Return the bytes that this process may lock without privileges; None if there is no limit."""
+    """Return the bytes that this process may lock without privileges, or None if there is no limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -112,12 +112,14 @@ def disk_free(path: Path) -> int:
 
 
 def file_system(path: Path) -> int:
-    """Return the number of the file system that ``path`` is or will be on; raise OSError if access is denied."""
+    """Return the number of the file system that contains or will contain ``path``; raise OSError if access
+    is denied.
+    """
     return os.stat(_nearest(path)).st_dev
 
 
 def _nearest(path: Path) -> Path:
-    """Return the closest existing ancestor of ``path``, or itself; raise OSError if access is denied."""
+    """Return ``path`` or its closest existing ancestor; raise OSError if access is denied."""
     target = Path(os.path.realpath(path))  # a link to a missing target may lead to another disk
     for place in (target, *target.parents):
         try:
@@ -128,9 +130,9 @@ def _nearest(path: Path) -> Path:
     raise FileNotFoundError(f"neither {target} nor any folder above it exists")
 
 
-def _group(group: Group, held: int) -> list[MemoryLimit]:
+def _group(group: Group, resident: int) -> list[MemoryLimit]:
     """Return the memory left under a group's limit, counting page cache that the kernel can drop as free."""
-    if group.version == 2:  # above memory.high a process is throttled until it hardly runs, so treat it as a limit
+    if group.version == 2:  # above memory.high a process is throttled until it barely runs, so treat it as a limit
         limit_files, usage_file = ["memory.max", "memory.high"], "memory.current"
     else:
         limit_files, usage_file = ["memory.limit_in_bytes"], "memory.usage_in_bytes"
@@ -141,20 +143,20 @@ def _group(group: Group, held: int) -> list[MemoryLimit]:
         return []
     limit, name = min(limits)
     stat = dict(re.findall(r"^(\w+) (\d{1,20})$", _text(group.folder / "memory.stat"), re.MULTILINE))
-    # Version 1 lists a group's own numbers and the totals of its subtree. tmpfs counts as cache in neither list.
+    # Version 1 lists the numbers of the group itself and the totals of its subtree. Neither counts tmpfs as cache.
     cache = [stat.get(f"total_{kind}", stat.get(kind, 0)) for kind in ("inactive_file", "active_file")]
     used -= sum(map(int, [*cache, stat.get("slab_reclaimable", 0)]))
     text = f"cgroup v{group.version} {group.path} ({name} {format_bytes(limit)})"
-    return [MemoryLimit(text, max(0, limit - max(0, used) + held))]
+    return [MemoryLimit(text, max(0, limit - max(0, used) + resident))]
 
 
-def _machine(proc: Path, held: int) -> list[MemoryLimit]:
+def _machine(proc: Path, resident: int) -> list[MemoryLimit]:
     memory = _sizes(proc / "meminfo")
     if "MemAvailable" in memory:
-        return [MemoryLimit("MemAvailable", memory["MemAvailable"] + held, is_estimate=True)]
+        return [MemoryLimit("MemAvailable", memory["MemAvailable"] + resident, is_estimate=True)]
     if "MemFree" in memory:  # Linux before 3.14
         cache = memory.get("Cached", 0) + memory.get("Buffers", 0) - memory.get("Shmem", 0)
-        return [MemoryLimit("MemFree and page cache", memory["MemFree"] + max(0, cache) + held, is_estimate=True)]
+        return [MemoryLimit("MemFree and page cache", memory["MemFree"] + max(0, cache) + resident, is_estimate=True)]
     try:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
@@ -162,8 +164,10 @@ def _machine(proc: Path, held: int) -> list[MemoryLimit]:
     return [MemoryLimit("physical memory", physical, is_estimate=True)] if physical > 0 else []
 
 
-def _process(proc: Path, held: int) -> list[MemoryLimit]:
-    """Return the limits on mapped memory, less what is mapped but not resident, such as reservations of libraries."""
+def _process(proc: Path, resident: int) -> list[MemoryLimit]:
+    """Return the limits on mapped memory, less memory that is mapped but not resident, such as reservations of
+    libraries.
+    """
     status = _sizes(proc / "self/status")
     limits = []
     for name, kind, mapped in (
@@ -172,7 +176,7 @@ def _process(proc: Path, held: int) -> list[MemoryLimit]:
     ):
         limit = resource.getrlimit(kind)[0]
         if limit != resource.RLIM_INFINITY and mapped in status:
-            limits.append(MemoryLimit(name, max(0, limit - status[mapped] + held)))
+            limits.append(MemoryLimit(name, max(0, limit - status[mapped] + resident)))
     return limits
 
 
@@ -184,7 +188,7 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None for other content, such as "max"."""
+    """Return the number in a file, or None for other content, such as "max"."""
     text = _text(path).strip()
     return int(text) if re.fullmatch(r"\d{1,20}", text) else None
 

@@ -1,4 +1,4 @@
-"""The options that `horizon_lm.stream`, the settings of a run and the planner share. Nothing here imports torch."""
+"""The options shared by `horizon_lm.stream`, the settings of a run and the planner. Nothing here imports torch."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,7 +8,8 @@ from horizon_lm.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingOptions:
-    """Options for streaming a model, described by `horizon_lm.stream`. None and ``auto`` leave the choice to the planner.
+    """Options for streaming a model, documented in `horizon_lm.stream`. None and ``auto`` leave the choice to the
+    planner.
 
     Raises:
         ConfigError: a value that is not possible.
@@ -54,15 +55,15 @@ class StreamingOptions:
 
     @staticmethod
     def of(settings: Any) -> dict[str, Any]:
-        """Return the options among the settings of a run, by name."""
+        """Return the options contained in the settings of a run, by name."""
         return {name: getattr(settings, name) for name in StreamingOptions.names()}
 
     def residency(self, num_blocks: int, auto_on_device: bool) -> tuple[int, int, int]:
-        """Return for how many of the last blocks checkpoints, weights and graphs are asked to stay on the device.
+        """Return the requested numbers of last blocks whose checkpoints, weights and graphs stay on the device.
 
         Args:
-            num_blocks: blocks of the model.
-            auto_on_device: ``activation_checkpoints="auto"`` means the device; else host memory.
+            num_blocks: number of blocks in the model.
+            auto_on_device: ``activation_checkpoints="auto"`` means the device; otherwise host memory.
         """
         weights = min(self.resident_blocks or 0, num_blocks)
         graphs = min(self.resident_graphs or 0, weights)

@@ -1,4 +1,4 @@
-"""Name and run the cases of the census."""
+"""The cases of the census, and the function that runs them."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ CASES: dict[str, Callable[[Subject], Outcome]] = {
     )
 }  # fmt: skip
 FOR_IMAGES = ("images", "default_images", "images_in_micro_batches")
-FOR_REFUSALS = ("whole", "default")  # mappings whose models are not meant to be trained
+FOR_REFUSALS = ("whole", "default")  # mappings whose models are not intended for training
 
 
 def cases_of(mapping: str) -> list[str]:
@@ -28,5 +28,5 @@ def cases_of(mapping: str) -> list[str]:
 
 
 def run_case(subject: Subject, name: str) -> Outcome:
-    """Run a case, and return its outcome whatever it raises."""
+    """Run a case and return its outcome, including any exception."""
     return attempt(CASES[name], subject)

@@ -57,7 +57,7 @@ def _render(results: dict[str, Any]) -> None:
 
 
 def merge(files: list[Path]) -> dict[str, Any]:
-    """Merge the results of several shards; if two have results of a type, the later file's cases count."""
+    """Merge the results of several shards; if two shards have results of a type, the cases of the later file count."""
     merged: dict[str, Any] = {mapping: {} for mapping in MAPPINGS.split(",")}
     for file in files:
         for mapping, types in json.loads(file.read_text(encoding="utf-8")).items():

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 TOLERANCE = 1e-5  # relative error of a loss, and of all gradients together
-WORST_TOLERANCE = 1e-3  # error of one parameter's gradient, relative to it or to a thousandth of all
+WORST_TOLERANCE = 1e-3  # error of one gradient, relative to its norm or to a thousandth of all gradients' norm
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Outcome:
 
 @dataclass
 class Step:
-    """The results of one forward and backward."""
+    """The results of one forward and backward pass."""
 
     loss: torch.Tensor
     logits: torch.Tensor | None
@@ -34,11 +34,11 @@ class Step:
 
 
 def train_step(model: Any, batch: dict[str, torch.Tensor], **options: Any) -> Step:
-    """Run a forward and a backward, from a seed."""
+    """Run a forward and a backward pass, starting from a seed."""
     torch.manual_seed(7)
     output = model(**batch, **options)
     output.loss.backward()
-    logits = getattr(output, "logits", None)  # a chunked loss has none
+    logits = getattr(output, "logits", None)  # a chunked loss returns no logits
     return Step(output.loss.detach(), logits if isinstance(logits, torch.Tensor) else None, gradients(model))
 
 
@@ -63,12 +63,14 @@ def _zeros(grad: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tenso
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the distance, relative to the norm of the right value."""
+    """Return the distance, relative to the norm of the correct value."""
     return float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-12))
 
 
 def compare_grads(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, float, float, str]:
-    """Return whether gradients are equal bit for bit, the errors of all and of the worst one, and the worst one's name."""
+    """Return whether gradients are equal bit for bit, the total error, the worst error, and the name of the worst
+    gradient.
+    """
     missing = theirs.keys() - ours.keys()
     if missing:
         return False, float("inf"), float("inf"), f"{sorted(missing)[0]} is missing"
@@ -88,7 +90,7 @@ def compare_grads(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, f
 
 
 def compare_step(ours: Step, theirs: Step, exact: bool, logits: bool = False) -> Outcome:
-    """Compare loss, gradients and, on request, logits. ``exact``: they should be equal bit for bit."""
+    """Compare loss, gradients and, on request, logits. ``exact``: expect bit-equal results."""
     same, all_off, worst_off, worst = compare_grads(ours.grads, theirs.grads)
     loss_off = relative(ours.loss, theirs.loss)
     logits_off = relative(ours.logits, theirs.logits) if logits else 0.0  # type: ignore[arg-type]

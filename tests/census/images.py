@@ -1,4 +1,4 @@
-"""Make rows with images without a processor: try arguments until the model's forward accepts them."""
+"""Make rows with images without a processor, by trying arguments until the model accepts them."""
 
 import copy
 import inspect
@@ -32,7 +32,7 @@ def image_batch(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _try(model: Any, token: int, pixels: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | str:
-    """Return rows that the model accepts, or its error message, which tells how many tokens an image has."""
+    """Return rows that the model accepts, or its error message, which contains the number of tokens per image."""
     arguments = inspect.signature(type(model).forward).parameters
     marks = [name for name in ("token_type_ids", "mm_token_type_ids") if name in arguments]
     number, width = 4, model.config.get_text_config().hidden_size
@@ -79,7 +79,7 @@ def _image_token(config: Any) -> int | None:
 
 
 def _candidates(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield arguments for images, as processors of transformers make them."""
+    """Yield arguments for images like those made by processors of transformers."""
     vision = next(
         (c for n, c in vars(model.config).items() if re.search(r"vision|vq", n) and hasattr(c, "to_dict")), None
     )

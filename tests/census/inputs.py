@@ -1,11 +1,11 @@
-"""Make rows for tiny models: text with one padded row, and prompts."""
+"""Make inputs for tiny models: text with one padded row, and prompts."""
 
 import torch
 
 from tests.census.shrink import NUM_PLAIN_TOKENS
 
-LENGTHS = {"reformer": 16, "big_bird": 16}  # their rows must fill whole attention blocks
-TOKEN_TYPES = {  # models that need to know in training which tokens are text
+LENGTHS = {"reformer": 16, "big_bird": 16}  # types whose rows must fill whole attention blocks
+TOKEN_TYPES = {  # models that need the positions of text tokens in training
     "gemma3": "token_type_ids", "shieldgemma2": "token_type_ids", "paligemma": "token_type_ids",
     "molmo2": "mm_token_type_ids",
 }  # fmt: skip
@@ -29,6 +29,6 @@ def text_batch(model_type: str, rows: int = 3, seed: int = 1, padding: str = "ri
 
 
 def prompts(model_type: str, seed: int = 2) -> dict[str, torch.Tensor]:
-    """Return prompts, the first padded on the left."""
+    """Return prompts; the first is padded on the left."""
     batch = text_batch(model_type, seed=seed, padding="left")
     return {name: batch[name] for name in ("input_ids", "attention_mask")}

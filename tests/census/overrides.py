@@ -1,6 +1,6 @@
-"""Exceptions from the general rules of shrinking, by model type.
+"""Exceptions to the general rules of shrinking, by model type.
 
-``default``: arguments without which there is no default config. ``set``: values of the tiny config. ``part`` and
+``default``: arguments that the default config requires. ``set``: values of the tiny config. ``part`` and
 ``class``: the model is built from this part of the config, by this class of transformers.
 """
 
@@ -127,7 +127,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba2": {"set": {"num_hidden_layers": 5, "layers_block_type": _ZAMBA}},
 }  # fmt: skip
 
-SAMPLE_IN_TRAINING = ("phimoe",)  # its router draws the experts of a token at random, whatever the dropout
+SAMPLE_IN_TRAINING = ("phimoe",)  # its router draws the experts of a token at random, even without dropout
 
 _SHARED_KV = {
     "num_hidden_layers": 4,
@@ -136,7 +136,7 @@ _SHARED_KV = {
 }
 _SHARED_INDEXER = {"indexer_types": ["full", "shared", "full"]}
 
-# Configs in which blocks use results of earlier blocks.
+# Configs whose blocks use results of earlier blocks.
 SHARED_STATE: dict[str, dict[str, Any]] = {
     "gemma3n": _SHARED_KV,
     "gemma3n_text": _SHARED_KV,

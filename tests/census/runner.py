@@ -19,7 +19,7 @@ def tasks_of(mappings: Sequence[str], types: Sequence[str] | None, shard: str) -
 
 
 def run(tasks: Sequence[Task], cases: Sequence[str] | None, jobs: int, timeout: float) -> Iterator[tuple[Task, Any]]:
-    """Yield the result of each task as it is finished. ``cases``: None for all; ``timeout``: seconds for one case."""
+    """Yield the result of each task when it is finished. ``cases``: None for all; ``timeout``: seconds for one case."""
     local, workers = threading.local(), []
 
     def work(task: Task) -> tuple[Task, Any]:

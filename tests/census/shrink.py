@@ -1,4 +1,4 @@
-"""Shrink the default config of a model type: every size in it, by rules on the names of fields."""
+"""Shrink the default config of a model type: reduce every size, by rules on the names of fields."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,13 +10,13 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from tests.census.overrides import OVERRIDES
 
 VOCABULARY = 112
-NUM_PLAIN_TOKENS = 80  # ids from here on are special tokens, which rows of text do not contain
+NUM_PLAIN_TOKENS = 80  # ids from this one on are special tokens, which rows of text do not contain
 WIDTH, HEADS, HEAD_DIM, INTERMEDIATE, EXPERTS = 64, 4, 16, 96, 4
 LENGTH = 64  # length of the longest row
 
 
 def tiny_config(model_type: str, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """Return the default config of a model type with every size shrunk."""
+    """Return the default config of a model type with every size reduced."""
     config_class = CONFIG_MAPPING[model_type]
     special = OVERRIDES.get(model_type, {})
     default = config_class(**special.get("default", {}))
@@ -33,7 +33,7 @@ def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _SpecialTokens:
-    """Gives ids to special tokens, by the name of their field, from `NUM_PLAIN_TOKENS` on."""
+    """An assignment of ids to special tokens by the name of their field, starting at `NUM_PLAIN_TOKENS`."""
 
     _COMMON: Mapping[str, int] = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "forced_eos": 2, "forced_bos": 1}
 
@@ -84,7 +84,7 @@ def _shrink(default: Any, overrides: Mapping[str, Any], ids: _SpecialTokens, tow
 def _fields(config: Any) -> dict[str, Any]:
     """Return the arguments of a config's class, with their values."""
     values = {}
-    config.allow_global_per_layer_attribute_access = True  # values that differ by layer are derived from these again
+    config.allow_global_per_layer_attribute_access = True  # values that differ by layer are derived from these fields
     for name in type(config).__dataclass_fields__:
         with suppress(AttributeError):
             values[name] = getattr(config, name)
@@ -95,7 +95,7 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 
 def _chosen_layers(config: Any, tower: bool) -> list[int] | None:
-    """Return indices of layers that include every kind, for a config that lists the kind of each layer."""
+    """Return layer indices that cover every kind, for a config that lists the kind of each layer."""
     lists = [v for v in _fields(config).values() if _is_per_layer(v, config) and not _is_range(v)]
     if not lists:
         return None
@@ -118,7 +118,7 @@ def _is_range(value: Any) -> bool:
 _KEEP = object()
 _Rule = Callable[
     [int, Any, bool], int
-]  # takes the default value, its config, and whether it belongs to an image or audio tower
+]  # arguments: the default value, its config, and whether it belongs to an image or audio tower
 
 
 def _at_most(largest: int) -> _Rule:

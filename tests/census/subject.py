@@ -17,15 +17,15 @@ from tests.census.images import image_batch
 from tests.census.inputs import text_batch
 from tests.census.tiny_models import CannotBuildError, build
 
-REJECTIONS = (ConfigError, ModelNotSupportedError)  # other errors come too late, or are not about the model
+REJECTIONS = (ConfigError, ModelNotSupportedError)  # other errors are raised too late, or do not concern the model
 
 
 class NoSuchCaseError(Exception):
-    """A case that does not apply to a model type; the message says why."""
+    """Raised if a case does not apply to a model type; the message is the reason."""
 
 
 class PlainFailsError(Exception):
-    """An error of plain Hugging Face where a case needs its result."""
+    """Raised if plain Hugging Face fails where a case needs its result."""
 
 
 class Subject:
@@ -43,7 +43,7 @@ class Subject:
         return copy.deepcopy(self.model)
 
     def stream(self, **settings: Any) -> Any:
-        """Stream a copy of the model, proven or not: the table of proven models is made from the outcomes."""
+        """Stream a copy of the model, proven or not, because the table of proven models is made from the outcomes."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", horizon_lm.UnprovenModelWarning)
             warnings.simplefilter("ignore", horizon_lm.HeadWarning)
@@ -55,7 +55,7 @@ class Subject:
 
     @cached_property
     def plain(self) -> Step:
-        """Run a training step of the plain model. PlainFailsError if it is not the same twice."""
+        """Run a training step of the plain model. Raise PlainFailsError if it differs when repeated."""
         return self._plain_step(self.batch())
 
     @cached_property
@@ -81,7 +81,7 @@ class Subject:
 
 
 def attempt(case: Callable[[Subject], Outcome], subject: Subject) -> Outcome:
-    """Run a case, and return its outcome whatever it raises."""
+    """Run a case and return its outcome, including any exception."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -99,7 +99,7 @@ def attempt(case: Callable[[Subject], Outcome], subject: Subject) -> Outcome:
 
 
 def _without_plain(subject: Subject, error: Exception) -> Outcome:
-    """Return the outcome of a case without a reference: a model that is rejected counts as rejected."""
+    """Return the outcome of a case without a reference, which is a rejection if the model is rejected."""
     try:
         subject.stream(head="whole")
     except REJECTIONS as rejection:
@@ -114,7 +114,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return a description of an exception, with the last places in transformers and Horizon-LM that it passed through."""
+    """Describe an exception, including the last places in transformers and Horizon-LM that it passed through."""
     frames = traceback.extract_tb(error.__traceback__)
     places = []
     for package in ("transformers", "horizon_lm"):

@@ -6,9 +6,9 @@ from typing import Any
 
 import transformers
 
-# A type is proven if all of these are right: together they make up training with the default settings.
+# A type is proven if all of these cases are right, because together they cover training with the default settings.
 NEEDED = ("whole", "default", "accumulation", "evaluation", "adamw", "update_in_backward", "save", "default_precision")
-FEATURES = {  # the case that proves each
+FEATURES = {  # the case that proves each feature
     "micro_batches": ("micro_batches", "default_micro_batches"),
     "hidden_states": ("hidden_states",),
     "generate": ("generate",),
@@ -21,7 +21,7 @@ FEATURES = {  # the case that proves each
 }
 GOOD = ("right", "close")
 
-Result = Mapping[str, Any]  # the result of one model type, as `tests.census.runner` makes it
+Result = Mapping[str, Any]  # the result of one model type, as returned by `tests.census.runner`
 
 
 def is_right(result: Result, *cases: str) -> bool:
@@ -33,7 +33,7 @@ def is_proven(result: Result) -> bool:
 
 
 def features(result: Result) -> list[str]:
-    """Return the features that are proven of a model type, in addition to `NEEDED`."""
+    """Return the proven features of a model type, in addition to `NEEDED`."""
     return [name for name, cases in FEATURES.items() if is_right(result, *cases)]
 
 
@@ -49,7 +49,7 @@ def entry(result: Result) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
-    """Return the table of proven model types, by the type in a model's own config."""
+    """Return the table of proven model types, keyed by the type in the model's config."""
     types: dict[str, dict[str, Any]] = {}
     for mapping in ("causal", "image_text"):
         for result in results.get(mapping, {}).values():
@@ -57,7 +57,7 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
                 new = entry(result)
                 old = types.setdefault(result["model_type"], new)
                 if old["class"] == new["class"] and len(new["features"]) > len(old["features"]):
-                    types[result["model_type"]] = new  # with images, which the other mapping does not try
+                    types[result["model_type"]] = new  # with images, which are not tried with the other mapping
     return {"transformers": transformers.__version__, "types": dict(sorted(types.items()))}
 
 
@@ -88,6 +88,6 @@ def count(results: Mapping[str, Result]) -> Counter[str]:
 
 
 def one_line(text: str) -> str:
-    """Return the beginning of a message, fit for a cell of a table."""
+    """Return the beginning of a message, formatted for a table cell."""
     short = " ".join(text.split()).replace("|", "/")
     return short if len(short) < 240 else short[:240].rpartition(" ")[0] + " ..."

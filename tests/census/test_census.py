@@ -1,4 +1,4 @@
-"""The table of proven models is right: a sample of types here, every type with ``-m slow``."""
+"""The table of proven models is right: a sample of types by default, every type with ``-m slow``."""
 
 import json
 from typing import Any
@@ -64,7 +64,7 @@ def test_every_type(mapping: str, model_type: str) -> None:
 
 
 class Broken(Subject):
-    """A subject that streams its model with one changed weight."""
+    """A subject that streams its model with one altered weight."""
 
     def stream(self, **settings: Any) -> Any:
         with torch.no_grad():

@@ -36,7 +36,9 @@ def default_micro_batches(subject: Subject) -> Outcome:
 
 
 def _in_micro_batches(subject: Subject, **settings: Any) -> Outcome:
-    """Compare a step with one row at a time. A model that draws random numbers draws them by micro-batch, so it is in eval mode."""
+    """Compare a step with one row at a time. A model that draws random numbers is in eval mode, as it draws per
+    micro-batch.
+    """
     subject.plain  # noqa: B018
     plain, streamed = subject.copy(), subject.stream(device_micro_batch_size=1, **settings)
     for model in (plain, streamed):
@@ -46,7 +48,7 @@ def _in_micro_batches(subject: Subject, **settings: Any) -> Outcome:
 
 
 def accumulation(subject: Subject) -> Outcome:
-    """Compare the sum of gradients of two backward calls."""
+    """Compare the sum of the gradients of two backward calls."""
 
     def both(model: Any, **options: Any) -> Step:
         first = train_step(model, subject.batch(seed=1), **options)
@@ -76,7 +78,7 @@ def evaluation(subject: Subject) -> Outcome:
 
 
 def hidden_states(subject: Subject) -> Outcome:
-    """Compare all hidden states, and gradients through the last one, with the default head."""
+    """Compare all hidden states, and the gradients through the last one, with the default head."""
     subject.plain  # noqa: B018
 
     def step(model: Any, **options: Any) -> tuple[Step, list[torch.Tensor]]:
@@ -100,7 +102,7 @@ def hidden_states(subject: Subject) -> Outcome:
 
 
 def generate(subject: Subject) -> Outcome:
-    """Compare greedily generated tokens after prompts that are padded on the left."""
+    """Compare greedily generated tokens after prompts padded on the left."""
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     batch = prompts(subject.model_type)
 
@@ -153,7 +155,7 @@ def _adamw(subject: Subject, **settings: Any) -> Outcome:
 
 
 def save(subject: Subject) -> Outcome:
-    """Compare the weights of a plain model loaded from the folder that a streamed one has saved."""
+    """Compare the weights of a plain model loaded from a folder saved by a streamed model."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             theirs = _reload(subject.copy(), type(subject.model), Path(folder) / "plain")
@@ -178,7 +180,7 @@ def _reload(model: Any, model_class: Any, folder: Path) -> dict[str, torch.Tenso
 
 
 def varlen(subject: Subject) -> Outcome:
-    """Compare trained tokens with ``attn_implementation="varlen"`` on padded rows with those without it."""
+    """Compare trained tokens with ``attn_implementation="varlen"`` on padded rows with those without varlen."""
     plain = subject.plain
     model = subject.stream(head="whole", attn_implementation="varlen")
     outcome = compare_step(train_step(model, subject.batch()), plain, exact=False)

@@ -19,11 +19,13 @@ MAPPINGS = {
 
 
 class CannotBuildError(Exception):
-    """A model type without a tiny model; the message is the reason."""
+    """Raised for a model type without a tiny model; the message is the reason."""
 
 
 def model_types(mapping: str) -> list[str]:
-    """Return the names of a mapping of transformers (``MODEL_FOR_CAUSAL_LM_MAPPING`` for ``causal``), aliases included."""
+    """Return the model types in a mapping of transformers (``MODEL_FOR_CAUSAL_LM_MAPPING`` for ``causal``), with
+    aliases.
+    """
     return sorted(getattr(modeling_auto, f"MODEL_FOR_{MAPPINGS[mapping]}_MAPPING_NAMES"))
 
 
@@ -36,7 +38,7 @@ def build(model_type: str, mapping: str = "causal", seed: int = 0, **overrides: 
     torch.manual_seed(seed)
     try:
         model = _build(model_type, mapping, overrides)
-    except Exception as error:  # any error of a config or a class of transformers
+    except Exception as error:  # any error raised by a config or a class of transformers
         raise CannotBuildError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
     with torch.no_grad():
         for param in model.parameters():
@@ -49,12 +51,12 @@ def build(model_type: str, mapping: str = "causal", seed: int = 0, **overrides: 
 def _build(model_type: str, mapping: str, overrides: Mapping[str, Any]) -> Any:
     special = OVERRIDES.get(model_type, {})
     if mapping == "causal" and hasattr(CONFIG_MAPPING[model_type], "is_decoder"):
-        overrides = {"is_decoder": True} | dict(overrides)  # otherwise bert and the like attend to later tokens
+        overrides = {"is_decoder": True} | dict(overrides)  # otherwise bert and similar models attend to later tokens
     config = tiny_config(model_type, overrides)
     if "part" in special:
         config = getattr(config, special["part"])
     model_class = getattr(transformers, special["class"]) if "class" in special else _model_class(mapping, config)
-    if model_class.config_class == config.sub_configs.get("text_config"):  # as AutoModel does
+    if model_class.config_class == config.sub_configs.get("text_config"):  # like AutoModel
         config = config.get_text_config()
     return model_class._from_config(config, dtype=torch.float32)
 
@@ -65,7 +67,7 @@ def _model_class(mapping: str, config: Any) -> Any:
 
 
 def remove_dropout(model: torch.nn.Module) -> None:
-    """Set every probability of dropout to 0, in the modules too."""
+    """Set every dropout probability to 0, also in the modules."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -75,7 +77,7 @@ def remove_dropout(model: torch.nn.Module) -> None:
 
 
 def describe_model(model: Any) -> dict[str, Any]:
-    """Return a description of a tiny model: classes, size, kinds of layers."""
+    """Describe a tiny model: classes, size, kinds of layers."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     embedding = head = None

@@ -27,19 +27,21 @@ def default_images(subject: Subject) -> Outcome:
 
 
 def images_in_micro_batches(subject: Subject) -> Outcome:
-    """Compare a step with one row at a time. Only a call shows that there are images, so they may be rejected there."""
+    """Compare a step with one row at a time. Images may be rejected in the step, as nothing earlier shows that they are
+    used.
+    """
     plain = subject.plain_images
     model = subject.stream(head="whole", device_micro_batch_size=1)
     try:
         return compare_step(train_step(model, subject.images), plain, exact=False)
     except StreamingError as error:
-        if type(error) is not StreamingError:  # a layer schedule that does not fit, for example
+        if type(error) is not StreamingError:  # for example, a layer schedule that does not fit
             raise
         return Outcome("rejected", f"StreamingError: {first_sentence(error)}")
 
 
 def other_tie(subject: Subject) -> Outcome:
-    """Compare a step with the head tied to the embedding if it is not by default, and vice versa."""
+    """Compare a step with the head tied to the embedding if it is untied by default, and vice versa."""
     tied = describe_model(subject.model)["tied"]
     return _variant(subject, {"tie_word_embeddings": not tied}, lambda model: describe_model(model)["tied"] != tied)
 

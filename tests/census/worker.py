@@ -1,4 +1,4 @@
-"""A process that runs cases, so that a crash or a hang of one does not end the others."""
+"""A process that runs cases, so that a crash or hang in one case does not end the others."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from tests.census.cases import run_case
 from tests.census.subject import Subject
 from tests.census.tiny_models import CannotBuildError, describe_model
 
-TASKS_PER_WORKER = 600  # memory of a worker grows; a fresh one continues
+TASKS_PER_WORKER = 600  # the memory of a worker grows, so it is replaced by a fresh one
 
 
 def serve() -> None:
-    """Read tasks from stdin, one JSON list a line, and answer each with a line of JSON."""
+    """Read tasks from stdin, one JSON list per line, and answer each of them with a line of JSON."""
     import transformers
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # models may print; stdout is for answers only
+    os.dup2(2, 1)  # models may print, but stdout is only for answers
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     subject = Subject("", "")

@@ -1,4 +1,4 @@
-"""Load, train two steps, save; print the resident memory at each point. Run by test_host_memory in a subprocess."""
+"""Load, train two steps, save; print the resident memory after each stage. test_host_memory runs it in a subprocess."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Invalid settings and rows give one clear error each, with place and remedy, word for word.
+"""Each invalid setting or row gives one clear error with place and remedy, compared word for word.
 
 ``python -m tests.e2e.test_bad_input`` regenerates the expected texts; read them before committing.
 """

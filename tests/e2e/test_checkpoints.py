@@ -1,4 +1,4 @@
-"""Checkpoints that do not match their config are rejected by their headers, before weights are read."""
+"""Checkpoints that do not match their config are rejected using only their headers, before weights are read."""
 
 import json
 import os
@@ -144,7 +144,9 @@ ENTRY_POINTS = {"from_pretrained": opened, "train": run_command("train"), "plan"
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("name", REJECTED)
-def test_rejected(name: str, entry_point: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_checkpoints_are_rejected(
+    name: str, entry_point: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     edit, message = REJECTED[name]
     edit(folder)
     monkeypatch.setattr(Checkpoint, "read", lambda *args: pytest.fail("weights were read"))
@@ -154,7 +156,7 @@ def test_rejected(name: str, entry_point: str, folder: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("entry_point", ["from_pretrained", "plan"])
 @pytest.mark.parametrize("name", WARNED)
-def test_warned(name: str, entry_point: str, folder: Path) -> None:
+def test_checkpoints_with_extra_tensors_are_warned_about(name: str, entry_point: str, folder: Path) -> None:
     edit, message = WARNED[name]
     edit(folder)
     with pytest.warns(CheckpointWarning, match=f"(?s){message}"):
@@ -171,7 +173,7 @@ def test_run_reports_unused_tensors(folder: Path, tmp_path: Path) -> None:
 
 
 def test_valid_checkpoints_are_not_warned_about(folder: Path) -> None:
-    """Names may lack the prefix of the model, and buffers may have any dtype."""
+    """The names in a valid checkpoint may lack the prefix of the model, and buffers may have any dtype."""
     rename = tensors(lambda found: found.update({n.removeprefix("model."): found.pop(n) for n in list(found)}))
     rename(folder)
     tensors(lambda found: found.update({"model.rotary_emb.inv_freq": torch.ones(4, dtype=torch.float64)}))(folder)
@@ -189,7 +191,7 @@ def test_valid_checkpoints_are_not_warned_about(folder: Path) -> None:
     ],
 )
 def test_shapes_of_converted_tensors_are_checked(family: str, tmp_path: Path) -> None:
-    """Each tensor in turn is one element too short, including those that are stacked, split or renamed."""
+    """One tensor at a time is one element too short, including tensors that are stacked, split or renamed."""
     families.build(family).save_pretrained(tmp_path)
     opened(tmp_path)
     for name in list(load_file(tmp_path / "model.safetensors")):
@@ -213,7 +215,7 @@ def test_missing_buffer_is_warned_about(tmp_path: Path) -> None:
 
 
 def test_tied_head_with_other_weights_is_rejected(tmp_path: Path) -> None:
-    """transformers would untie them, with a warning."""
+    """transformers would untie a head with other weights, with a warning."""
     families.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     tensors(copy_of_the_table)(tmp_path)
     with pytest.raises(SystemExit, match=r"lm_head\.weight .*tie_word_embeddings: false"):

@@ -1,4 +1,4 @@
-"""``horizon-lm doctor`` as a user runs it. The figures do not matter here, only that they exist."""
+"""``horizon-lm doctor`` as a user runs it. The tests check that figures exist, not their values."""
 
 import gc
 import json
@@ -28,7 +28,7 @@ RATES = ("device_bandwidth", "op_seconds", "link_in", "link_out", "link_both", "
 
 
 def doctor(*arguments: Any, home: Path, code: int = 0) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a process of its own, with this folder as home and working directory."""
+    """Run the command in a separate process, with this folder as home and working directory."""
     environment = os.environ | {"HOME": str(home), "OMP_NUM_THREADS": "1"}
     environment.pop("XDG_CONFIG_HOME", None)
     command = [sys.executable, "-m", "horizon_lm.cli", "doctor", *map(str, arguments)]
@@ -44,7 +44,7 @@ def files(folder: Path) -> list[str]:
 def test_profile_of_this_machine(tmp_path: Path) -> None:
     done = doctor("--quick", "--device", "cpu", "--json", home=tmp_path)
     own = tmp_path / ".config" / "horizon-lm" / "profile.json"
-    assert files(tmp_path) == [".config/horizon-lm/profile.json"]  # and no file left by the disk benchmark
+    assert files(tmp_path) == [".config/horizon-lm/profile.json"]  # the disk benchmark leaves no file behind
 
     profile = read_profile(own)
     assert (profile.device, profile.gpu, profile.device_memory) == ("cpu", "", 0)

@@ -1,4 +1,4 @@
-"""``horizon-lm eval``: results equal those of the plain model; bad arguments are rejected."""
+"""``horizon-lm eval``: results equal those of the plain model, and bad arguments are rejected."""
 
 import builtins
 import json
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.command import run
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and what it imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of lm-eval and its imports
 
 CHOICES = """
 task: keepers

@@ -15,7 +15,7 @@ HIDDEN, INTERMEDIATE, BLOCKS, VOCABULARY = 768, 2048, 14, 16384
 MIB = 2**20
 HEAPS = (
     24 * MIB
-)  # freed memory kept by the heaps of the engine's threads; measured 20 to 30 MiB more than a tiny model's
+)  # freed memory kept by the heaps of the engine's threads; measured as 20 to 30 MiB more than with a tiny model
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 

@@ -1,6 +1,7 @@
-"""Start files, our own and those translated from other trainers, are valid and train."""
+"""Starter files, both our own and those translated from other trainers, are valid and train."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,15 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of multiprocessing, about forking with threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of multiprocessing about forking with threads
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_foreign_files_translate_and_train(work: Path, name: str) -> None:
     printed = run("init", "--from", f"{name}.yaml")
     assert printed.exit_code == 0, printed.stderr
+    assert re.match(rf"[0-9]+ settings of {name}\.yaml left out:\n", printed.stderr)
     for line in LEFT_OUT[name]:
         assert line in printed.stdout
-        assert f"left out: {line}" in printed.stderr
+        assert f"\n  {line}" in printed.stderr
     (work / "ours.yaml").write_text(printed.stdout)
     config = read_run_config("ours.yaml")
     assert {key: getattr(config, key) for key in EXPECTED[name]} == EXPECTED[name]
@@ -96,7 +98,7 @@ def test_start_files_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["grpo"], "'grpo' is not an objective; there are sft, pretrain, dpo"),
+        (["grpo"], "'grpo' is not an objective; choose one of sft, pretrain, dpo"),
         (["--from", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--from", "other.yaml"], "not a file of TRL, LLaMA-Factory or Axolotl"),
         (["--from", "ours.yaml"], "ours.yaml: this is already a run file of Horizon-LM"),
@@ -127,7 +129,7 @@ def test_untranslatable_files_are_rejected(
     ],
 )
 def test_values_of_the_wrong_type(tmp_path: Path, text: str, message: str | None) -> None:
-    """They are rejected by name or left out with a reason, never with a traceback."""
+    """Values of the wrong type are rejected by name or left out with a reason, never with a traceback."""
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     result = run("init", "--from", path)
@@ -148,7 +150,7 @@ TRL, LLAMA_FACTORY, AXOLOTL = (
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # of two settings for one thing, the one that takes precedence there, in either order
+        # of two settings for the same thing, the other trainer's precedence decides, in either order
         (LLAMA_FACTORY + "warmup_ratio: 0.1\nwarmup_steps: 0\n", {"warmup_steps": 0.1}),
         (TRL + "warmup_steps: 0\nwarmup_ratio: 0.1\n", {"warmup_steps": 0.1}),
         (TRL + "warmup_steps: 5\nwarmup_ratio: 0.1\n", {"warmup_steps": 5}),

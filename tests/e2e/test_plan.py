@@ -55,12 +55,24 @@ def test_plan_lists_all_bytes_and_choices(run_file: Path) -> None:
     assert content["run"]["num_steps"] == 3 * 2  # epochs of 12 rows in steps of 6
 
 
-def test_plan_counts_intermediate_exports(run_file: Path) -> None:
-    """6 steps with an export after every second one make two, because the last is the model itself."""
-    saving = ["--save_strategy", "steps", "--save_steps", "2"]
-    for settings, count in ((saving, 2), ([*saving, "--save_total_limit", "1"], 1), (["--save_strategy", "epoch"], 2)):
-        items = {item["name"]: item["bytes"] for item in plan(run_file, *settings)["disk"]["items"]}
-        assert items["checkpoints"] == count * items["exported model"]
+def test_plan_counts_checkpoints(run_file: Path) -> None:
+    """A run of 6 steps that saves every second step writes two checkpoints, because the last one is the model itself."""
+    saving = ["--save_steps", "2"]
+    each_step = ["--save_steps", "1"]
+    cases: list[tuple[list[str], int]] = [
+        (saving, 2),  # two are kept
+        ([*each_step, "--save_total_limit", "1"], 2),  # one is kept, one is being written
+        (each_step, 3),
+        ([*each_step, "--save_total_limit", "null"], 5),
+        (["--save_strategy", "epoch"], 2),
+    ]
+    for settings, count in cases:
+        content = plan(run_file, *settings)
+        items = {item["name"]: item["bytes"] for item in content["disk"]["items"]}
+        host = {item["name"]: item["bytes"] for item in content["host"]["items"]}
+        assert items["checkpoints"] == count * (host["weights"] + host["low halves"] + host["moments"])
+    items = {item["name"]: item["bytes"] for item in plan(run_file, *saving, "--save_only_model")["disk"]["items"]}
+    assert items["checkpoints"] == 2 * items["exported model"]
 
 
 def test_run_uses_planned_settings(run_file: Path, tmp_path: Path) -> None:
@@ -316,6 +328,17 @@ def test_model_without_meta_support_runs_anyway(
     assert "activation_checkpoints: auto\n" in (tmp_path / "run/config.yaml").read_text()
 
 
+def test_machine_of_the_documentation(tmp_path: Path) -> None:
+    """The example of docs/planning.md is a machine that a model can be planned for."""
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "shop.json").write_text(example)
+    content = plan("--model", "Qwen/Qwen2.5-7B", "--device", tmp_path / "shop.json")
+    assert content["hardware"]["name"] == "RTX 5090, 16 cores, 128 GB of DDR5"
+    assert content["host"]["available"] == 128 * 10**9
+    assert content["step"]["tokens_per_second"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -339,7 +362,7 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
 
 
 def test_moe_that_does_not_fit_is_reported() -> None:
-    """It has no feed-forward layer to chunk, which is one of the changes tried."""
+    """A mixture of experts has no feed-forward layer to chunk, which is one of the changes tried."""
     message = rejected("plan", "--model", "openai/gpt-oss-20b", "--device", "cpu", "--host-memory", "2GiB")
     assert "host: " in message
 
@@ -350,7 +373,7 @@ def test_eval_set_is_planned_for(run_file: Path, tmp_path: Path) -> None:
         plan(run_file, "--eval_datasets", rows, "--per_device_eval_batch_size", n, "--max_length", 512)["host"]["bytes"]
         for n in (1, 64)
     )
-    hidden = 64 * 512 * 32 * 4  # of the whole batch, between blocks
+    hidden = 64 * 512 * 32 * 4  # hidden states of the whole batch, between blocks
     assert few + 2 * hidden < many
     message = rejected(
         "plan", run_file, "--eval_datasets", rows, "--per_device_eval_batch_size", 64, "--max_length", 512,
@@ -409,7 +432,7 @@ def test_times_are_of_a_typical_step(run_file: Path, tmp_path: Path, monkeypatch
         saved = json.loads((tmp_path / "run/plan.json").read_text())
         seconds[name] = saved["step"]["seconds"]
     assert saved["run"]["length"] > 500  # memory is planned for the longest row
-    assert seconds["long"] < 5 * seconds["short"]  # which only one step in sixteen contains
+    assert seconds["long"] < 5 * seconds["short"]  # which occurs in only one step of sixteen
 
 
 def test_profile_of_another_version_is_ignored(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Planned host memory compared with the measured peak of a training process, from start to export."""
+"""The planned host memory compared with the measured peak of a training process, from start to export."""
 
 import json
 import re

@@ -260,7 +260,7 @@ def test_early_stopping(base: dict[str, Any]) -> None:
     said: list[str] = []
     result = horizon_lm.train({**base, **settings}, callbacks=[early], print_fn=said.append)
     assert said[-1].startswith("stopped by a callback after step 6 of 12\n")
-    assert result.num_steps == 6  # the first of three evaluations in training is the best
+    assert result.num_steps == 6  # the first of three evaluations during training is the best
     with pytest.raises(ConfigError, match="callbacks: EarlyStoppingCallback requires"):
         horizon_lm.train({**base, "output_dir": f"{base['output_dir']}-2"}, callbacks=[early], **QUIET)
 
@@ -314,7 +314,7 @@ def test_missing_tracker_is_found_before_the_rows_are_read(
 
 
 def test_custom_loss(base: dict[str, Any]) -> None:
-    """The same loss as a custom function gives the same run, and its metrics are logged."""
+    """A custom function with the same loss gives the same run, and its metrics are logged."""
     horizon_lm.train({**base, "max_steps": 4}, **QUIET)
     first = lines(base)
 
@@ -347,7 +347,7 @@ def test_other_losses_of_tokens(base: dict[str, Any], settings: dict[str, Any]) 
     assert result.eval_loss_after < result.eval_loss_before - 0.5
 
 
-def test_smoothed_loss_is_transformers(tmp_path: Path, model: Path) -> None:
+def test_smoothed_loss_equals_that_of_transformers(tmp_path: Path, model: Path) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.trainer_pt_utils import LabelSmoother
 
@@ -370,7 +370,7 @@ def test_smoothed_loss_is_transformers(tmp_path: Path, model: Path) -> None:
 
 
 def test_dpo_from_the_command_line(tmp_path: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Margins grow; the reference of a model and its rows is computed once and cached."""
+    """Margins grow; the reference log-probabilities of a model and its rows are computed once and cached."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     pairs = [
         {"prompt": f"Night {n}? ", "chosen": "The keeper counts the stars.", "rejected": "Rain, rain, rain."}
@@ -402,7 +402,9 @@ def test_dpo_from_the_command_line(tmp_path: Path, base: dict[str, Any], monkeyp
 
 
 def test_packed_rows_without_trained_tokens_are_left_out(tmp_path: Path, base: dict[str, Any]) -> None:
-    """bfd_split cuts a row into several; those without a trained token are left out, so that every step has some."""
+    """bfd_split splits a row into several; parts without a trained token are left out, so that every step trains on
+    some.
+    """
     row = {"instruction": "What does the keeper do? " * 40, "output": "Counts."}
     rows = tiny.write_jsonl(tmp_path / "long.jsonl", [row] * 3)
     packing = {"packing": True, "packing_strategy": "bfd_split", "max_length": 64, "per_device_eval_batch_size": 1}
@@ -410,7 +412,7 @@ def test_packed_rows_without_trained_tokens_are_left_out(tmp_path: Path, base: d
     horizon_lm.train(
         {**base, **packing, "datasets": str(rows), "eval_datasets": str(rows), "max_steps": 3}, print_fn=said.append
     )
-    assert any("more have no token to train on" in line for line in said)
+    assert any("more without a token to train on" in line for line in said)
     assert all(line["tokens_trained"] > 0 for line in lines(base) if "loss" in line)
 
 
@@ -458,7 +460,7 @@ def test_run_stopped_while_tracing_has_a_trace(base: dict[str, Any]) -> None:
 
 
 def test_settings_of_a_call_override(base: dict[str, Any], tmp_path: Path) -> None:
-    """They override a mapping and a file, and drop settings that they make useless."""
+    """Settings of a call override a mapping and a file, and drop settings that they make useless."""
     held_out = {**base, "test_split_size": 2, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
     assert horizon_lm.train(held_out, max_steps=1, eval_strategy="no", **QUIET).num_steps == 1
     file = tmp_path / "run.yaml"
@@ -503,7 +505,7 @@ def test_failed_upload_is_reported(base: dict[str, Any], monkeypatch: pytest.Mon
 
 
 def test_speed_excludes_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two seconds of steps and a hundred of evaluation."""
+    """The clock counts two seconds of steps and a hundred seconds of evaluation."""
     clock = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
     model = horizon_lm.stream(tiny.build_model(402), device="cpu")
@@ -512,7 +514,7 @@ def test_speed_excludes_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
         step=SimpleNamespace(outline=outline, tokens=1), time=None, buffers=SimpleNamespace(num_bytes=1),
         host=SimpleNamespace(num_bytes=1),
     )  # fmt: skip
-    measured = metrics.Metrics(10, 5, plan)
+    measured = metrics.Metrics(10, 5, plan, micro_batch_rows=2)
     batch = SimpleNamespace(places=("",) * 2, num_trained=6, num_tokens=8)
     clock[0] = 1.0
     with measured.exclude_from_timing():

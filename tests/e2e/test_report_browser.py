@@ -1,4 +1,4 @@
-"""The report in an offline browser: it draws all figures, requests nothing, and runs no injected script."""
+"""The report in an offline browser draws all figures, requests nothing, and runs no injected script."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def visit(page: Path, tmp_path: Path, width: int = 1280) -> Visit:
 
 
 def requests_of_page(log: dict) -> list[str]:
-    """Return the addresses requested by a page. The browser's own requests have no origin."""
+    """Return the addresses that a page requests. The browser's own requests have no origin."""
     start = log["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]
     jobs = [event["params"] for event in log["events"] if event["type"] == start and "url" in event.get("params", {})]
     pages = [job["url"] for job in jobs if job.get("initiator") != "not an origin"]
@@ -67,7 +67,7 @@ def requests_of_page(log: dict) -> list[str]:
 
 
 class Texts(HTMLParser):
-    """The headings of a page, and its figures with the number of SVG images that Plotly drew in each."""
+    """A parser of the headings of a page and, for each figure, the number of SVG images that Plotly drew."""
 
     def __init__(self, dom: str) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_injected_script_does_not_run(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [420, 1280])
 def test_nothing_is_wider_than_the_window(page: Path, tmp_path: Path, width: int) -> None:
-    """The browser itself is never narrower than 500 pixels, so the page is in a frame."""
+    """The page is in a frame, because the browser itself is never narrower than 500 pixels."""
     check = """<script>addEventListener("load", () => setTimeout(() => {
       const width = (each) => Math.ceil(each.getBoundingClientRect().right);
       const wide = [...document.querySelectorAll("body *, svg text")].filter((each) => width(each) > innerWidth + 1);

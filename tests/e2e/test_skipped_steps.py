@@ -1,4 +1,4 @@
-"""Skipped steps are reported, and too many in a row end the run."""
+"""Skipped steps are reported, and too many consecutive ones end the run."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ SKIPPED = "skipped, because their gradient was not finite"
 
 
 def run(model: Path, folder: Path, bad: set[int], steps: int, **settings: Any) -> tuple[Any, list[str]]:
-    """Train with a NaN loss in the steps ``bad``, counted from 1; return the result and the lines printed."""
+    """Train with a NaN loss in the steps ``bad``, counted from 1; return the result and the printed lines."""
     said: list[str] = []
     step = 0
 

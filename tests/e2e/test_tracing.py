@@ -36,7 +36,9 @@ def events(file: Path, phase: str) -> list[dict[str, Any]]:
 
 
 def names_within(file: Path, step: dict[str, float]) -> list[str]:
-    """Return the operations that start in a step, without updates, which may start earlier, and outer ones, which take no time."""
+    """Return the operations that start in a step, except updates, which may start earlier, and outer ones, which take
+    no time.
+    """
     return sorted(
         event["name"]
         for event in events(file, "X")

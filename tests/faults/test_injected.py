@@ -1,4 +1,6 @@
-"""After a fault at any operation of any pass all buffers are free, and the next step equals that of an undisturbed run."""
+"""After a fault at any operation of any pass, all buffers are free, and the next step equals that of an undisturbed
+run.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +21,7 @@ class InjectedError(Exception):
 
 
 class Fuse:
-    """Raises an error once, at the n-th operation that a device is given."""
+    """A fuse that raises an error once, at the n-th operation given to a device."""
 
     def __init__(self, error: type[BaseException] = InjectedError) -> None:
         self.at: int | None = None
@@ -38,7 +40,7 @@ class Fuse:
 
 
 def fused(base: type[CpuDevice], fuse: Fuse, **options: Any) -> CpuDevice:
-    """Return a device whose computations and copies pass by the fuse."""
+    """Return a device whose computations and copies are counted by the fuse."""
 
     class Fused(base):  # type: ignore[misc, valid-type]
         def begin(self, task: Any) -> None:
@@ -137,7 +139,7 @@ def test_a_fault_at_every_operation(
                 with pytest.raises(StreamingError, match="zero_grad"):
                     optimizer.step()
             else:
-                optimizer.step()  # the fault was in the forward: there are no gradients, so nothing happens
+                optimizer.step()  # the fault was in the forward pass: there are no gradients, so the step does nothing
             optimizer.zero_grad()
             assert step(model, optimizer, 2) == undisturbed[1]
         for got, expected in zip(weights(model), undisturbed[2], strict=True):
@@ -150,7 +152,7 @@ def test_a_fault_at_every_operation(
 
 @pytest.mark.parametrize("base", [CpuDevice, SimulatedDevice])
 def test_a_fault_at_every_operation_of_an_update_in_backward(base: type[CpuDevice]) -> None:
-    """A fault before the first update loses nothing; a later one leaves a partial update, which every use reports."""
+    """A fault before the first update loses nothing; a later fault leaves a partial update, which every use reports."""
 
     def made(device: Any) -> tuple[Any, Any]:
         model = horizon_lm.stream(families.build("llama"), device, precision="float32", activation_checkpoints="host")
@@ -248,7 +250,7 @@ def test_a_fault_in_foreign_code_between_blocks(undisturbed: Any) -> None:
     assert step(model, optimizer, 2) == undisturbed[1]
 
 
-def test_a_second_backward_is_rejected() -> None:
+def test_a_second_backward_pass_is_rejected() -> None:
     model, _ = make("cpu")
     loss = model(**families.batch()).loss
     loss.backward(retain_graph=True)
@@ -256,7 +258,7 @@ def test_a_second_backward_is_rejected() -> None:
         loss.backward()
 
 
-def test_a_backward_after_an_update_is_rejected() -> None:
+def test_a_backward_pass_after_an_update_is_rejected() -> None:
     model, optimizer = make("cpu")
     late = model(**families.batch(seed=3)).loss
     step(model, optimizer, 1)

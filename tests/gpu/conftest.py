@@ -1,4 +1,6 @@
-"""The device under test: a GPU, or with ``--device cpu`` threads in the role of its streams, to try the tests themselves."""
+"""The device under test: a GPU, or with ``--device cpu`` threads that replace its streams, to try the tests
+themselves.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ class Accelerator:
         return CudaDevice() if self.is_cuda else ThreadedDevice(1, delay=1e-4, spare=20_000_000, measures=True)
 
     def slowed(self, seed: int, seconds: float, streams: Any = None) -> Any:
-        """Open a device whose copies are up to ``seconds`` late, on some streams or (None) on both."""
+        """Open a device whose copies are up to ``seconds`` late on some streams, or on both (None)."""
         if self.is_cuda:
             return SpinningDevice(seed, seconds, streams)
         return ThreadedDevice(seed, delay=seconds, slow=streams)
@@ -49,7 +51,7 @@ class Accelerator:
         """Context manager: raise if an operation makes the host wait for the device."""
         try:
             if self.is_cuda:
-                with warnings.catch_warnings(action="ignore"):  # a warning that this mode is incomplete
+                with warnings.catch_warnings(action="ignore"):  # torch warns that this mode is incomplete
                     torch.cuda.set_sync_debug_mode("error")
             yield
         finally:
@@ -81,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def one_plan() -> Iterator[None]:
-    """Disable cuDNN attention, which may choose another plan when a block is recomputed, with other bits."""
+    """Disable cuDNN attention, which may choose another plan when a block is recomputed, and so other bits."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     yield

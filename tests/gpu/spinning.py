@@ -1,4 +1,4 @@
-"""A CUDA device with late copies: a spinning kernel runs before each of them."""
+"""A CUDA device with late copies: a spinning kernel runs before each copy."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ import torch
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.schedule.ops import Stream
 
-_CYCLES_PER_SECOND = 1.5e9  # about the clock of a GPU; a delay need not be exact
+_CYCLES_PER_SECOND = 1.5e9  # approximate clock rate of a GPU; delays need not be exact
 
 
 class SpinningDevice(CudaDevice):
@@ -18,7 +18,7 @@ class SpinningDevice(CudaDevice):
 
     Args:
         seed: the seed of the delays.
-        seconds: the longest delay.
+        seconds: the maximum delay.
         slow: streams whose copies are delayed; None for both.
     """
 

@@ -41,6 +41,6 @@ def test_attention_over_segments(accelerator: Accelerator, heads: int, options: 
     expected = _gradients(by_segment(*exact, borders, options["scaling"], 0.0, options["window"]), exact)
     plain = _gradients(by_segment(*halves, borders, options["scaling"], 0.0, options["window"]), halves)
     got = _gradients(segment_attention(*halves, **options), halves)
-    assert has_kernel(halves[0], halves[2], 0.0) == accelerator.is_cuda  # or the kernel was not tested
+    assert has_kernel(halves[0], halves[2], 0.0) == accelerator.is_cuda  # otherwise the kernel was not tested
     for ours, theirs, true in zip(got, plain, expected, strict=True):
         assert _error(ours, true) < 1.5 * _error(theirs, true) + 1e-3

@@ -1,4 +1,4 @@
-"""Compare the transfers of the device with those in host memory, number by number."""
+"""Compare the transfers of the device with transfers within host memory, number by number."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from tests.gpu.conftest import Accelerator
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.bfloat16]
-SIZE = 100_003  # more than a piece, and not a multiple of one
+SIZE = 100_003  # more than a piece, and not a multiple of a piece
 
 
 @pytest.fixture(autouse=True)
@@ -84,10 +84,10 @@ def test_rows_of_a_table_equal_the_host(link: CudaLink, dtype: torch.dtype) -> N
 
 
 class NoPageLocking(CudaDevice):
-    """A device without page-locked memory."""
+    """A device that cannot page-lock memory."""
 
     def register_host(self, buffers: Any) -> None:
-        self.registration_error = "refused"
+        self.registration_error = "no page-locking"
 
 
 def test_memory_that_cannot_be_page_locked(only_cuda: Accelerator) -> None:

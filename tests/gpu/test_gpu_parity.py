@@ -44,7 +44,7 @@ def _batch(padding: str = "none") -> dict[str, torch.Tensor]:
 
 
 def _plain(model: Any, batch: dict[str, torch.Tensor], accelerator: Accelerator, dtype: torch.dtype) -> Any:
-    """Return loss and gradients of plain Hugging Face on the device, as fp32 on the CPU."""
+    """Return loss and gradients of plain Hugging Face on the device, as fp32 tensors on the CPU."""
     plain = copy.deepcopy(model).to(accelerator.torch_device, dtype)
     loss = plain(**{k: v.to(accelerator.torch_device) for k, v in batch.items()}, use_cache=False).loss
     loss.backward()
@@ -63,7 +63,7 @@ def _streamed(model: Any, batch: dict[str, torch.Tensor], accelerator: Accelerat
 
 
 def _error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Return the relative norm of the difference of all gradients."""
+    """Return the norm of the difference of all gradients, relative to their norm."""
     difference = sum((grads[name] - g).square().sum() for name, g in reference.items())
     return float((difference / sum(g.square().sum() for g in reference.values())).sqrt())
 
@@ -85,7 +85,7 @@ def test_fp32_equals_plain_autograd(accelerator: Accelerator, family: str, setti
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_as_exact_as_plain_autograd(accelerator: Accelerator, family: str, settings: str) -> None:
-    """Rounding errors against fp32 are about as large as those of plain Hugging Face in bf16."""
+    """Rounding errors relative to fp32 are about as large as those of plain Hugging Face in bf16."""
     model, batch = _build(family).bfloat16().float(), _batch()  # weights that are exact in bf16
     exact, reference = _plain(model, batch, accelerator, torch.float32)
     theirs, their_grads = _plain(model, batch, accelerator, torch.bfloat16)
@@ -111,7 +111,7 @@ def test_padded_rows_without_a_mask_equal_plain_autograd(accelerator: Accelerato
 
 
 def test_training_equals_torch(accelerator: Accelerator) -> None:
-    """Ten clipped steps equal Hugging Face and torch's AdamW on the same device."""
+    """Ten clipped steps equal those of Hugging Face with torch's AdamW on the same device."""
     model = _build("llama")
     plain = copy.deepcopy(model).to(accelerator.torch_device)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)

@@ -1,4 +1,4 @@
-"""Run the race tests of the simulated device on real streams: late copies change results only if a wait is missing."""
+"""The race tests of the simulated device on real streams: late copies change results only if a wait is missing."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from tests.numerics.test_races import SETTINGS, Result, same, train
 pytestmark = pytest.mark.gpu
 
 LATE = 1e-3  # seconds of delay before each copy
-# Kernels without atomics, whose results are the same bits in every run.
+# Kernels without atomics, whose results are bit-equal in every run.
 EXACT: dict[str, Any] = {"attn_implementation": "eager", "compile": False}
 
 
@@ -58,9 +58,9 @@ def test_late_copies_change_nothing(
 def test_a_missing_wait_changes_results(
     accelerator: Accelerator, waiting: Stream, for_: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control: one stream does not wait for another."""
+    """Negative control: one stream does not wait for another."""
     if for_ == Stream.COMPUTE and not accelerator.is_cuda:
-        pytest.skip("threads compute at once, so this wait never blocks")
+        pytest.skip("threads compute immediately, so this wait never blocks")
     options = {"activation_checkpoints": "host", "precision": "float32"} | EXACT
     expected = train(accelerator.open(), **options)
     order = StreamDevice._await_dependencies
@@ -69,7 +69,7 @@ def test_a_missing_wait_changes_results(
         if task.op.stream == waiting:
             task.waits = [other for other in task.waits if other.op.stream != for_]
         if for_ == Stream.COMPUTE and stream is None:
-            torch.cuda._sleep(1_000_000)  # make computation late
+            torch.cuda._sleep(1_000_000)  # delay computation
         order(self, stream, task)
 
     monkeypatch.setattr(StreamDevice, "_await_dependencies", careless)

@@ -1,4 +1,4 @@
-"""Test steps on the device: the host never waits inside one, memory is as planned, and nothing leaks."""
+"""Steps on the device: the host never waits inside a step, memory is as planned, and nothing leaks."""
 
 import gc
 import threading
@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def _sizes(accelerator: Accelerator, large: bool = False) -> dict[str, Any]:
-    """Return sizes of a model whose activations matter on a GPU, or of a toy for a CPU."""
+    """Return sizes of a model whose activations matter on a GPU, or of a toy model for a CPU."""
     width = 128 if not accelerator.is_cuda else 1024 if large else 512
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_attention_heads": 8, "num_key_value_heads": 4}
     return sizes | {"vocab_size": 997 if not accelerator.is_cuda else 32_003}
@@ -52,7 +52,7 @@ def test_the_host_never_waits_inside_a_step(accelerator: Accelerator, settings: 
     with accelerator.without_synchronization():
         losses += [_step(model, optimizer, batch) for _ in range(3)]
     values = [loss.item() for loss in losses]
-    assert values == sorted(values, reverse=True)  # it trains on one batch
+    assert values == sorted(values, reverse=True)  # the model trains on one batch
 
 
 def test_the_guard_detects_a_synchronization(only_cuda: Accelerator) -> None:
@@ -84,7 +84,7 @@ def test_peak_does_not_depend_on_depth(accelerator: Accelerator) -> None:
     print(f"4 blocks {shallow / MIB:.1f} MiB, 16 blocks {deep / MIB:.1f} MiB")
     assert deep < 1.02 * shallow
     on_device, _ = _peak(accelerator, 16, **settings | {"activation_checkpoints": "device"})
-    assert on_device > 1.02 * deep  # the negative control
+    assert on_device > 1.02 * deep  # negative control
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_peak_is_as_planned(accelerator: Accelerator, settings: dict[str, Any]) 
     peak, streaming = _peak(accelerator, 8, **{"compile": False} | settings)
     planned = streaming.planner.plan.peak
     print(f"{settings}: {streaming.engine.residency}, planned {planned / MIB:.1f} MiB, peak {peak / MIB:.1f} MiB")
-    assert abs(peak / planned - 1) < (0.05 if accelerator.is_cuda else 0.1)  # allocations of a toy are mostly small
+    assert abs(peak / planned - 1) < (0.05 if accelerator.is_cuda else 0.1)  # a toy model allocates little
 
 
 def test_nothing_leaks(accelerator: Accelerator) -> None:
-    """Memory is the same after 200 steps, or fewer of a toy."""
+    """Memory is the same after 200 steps, or after fewer steps of a toy model."""
     part = 50 if accelerator.is_cuda else 15
     model = horizon_lm.stream(
         families.build("llama"), accelerator.open(), "bf16", activation_checkpoints="host", compile=False
@@ -156,7 +156,7 @@ def test_training_continues_after_out_of_memory(only_cuda: Accelerator) -> None:
 
 @pytest.mark.parametrize("objective", ["loss", "log-probabilities"])
 def test_chunked_head_with_a_vocabulary_of_152k(only_cuda: Accelerator, objective: str) -> None:
-    """A chunked head takes a fraction of the memory that whole logits of 8k tokens would take."""
+    """A chunked head takes a fraction of the memory that the logits of 8k tokens would take."""
     sizes = _sizes(only_cuda) | {"vocab_size": 151_936, "num_hidden_layers": 2}
     model = horizon_lm.stream(
         families.build("llama", **sizes).bfloat16(), only_cuda.open(), "bf16", compile=False, head_chunk_tokens=512

@@ -1,4 +1,4 @@
-"""Reference runs for comparison, each made once."""
+"""Reference runs for comparison, each made only once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from tests.numerics.test_races import Result, train
 
 @pytest.fixture(scope="session")
 def undisturbed() -> Callable[..., Result]:
-    """Return a function that trains on the CPU with given settings, once for each."""
+    """Return a function that trains on the CPU with given settings, once per combination of settings."""
     known: dict[Any, Result] = {}
 
     def get(**settings: Any) -> Result:

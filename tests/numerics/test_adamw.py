@@ -44,7 +44,7 @@ def test_equals_torch_in_float32(clip: float | None, backwards: int, tied: bool)
 
 
 def test_fp32_master_is_an_exact_float32_master() -> None:
-    """The same gradients give the same bits as an optimizer whose weights are plain float32."""
+    """The same gradients give the same bits as an optimizer whose weights are float32."""
     reference = families.build("llama")
     split = horizon_lm.stream(copy.deepcopy(reference), precision="fp32_master", head="whole")
     plain = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head="whole")
@@ -55,7 +55,7 @@ def test_fp32_master_is_an_exact_float32_master() -> None:
             param.grad = None
         plain(**families.batch(seed=step)).loss.backward()
         for ours, other in zip(split.parameters(), plain.parameters(), strict=True):
-            other.grad.copy_(ours.grad)  # both get the bf16 gradients
+            other.grad.copy_(ours.grad)  # both optimizers get the bf16 gradients
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -164,7 +164,7 @@ def _frozen() -> Any:
 
 
 def real_shapes() -> Any:
-    """Return shapes of one block of SmolLM2-135M, and of a part of its embedding."""
+    """Return shapes of one block of SmolLM2-135M, and of part of its embedding."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -176,7 +176,9 @@ def real_shapes() -> Any:
 
 
 def fed(model: Any, optimizer: Any, num_steps: int) -> dict[str, torch.Tensor]:
-    """Return the weights after steps with given gradients: heavy-tailed, of a scale that differs by parameter."""
+    """Return the weights after steps with given gradients, which are heavy-tailed with a scale that differs by
+    parameter.
+    """
     generator = torch.Generator().manual_seed(0)
     for _ in range(num_steps):
         for index, param in enumerate(model.parameters()):
@@ -222,7 +224,7 @@ def test_the_norm_is_that_of_clip_grad_norm(precision: str, backwards: int, tied
         model(**families.batch(seed=part)).loss.backward()
     known = optimizer._squared_norms(
         {u: optimizer._present(u) for u in model._horizon.engine.store.units}
-    )  # as summed while landing
+    )  # as summed during landing
     engine = model._horizon.engine
     assert all(
         engine.grads.squared_norms.of(unit) is not None for unit in known if engine.store.units[unit].grad_layout.numel
@@ -352,7 +354,7 @@ def test_state_of_every_moment_format_is_restored(moments: str) -> None:
         horizon_lm.AdamW(horizon_lm.stream(families.build("llama")), moments=wrong).load_state_dict(saved)
 
 
-# Updates in threads, and in the backward
+# Updates in threads, and in the backward pass
 
 
 def test_step_returns_before_the_updates_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +375,7 @@ def test_step_returns_before_the_updates_are_done(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(update_tasks._Piece, "run", slow)
     optimizer.step()
     optimizer.zero_grad()
-    optimizer.param_groups[0]["lr"] = 1e9  # a scheduler's change; the running step keeps its own rate
+    optimizer.param_groups[0]["lr"] = 1e9  # a change by a scheduler; the running step keeps its learning rate
     store = model._horizon.engine.store  # reading a parameter would wait for its update
     assert all(torch.equal(store.weight(name), value) for name, value in before.items())
     gate.set()
@@ -413,7 +415,7 @@ def test_update_in_backward_gives_the_same_bits(precision: str, tied: bool, micr
             got.append(loss.item())
             loss.backward()
             if in_backward:
-                with pytest.raises(StreamingError, match="keeps none"):
+                with pytest.raises(StreamingError, match="does not keep them"):
                     _ = model.lm_head.weight.grad
             optimizer.step()
             schedule.step()
@@ -445,7 +447,7 @@ def test_update_in_backward_rejects_unsupported_uses() -> None:
 
     trained = horizon_lm.stream(families.build("llama"))
     trained(**families.batch()).loss.backward()
-    with pytest.raises(ConfigError, match="before the first training forward"):
+    with pytest.raises(ConfigError, match="before the first training step"):
         horizon_lm.AdamW(trained, update_in_backward=True)
 
 

@@ -1,4 +1,4 @@
-"""Batches of many lengths: buffers that grow with the batch are allocated once, and no step waits for the device to be idle."""
+"""Batches of many lengths: growing buffers are allocated once, and no step waits until the device is idle."""
 
 import random
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def growing_bytes(model: Any) -> int:
 
 
 class Counting(CpuDevice):
-    """A device that counts how often the host waits until it is idle."""
+    """A device that counts how often the host waits until the device is idle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Counting(CpuDevice):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
 def test_host_memory_is_bounded_by_the_longest_batch(order: str, in_backward: bool) -> None:
-    """Buffers of shorter batches are not added to it."""
+    """The buffers of shorter batches take no additional memory."""
 
     def train(lengths: list[int]) -> tuple[list[int], Any]:
         model = horizon_lm.stream(families.build("llama"), "cpu", "float32", activation_checkpoints="host")
@@ -83,7 +83,7 @@ def test_host_memory_is_bounded_by_the_longest_batch(order: str, in_backward: bo
 
 @pytest.mark.parametrize("expected", [False, True])
 def test_page_locked_memory_is_bounded_by_the_longest_batch(gpu: EmulatedGpu, expected: bool) -> None:
-    """Replaced buffers are unlocked; if the largest batch is known in advance, none is replaced."""
+    """Replaced buffers are unlocked; if the largest batch is known in advance, no buffer is replaced."""
 
     def train(lengths: list[int]) -> tuple[Any, list[int]]:
         model = horizon_lm.stream(
@@ -115,7 +115,7 @@ def test_more_distinct_ids_do_not_synchronize(in_backward: bool) -> None:
         step(model, optimizer, LONGEST, distinct)
     assert device.num_synchronizations == before
     step(model, optimizer, 2 * LONGEST)
-    assert device.num_synchronizations > before  # the control: a larger batch than expected
+    assert device.num_synchronizations > before  # negative control: a larger batch than expected
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
@@ -124,17 +124,17 @@ def test_batches_up_to_the_expected_one_do_not_synchronize(in_backward: bool) ->
     model._horizon.engine.expect(ExpectedBatch(ROWS * LONGEST))
     optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
     step(model, optimizer, LENGTHS[0], distinct=2)
-    before, held = device.num_synchronizations, horizon_lm.stats(model)
+    before, stats = device.num_synchronizations, horizon_lm.stats(model)
     for length in LENGTHS:
         step(model, optimizer, length, distinct=ROWS * length)
     now = horizon_lm.stats(model)
     assert device.num_synchronizations == before
-    assert now["host_bytes_by_kind"] == held["host_bytes_by_kind"]
-    assert now["device_bytes_peak"] == held["device_bytes_peak"]
+    assert now["host_bytes_by_kind"] == stats["host_bytes_by_kind"]
+    assert now["device_bytes_peak"] == stats["device_bytes_peak"]
 
 
 def test_a_batch_with_more_distinct_ids_than_expected() -> None:
-    """The expectation is no limit."""
+    """The expected number of distinct ids is not a limit."""
     losses = []
     for expected in (None, ExpectedBatch(ROWS * 8, distinct_tokens=3)):
         model = horizon_lm.stream(families.build("llama"), "simulated", "float32", activation_checkpoints="host")
@@ -159,8 +159,8 @@ def test_batch_lengths_do_not_change_results(in_backward: bool) -> None:
         assert train(ThreadedDevice(seed, delay=2e-3)) == expected
 
 
-def test_an_abandoned_forward_of_another_length_frees_its_buffers() -> None:
-    """Its buffers go back to the pool, are too small, and are freed."""
+def test_an_abandoned_forward_pass_of_another_length_frees_its_buffers() -> None:
+    """The buffers of an abandoned forward pass return to the pool, are too small there, and are freed."""
     model = horizon_lm.stream(
         families.build("llama"), device := ThreadedDevice(1), "float32", activation_checkpoints="host"
     )

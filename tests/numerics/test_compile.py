@@ -1,4 +1,6 @@
-"""Compiled blocks: one graph for all blocks of a structure, equal to eager; the recompute equals the forward."""
+"""Compiled blocks: one graph for all blocks of a structure, results equal to eager, and a recompute equal to the
+forward.
+"""
 
 import copy
 import shutil
@@ -54,7 +56,7 @@ def test_equal_to_eager_and_compiled_once(family: str, settings: dict[str, Any])
             assert (a - b).norm() <= 3e-6 * b.norm().clamp(min=1e-3)  # another order of summation: 1.2e-6 on some CPUs
     structures = {structure_key(block.module) for block in compiled._horizon.blocks.blocks}
     parts = 3 if "mlp_chunk_tokens" in settings else 1  # before the chunks, one chunk, and after them
-    assert 1 <= counters["stats"]["unique_graphs"] <= parts * len(structures)  # three blocks, forward and backward
+    assert 1 <= counters["stats"]["unique_graphs"] <= parts * len(structures)  # three blocks, forward and backward pass
     assert bool(counters["graph_break"]) == (parts > 1)
 
 
@@ -82,7 +84,7 @@ def shaped(kind: str, rows: int, length: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_BACKEND", "aot_eager")  # counts graphs before code is generated for them
+    monkeypatch.setattr(compiling, "_BACKEND", "aot_eager")  # a backend that counts graphs before code is generated
     family, sizes, settings, graphs = KINDS[kind]
     model = horizon_lm.stream(families.build(family, **sizes), precision="float32", compile=True, **settings)
     torch._dynamo.reset()
@@ -117,7 +119,7 @@ def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.Monk
     ],
 )
 def test_recompute_equals_the_compiled_forward(settings: dict[str, Any]) -> None:
-    """With dropout, micro-batches of two sizes, and kept graphs; the engine itself compares every bit."""
+    """With dropout, micro-batches of two sizes, and kept graphs, the engine compares every bit."""
     model = families.build("gpt2")
     assert model.config.attn_pdrop > 0
     streamed = horizon_lm.stream(model, precision="float32", compile=True, check_recompute=True, **settings)
@@ -128,7 +130,7 @@ def test_recompute_equals_the_compiled_forward(settings: dict[str, Any]) -> None
 
 
 class Measured(ThreadedDevice):
-    """A device that reports memory without watching operations, which would prevent their compilation."""
+    """A device that reports memory without intercepting operations, which would prevent their compilation."""
 
     def meter(self) -> Any:
         return nullcontext(SimpleNamespace(current=10_000, peak=20_000))

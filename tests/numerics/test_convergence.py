@@ -1,4 +1,4 @@
-"""bf16 weights lose small updates by rounding to nearest; the precisions offered do not lose them."""
+"""bf16 weights rounded to nearest lose small updates; the supported precisions do not."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ VOCABULARY, ROWS, LENGTH, STEPS = 64, 8, 32, 100
 
 
 def batch(seed: int, shift: int) -> dict[str, torch.Tensor]:
-    """Return sequences with a rule to learn: each token follows from the two before it, with a little noise."""
+    """Return sequences with a rule to learn: each token follows from the two tokens before it, with a little noise."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
     for t in range(2, LENGTH):

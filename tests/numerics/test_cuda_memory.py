@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.constants import PAGE
 from horizon_lm.device import cuda_link, page_locks
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.cuda_link import CudaLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.errors import PageLockWarning
-from horizon_lm.store.store import PAGE, Arena
+from horizon_lm.store.store import Arena
 from tests import families
 from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
 
@@ -31,7 +32,7 @@ def gpu() -> Iterator[EmulatedGpu]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register and stage memory in small pieces, so that the slabs of a tiny model need several."""
+    """Register and stage memory in small pieces, so that even the slabs of a tiny model need several pieces."""
     monkeypatch.setattr(page_locks, "REGISTER_PIECE", PIECE)
     monkeypatch.setattr(cuda_link, "_STAGING_BYTES", PAGE)
 
@@ -62,7 +63,7 @@ def train(device: Any, precision: str = "float32", steps: int = 2, **settings: A
     [("fp32_master", 3), *[pytest.param(each, 1, marks=pytest.mark.slow) for each in ("float32", "fp32_master")]],
 )
 def test_page_locking_that_fails_at_one_piece(gpu: EmulatedGpu, precision: str, stride: int) -> None:
-    """The rest is locked, copies of unlocked memory are staged, results do not change, and a warning names the bytes."""
+    """The other pieces are locked, unlocked memory is staged, results do not change, and a warning names the bytes."""
     dtype = {"compute_dtype": torch.float32}
     expected, _ = train("cpu", precision, **dtype)
     losses, model = train(CudaDevice(), precision, **dtype)
@@ -73,8 +74,8 @@ def test_page_locking_that_fails_at_one_piece(gpu: EmulatedGpu, precision: str, 
     gc.collect()
     assert pieces > 20
     assert gpu.registered_bytes() == 0
-    for refused in range(0, pieces, stride):
-        gpu.asked, gpu.refused = 0, {refused}
+    for index in range(0, pieces, stride):
+        gpu.asked, gpu.unlockable = 0, {index}
         with pytest.warns(PageLockWarning) as caught:
             losses, model = train(device := CudaDevice(), precision, **dtype)
         assert losses == expected
@@ -90,7 +91,7 @@ def test_page_locking_that_fails_at_one_piece(gpu: EmulatedGpu, precision: str, 
 
 @pytest.mark.usefixtures("small_pieces")
 def test_page_locking_that_always_fails(gpu: EmulatedGpu) -> None:
-    """There is a warning for the weights, and another at twice as many bytes, but not one for each buffer."""
+    """A warning is given for the weights and again at twice the bytes, but not for each buffer."""
     gpu.lockable = 0
     with pytest.warns(PageLockWarning) as caught:
         losses, model = train(CudaDevice())
@@ -102,16 +103,16 @@ def test_page_locking_that_always_fails(gpu: EmulatedGpu) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("refused", [set(), {0}, {1}, {2}, {0, 2}, {0, 1, 2}], ids=str)
-def test_copies_are_split_where_registrations_end(gpu: EmulatedGpu, refused: set[int]) -> None:
-    """A buffer that is locked in part, or in several pieces, is not page-locked as a whole."""
+@pytest.mark.parametrize("unlockable", [set(), {0}, {1}, {2}, {0, 2}, {0, 1, 2}], ids=str)
+def test_copies_are_split_where_registrations_end(gpu: EmulatedGpu, unlockable: set[int]) -> None:
+    """A buffer that is partly locked, or locked in several pieces, is not page-locked as a whole."""
     buffer = Arena(3 * PIECE).take(3 * PIECE // 4, torch.float32)
     buffer.copy_(torch.arange(buffer.numel()))
     locks = PageLocks(OnGpu.device)
-    gpu.refused = refused
+    gpu.unlockable = unlockable
     locks.lock(buffer)
-    assert locks.failed_bytes == PIECE * len(refused)
-    assert gpu.is_half_locked(buffer) == (len(refused) < 3)
+    assert locks.failed_bytes == PIECE * len(unlockable)
+    assert gpu.is_half_locked(buffer) == (len(unlockable) < 3)
     link, size = CudaLink(OnGpu.device, locks), PIECE // 4
     for start, stop in (
         (0, 3 * size),
@@ -137,7 +138,7 @@ def test_copies_are_split_where_registrations_end(gpu: EmulatedGpu, refused: set
 
 
 def test_a_copy_across_a_half_locked_buffer_fails(gpu: EmulatedGpu) -> None:
-    """Negative control: like CUDA, the emulation rejects such a copy, although its first byte is page-locked."""
+    """Negative control: like CUDA, the emulation rejects such a copy, although the first byte is page-locked."""
     buffer = torch.zeros(2 * PAGE, dtype=torch.uint8)
     gpu.lock(buffer.data_ptr(), PAGE)
     assert buffer.is_pinned()
@@ -146,7 +147,7 @@ def test_a_copy_across_a_half_locked_buffer_fails(gpu: EmulatedGpu) -> None:
 
 
 def test_weights_are_locked_once_they_are_written(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By then their pages exist, and the driver need not make them one by one in one thread."""
+    """The pages of written weights exist, so the driver need not create them one by one in a single thread."""
     seen = []
     lock = PageLocks.lock
 
@@ -162,7 +163,7 @@ def test_weights_are_locked_once_they_are_written(gpu: EmulatedGpu, monkeypatch:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_memory_is_locked_through_the_device_that_trains(index: int) -> None:
-    """Locking through another device would create a context on it."""
+    """Locking memory through another device would create a context on that device."""
     with emulated_gpu(index=index) as gpu:
         losses, model = train(CudaDevice(f"cuda:{index}"))
         assert model._horizon.engine.device.torch_device == torch.device("cuda", index)
@@ -210,7 +211,7 @@ def test_cached_memory_is_freed_after_each_rehearsal(gpu: EmulatedGpu) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp32_master", "compute_dtype": torch.float32}], ids=str)
 def test_threads_that_enqueue_copies_allocate_nothing(gpu: EmulatedGpu, settings: dict[str, Any]) -> None:
-    """They allocate neither device memory nor page-locked memory, except for sums of squares."""
+    """Threads that enqueue copies allocate neither device memory nor page-locked memory, except for sums of squares."""
     train(CudaDevice(), **settings)
     large = [(thread, numel) for thread, numel in gpu.allocations if numel > 1]
     assert len(large) > 6
@@ -229,7 +230,9 @@ def test_links_take_the_planned_memory(gpu: EmulatedGpu) -> None:
 
 
 def test_cublas_workspaces_are_allocated_first_and_counted(gpu: EmulatedGpu) -> None:
-    """They are allocated before anything is planned, so that spare memory is really spare, and they are part of the planned peak."""
+    """Workspaces are allocated before planning, so that spare memory really is spare, and are part of the
+    planned peak.
+    """
     peaks = []
     for workspace in (0, 2**25):
         gpu.workspace = workspace
@@ -246,7 +249,7 @@ def test_spare_memory_respects_the_limit_of_the_process(gpu: EmulatedGpu) -> Non
     assert device.spare_bytes() == 10**9
     gpu.fraction = 0.25
     assert device.spare_bytes() == 250_000_000
-    gpu.workspace = 50_000_000  # memory that is taken already does not become free
+    gpu.workspace = 50_000_000  # memory that is already taken does not become free
     gpu.multiplying.add(0)
     assert device.spare_bytes() == 200_000_000
     gpu.fraction = 0.01

@@ -1,4 +1,4 @@
-"""The CUDA device on an emulated GPU: the same numbers as on the CPU, correct order, and no waiting of the host inside a step."""
+"""The CUDA device on an emulated GPU: the same numbers as on the CPU, correct order, and no waits inside a step."""
 
 import gc
 import subprocess
@@ -21,15 +21,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "planned": {},
     "boundaries on the host": {"activation_checkpoints": "host"},
     "micro-batches": {"activation_checkpoints": "host", "device_micro_batch_size": 2},
-    "held blocks": {"resident_blocks": 2, "resident_graphs": 1},
+    "resident blocks": {"resident_blocks": 2, "resident_graphs": 1},
     "whole head": {"head": "whole"},
     "16 bits": {"precision": "fp32_master", "compute_dtype": torch.bfloat16},
 }
-# transformers reads a mask on the host to see if it has any padding; `varlen` makes no mask.
+# transformers reads a mask on the host to check for padding; `varlen` makes no mask.
 LOOKS_AT_MASKS = ("gemma2", "qwen3_next")
 
 
-# Run as a program that ends while a thread of the device is inside torch.
+# A program that ends while a thread of the device is inside torch.
 PROGRAM = """
 import torch
 from horizon_lm.device.cuda_link import CudaLink
@@ -58,7 +58,7 @@ def gpu() -> Iterator[EmulatedGpu]:
 def _train(
     model: Any, padding: str, gpu: EmulatedGpu | None = None, max_grad_norm: float | None = None
 ) -> tuple[list[float], list[str]]:
-    """Return the losses of four steps, and the waits of the host in the last two."""
+    """Return the losses of four steps, and the waits of the host during the last two."""
     optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=max_grad_norm)
     losses = []
     for seed in range(4):
@@ -78,7 +78,9 @@ def _train(
 
 
 def _assert_same_as_on_the_cpu(family: str, padding: str, gpu: EmulatedGpu, **settings: Any) -> list[str]:
-    """Train on the emulated GPU and on the CPU to the same bits. Return the waits of the host on the former."""
+    """Check that training on the emulated GPU and on the CPU gives the same bits. Return the host's waits on the
+    emulated GPU.
+    """
     settings = {"precision": "float32", "compile": False} | settings
     model = horizon_lm.stream(families.build(family), CudaDevice(), **settings)
     attention = model.config._attn_implementation
@@ -112,7 +114,7 @@ def test_the_host_never_waits_inside_a_dense_step(gpu: EmulatedGpu, settings: st
 
 
 def test_the_emulation_detects_mistakes(gpu: EmulatedGpu) -> None:
-    """Negative control: mixed devices are an error, and each wait of the host is counted."""
+    """Negative control: mixing devices is an error, and each wait of the host is counted."""
     there = torch.ones(3, device="cuda")
     assert isinstance(there, OnGpu)
     with pytest.raises(RuntimeError, match="host memory and on the GPU"):
@@ -129,7 +131,7 @@ def test_memory_that_cannot_be_page_locked(gpu: EmulatedGpu) -> None:
     """CUDA's error is reported, and cleared before the next operation."""
     device = CudaDevice()
     assert device.try_registering(2**20) is None
-    assert gpu.num_locked() == 0  # nothing stays so
+    assert gpu.num_locked() == 0  # nothing stays locked
     gpu.lockable = 2**20
     assert device.try_registering(2**21) == "out of memory"
     torch.ones(1, device="cuda")
@@ -145,8 +147,10 @@ def test_memory_that_cannot_be_page_locked(gpu: EmulatedGpu) -> None:
 
 
 @pytest.mark.usefixtures("whole_installation")
-def test_a_plan_for_the_present_gpu(gpu: EmulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fits the free memory that the driver reports, chooses what stays on the device, and reports memory that cannot be page-locked."""
+def test_a_plan_for_the_current_gpu(gpu: EmulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan fits the free memory reported by the driver, chooses residency, and reports memory that cannot be
+    page-locked.
+    """
     from horizon_lm.config import plan_config
     from horizon_lm.preflight.admission import apply_plan, plan_run
     from horizon_lm.preflight.inputs import open_source
@@ -167,7 +171,7 @@ def test_a_plan_for_the_present_gpu(gpu: EmulatedGpu, tmp_path: Path, monkeypatc
     assert plan.device.available is not None
     assert free <= plan.device.available
     assert plan.step.settings.compiled
-    assert plan.step.settings.residency == Residency(3, 3, 3)  # a tiny model fits as a whole
+    assert plan.step.settings.residency == Residency(3, 3, 3)  # a tiny model fits completely
     settled = apply_plan(run, plan)
     assert (settled.activation_checkpoints, settled.resident_blocks, settled.resident_graphs) == (3, 3, 3)
     assert not [reason for reason in plan.reasons if "page-locked" in reason]
@@ -176,7 +180,7 @@ def test_a_plan_for_the_present_gpu(gpu: EmulatedGpu, tmp_path: Path, monkeypatc
 
 
 def test_ids_changed_by_other_code_are_read_again(gpu: EmulatedGpu) -> None:
-    """The caller's ids on the host are used, unless other code wrote to those on the device."""
+    """The caller's ids on the host are used, unless other code wrote to the ids on the device."""
 
     def change(module: Any, args: Any) -> None:
         args[0][:, 2] = 5

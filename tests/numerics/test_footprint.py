@@ -1,4 +1,4 @@
-"""The memory of a block's computation, found on the meta device, against the bytes counted in a real run."""
+"""The memory of a block's computation found on the meta device, compared with the bytes counted in a real run."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ MODELS = {
 def call_of_a_block(
     family: str, rows: int, length: int, **settings: Any
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return the only block of a small model, and the arguments that the model calls it with."""
+    """Return the only block of a small model, and the arguments with which the model calls it."""
     config = AutoConfig.for_model(
         family, hidden_size=256, intermediate_size=688, num_hidden_layers=1, num_attention_heads=8, vocab_size=128,
         **MODELS[family] | settings,

@@ -1,4 +1,4 @@
-"""check_gradients: correct gradients pass, and a wrong one is named."""
+"""check_gradients: correct gradients pass, and a wrong gradient is named."""
 
 from typing import Any
 
@@ -27,11 +27,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_correct_gradients_pass(family: str, settings: str) -> None:
     model = horizon_lm.stream(build(family), check_gradients=2, **SETTINGS[settings])
     model(**batch()).loss.backward()
-    assert model._horizon.blocks.gradient_check is None  # it compared one step, and is over
+    assert model._horizon.blocks.gradient_check is None  # the check compared one step and has ended
 
 
 def wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alter a gradient on its way out of the device."""
+    """Alter a gradient when it leaves the device."""
     close = GradSink.close
 
     def alter(sink: Any) -> list[str]:
@@ -43,7 +43,7 @@ def wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a block compute something else than its code, like a wrong kernel of a compiler."""
+    """Make a block compute something different from its code, like a wrong kernel of a compiler."""
     forward = StreamedBlock.forward
 
     def alter(block: Any, *args: Any, uncompiled: bool, **kwargs: Any) -> Any:

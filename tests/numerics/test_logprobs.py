@@ -1,4 +1,4 @@
-"""Log-probabilities and gradients of a chunked head equal those of whole logits, at a vocabulary of 152k, too."""
+"""Log-probabilities and gradients of a chunked head equal those of whole logits, also at a vocabulary of 152k."""
 
 import copy
 from typing import Any
@@ -18,7 +18,7 @@ CHUNKED = {"head": "chunked", "head_chunk_tokens": 5}
 
 
 def of_logits(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> list[torch.Tensor]:
-    """Return log-probabilities by definition, from all logits of a forward."""
+    """Return log-probabilities by definition, from all logits of a forward pass."""
     logs = torch.log_softmax(logits.float() / temperature, -1)
     target = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
     counts = target != -100
@@ -59,8 +59,8 @@ def test_values_and_gradients(family: str, settings: dict[str, Any], temperature
     assert_same_gradients(streamed, plain, 2e-5)
 
 
-def test_two_forwards_before_one_backward() -> None:
-    """As in preference losses; the head's buffer belongs to neither forward."""
+def test_two_forward_passes_before_one_backward_pass() -> None:
+    """Two forward passes precede the backward pass, as in preference losses; neither owns the buffer of the head."""
     plain = families.build("llama").eval()
     streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", **CHUNKED)
     batches = [families.batch(seed=seed)["input_ids"] for seed in (1, 2)]
@@ -93,7 +93,7 @@ def test_shifted_labels_no_labels_and_no_trained_token() -> None:
 
 @pytest.mark.parametrize("objective", ["loss", "logprobs"])
 def test_vocabulary_of_152k(objective: str) -> None:
-    """Values equal Hugging Face's within 1e-6; logits take the planned memory for any number of tokens."""
+    """Values equal those of Hugging Face within 1e-6; logits take the planned memory for any number of tokens."""
     config = Qwen2Config(
         vocab_size=151_936, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=False,
@@ -128,7 +128,7 @@ def test_vocabulary_of_152k(objective: str) -> None:
 @pytest.mark.parametrize("family", families.MOE_WITH_AUXILIARY_LOSS)
 @pytest.mark.parametrize("head", ["chunked", "whole"])
 def test_auxiliary_loss_of_experts_is_returned(family: str, head: str) -> None:
-    """A loss from log-probabilities and the auxiliary loss equals the model's own, and so do its gradients."""
+    """A loss from log-probabilities and the auxiliary loss equals the model's own loss, and so do its gradients."""
     inputs = families.batch()
     plain = families.build(family)
     expected = plain(**inputs).loss

@@ -1,4 +1,4 @@
-"""Bytes moved and allocated; activations are counted by an instrument that shares no code with the device's counters."""
+"""Bytes moved and allocated; activations are counted by a meter that shares no code with the device's counters."""
 
 from collections import Counter
 from typing import Any
@@ -53,7 +53,7 @@ def test_device_peak_grows_when_boundaries_stay_on_the_device() -> None:
         with StorageMeter() as meter:
             streamed(**families.batch(rows=8, length=32)).loss.backward()
         peaks.append(meter.peak)
-    assert peaks[1] > peaks[0] + 50 * 8 * 32 * 32 * 4  # one hidden state more for each block
+    assert peaks[1] > peaks[0] + 50 * 8 * 32 * 32 * 4  # one additional hidden state per block
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 3, 1])
@@ -70,7 +70,8 @@ def test_bytes_moved_per_step(head: str, micro_batch_size: int | None) -> None:
     for u in range(num_blocks):
         assert moved[f"stream_in:block{u}"] == 2 * slab[f"block{u}"]
         assert moved[f"stream_out:block{u}"] == slab[f"block{u}"]
-    # At most twice: a chunked head computes gradients in the forward; rows and outer parameters are not needed again.
+    # At most twice: a chunked head computes gradients in the forward pass; rows and outer parameters are not needed
+    # again.
     assert moved["stream_in:head"] == (2 if head == "whole" else 1) * slab["head"]
     assert moved["stream_in:outer"] == slab["outer"]
     assert moved["stream_in:embed"] == moved["stream_out:embed"] == unique * 64 * 2
@@ -88,7 +89,7 @@ def test_host_bytes_per_parameter() -> None:
         assert horizon_lm.stats(streamed)["host_bytes"] == pytest.approx(per_parameter * num_params, rel=0.05)
 
 
-def test_frozen_parameters_cost_their_weights_only() -> None:
+def test_frozen_parameters_cost_only_their_weights() -> None:
     model = families.build("llama", hidden_size=128, intermediate_size=256, vocab_size=1024)
     for name, param in model.named_parameters():
         param.requires_grad_("layers.2" in name)

@@ -1,4 +1,4 @@
-"""The optimizer's state is restored exactly, from torch's AdamW, too; a state that does not fit changes nothing."""
+"""The optimizer's state is restored exactly, also from torch's AdamW; a state that does not fit changes nothing."""
 
 import copy
 import io
@@ -40,7 +40,7 @@ def masters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def saved(*parts: Any) -> list[Any]:
-    """Write a state to a file and read it, like a checkpoint."""
+    """Save a state to a file and load it, like a checkpoint."""
     file = io.BytesIO()
     torch.save([part.state_dict() for part in parts], file)
     file.seek(0)
@@ -99,7 +99,7 @@ def test_moments_are_loaded_from_any_floating_dtype(moments: str, dtype: torch.d
 
 
 def test_a_parameter_without_torch_state_starts_fresh() -> None:
-    """torch creates a parameter's state with its first gradient."""
+    """torch creates the state of a parameter with its first gradient."""
     reference, reference_optimizer = theirs()
     model, optimizer = ours(plain=copy.deepcopy(reference))
     steps(model, optimizer, 8, 9)
@@ -202,7 +202,7 @@ def test_low_halves_are_views() -> None:
 
 
 def test_stochastic_rounding_resumes_its_sequence() -> None:
-    """No parameter had a gradient in every step, so none has counted all steps."""
+    """No parameter has a gradient in every step, so no parameter has counted all steps."""
 
     def alternating(model: Any, optimizer: Any, *numbers: int) -> None:
         for number in numbers:
@@ -232,7 +232,7 @@ def in_state(change: Callable[[dict[int, Any]], Any]) -> Callable[[dict[str, Any
 
 
 def in_last(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return a state whose last parameter only is wrong: those before it must not have been copied when that is found."""
+    """Return a state in which only the last parameter is wrong; the parameters before it must not be copied."""
 
     def change(state: dict[str, Any]) -> None:
         entry = state["state"][max(state["state"])]
@@ -314,8 +314,8 @@ def test_states_of_other_modes_are_rejected(kept: Any, loaded: Any, message: str
         ours(**loaded)[1].load_state_dict(state)
 
 
-def test_a_state_without_low_halves_leaves_them() -> None:
-    """A state of torch has no low halves, so those of the weights stay."""
+def test_a_state_without_low_halves_does_not_change_them() -> None:
+    """A state of torch has no low halves, so those of the weights do not change."""
     reference, reference_optimizer = theirs()
     steps(reference, reference_optimizer, 1)
     model, optimizer = ours("fp32_master", plain=copy.deepcopy(reference))
@@ -328,7 +328,7 @@ def test_a_state_without_low_halves_leaves_them() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"update_in_backward": True}])
-def test_a_step_without_a_backward_does_nothing(options: dict[str, Any]) -> None:
+def test_a_step_without_a_backward_pass_does_nothing(options: dict[str, Any]) -> None:
     model, optimizer = ours("fp32_master", **options)
     steps(model, optimizer, 1)
     before, state, norm = masters(model), copy.deepcopy(optimizer.state_dict()), optimizer.grad_norm

@@ -16,7 +16,7 @@ from horizon_lm.model.units import find_parts
 from tests import families
 from tests.e2e import tiny
 
-# Convolutions and recurrent states cross the borders of packed rows, and some models build masks that ignore them.
+# Convolutions and recurrent states cross the boundaries of packed rows, and some models build masks that ignore them.
 REJECTED = ("opt", "qwen3_next", "gpt_oss", "falcon")
 WITHOUT_SDPA = ("gemma2", "gpt_oss")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
@@ -24,7 +24,9 @@ FIRST, LENGTH = 5, 13
 
 
 def packed(seed: int) -> dict[str, torch.Tensor]:
-    """Return two rows of two packed rows each. The first depends on ``seed``; only the second is trained on."""
+    """Return two packed rows of two rows each. The first rows depend on ``seed``; only the second rows are
+    trained on.
+    """
     ids = torch.randint(3, families.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     ids[:, :FIRST] = torch.randint(3, families.VOCABULARY, (2, FIRST), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
@@ -34,7 +36,7 @@ def packed(seed: int) -> dict[str, torch.Tensor]:
 
 
 def second(family: str, attn: str, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the logits of the second rows and all gradients, without the embeddings of the first rows' tokens."""
+    """Return the logits of the second rows and all gradients, except for the embeddings of the first rows' tokens."""
     attention.register()
     options = {"output_router_logits": False} if family in families.MOE_WITH_AUXILIARY_LOSS else {}
     model = families.build(family, **options)
@@ -58,9 +60,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "attn"), CASES)
-def test_packed_row_does_not_depend_on_the_row_before(family: str, attn: str) -> None:
+def test_packed_row_does_not_depend_on_the_previous_row(family: str, attn: str) -> None:
     (logits, grads), (again, other) = (second(family, attn, seed) for seed in (1, 2))
-    if family in EXPERTS:  # experts compute both rows' tokens in one batch, whose size may change the last bit
+    if family in EXPERTS:  # experts compute the tokens of both rows in one batch, whose size may change the last bit
         torch.testing.assert_close(logits, again)
         torch.testing.assert_close(grads, other)
         return
@@ -71,7 +73,7 @@ def test_packed_row_does_not_depend_on_the_row_before(family: str, attn: str) ->
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_families_that_would_leak_are_rejected(family: str) -> None:
-    """They are recognized by the masks that the model builds, not by a list of names."""
+    """Leaking families are recognized by the masks that the model builds, not by a list of names."""
     model = families.build(family)
     parts = find_parts(build_skeleton(model.config))
     used = model.config._attn_implementation
@@ -84,7 +86,7 @@ def test_families_that_would_leak_are_rejected(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["falcon", "qwen3_next"])
 def test_rejected_families_do_leak(family: str) -> None:
-    """This fails once a rejection is no longer needed."""
+    """This test fails once a rejection is no longer needed."""
     attn = families.build(family).config._attn_implementation
     logits, again = (second(family, attn, seed)[0] for seed in (1, 2))
     assert not torch.allclose(logits, again)

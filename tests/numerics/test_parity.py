@@ -1,4 +1,4 @@
-"""Loss, logits and gradients equal plain Hugging Face autograd, bit for bit unless sums are taken in another order."""
+"""Loss, logits and gradients equal plain Hugging Face autograd, bit for bit unless the order of summation differs."""
 
 import copy
 import re
@@ -15,7 +15,7 @@ WHOLE = {"precision": "float32", "head": "whole", "check_recompute": True}
 
 
 def plain_step(model: Any, inputs: dict[str, torch.Tensor]) -> Any:
-    """Run a step of plain Hugging Face autograd. Without a cache, whose copies change memory layouts."""
+    """Run a step of plain Hugging Face autograd, without a cache, whose copies change memory layouts."""
     torch.manual_seed(7)
     output = model(**inputs, use_cache=False)
     output.loss.backward()
@@ -65,7 +65,7 @@ def test_bit_equal(family: str, padding: str, device: str) -> None:
         assert got.aux_loss > 0
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2])  # three rows: three and two micro-batches
+@pytest.mark.parametrize("micro_batch_size", [1, 2])  # three rows in three or two micro-batches
 @pytest.mark.parametrize("head", ["whole", "chunked"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_micro_batches_and_chunks(family: str, head: str, micro_batch_size: int) -> None:
@@ -74,7 +74,7 @@ def test_micro_batches_and_chunks(family: str, head: str, micro_batch_size: int)
         copy.deepcopy(reference),
         precision="float32",
         head=head,
-        head_chunk_tokens=9,  # 26 trained tokens: three chunks
+        head_chunk_tokens=9,  # 26 trained tokens in three chunks
         device_micro_batch_size=micro_batch_size,
         check_recompute=True,
     )
@@ -131,7 +131,7 @@ def test_fp32_master_computes_like_float32_on_rounded_weights(family: str) -> No
 
 
 def test_dropout_follows_the_micro_batch() -> None:
-    # No dropout on the embedding: it belongs to the model's own forward, which runs over the whole batch.
+    # No dropout on the embedding, because the model applies it to the whole batch.
     reference = build("gpt2", embd_pdrop=0.0, resid_pdrop=0.2, attn_pdrop=0.2)
     model = horizon_lm.stream(copy.deepcopy(reference), device_micro_batch_size=1, **WHOLE)
     inputs = batch()
@@ -150,7 +150,7 @@ def test_dropout_follows_the_micro_batch() -> None:
     got.loss.backward()
     torch.testing.assert_close(got.loss, total, rtol=1e-6, atol=1e-6)
     assert_close_gradients(model, reference)
-    # Another draw gives another mask, so the test would find dropout that is not replayed, or not random.
+    # Another draw gives another mask, so the test would find dropout that is not replayed or not random.
     assert not torch.equal(model(**inputs).loss, got.loss)
 
 
@@ -176,7 +176,7 @@ def test_autocast(family: str, inside: bool) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
 @pytest.mark.parametrize("head", ["whole", "chunked"])
-def test_two_forwards_then_one_backward(device: str, head: str) -> None:
+def test_two_forward_passes_then_one_backward_pass(device: str, head: str) -> None:
     reference = build("llama")
     model = horizon_lm.stream(
         copy.deepcopy(reference), device, precision="float32", head=head, activation_checkpoints="host"
@@ -190,7 +190,7 @@ def test_two_forwards_then_one_backward(device: str, head: str) -> None:
         assert_close_gradients(model, reference)
 
 
-def test_accumulation_over_two_backwards() -> None:
+def test_accumulation_over_two_backward_passes() -> None:
     reference = build("llama")
     model = horizon_lm.stream(copy.deepcopy(reference), **WHOLE)
     for seed in (1, 2):

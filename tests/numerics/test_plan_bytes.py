@@ -1,4 +1,4 @@
-"""The plan's bytes against those counted in a real step, for every family and many settings."""
+"""Planned bytes compared with the bytes counted in a real step, for every family and many settings."""
 
 import itertools
 import random
@@ -58,15 +58,15 @@ def draw_case(draw: random.Random) -> Case:
     """Return random settings of a run."""
     rows = draw.randint(1, 4)
     head = draw.choice(["chunked", "whole"])
-    held = draw.randint(0, 3)
+    resident = draw.randint(0, 3)
     precision = draw.choice(["fp32_master", "bf16", "float32"])
     options = {
         "device": draw.choice(["cpu", "simulated"]),
         "precision": precision,
         "head": head,
         "activation_checkpoints": draw.choice(["device", "host", 0, 1, 2]),
-        "resident_blocks": held,
-        "resident_graphs": draw.randint(0, held),
+        "resident_blocks": resident,
+        "resident_graphs": draw.randint(0, resident),
         "device_micro_batch_size": draw.choice([None, 1, rows, max(1, rows - 1)]),
         "head_chunk_tokens": draw.choice([5, 64]) if head == "chunked" else None,
         "grad_dtype": draw.choice([None, torch.float32]) if precision != "float32" else None,
@@ -77,7 +77,7 @@ def draw_case(draw: random.Random) -> Case:
 
 
 def trainable(model: Any, frozen: frozenset[str]) -> str | None:
-    """Return patterns of all other weights, or of block 1 if there are none."""
+    """Return patterns of every other weight, or of block 1 if that leaves none."""
     units = find_parts(model).units
     names = [ref.name for unit, refs in units.items() if unit not in frozen for ref in refs]
     return "|".join(names or [ref.name for ref in units["block1"]]) if frozen else None
@@ -195,7 +195,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def test_frozen_blocks_have_no_boundaries() -> None:
-    """Only blocks with a gradient keep a boundary, and each moves to the host and back."""
+    """Only blocks with a gradient keep a boundary, which moves to the host and back."""
     model = families.build("llama", num_hidden_layers=5)
     outline = outline_config(
         model.config, "tiny", length=LENGTH, dtype=torch.float32, trainable="layers.3.*|layers.4.*"

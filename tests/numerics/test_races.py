@@ -1,4 +1,6 @@
-"""The simulated device: running operations as early or as late as allowed changes no result, unless a wait is missing."""
+"""The simulated device: running operations as early or as late as allowed changes no result, unless a wait
+is missing.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -22,14 +24,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "boundaries on the host": {"activation_checkpoints": "host"},
     "micro-batches": {"activation_checkpoints": "host", "device_micro_batch_size": 1},
     "whole head": {"head": "whole", "activation_checkpoints": "host"},
-    "held blocks": {"activation_checkpoints": "host", "resident_blocks": 2, "resident_graphs": 1},
+    "resident blocks": {"activation_checkpoints": "host", "resident_blocks": 2, "resident_graphs": 1},
     "update in backward": {"activation_checkpoints": "host", "update_in_backward": True},
     "update in backward, tied": {"tied": True, "update_in_backward": True},
 }
 
 
 def losses_of(model: Any, num_steps: int) -> Iterator[float]:
-    """Return losses from every kind of pass after every other: abandoned forwards, evaluation, two forwards before a backward."""
+    """Return losses from every kind of pass after every other kind: abandoned forward passes, evaluation, two forward
+    passes in a row.
+    """
     optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
 
     def forward(seed: int) -> torch.Tensor:
@@ -54,7 +58,7 @@ def losses_of(model: Any, num_steps: int) -> Iterator[float]:
         forward(10).backward()
         optimizer.step()
         optimizer.zero_grad()
-        # The first forward after an update continues it; whatever follows must wait for that.
+        # The first forward pass after an update completes it; all later passes must wait for that.
         loss = forward(11)
         with torch.no_grad():
             yield forward(97).item()
@@ -70,7 +74,7 @@ def losses_of(model: Any, num_steps: int) -> Iterator[float]:
 
 
 def losses_of_one_backward(model: Any, num_steps: int) -> Iterator[float]:
-    """Return losses likewise, with one backward per step, which updates the weights."""
+    """Return the losses of steps with one backward pass each, which updates the weights."""
     optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
 
     def forward(seed: int) -> torch.Tensor:
@@ -90,22 +94,22 @@ def losses_of_one_backward(model: Any, num_steps: int) -> Iterator[float]:
         step(3 * loss)
         with torch.no_grad():
             yield forward(99).item()
-        held = forward(51)  # holds the head's buffer, so that the next forward has to do without
-        yield held.item()
+        pending = forward(51)  # occupies the head's buffer, so that the next forward pass cannot use it
+        yield pending.item()
         loss = forward(8)
         yield loss.item()
         step(loss)
-        del held
+        del pending
         with torch.no_grad():
             yield forward(97).item()
         loss = forward(9)
         yield loss.item()
         step(2 * loss)
-        held = forward(52)
+        pending = forward(52)
         loss = forward(10)
         yield loss.item()
         step(loss)
-        del held
+        del pending
         loss = forward(11)
         with torch.no_grad():
             yield forward(96).item()
@@ -116,7 +120,7 @@ def train(
     device: Any, expected: Result | None = None, num_steps: int = 2, tied: bool = False, update_in_backward: bool = False,
     **settings: Any,
 ) -> Result:  # fmt: skip
-    """Return losses and final weights. Stop at the first loss that is not the expected one."""
+    """Return losses and final weights. Stop at the first unexpected loss."""
     model = horizon_lm.stream(families.build("llama", tie_word_embeddings=tied), device, **settings)
     losses: list[float] = []
     for loss in (losses_of_one_backward if update_in_backward else losses_of)(model, num_steps):
@@ -144,7 +148,7 @@ def test_adversarial_order_changes_no_result(
     assert same(train(device, **options), undisturbed(**options))
 
 
-# A minute each: by default every third wait; together they cover every kind of operation.
+# These take a minute each. By default every third wait is dropped, which covers every kind of operation.
 _ALWAYS = ("boundaries on the host", "update in backward, tied")
 
 
@@ -193,18 +197,18 @@ def _needed(made: Passes, schedule: Pass, op_index: int, wait: Wait) -> bool:
 
 
 def _invisible(schedule: Pass, op_index: int, wait: Wait) -> str | None:
-    """Return why dropping a wait cannot change the numbers on the simulated device; None if it can."""
+    """Return the reason why dropping a wait cannot change numbers on the simulated device; None if it can."""
     op = schedule.ops[op_index]
     if isinstance(wait, LastUse) and wait.stream == Stream.COMPUTE:
-        return "it computes eagerly, so computations of earlier passes are over"
+        return "it computes eagerly, so computations of earlier passes have finished"
     if op.unit == OUTER and op.kind == Kind.FORWARD:
-        return "this computation only hands out views"
+        return "this computation only returns views"
     written = [buffer.kind for o in schedule.ops if schedule.name == "forward" for buffer in o.writes]
-    no_forward_waits = Buf.HEAD_GRADS in written or Buf.OUTER in written  # its buffer is free, or weights are new
+    no_forward_waits = Buf.HEAD_GRADS in written or Buf.OUTER in written  # its buffer is free, or the weights are new
     if no_forward_waits and wait in [LastUse(Buffer(Buf.RING, i), Stream.COPY_OUT) for i in (0, 1)]:
-        return "no other forward waits for its backward, so a boundary on its way belongs to an abandoned one"
+        return "no other forward pass waits for its backward pass, so a boundary in transit belongs to an abandoned one"
     if op.kind == Kind.UPDATE:
-        return "the optimizer has read every gradient on the host, and every weight on its way was waited for"
+        return "the optimizer has read every gradient on the host, and all weights in transit were waited for"
     return None
 
 
@@ -232,7 +236,7 @@ def _noticed(
 
         monkeypatch.setattr(build, function, replaced)
     try:
-        # As early as possible, as late as possible, then a mixture.
+        # As early as possible, as late as possible, then mixed.
         for seed, eagerness in [(0, 1.0), (0, 0.0), *((seed, None) for seed in range(8))]:
             try:
                 if not same(train(SimulatedDevice(seed, eagerness=eagerness), expected, **options), expected):

@@ -140,7 +140,7 @@ def test_altered_values_are_computed_again(name: str, state: str, cache: Path, r
 
 
 def test_values_of_other_rows_are_not_used(cache: Path, rows: TokenTable) -> None:
-    """A file has the name of another."""
+    """The cache file of some rows has the name of the file of other rows."""
     ReferenceCache(build("bf16")).logprobs(rows, 2)
     (other,) = cache.iterdir()
     expected = ReferenceCache(build()).logprobs(rows, 2)

@@ -48,7 +48,7 @@ def test_equal_to_autograd(case: str, dtype: torch.dtype) -> None:
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 2e-2}
     for ours, theirs in zip(*pairs, strict=True):
         torch.testing.assert_close(ours, theirs, **tolerance)
-    # Uncompiled, it is autograd's own, to the last bit.
+    # Without compilation, the gradient equals autograd's to the last bit.
     rows = None if offsets is None else (offsets, ends)
     plain = segment_attention(*inputs, rows, scaling, dropout, window)
     assert plain.grad_fn.name() != got.grad_fn.name()
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_the_output(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_operation_passes_opcheck(case: str) -> None:
-    """It gives shapes without data, no aliases, and a backward that can be traced."""
+    """The operation returns shapes without data and no aliases, and its backward pass can be traced."""
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     traced = () if case == "dropout" else ("test_aot_dispatch_dynamic",)  # compares two runs, so nothing may be random
     torch.library.opcheck(_attend, (*tensors(torch.float32), *arguments(**CASES[case])), test_utils=tests + traced)
@@ -85,7 +85,7 @@ def test_dropout_leaves_the_mean() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_calls_of_the_flash_kernel_have_the_right_shapes(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On meta tensors, the outputs have the shapes that graphs are compiled for."""
+    """On meta tensors, the outputs have the shapes for which graphs are compiled."""
     monkeypatch.setattr(module, "has_kernel", lambda *_: True)
     query, key, value = (t.detach().bfloat16().to("meta") for t in tensors(torch.float32, width=8))
     offsets, ends, *options = arguments(window=window)
@@ -96,4 +96,4 @@ def test_calls_of_the_flash_kernel_have_the_right_shapes(window: int | None, mon
     told_grads = _differentiate(results[0], query, key, value, *results, *rows)
     for got, expected in zip((*results[:2], *grads), (*told[:2], *told_grads), strict=True):
         assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
-    assert [g.shape[2] for g in grads] == [4, 2, 2]  # fewer heads of keys and values, not repeated
+    assert [g.shape[2] for g in grads] == [4, 2, 2]  # fewer key and value heads, not repeated

@@ -1,4 +1,4 @@
-"""Asynchronous streams, played by threads with random delays: no result changes, unless a wait is missing."""
+"""Asynchronous streams, emulated by threads with random delays: no result changes, unless a wait is missing."""
 
 import gc
 import threading
@@ -31,7 +31,7 @@ def test_delays_change_no_result(undisturbed: Callable[..., Result], name: str, 
     assert same(train(ThreadedDevice(1, delay=5e-4, slow=slow), **options), undisturbed(**options))
 
 
-# On this device, computation is done when the next task is issued, so a missing wait for it changes nothing.
+# On this device, computation has finished when the next task is issued, so a missing wait for it changes nothing.
 @pytest.mark.parametrize(
     ("waiting", "for_"),
     [
@@ -67,7 +67,7 @@ def test_a_missing_wait_is_detected(
 
 
 def _slow_updates(device: ThreadedDevice) -> None:
-    pool = device._host_pool()
+    pool = device._pool(Stream.HOST)
     submit = pool.submit
     pool.submit = lambda task, ready=None, trace=None, urgent=False: submit(  # type: ignore[method-assign]
         task, lambda: (ready() if ready else None, threading.Event().wait(5e-3)), trace, urgent
@@ -79,9 +79,10 @@ class InjectedError(Exception):
 
 
 class Failing(ThreadedDevice):
-    """A device that counts the tasks of its issuers by name once it is `armed`, and fails in the one named `at`.
+    """A device that counts the tasks of its issuers by name once it is `armed`, and fails in the task named `at`.
 
-    Names are used and not numbers: the issuers run concurrently, so the n-th of their tasks is a matter of chance.
+    Tasks are identified by names, not by numbers, because the issuers run concurrently and the order of their tasks is
+    random.
     """
 
     def __init__(self, at: tuple[str, int] | None = None) -> None:
@@ -167,7 +168,7 @@ def test_threads_end_with_the_model() -> None:
     del model, optimizer
     deadline = time.monotonic() + 30
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        gc.collect()  # more than once: a working thread keeps its device, and so the model, alive
+        gc.collect()  # collect repeatedly, because a working thread keeps its device alive, and thus the model
         time.sleep(0.01)
     assert not [thread.name for thread in threads if thread.is_alive()]
 
@@ -207,7 +208,7 @@ PEAKS: dict[str, dict[str, Any]] = {
 
 
 def test_planning_is_repeated_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning runs out of memory, and the user takes a smaller batch."""
+    """Planning runs out of memory, and the user then uses a smaller batch."""
 
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("full")
@@ -237,7 +238,7 @@ def test_a_dead_stream_raises_instead_of_deadlocking(monkeypatch: pytest.MonkeyP
     assert torch.isfinite(torch.tensor(_step(model, optimizer, 3)))
 
 
-# Planned as if all blocks were like the largest.
+# The plan assumes that all blocks are like the largest.
 MAY_BE_LESS = ("the first block frozen", "blocks of two kinds", "blocks of two kinds, micro-batches", "longer rows")
 
 
@@ -264,7 +265,7 @@ def test_the_planned_peak_is_not_exceeded(spare: int, name: str) -> None:
                 with torch.no_grad():
                     model(input_ids=ids)
             for step in range(2):
-                if step == 1:  # memory of planning is not memory of a step
+                if step == 1:  # the memory used for planning is not memory of a step
                     meter.peak = meter.current
                 model(input_ids=ids, labels=ids).loss.backward()
                 if optimizer is not None:
@@ -279,7 +280,7 @@ def test_the_planned_peak_is_not_exceeded(spare: int, name: str) -> None:
 @pytest.mark.parametrize("update_in_backward", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # with dropout; with a tied head
 def test_a_larger_batch_is_planned_again(family: str, update_in_backward: bool) -> None:
-    """Updates, the embedding's among them, may be running when the plan is made."""
+    """Updates, including the embedding's, may be running when the plan is made."""
 
     def run(device: Any) -> tuple[Any, list[float], list[Any]]:
         model = horizon_lm.stream(families.build(family), device, head_chunk_tokens=64)
@@ -327,4 +328,4 @@ def test_a_trace_has_every_operation_and_its_waits() -> None:
         Kind.UPDATE,
     }
     waited = sum(s.start - s.reached for s in spans if s.op.stream == Stream.COMPUTE)
-    assert waited > 1e-3  # the blocks came late
+    assert waited > 1e-3  # the blocks were late

@@ -1,4 +1,4 @@
-"""The embedding's gradient: rows of earlier steps are cleared, and no others."""
+"""The embedding's gradient: rows of earlier steps are cleared, and no other rows."""
 
 import threading
 from typing import Any
@@ -18,7 +18,7 @@ EVERYTHING = slice(None)
 
 @pytest.fixture
 def cleared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Record what each landing of rows clears: a number of rows, everything or nothing."""
+    """Record the rows that each landing clears: their number, everything or nothing."""
     found: list[Any] = []
     run = LandRows.run
 
@@ -49,7 +49,7 @@ def same_gradients(plain: Any, streamed: Any, seed: int, zero: bool = True) -> N
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_rows_of_the_step_before_are_cleared(tied: bool, cleared: list[Any]) -> None:
+def test_rows_of_the_previous_step_are_cleared(tied: bool, cleared: list[Any]) -> None:
     plain, streamed = models(tied)
     for seed in range(4):
         same_gradients(plain, streamed, seed)
@@ -70,10 +70,10 @@ def test_everything_is_cleared_after_accumulation(cleared: list[Any]) -> None:
 def test_a_gradient_held_by_other_code_is_cleared(cleared: list[Any]) -> None:
     plain, streamed = models()
     same_gradients(plain, streamed, 0)
-    held = streamed.get_input_embeddings().weight.grad
+    gradient = streamed.get_input_embeddings().weight.grad
     same_gradients(plain, streamed, 1)
     streamed.zero_grad()
-    held.fill_(7.0)
+    gradient.fill_(7.0)
     same_gradients(plain, streamed, 2)
     assert cleared == [EVERYTHING] * 3
 
@@ -93,7 +93,7 @@ def test_rows_land_in_several_threads(dtype: torch.dtype, add: bool, monkeypatch
     barrier = threading.Barrier(2, timeout=60)
 
     def meeting(*args: Any) -> Any:
-        """Return a kernel whose two calls wait for each other, so that only two threads can finish them."""
+        """Return a kernel in which two calls wait for each other, so that only two threads can finish them."""
         land = kernel(*args)
 
         def run(*arrays: Any) -> float:

@@ -1,4 +1,4 @@
-"""The training loop equals one written by hand with transformers and torch."""
+"""The training loop equals a loop written by hand with transformers and torch."""
 
 from pathlib import Path
 

@@ -26,13 +26,13 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # TRL, accelerate and transformers about each other
+    pytest.mark.filterwarnings("ignore"),  # warnings of TRL, accelerate and transformers about each other
     pytest.mark.timeout(600),
 ]
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Return rows of very different lengths, some with a system message, some with many turns."""
+    """Return rows of very different lengths, some of them with a system message or many turns."""
     rows = []
     for n in range(count):
         turns = [{"role": "system", "content": f"Be keeper number {n}."}] if n % 3 == 0 else []
@@ -55,7 +55,9 @@ class Recorder:
 
 
 def steps_of(batches: list[list[Any]], rows: int, per_step: int = 8) -> list[list[Any]]:
-    """Return the rows of each step of a trainer from its micro-batches; the last step of an epoch has the remaining rows."""
+    """Return the rows of each step of a trainer from its micro-batches; the last step of an epoch has the remaining
+    rows.
+    """
     flat = [each for batch in batches for each in batch]
     steps: list[list[Any]] = []
     for start in range(0, len(flat), rows):
@@ -68,7 +70,7 @@ def run_ours(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_file: Path, order: Callable[[Any], list[list[int]]],
     **settings: Any,
 ) -> tuple[list[dict[str, Any]], Any]:  # fmt: skip
-    """Run with the rows in a given order, and return its metrics and its model."""
+    """Run with the rows in a given order, and return its metrics and model."""
 
     class Ordered(Sampler):
         def rows(self, step: int) -> list[int]:
@@ -103,6 +105,10 @@ def assert_same(
         assert line["grad_norm"] == pytest.approx(log["grad_norm"], rel=2e-3), line["step"]
         assert line["learning_rate"] == pytest.approx(log["learning_rate"], rel=1e-6)
         assert line["num_tokens"] == log["num_tokens"]
+        assert line["entropy"] == pytest.approx(log["entropy"], rel=1e-3), line["step"]
+        # Rounding may decide between two tokens that are equally likely.
+        assert line["mean_token_accuracy"] == pytest.approx(log["mean_token_accuracy"], abs=5e-3), line["step"]
+    assert len({line["mean_token_accuracy"] for line in lines}) > 2
     clipped = sum(line["grad_norm"] > max_grad_norm for line in lines)
     assert clipped > STEPS / 2
     for name, param in theirs.named_parameters():
@@ -135,7 +141,7 @@ def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool, max
     trainer.data_collator = recorder = Recorder(trainer.data_collator, lambda example: tuple(example["input_ids"]))
     count = len(trainer.train_dataset)
     trainer.train()
-    assert count < len(rows)  # rows were packed, or lost all that was to be trained on
+    assert count < len(rows)  # rows were packed, or lost all of their targets
 
     def order(table: Any) -> list[list[int]]:
         number = {tuple(row.sequences[0].ids.tolist()): index for index, row in enumerate(table)}
@@ -143,8 +149,37 @@ def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool, max
         return [[number[key] for key in step] for step in steps_of(recorder.batches, count)]
 
     lines, ours = run_ours(folder, tmp_path, monkeypatch, rows_file, order, max_length=max_length, packing=packing)
-    assert count < STEPS * 8  # an epoch ends on the way
+    assert count < STEPS * 8  # an epoch ends during the run
     assert_same(model, trainer.state.log_history, ours, lines, folder, SHARED["max_grad_norm"])
+
+
+def test_sft_evaluation(tmp_path: Path) -> None:
+    """Metrics of tokens are means over batches of different sizes."""
+    from trl import SFTConfig, SFTTrainer
+
+    folder = tiny.save_model(tmp_path / "model", tiny.CHATML_WITH_MARKS)
+    rows = conversations(29)
+    rows_file = tiny.write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = trl_options(tmp_path, 256) | {"per_device_eval_batch_size": 4}
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=SFTConfig(**options, assistant_only_loss=True),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
+    theirs = trainer.evaluate()
+    theirs |= trainer.state.log_history[-1]
+    run = {
+        "model_name_or_path": str(folder), "datasets": str(rows_file), "eval_datasets": str(rows_file), "device": "cpu",
+        "output_dir": str(tmp_path / "run"), "precision": "float32", **SHARED, "max_steps": 1, "max_length": 256,
+        "per_device_eval_batch_size": 4,
+    }  # fmt: skip
+    result = train(run, print_fn=lambda text: None)
+    ours = json.loads((result.output_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert ours["step"] == 0
+    for name in ("eval_entropy", "eval_mean_token_accuracy"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
 
 
 def preferences(count: int) -> list[dict[str, Any]]:
@@ -195,10 +230,10 @@ def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precomputed: bool,
     count = len(trainer.train_dataset)
     trainer.train()
     assert count < len(rows)  # some prompts fill a whole row
-    assert count % 4 == 0  # else a mean of means is not the mean
+    assert count % 4 == 0  # otherwise a mean of means is not the mean
 
     def order(table: Any) -> list[list[int]]:
-        # Pairs that are the same once they are cut stand for each other.
+        # Pairs that are equal after truncation are interchangeable.
         number = {tuple(tuple(s.ids.tolist()) for s in row.sequences): index for index, row in enumerate(table)}
         assert len(table) == count
         return [[number[key] for key in step] for step in steps_of(recorder.batches[-2 * STEPS :], count)]

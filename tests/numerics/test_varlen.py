@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def models(family: str, **settings: Any) -> tuple[Any, Any]:
-    """Return a plain model with Hugging Face's masks, and the same one streamed with varlen; without dropout."""
+    """Return a plain model with Hugging Face's masks, and the same model streamed with varlen; without dropout."""
     plain = families.build(family).eval()
     settings = {"precision": "float32", "head": "whole", "check_recompute": True} | settings
     return plain, horizon_lm.stream(copy.deepcopy(plain), attn_implementation="varlen", **settings)
@@ -42,7 +42,7 @@ def test_packed_documents_are_independent(family: str) -> None:
     packed = streamed(input_ids=torch.cat([first, second], 1), position_ids=positions).logits
     alone = torch.cat([plain(input_ids=first).logits, plain(input_ids=second).logits], 1)
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
-    # The test would find a leak: without position ids the second document reads the first.
+    # The test would find a leak: without position ids, the second document reads the first.
     leaking = streamed(input_ids=torch.cat([first, second], 1)).logits
     assert (leaking - alone)[:, 7:].abs().max() > 1e-3
 
@@ -55,7 +55,7 @@ def test_padded_rows_equal_masked_rows(family: str, settings: dict[str, Any]) ->
     mask = torch.ones(3, 12, dtype=torch.long)
     mask[0, 9:], mask[1, :3] = 0, 0
     labels = ids.masked_fill(mask == 0, -100)
-    labels[1, 3] = -100  # only padding predicts it
+    labels[1, 3] = -100  # this token is predicted only from padding
     losses = [m(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss for m in (plain, streamed)]
     torch.testing.assert_close(losses[1], losses[0])
     sum(losses).backward()
@@ -75,11 +75,11 @@ def test_no_mask_is_made() -> None:
     assert seen == [None] * 3
 
 
-def test_given_4d_masks_are_left_alone() -> None:
+def test_given_4d_masks_are_unchanged() -> None:
     config = families.build("gemma3_text").config
     for mask in ({"full_attention": torch.ones(1, 1, 9, 9)}, torch.ones(1, 1, 9, 9)):
         attention.reject_large_mask(config, {"attention_mask": mask}, 2**20, 2**20, 4)
-    with pytest.raises(DoesNotFitError):  # control: the model would make a mask of the same size
+    with pytest.raises(DoesNotFitError):  # negative control: the model would make a mask of the same size
         attention.reject_large_mask(config, {}, 2**20, 2**20, 4)
 
 

@@ -1,4 +1,4 @@
-"""Write docs/compatibility.md, and report rows that fail: python -m tests.seams."""
+"""Write docs/compatibility.md and report failing rows: python -m tests.seams."""
 
 import os
 import sys

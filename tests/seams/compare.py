@@ -1,4 +1,4 @@
-"""Compare values of a plain and of a streamed model."""
+"""Compare values of a plain model with those of a streamed model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def difference(expected: Any, got: Any, tolerance: float, place: str = "") -> str | None:
-    """Return the first place where two values differ, in words; None if they are equal up to ``tolerance``, relative."""
+    """Describe the first place where two values differ; None if they are equal up to ``tolerance``, relative."""
     if isinstance(expected, Mapping) and isinstance(got, Mapping):
         if expected.keys() != got.keys():
             return f"{place or 'names'}: {sorted(map(str, expected.keys() ^ got.keys()))[:4]} are on one side only"

@@ -1,4 +1,4 @@
-"""Optimizers such as other packages have."""
+"""Optimizers like those of other packages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (https://arxiv.org/abs/2302.06675), written through ``p.data`` as its first version was."""
+    """The optimizer Lion (https://arxiv.org/abs/2302.06675), written through ``p.data`` like its first version."""
 
     def __init__(
         self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1
@@ -30,7 +30,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """Adam with moments in blocks of int8 and one scale each, as bitsandbytes keeps them."""
+    """An Adam optimizer with moments in blocks of int8 with one scale per block, as in bitsandbytes."""
 
     _BLOCK = 64
 

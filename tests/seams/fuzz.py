@@ -1,8 +1,8 @@
-"""Random sequences of public calls on a streamed and on a plain model: python -m tests.seams.fuzz --seconds 600 --seed 0.
+"""Random sequences of public calls on a streamed and a plain model: python -m tests.seams.fuzz --seconds 600 --seed 0.
 
-Each call is made on the streamed model first. If it is rejected, the plain model does not make it, and both continue from
-where they were; otherwise both must return the same. Every divergence is a failure, and so is the rejection of a call
-that should work.
+Each call is made on the streamed model first. If it is rejected, it is not made on the plain model, and both models
+continue unchanged; otherwise both must return the same values. Every divergence is a failure, and so is the rejection
+of a call that should work.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tests.seams.fuzz_worlds import Setting, World, open_worlds
 
 @dataclass(frozen=True)
 class Call:
-    """A call: its name in `CALLS`, and the seed of its choices."""
+    """A call: its name in `CALLS`, and the seed of its random choices."""
 
     name: str
     seed: int
@@ -48,11 +48,11 @@ class Play:
 
 
 class Divergence(Exception):  # noqa: N818
-    """An error that says how the streamed model behaved differently from the plain one."""
+    """Raised if the streamed model behaves differently from the plain model; the message describes the difference."""
 
 
 def draw(seed: int, length: int = 12, without: Collection[str] = ()) -> Play:
-    """Return the sequence of a seed, made of all calls except some."""
+    """Return the sequence of calls for a seed, made of all calls except some."""
     chosen = random.Random(seed)
     setting = Setting.draw(chosen)
     names, weights = zip(*((name, call.weight) for name, call in CALLS.items() if name not in without), strict=True)
@@ -64,10 +64,10 @@ def play(sequence: Play, rejections: Counter[str] | None = None) -> None:
     """Make the calls on both models.
 
     Raises:
-        Divergence: they differ, with the call that showed it.
+        Divergence: the models differ; the message names the call.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as warnings of foreign writes; the table of rows checks them
+        warnings.simplefilter("ignore")  # such as warnings of foreign writes, which the table of rows checks
         _play(sequence, rejections)
 
 
@@ -78,7 +78,7 @@ def _play(sequence: Play, rejections: Counter[str] | None) -> None:
             _make(call, streamed, plain, rejections)
             if (
                 call.seed % 3 == 0 or number == len(sequence.calls) - 1
-            ):  # reading the state would wait for what is still running
+            ):  # reading the state would wait for running updates
                 _compare(streamed.state(), plain.state(), sequence.setting.tolerance)
                 _compare(*(_result(CALLS["evaluate"].make, world, 2) for world in (streamed, plain)), tolerance=2e-5)
         except Divergence as found:
@@ -87,7 +87,7 @@ def _play(sequence: Play, rejections: Counter[str] | None) -> None:
 
 
 def _make(call: Call, streamed: World, plain: World, rejections: Counter[str] | None) -> None:
-    """Make one call on the streamed model, and on the plain one unless it is rejected."""
+    """Make one call on the streamed model, and on the plain model unless it is rejected."""
     kind = CALLS[call.name]
     got = _result(kind.make, streamed, call.seed)
     if isinstance(got, HorizonError):
@@ -138,7 +138,7 @@ def _end(streamed: World, plain: World, tolerance: float) -> None:
 
 
 def fails(sequence: Play) -> str | None:
-    """Return a description of the failure of a sequence; None if it succeeds."""
+    """Return a description of the failure of a sequence, or None if it succeeds."""
     try:
         play(sequence)
     except Divergence as found:
@@ -149,7 +149,7 @@ def fails(sequence: Play) -> str | None:
 
 
 def shrink(sequence: Play) -> Play:
-    """Return a shorter sequence that still fails, none of whose calls can be left out."""
+    """Return a shorter sequence that still fails, from which no call can be left out."""
     calls: Sequence[Call] = sequence.calls
     position = 0
     while position < len(calls):

@@ -1,4 +1,4 @@
-"""The calls of random sequences; each is made on a streamed and on a plain model."""
+"""The calls of random sequences; each call is made on a streamed and on a plain model."""
 
 import random
 import tempfile
@@ -276,7 +276,7 @@ def cast(world: World, chosen: random.Random) -> Any:
     ways = [lambda: target.half(), lambda: target.to(torch.float64), lambda: target.type(torch.float64)]
     if (
         target is world.model
-    ):  # on a module it replaces parameters, which the next forward rejects: see replace_parameter
+    ):  # on a module it replaces parameters, which the next forward pass rejects: see replace_parameter
         ways.append(lambda: target.to("meta"))
     chosen.choice(ways)()
     return accumulate(world, chosen)

@@ -1,4 +1,4 @@
-"""The two models of a sequence, and the settings of the streamed one."""
+"""The two models of a sequence, and the settings of the streamed model."""
 
 import random
 from collections.abc import Collection
@@ -15,13 +15,13 @@ from tests.seams.use import copied_gradients, copied_weights
 
 
 class World:
-    """A model with its optimizer, and the state that sequences of calls leave.
+    """A model with its optimizer, and the state left by sequences of calls.
 
     Attributes:
-        pending: losses without a backward so far.
+        pending: losses without a backward pass so far.
         draws: dropout draws the same numbers on both models.
-        rejects: calls that may be rejected in this setting, in addition to those that may be in any.
-        follows: the model whose weights this one copies after each call, because it rounds differently.
+        rejects: calls that may be rejected in this setting, in addition to those that may be rejected in any setting.
+        follows: the model whose weights are copied after each call, because this model rounds differently.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class World:
         return chosen.choice(list(self.model.parameters()))
 
     def linear(self, chosen: random.Random) -> nn.Module:
-        """Return a randomly chosen module inside a block, with parameters of its own."""
+        """Return a random module inside a block that has parameters itself."""
         block = chosen.choice(list(self.blocks))
         return chosen.choice([m for m in block.modules() if m._parameters and m is not block])
 
@@ -63,16 +63,16 @@ class World:
         }
 
     def follow(self) -> None:
-        """Copy the weights of the followed model."""
+        """Copy the weights from the model that this one follows."""
         if self.follows is not None:
             state = copied_weights(self.follows.model)
             with torch.no_grad():
                 for name, value in self.model.state_dict().items():
-                    if not torch.equal(value, state[name].to(value.dtype)):  # autograd sees a write of the same, too
+                    if not torch.equal(value, state[name].to(value.dtype)):  # a write for autograd, too
                         value.copy_(state[name])
 
     def give_up(self) -> None:
-        """Drop the step that failed, as a training loop does that catches the error."""
+        """Drop the failed step, like a training loop that catches the error."""
         self.pending.clear()
         self.model.zero_grad()
 
@@ -92,14 +92,14 @@ class Setting:
 
     @classmethod
     def draw(cls, chosen: random.Random) -> "Setting":
-        held = chosen.choice((0, 0, 1, 3))
+        resident = chosen.choice((0, 0, 1, 3))
         precision = chosen.choice(("float32",) * 4 + ("bf16", "fp32_master"))
         return cls(
             family=chosen.choice(("llama", "llama", "gpt2", "mistral")),
             head=chosen.choice(("whole", "chunked")),
             device=chosen.choice(("cpu", "late", "simulated")),
-            resident_blocks=held,
-            resident_graphs=chosen.choice((0, held)),
+            resident_blocks=resident,
+            resident_graphs=chosen.choice((0, resident)),
             micro_batch=chosen.choice((None, None, 1)),
             ours=chosen.random() < 0.6 or precision == "fp32_master",
             precision=precision,
@@ -113,7 +113,7 @@ class Setting:
     @property
     def tolerance(self) -> float:
         if self.precision != "float32":
-            return 3e-2  # of gradients; losses are compared at equal weights
+            return 3e-2  # tolerance of gradients; losses are compared at equal weights
         return 1e-6 if self.exact else 2e-4
 
     def stream(self, model: Any) -> Any:
@@ -128,11 +128,11 @@ class Setting:
 
 
 def open_worlds(setting: Setting) -> tuple[World, World]:
-    """Return a streamed and a plain model with an optimizer each."""
+    """Return a streamed and a plain model, each with an optimizer."""
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if setting.family == "gpt2" else {}
     plain = families.build(setting.family, **rates)
     streamed = setting.stream(families.build(setting.family, **rates))
-    settings = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # eps: a gradient that is only rounding changes nothing
+    settings = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # eps hides gradients of rounding errors
     if setting.ours:
         optimizer: torch.optim.Optimizer = horizon_lm.AdamW(streamed, **settings)
     else:

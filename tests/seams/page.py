@@ -43,7 +43,7 @@ _SECTIONS = {
 
 
 def page() -> str:
-    """Return the page; runs all rows."""
+    """Return the page, after running all rows."""
     unknown = {row.section for row in ROWS.values()} - set(_SECTIONS)
     assert not unknown, unknown
     return "\n".join([_HEAD, *(_section(title, note) for title, note in _SECTIONS.items())])
@@ -56,7 +56,7 @@ def _section(title: str, note: str) -> str:
 
 
 def line(row: Row) -> str:
-    """Return a row's line; runs its cases."""
+    """Return a row's line, after running its cases."""
     outcomes = {name: run(row.key, name) for name in row.cases}
     wrong = [name for name, outcome in outcomes.items() if not row.allows(outcome)]
     right = {name: outcome for name, outcome in outcomes.items() if name not in wrong}
@@ -65,7 +65,7 @@ def line(row: Row) -> str:
 
 
 def _parts(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
-    """Yield the outcomes of the cases, equal ones grouped."""
+    """Yield the outcomes of the cases, with equal outcomes grouped."""
     alike: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
         alike.setdefault(_words(outcome), []).append(name)
@@ -74,7 +74,7 @@ def _parts(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
 
 
 def _words(outcome: Outcome) -> str:
-    """Return the outcome of a case in words, with one name for all classes of models, so that equal outcomes are equal texts."""
+    """Describe the outcome of a case, with one name for all model classes, so that equal outcomes have equal texts."""
     if outcome.kind == WORKS:
         return f"works, and warns: {_CLASS.sub('Model', outcome.message)}" if outcome.message else "works"
     error, _, message = outcome.message.partition(": ")

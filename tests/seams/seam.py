@@ -1,4 +1,4 @@
-"""The table of rows, and the function that runs one of them."""
+"""The table of rows, and the function that runs a row."""
 
 import re
 import warnings
@@ -22,7 +22,7 @@ Body = Callable[..., Any]
 
 
 def llama() -> Any:
-    """Build the model of rows that do not depend on the kind of model."""
+    """Build the default model, for rows that do not depend on the kind of model."""
     return families.build("llama")
 
 
@@ -31,10 +31,10 @@ class Case:
     """A model on which a row is tried.
 
     Attributes:
-        build: builds the plain model; called several times, with the same result.
+        build: function that builds the plain model; returns the same result each time.
         options: arguments of `horizon_lm.stream` in addition to ``precision="float32"``.
         arguments: further arguments of the row's body.
-        stream: streams a plain model; None for `horizon_lm.stream` with the options.
+        stream: function that streams a plain model; None for `horizon_lm.stream` with the options.
     """
 
     build: Callable[[], Any] = llama
@@ -66,11 +66,11 @@ class Row:
         section: the section of the page.
         text: a description of the use, for the page.
         expected: `WORKS`, `REJECTED` or `EITHER`.
-        body: uses a model, and returns values that must be equal on a plain and on a streamed one.
-        cases: the models on which it is tried, by name.
-        tolerance: the largest relative difference of a tensor.
+        body: function that uses a model, and returns values that must be equal on a plain and on a streamed model.
+        cases: the models on which the row is tried, by name.
+        tolerance: the maximum relative difference of a tensor.
         edits: the body may have changed weights before it was rejected.
-        says: a pattern in the message of a rejection.
+        says: a pattern that the message of a rejection must match.
         warns: a warning is required; the page mentions all warnings.
         survives: the model can be used after a rejection, because the body has undone its changes.
         keeps_gradients: gradients can be computed after a rejection.
@@ -90,13 +90,15 @@ class Row:
     says: str = ""
 
     def allows(self, outcome: "Outcome") -> bool:
-        """Return whether an outcome is the expected one."""
+        """Return whether an outcome is expected."""
         return outcome.kind in ((WORKS, REJECTED) if self.expected == EITHER else (self.expected,))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a row: ``kind`` is `WORKS`, `REJECTED` or `WRONG`; ``message`` is that of the error or warning, or the reason."""
+    """The outcome of a row. ``kind`` is `WORKS`, `REJECTED` or `WRONG`; ``message`` is the error, the warning or the
+    reason.
+    """
 
     kind: str
     message: str = ""
@@ -157,7 +159,9 @@ _KNOWN: dict[Any, tuple[Any, list[str]]] = {}
 
 
 def _plain_values(key: str, name: str) -> tuple[Any, list[str]]:
-    """Return the body's values on the plain model, and its warnings. Run once for all cases that differ in options only."""
+    """Return the values of the body on the plain model, and its warnings; run once for cases that differ only in
+    options.
+    """
     each = ROWS[key]
     case = each.cases[name]
     known = (key, case.build, str(sorted(case.arguments.items(), key=str)))
@@ -191,7 +195,7 @@ def _call(body: Body, subject: Any, arguments: Mapping[str, Any]) -> tuple[Any, 
 
 
 def _half_done(each: Row, case: Case, model: Any, before: Mapping[str, torch.Tensor]) -> str | None:
-    """Return a description of damage by a rejection; None if the model computes as before, with the same weights."""
+    """Describe the damage done by a rejection; None if the model computes as before, with the same weights."""
     plain = case.plain()
     try:
         after = copied_weights(model)
@@ -209,5 +213,5 @@ def _half_done(each: Row, case: Case, model: Any, before: Mapping[str, torch.Ten
 
 
 def _without_places(message: str) -> str:
-    """Return a message without the parts that differ from run to run: temporary folders and addresses."""
+    """Return a message without the parts that differ between runs: temporary folders and addresses."""
     return re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"/tmp/[^\s'\",;)]+", "FOLDER", message))

@@ -1,4 +1,4 @@
-"""Random sequences of public calls, with fixed seeds; longer runs are `python -m tests.seams.fuzz`."""
+"""Random sequences of public calls with fixed seeds; ``python -m tests.seams.fuzz`` runs longer ones."""
 
 import pytest
 

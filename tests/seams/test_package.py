@@ -1,4 +1,4 @@
-"""Names that can be imported from the package itself, and its defaults."""
+"""The names that can be imported from the package itself, and their defaults."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Each row of the table on each of its cases, and then its line in docs/compatibility.md."""
+"""Run each row of the table on each of its cases, then compare its line in docs/compatibility.md."""
 
 import re
 
@@ -20,7 +20,7 @@ def test_seam(key: str, case: str | None) -> None:
 
 
 def test_the_page_has_exactly_the_lines_of_the_table() -> None:
-    """The rows' own tests compare their lines; this one compares the texts and their order."""
+    """The tests of the rows compare their own lines; this test compares the texts and their order."""
     written = re.findall(r"^\| (.*?) \| .* \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     texts = [_cell(row.text) for row in ROWS.values()]
     assert sorted(text for text in written if text != "use") == sorted(texts)

@@ -49,9 +49,7 @@ def _train(model: Any, folder: Path, **settings: Any) -> list[dict[str, float]]:
     torch.manual_seed(0)
     trainer = _trainer(model, folder, **settings)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # trainers warn a lot; the warnings of streaming are checked by the table of rows
+        warnings.simplefilter("ignore")  # trainers emit many warnings; the table of rows checks those of streaming
         trainer.train()
     return _history(trainer)
 

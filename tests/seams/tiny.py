@@ -1,4 +1,4 @@
-"""Tiny models of types that tests/families.py does not have."""
+"""Tiny models of types that are missing from tests/families.py."""
 
 from typing import Any
 
@@ -28,9 +28,9 @@ _TYPES: dict[str, dict[str, Any]] = {
     "bigbird_pegasus": _BART | {"attention_type": "original_full"},
     "whisper": _BART | {"max_target_positions": 64, "max_source_positions": 32, "num_mel_bins": 8},
     "cpmant": {"dim_head": 8, "dim_ff": 48, "prompt_length": 2},
-    # layers between blocks and head
+    # types with layers between blocks and head
     "rembert": _BERT | {"input_embedding_size": 16, "output_embedding_size": 24},
-    # embeddings that are normalised after the lookup
+    # types whose embeddings are normalised after the lookup
     "muse_glimmer": {**_PROJECTOR, "text_config": {"head_dim": 8, "sliding_window": 6}},
     "muse_spark": {
         **_PROJECTOR,
@@ -40,9 +40,9 @@ _TYPES: dict[str, dict[str, Any]] = {
         },
         "audio_config": {"hidden_sizes": (8, 8), "patch_sizes": (2, 2), "depths": (1, 1), "num_hidden_layers": 2, "out_hidden_size": 32},
     },
-    # their own masks
+    # types that make their own masks
     "doge": {"keep_window_size": 4},
-    # position embeddings counted from the mask
+    # types whose positions are counted from the mask
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 6},
     "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 48},
     "xglm": {

@@ -1,4 +1,4 @@
-"""Helpers for the bodies of rows; they run on plain and on streamed models."""
+"""Helpers for the bodies of rows, which run on plain and on streamed models."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -31,7 +31,7 @@ def evaluated(model: Any, **arguments: Any) -> float:
 
 
 def gradients(model: Any, **arguments: Any) -> dict[str, Any]:
-    """Return the loss and the gradients of the usual batch, after clearing all gradients."""
+    """Clear all gradients, then return the loss and the gradients of the usual batch."""
     model.zero_grad()
     value = loss(model, **arguments)
     value.backward()
@@ -44,12 +44,12 @@ def copied_gradients(model: Any) -> dict[str, torch.Tensor | None]:
 
 
 def copied_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return copies of the weights, as a checkpoint has them."""
+    """Return copies of the weights, as in a checkpoint."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def train(model: Any, optimizer: Any, steps: int = 3, **arguments: Any) -> list[float]:
-    """Run training steps, each on another batch, and return the losses."""
+    """Run training steps, each on a different batch, and return the losses."""
     losses = []
     for step in range(steps):
         value = model(**(families.batch(seed=step) | arguments)).loss
@@ -63,7 +63,9 @@ def train(model: Any, optimizer: Any, steps: int = 3, **arguments: Any) -> list[
 def adamw(
     model: Any, lr: float = 1e-2, weight_decay: float = 0.1, params: Iterable[Any] | None = None, **ours: Any
 ) -> Any:
-    """Return Horizon-LM's AdamW for a streamed model, torch's for a plain one. ``ours``: further settings of Horizon-LM's."""
+    """Return Horizon-LM's AdamW for a streamed model, torch's for a plain one. ``ours``: settings only for
+    Horizon-LM's.
+    """
     if is_streamed(model):
         return horizon_lm.AdamW(model, lr=lr, weight_decay=weight_decay, params=params, **ours)
     params = model.parameters() if params is None else params

@@ -1,4 +1,6 @@
-"""A synthetic run folder: 30 blocks on four streams, 3 traced steps, 200 logged steps; and helpers for small files."""
+"""A synthetic run folder with 30 blocks on four streams, 3 traced steps and 200 logged steps; and helpers for small
+files.
+"""
 
 import json
 import random
@@ -102,7 +104,7 @@ def plan(name: str = "Meadow-8B-Instruct") -> dict[str, Any]:
             "settings": {"activation_checkpoints": "host", "resident_blocks": 2, "device_micro_batch_size": 4},
             "reasons": [
                 "Boundaries wait on the host: on the device there would be room for 11 of 30.",
-                "Two held blocks fit into the 6.2 GiB that are left, and save 0.9 GiB of copies a step.",
+                "Two resident blocks fit into the 6.2 GiB that are left, and save 0.9 GiB of copies a step.",
             ],
         },
         "host": _place(
@@ -123,7 +125,7 @@ def plan(name: str = "Meadow-8B-Instruct") -> dict[str, Any]:
                 ("two slots of weights", 2 * BLOCK, "a block that computes, and the next one"),
                 ("two slots of gradients", 2 * BLOCK, ""),
                 ("head and embedding", OUTER, "bf16"),
-                ("held blocks", 2 * BLOCK, "the last two"),
+                ("resident blocks", 2 * BLOCK, "the last two"),
                 ("activations of a block", int(1.9 * GIB), "one micro-batch, recomputed in the backward"),
                 ("logits of a chunk", 64 * 2**20, "float32"),
             ],
@@ -177,7 +179,7 @@ def evaluation(step: int, loss: float) -> dict[str, Any]:
 
 
 def write_run(folder: Path, name: str = "Meadow-8B-Instruct") -> Path:
-    """Write all files of a run except its model."""
+    """Write all files of a run except the model."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     rows.write_text("")

@@ -1,4 +1,4 @@
-"""The pages about the code agree with the code."""
+"""The documentation pages about the code agree with the code."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""The planned device capacity equals the allocated bytes of the engine."""
+"""The planned device capacity equals the bytes allocated by the engine."""
 
 import itertools
 
@@ -40,7 +40,7 @@ def test_planned_capacity_equals_allocated_bytes(
     }
     num_blocks = model.config.num_hidden_layers
     inputs = families.batch(rows=2, length=8)
-    inputs["input_ids"] = torch.arange(16).view(2, 8) + 3  # all different: the worst case for the table
+    inputs["input_ids"] = torch.arange(16).view(2, 8) + 3  # all tokens differ, which is the worst case for the table
     streamed = horizon_lm.stream(model, device_micro_batch_size=micro_batch_size, **settings)
     streamed(**inputs).loss.backward()
 
@@ -52,7 +52,7 @@ def test_planned_capacity_equals_allocated_bytes(
             micro_batches=micro_batch_size is not None,
             chunked_head=head == "chunked",
             offloaded=(num_blocks - resident_graphs) if boundaries == "host" else 0,
-            held=resident_blocks,
+            resident=resident_blocks,
         ),
     )
     assert horizon_lm.stats(streamed)["device_bytes_peak"] == needed

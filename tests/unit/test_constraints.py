@@ -1,4 +1,4 @@
-"""constraints.txt pins all that the development environment installs, and nothing else."""
+"""constraints.txt pins every package that the development environment installs, and nothing else."""
 
 import re
 import tomllib
@@ -12,11 +12,11 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 PINS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
 VERSIONS = {canonicalize_name(name): version for name, _, version in (pin.partition("==") for pin in PINS)}
-UNPINNED = re.compile("setuptools|pip|wheel|nvidia-.*|cuda-.*|triton|horizon-lm")  # tools; parts of builds of torch
+UNPINNED = re.compile("setuptools|pip|wheel|nvidia-.*|cuda-.*|triton|horizon-lm")  # tools, and parts of torch
 
 
 def declared() -> list[Requirement]:
-    """What pyproject.toml asks for, extras included."""
+    """Return the requirements in pyproject.toml, including extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [
         Requirement(r) for each in (project["dependencies"], *project["optional-dependencies"].values()) for r in each
@@ -24,7 +24,7 @@ def declared() -> list[Requirement]:
 
 
 def installed_with(requirements: list[Requirement]) -> Iterator[str]:
-    """Names of all packages that come with these."""
+    """Return the names of all packages installed with these."""
     waiting, seen = [*requirements], set()
     while waiting:
         requirement = waiting.pop()
@@ -35,7 +35,7 @@ def installed_with(requirements: list[Requirement]) -> Iterator[str]:
         yield name
         try:
             inner = [Requirement(each) for each in requires(name) or []]
-        except PackageNotFoundError:  # an extra that is not installed here
+        except PackageNotFoundError:  # an extra that is not installed
             continue
         for each in inner:
             if each.marker is None or any(each.marker.evaluate({"extra": e}) for e in ("", *requirement.extras)):

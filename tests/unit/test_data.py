@@ -16,10 +16,10 @@ from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data import preprocess
 from horizon_lm.data.answer_spans import locate_answers
 from horizon_lm.data.chat_template import ChatRenderer, TokenizedConversation
-from horizon_lm.data.checks import also_trained_on, audit, reject_errors
+from horizon_lm.data.checks import check_overlap, check_rows, reject_errors
 from horizon_lm.data.conversations import Completion, Conversation, Preference, RowError, Text
 from horizon_lm.data.formats import find_format, rename_fields
-from horizon_lm.data.loader import Sampler, collate, in_order
+from horizon_lm.data.loader import Sampler, batches_in_order, collate
 from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, pack_rows, prepare
 from horizon_lm.data.sources import open_source, read_rows
 from horizon_lm.data.token_dataset import Row, TokenTable
@@ -252,7 +252,7 @@ def trained_text(tokenizer: Any, row: TokenizedConversation) -> str:
 @given(st.lists(st.text(alphabet="ab ?.é星\n", min_size=1, max_size=8), min_size=2, max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_located_answers_and_generation_marks_agree(contents: list[str]) -> None:
-    """Compare two ways to find the assistant's tokens that share no code: generation marks, and locating answers."""
+    """Compare two ways to find the assistant's tokens that share no code: generation marks and located answers."""
     contents = [f"{n}{c}{n}" for n, c in enumerate(contents[: len(contents) // 2 * 2])]
     row = _RENDERERS[CHATML].render(conversation(*contents))
     marked = _RENDERERS[CHATML_WITH_MARKS].render(conversation(*contents))
@@ -272,7 +272,7 @@ def test_answers_and_their_end_tokens_are_trained_on() -> None:
 
 
 def test_answer_that_also_occurs_in_the_question() -> None:
-    """It is located in its turn, not at the first occurrence of its text."""
+    """The answer is located in its turn, not at the first occurrence of its text."""
     tokenizer = build_tokenizer()
     row = ChatRenderer(tokenizer).render(conversation("Say dusk.", "dusk"))
     assert np.flatnonzero(row.assistant)[0] > len(row.ids) // 2
@@ -280,7 +280,7 @@ def test_answer_that_also_occurs_in_the_question() -> None:
 
 
 def test_template_text_before_an_answer_is_trained_on() -> None:
-    """The model has to generate it, for example an empty thinking block."""
+    """The model has to generate such text, for example an empty thinking block."""
     template = CHATML.replace(
         "+ message['content'] +",
         "+ ('<think></think>' if message['role'] == 'assistant' else '') + message['content'] +",
@@ -368,10 +368,15 @@ def messages(*contents: str) -> dict[str, Any]:
 def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Path) -> None:
     rows = [messages("Who?", "The keeper."), messages("q" * 60, "never seen"), messages("Who?", "I" * 60)]
     table, report = prepared(write(tmp_path, rows), max_length=30)
-    assert (len(table), report.truncated.count, report.truncated_answers.count, report.left_out.count) == (2, 2, 1, 1)
+    assert (len(table), report.truncated.count, report.truncated_answers.count, report.without_targets.count) == (
+        2,
+        2,
+        1,
+        1,
+    )
     assert table[1].sequences[0].ids.shape == (30,)
     assert table.num_targets.tolist() == [row.sequences[0].num_targets for row in table]
-    found = "\n".join(map(str, audit(report, build_tokenizer())))
+    found = "\n".join(map(str, check_rows(report, build_tokenizer())))
     assert "rows that have no token to train on: 1 (" in found
     assert "rows that lost tokens to train on by truncation: 1 (" in found
     with pytest.raises(DataError, match="no row has a token to train on"):
@@ -381,10 +386,10 @@ def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Pat
 def test_template_without_end_of_turn_is_reported(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     _, report = prepared(write(tmp_path, [messages("Who?", "I.")]), chat_template=template)
-    assert "may not learn to stop" in str(audit(report, build_tokenizer(template))[0])
+    assert "may not learn to stop" in str(check_rows(report, build_tokenizer(template))[0])
 
 
-def test_audit_finds_each_mistake(tmp_path: Path) -> None:
+def test_check_rows_finds_each_mistake(tmp_path: Path) -> None:
     """Each mistake is found in the rows that have it and in no others."""
     thinking = CHATML.replace("+ message['content'] +", "+ message['content'] +", 1)
     tokenizer = build_tokenizer(thinking)
@@ -395,7 +400,7 @@ def test_audit_finds_each_mistake(tmp_path: Path) -> None:
     ]  # fmt: skip
     path = write(tmp_path, rows)
     report = prepare([DatasetConfig(path=str(path))], tokenizer, PreprocessConfig("sft"))
-    found = {finding.what: finding.rows for finding in audit(report, tokenizer)}
+    found = {finding.problem: finding.rows for finding in check_rows(report, tokenizer)}
     assert {
         what: (rows.count, [place.rpartition(":")[2] for place in rows.places]) for what, rows in found.items()
     } == {
@@ -407,13 +412,13 @@ def test_audit_finds_each_mistake(tmp_path: Path) -> None:
 def test_text_that_skips_the_chat_template_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, [{"prompt": "Who? ", "completion": "I."}])
     _, report = prepared(path)
-    assert "so the chat template is not applied: 1 (" in str(audit(report, build_tokenizer())[0])
+    assert "so the chat template is not applied: 1 (" in str(check_rows(report, build_tokenizer())[0])
     _, report = prepared(path, chat_template=None)
-    assert audit(report, build_tokenizer(None)) == []
+    assert check_rows(report, build_tokenizer(None)) == []
 
 
 def test_csv_fields_stay_text(tmp_path: Path) -> None:
-    """Converting numbers, dates or booleans would train on text that nobody wrote."""
+    """Converting numbers, dates or booleans would train on text that does not occur in the file."""
     path = write(tmp_path, "instruction,output\nWhich channel?,007\nOpen?,true\nWhen?,2024-01-02\n", "rows.csv")
     table, _ = prepared(path)
     tokenizer = build_tokenizer()
@@ -452,12 +457,12 @@ def test_csv_with_surplus_fields_is_rejected(tmp_path: Path) -> None:
         prepared(write(tmp_path, "instruction," + "x" * 200_000, "wide.csv"))
 
 
-def test_audit_of_dataset_without_rows_in_use(tmp_path: Path) -> None:
+def test_check_rows_of_a_dataset_without_rows_in_use(tmp_path: Path) -> None:
     good = write(tmp_path, [messages("Who?", "I.")] * 2, "good.jsonl")
     long = write(tmp_path, [messages("q" * 90, "never seen")] * 3, "long.jsonl")
     datasets = [DatasetConfig(path=str(good)), DatasetConfig(path=str(long), weight=0.5)]
     report = prepare(datasets, build_tokenizer(), PreprocessConfig("sft", max_length=30))
-    assert next(finding.what for finding in audit(report, build_tokenizer())) == "have no token to train on"
+    assert next(finding.problem for finding in check_rows(report, build_tokenizer())) == "have no token to train on"
     sampler = Sampler(tuple(report.rows.part_sizes()), 2, 0, tuple(report.rows.weights()))
     assert (sampler.steps_per_epoch, sorted(sampler.rows(0))) == (1, [0, 1])
     some = prepare(
@@ -470,7 +475,7 @@ def test_audit_of_dataset_without_rows_in_use(tmp_path: Path) -> None:
         build_tokenizer(),
         PreprocessConfig("sft"),
     )
-    assert audit(some, build_tokenizer()) == []
+    assert check_rows(some, build_tokenizer()) == []
 
 
 @pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
@@ -517,8 +522,8 @@ def test_copies_are_found_across_datasets(tmp_path: Path) -> None:
     report = prepare(
         [DatasetConfig(path=str(path)) for path in (first, second)], build_tokenizer(), PreprocessConfig("sft")
     )
-    (finding,) = audit(report, build_tokenizer())
-    assert (finding.what, finding.rows.count) == ("are copies of others", 1)
+    (finding,) = check_rows(report, build_tokenizer())
+    assert (finding.problem, finding.rows.count) == ("are copies of others", 1)
     assert finding.rows.places[0].endswith("second.jsonl:1")
 
 
@@ -527,10 +532,10 @@ def test_held_out_rows_that_are_trained_on_are_reported(tmp_path: Path) -> None:
         prepared(write(tmp_path, [messages("Who?", answer) for answer in answers], name))[1].rows
         for name, answers in (("a.jsonl", ["I.", "The keeper."]), ("b.jsonl", ["The wind.", "I."]))
     )
-    (found,) = also_trained_on(others, rows)
+    (found,) = check_overlap(others, rows)
     assert str(found).startswith("rows that are also trained on: 1 (")
     assert "b.jsonl:2" in str(found)
-    assert also_trained_on(TokenTable([]), rows) == []
+    assert check_overlap(TokenTable([]), rows) == []
 
 
 def test_doubled_begin_of_sequence_is_rejected(tmp_path: Path) -> None:
@@ -538,7 +543,7 @@ def test_doubled_begin_of_sequence_is_rejected(tmp_path: Path) -> None:
     tokenizer.bos_token = "<|im_start|>"
     path = write(tmp_path, [{"text": "<|im_start|><|im_start|>Dusk."}, {"text": "<|im_start|>Dawn."}])
     report = prepare([DatasetConfig(path=str(path))], tokenizer, PreprocessConfig("sft"))
-    findings = audit(report, tokenizer)
+    findings = check_rows(report, tokenizer)
     with pytest.raises(
         DataError, match=r"rows that begin with two begin-of-sequence tokens: 1 \(.*rows.jsonl:1\); the text and"
     ):
@@ -559,8 +564,8 @@ def test_tokenized_rows_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt"])
-def test_new_file_with_an_old_time_stamp_is_read_again(tmp_path: Path, name: str) -> None:
-    """Files from tar and rsync have old time stamps."""
+def test_new_file_with_an_old_timestamp_is_read_again(tmp_path: Path, name: str) -> None:
+    """Files from tar and rsync have old timestamps."""
     texts = {"rows.jsonl": '{{"text": "{}"}}\n', "rows.csv": "text\n{}\n", "rows.txt": "{}\n"}
     old = 10**18
     for text in ("At dusk.", "The keeper counts."):
@@ -666,7 +671,7 @@ def test_weights_set_the_frequency_of_rows() -> None:
     for rows in epochs:
         assert [rows.count(index) for index in range(10, 14)] == [2] * 4
         assert len({index for index in rows if index < 10}) == 5
-    assert epochs[0] != epochs[1]  # a different half
+    assert epochs[0] != epochs[1]  # a different half of the rows
 
 
 def test_order_depends_on_epoch_and_seed() -> None:
@@ -678,7 +683,7 @@ def test_order_depends_on_epoch_and_seed() -> None:
 
 
 def test_evaluation_batches_are_in_order() -> None:
-    batches = list(in_order(rows_of(3, 4, 5), 2))
+    batches = list(batches_in_order(rows_of(3, 4, 5), 2))
     assert [batch.places for batch in batches] == [("rows.jsonl:0", "rows.jsonl:1"), ("rows.jsonl:2",)]
 
 

@@ -1,4 +1,4 @@
-"""Test the MegaTrain step of `benchmarks/field_schedule.py`: its operations, and its simulated time."""
+"""The MegaTrain step of `benchmarks/field_schedule.py`: its operations and its simulated time."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -42,14 +42,16 @@ def count(schedule: Pass, kind: Kind, stream: Stream) -> Counter[str]:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_step_has_three_loads_and_forwards_per_block_and_one_optimizer(settings: FieldSettings, tied: bool) -> None:
+def test_a_step_has_three_loads_and_forward_passes_per_block_and_one_update(
+    settings: FieldSettings, tied: bool
+) -> None:
     schedule = field_pass(NUM_BLOCKS, tied, settings)
     forwards = count(schedule, Kind.FORWARD, Stream.COMPUTE) + count(schedule, Kind.BACKWARD, Stream.COMPUTE)
     for unit in map(block, range(NUM_BLOCKS)):
         assert count(schedule, Kind.STREAM_IN, Stream.COPY_IN)[unit] == 3
         assert count(schedule, Kind.UPDATE_ROWS, Stream.HOST)[unit] == 3  # packed for each load
         assert count(schedule, Kind.STAGE, Stream.COMPUTE)[unit] == 3  # copied into a template
-        assert forwards[unit] == 3  # the backward recomputes its block
+        assert forwards[unit] == 3  # the backward pass recomputes its block
         assert count(schedule, Kind.BACKWARD, Stream.COMPUTE)[unit] == 1
         assert count(schedule, Kind.STREAM_OUT, Stream.COPY_OUT)[unit] == 1
     assert [op.stream for op in schedule.ops if op.kind == Kind.UPDATE] == [Stream.HOST]
@@ -72,7 +74,7 @@ def two_steps(settings: FieldSettings, change: Callable[[Pass], Pass] = lambda s
 
 
 def races(timeline: Timeline) -> list[tuple[Op, Op]]:
-    """Return pairs of operations that overlap although one writes a buffer that the other uses."""
+    """Return pairs of operations that overlap although one of them writes a buffer that the other uses."""
     spans = [span for schedule in timeline.passes for span in schedule]
     return [
         (a.op, b.op)
@@ -166,6 +168,6 @@ def test_times_add_up_to_the_step() -> None:
 
 
 def test_memory_equals_the_published_peak() -> None:
-    """158 rows of Qwen2.5-7B have a published peak of 74.2 GB, which their code counts in units of 2**30."""
+    """The published peak for 158 rows of Qwen2.5-7B is 74.2 GB, which their code counts in units of 2**30."""
     step = FieldStep(outline("Qwen2.5-7B", 28, 1024), FieldSettings(158))
     assert step.device_bytes() == pytest.approx(74.2 * 2**30, rel=0.05)

@@ -1,4 +1,4 @@
-"""What we use of other packages though nobody promised it: each name is in docs/fragile-names.md, and still there."""
+"""Undocumented names of other packages that we use: each name is listed in docs/fragile-names.md and still exists."""
 
 import ast
 import importlib
@@ -15,23 +15,29 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "horizon_lm"
 PAGE = ROOT / "docs" / "fragile-names.md"
 FOREIGN = ("torch", "transformers", "trl", "datasets", "accelerate", "lm_eval", "huggingface_hub")
-DOCUMENTED = (  # modules whose public names are promised; of the others, only what the package itself offers
+DOCUMENTED = (  # modules whose public names are documented; of other modules only the names exported by the package
     "torch.autograd", "torch.backends", "torch.distributed", "torch.nn", "torch.nn.functional", "torch.overrides",
-    "torch.utils.checkpoint", "datasets.utils.logging", "huggingface_hub.constants", "huggingface_hub.errors",
+    "torch.utils.checkpoint", "torch.utils.tensorboard", "datasets.utils.logging", "huggingface_hub.constants", "huggingface_hub.errors",
 )  # fmt: skip
-NOT_FOREIGN = ("._asdict", "._fields", "._horizon", "._chunk_tokens")  # named tuples'; what we give foreign objects
+NOT_FOREIGN = (
+    "._asdict",
+    "._fields",
+    "._exit",
+    "._horizon",
+    "._chunk_tokens",
+)  # the standard library's; what we give foreign objects
 
 Use = tuple[str, str]  # name and file; a name that begins with a dot is an attribute of a foreign object
 
 
 def listed() -> dict[str, list[str]]:
-    """Names of the page's table, and the files that use them."""
+    """Return the names in the table of the page, and the files that use them."""
     rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     return {name.strip(" `"): re.findall(r"`([^`]+)`", files) for _, name, files, *_ in rows}
 
 
 def uses_in(code: str, file: str) -> set[Use]:
-    """Foreign names in a module of ours that are private, deep inside a package, or replaced."""
+    """Return the foreign names in one of our modules that are private, deep inside a package, or replaced."""
     tree = ast.parse(code)
     imported = {local: (module, name) for node in ast.walk(tree) for module, name, local in _imports(node)}
     own = {name for node in ast.walk(tree) for name in _defined(node)}
@@ -51,7 +57,7 @@ def uses_in(code: str, file: str) -> set[Use]:
 
 
 def _imports(node: ast.AST) -> Iterator[tuple[str, str, str]]:
-    """Module, name and local name of what an import takes from a foreign package."""
+    """Yield module, name and local name of everything imported from a foreign package."""
     if isinstance(node, ast.Import):
         names = [(alias.name if alias.asname else alias.name.split(".")[0], alias.asname) for alias in node.names]
         each = [(name, "", local or name) for name, local in names]
@@ -67,7 +73,7 @@ def _full(*parts: str) -> str:
 
 
 def _chain(node: ast.expr) -> list[str]:
-    """Of `a.b.c` all names; of an attribute of anything else, nothing known and the attribute."""
+    """Return all names of `a.b.c`; for an attribute of another expression, an unknown object and the attribute."""
     if isinstance(node, ast.Attribute):
         return [*_chain(node.value), node.attr]
     return [node.id] if isinstance(node, ast.Name) else [""]
@@ -86,7 +92,7 @@ def _is_private(name: str) -> bool:
 
 
 def _defined(node: ast.AST) -> list[str]:
-    """Private names that a module makes itself."""
+    """Return the private names that a module defines."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return [node.name]
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -101,7 +107,7 @@ def _defined(node: ast.AST) -> list[str]:
 
 
 def is_there(name: str) -> bool:
-    """Whether an attribute, a class's or that of its objects, can be found by its full name."""
+    """Return whether an attribute of a class or of its objects can be found by its full name."""
     parts = name.split(".")
     owner: Any = importlib.import_module(parts[0])
     for i, part in enumerate(parts[1:], 2):
@@ -125,7 +131,7 @@ def _objects_have(cls: type, name: str) -> bool:
 
 
 def _is_of(name: str, row: str) -> bool:
-    """Whether a name that is used is that of a row, or inside it."""
+    """Return whether a used name is the name in a row, or inside it."""
     return row.endswith(name) if name.startswith(".") else f"{name}.".startswith(f"{row}.")
 
 
@@ -149,7 +155,7 @@ def test_every_use_is_listed() -> None:
     assert not missing, f"add to docs/fragile-names.md, or do without: {missing}"
 
 
-def test_nothing_is_listed_that_is_not_used() -> None:
+def test_every_listed_name_is_used() -> None:
     rows = [(row, file) for row, files in listed().items() for file in files]
     stale = [each for each in rows if not any(each[1] == file and _is_of(name, each[0]) for name, file in USED)]
     assert not stale, f"remove from docs/fragile-names.md: {stale}"
@@ -184,5 +190,5 @@ def test_uses_are_found(code: str, expected: str | None) -> None:
         ("transformers.not_there.thing", False),
     ],
 )
-def test_a_name_that_moved_is_seen(name: str, there: bool) -> None:
+def test_a_name_that_moved_is_detected(name: str, there: bool) -> None:
     assert is_there(name) == there

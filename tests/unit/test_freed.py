@@ -1,4 +1,4 @@
-"""A streamed model that nobody holds any more gives its memory back, whatever was done with it."""
+"""A dropped streamed model frees its memory, regardless of how it was used."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Test scripts/gpu_check.py: it stops at the first failure, and a hanging command leaves the stacks of its threads."""
+"""scripts/gpu_check.py stops at the first failure, and prints the stacks of the threads of a hanging command."""
 
 import importlib.util
 import os

@@ -23,11 +23,13 @@ def test_a_token_uses_few_experts() -> None:
     config = make_config(MODELS["qwen3-30b-a3b, 8 blocks"] | {"num_hidden_layers": 48}, 128)
     total, active = count_parameters(config)
     assert round(total / 1e9, 1) == 30.5
-    assert 3.3 <= (active + config.vocab_size * config.hidden_size) / 1e9 < 3.4  # the card counts the lookup
+    assert 3.3 <= (active + config.vocab_size * config.hidden_size) / 1e9 < 3.4  # the model card counts the lookup
 
 
 def test_operations_equal_those_counted_in_autograd() -> None:
-    """Count a forward and backward without recomputation, with all scores, of which causal attention needs half."""
+    """Count a forward and backward pass without recomputation, with all scores, of which causal attention
+    needs half.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     rows, length = 3, 64
@@ -39,7 +41,7 @@ def test_operations_equal_those_counted_in_autograd() -> None:
     config.head_dim = config.hidden_size // config.num_attention_heads
     attention = 6 * config.num_hidden_layers * rows * length * length * config.num_attention_heads * config.head_dim
     expected = model_flops(config, rows * length, length) + attention
-    # Biases and norms count as parameters, but are not matrix products.
+    # Biases and norms are parameters, but not matrix products.
     assert expected == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 

@@ -24,7 +24,7 @@ NAMES = (
     "a100-pcie-80gb", "b200", "gb10", "gh200", "h100", "h100-pcie", "h200", "l40s", "rtx-3090", "rtx-4090", "rtx-5090",
 )  # fmt: skip
 NOT_A_FIGURE = ("name", "device", "gpu", "sources")
-# As reported by the CUDA driver.
+# Names as reported by the CUDA driver.
 DRIVER_NAMES = {
     "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
     "NVIDIA B200": "b200",
@@ -104,6 +104,17 @@ def test_find_by_name() -> None:
         find_profile("nowhere.json")
 
 
+def test_profile_extends_its_base(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"base": "h200", "name": "mine", "host_memory": 1e12, "host_bandwidth": {"64": 400e9}}')
+    mine, base = find_profile(str(path)), published()["h200"]
+    assert mine == replace(
+        base, name="mine", host_memory=10**12, host_bandwidth={"64": 400e9},
+        sources={name: text for name, text in base.sources.items() if name not in ("host_memory", "host_bandwidth")},
+    )  # fmt: skip
+    assert type(mine.host_memory) is int
+
+
 def test_own_profile_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
     assert own_profile_path() == tmp_path / "elsewhere/horizon-lm/profile.json"
@@ -112,7 +123,7 @@ def test_own_profile_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert own_profile_path() == tmp_path / ".config/horizon-lm/profile.json"
 
 
-# Invalid profiles: each is a ConfigError that names the file and the field
+# Invalid profiles: each raises a ConfigError that names the file and the field
 
 
 def without(name: str) -> Callable[[dict[str, Any]], Any]:
@@ -124,6 +135,9 @@ def with_(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "an unknown base": (with_(base="h300"), "base is 'h300'; choose one of a100-pcie-80gb"),
+    "a base that is no name": (with_(base=["h200"]), "base is ['h200']; choose one of"),
+    "a wrong figure beside a base": (with_(base="h200", cores=1.5), "cores is 1.5"),
     "a list": (lambda content: [content], "not a JSON object"),
     "another field": (with_(matmuls={}), "matmuls is not a field"),
     "a field is missing": (without("link_in"), "link_in is missing"),

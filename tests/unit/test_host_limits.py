@@ -44,7 +44,7 @@ def test_host_memory_overrides_estimates_only(
 
 
 def test_staged_transfers() -> None:
-    """The host copies at half its bandwidth: during transfers to the device, and after those from it."""
+    """The host copies at half its bandwidth, during transfers to the device and after transfers from the device."""
     fast = machine(link_in=50e9, link_out=50e9, link_both=90e9, host_bandwidth={"1": 10e9, "16": 80e9})
     slow = staged(fast)
     assert (slow.link_in, slow.link_both) == (40e9, 40e9)

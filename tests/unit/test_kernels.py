@@ -1,4 +1,4 @@
-"""Compare the compiled kernels with numpy and torch, mode by mode."""
+"""Compare the compiled kernels with numpy and torch, for each mode."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -99,7 +99,8 @@ def test_update_follows_fp64(weights: str, moments: str, grad_mode: str) -> None
     moved = slabs.masters().astype(np.float64) - start
     wanted = expected - start
     error = np.sqrt(np.mean((moved - wanted) ** 2) / np.mean(wanted**2))
-    # All in fp32, only rounding differs. A bf16 weight is off by part of a step, and moments by their rounding.
+    # With everything in fp32, only rounding differs. A bf16 weight is off by part of a step, and moments by their
+    # rounding.
     limit = {"float32": 1e-5, "bfloat16": 0.02, "8bit": 0.15}[moments] if weights != "bf16" else 0.6
     assert error < limit
     slope = moved @ wanted / (wanted @ wanted)
@@ -192,7 +193,7 @@ def mean_error(values: np.ndarray, exact: bool) -> float:
 def test_stochastic_rounding_is_unbiased(value: float) -> None:
     values = np.full(200_000, value, np.float32)
     assert abs(mean_error(values, exact=False)) < 5
-    assert abs(mean_error(values, exact=True)) > 50  # the negative control: rounding to the nearest is biased
+    assert abs(mean_error(values, exact=True)) > 50  # negative control: rounding to nearest is biased
 
 
 def test_noise_is_uniform_and_differs_by_key() -> None:

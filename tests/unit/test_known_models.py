@@ -24,11 +24,11 @@ def build(config: dict[str, Any]) -> Any:
 
 
 def num_parameters(config: dict[str, Any]) -> int:
-    return sum(parameter.numel() for parameter in build(config).parameters())  # a tied one counts once
+    return sum(parameter.numel() for parameter in build(config).parameters())  # a tied parameter counts once
 
 
 def unit_sizes(model: Any) -> dict[str, int]:
-    """Return the number of elements of each unit, found by names alone."""
+    """Return the number of elements of each unit, found only by names."""
     sizes: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         found = re.search(r"(?:layers|h)\.(\d+)\.", name)
@@ -119,7 +119,7 @@ def test_callers_get_copies() -> None:
     for read in (lambda: find_known("Llama-3.1-8B"), lambda: known_models()[-1]):
         model = read()
         assert model is not None
-        model.config["rope_scaling"]["rope_theta"] = 1.0  # as transformers does
+        model.config["rope_scaling"]["rope_theta"] = 1.0  # as in transformers
         again = read()
         assert again is not None
         assert "rope_theta" not in again.config["rope_scaling"]

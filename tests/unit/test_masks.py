@@ -7,7 +7,7 @@ import pytest
 from tokenizers import processors
 
 from horizon_lm.data.chat_template import ChatRenderer
-from horizon_lm.data.checks import audit
+from horizon_lm.data.checks import check_rows
 from horizon_lm.data.conversations import Completion, Conversation, RowError
 from horizon_lm.data.tokenize import ExampleTokenizer
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
@@ -48,7 +48,7 @@ def test_dropped_reasoning_and_tools_are_reported(tmp_path: Path) -> None:
         report.dropped_by_template.count,
         [place.rpartition(":")[2] for place in report.dropped_by_template.places],
     ) == (2, ["2", "3"])
-    findings = "\n".join(map(str, audit(report, build_tokenizer())))
+    findings = "\n".join(map(str, check_rows(report, build_tokenizer())))
     assert "messages, reasoning or tools that the chat template drops: 2 (" in findings
     knowing = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
         "+ message['content'] +", "+ message.get('reasoning_content', '') + message['content'] +"
@@ -58,7 +58,7 @@ def test_dropped_reasoning_and_tools_are_reported(tmp_path: Path) -> None:
 
 
 def test_dropped_roles_are_reported(tmp_path: Path) -> None:
-    """This includes a message whose text also occurs elsewhere."""
+    """Dropped roles include a message whose text also occurs elsewhere."""
     template = "{% for message in messages if message.role != 'developer' %}" + CHATML.partition("%}")[2]
     rows = [{"messages": [{"role": "developer", "content": text}, USER, ANSWER]} for text in ("Be short.", "keeper")]
     _, report = prepared(write(tmp_path, rows), chat_template=template)
@@ -68,7 +68,7 @@ def test_dropped_roles_are_reported(tmp_path: Path) -> None:
 def test_dropped_answer_is_rejected() -> None:
     template = CHATML.replace("+ message['content'] +", "+ (message['content'] if message['role'] == 'user' else '') +")
     renderer = ChatRenderer(build_tokenizer(template))
-    for answer in ("The keeper.", "user"):  # the second one occurs in the text, but not as an answer
+    for answer in ("The keeper.", "user"):  # the second answer occurs in the text, but not as an answer
         with pytest.raises(RowError, match=r"drops the assistant's answer \(message 2\)"):
             renderer.render(conversation("Who?", answer))
 
@@ -122,7 +122,9 @@ def test_dropped_call_is_rejected(template: str) -> None:
     "expression", ["call.function.name + call.function.arguments", "'f' ~ call.function.arguments"]
 )
 def test_arguments_rendered_as_text_are_json(expression: str) -> None:
-    """This holds for templates that concatenate arguments and for those that would print a Python dict."""
+    """Arguments are JSON both for templates that concatenate arguments and for templates that would print a Python
+    dict.
+    """
     assert trained(with_calls(expression), ROUND) == 'f{"city": "Zürich", "on": true}<|im_end|>The keeper.<|im_end|>'
 
 
@@ -154,13 +156,13 @@ def test_template_that_trims_only_the_last_answer() -> None:
 @pytest.mark.parametrize("template", [CHATML, CHATML_WITH_MARKS])
 @pytest.mark.parametrize("empty", ["", " \n"])
 def test_empty_answers_are_not_trained_on(template: str, empty: str) -> None:
-    """The model would learn to end its turn at once."""
+    """The model would learn to end its turn immediately."""
     assert trained(template, conversation("Who?", empty, "Who?", "I.").messages) == "I.<|im_end|>"
 
 
 @pytest.mark.parametrize("answer", ["\nI.", "I. \n"])
 def test_template_that_trims_answers(answer: str) -> None:
-    """Whitespace of the turn header is not taken for the answer's."""
+    """Whitespace of the turn header is not mistaken for that of the answer."""
     template = CHATML.replace("message['content']", "(message['content'] | trim)")
     assert trained(template, conversation("Who?", answer).messages) == f"{answer.strip()}<|im_end|>"
 
@@ -183,7 +185,7 @@ def test_trailing_spaces_of_a_prompt_are_not_trained_on() -> None:
 
 @pytest.mark.parametrize("answer", [" ja", "ja  "])
 def test_spaces_around_marked_answers(answer: str) -> None:
-    """With trimmed offsets, transformers would mask all following tokens, or none."""
+    """With trimmed offsets, transformers would mask all following tokens, or none of them."""
     template = CHATML_WITH_MARKS.replace(
         "message['content'] + '<|im_end|>' }}{% endgeneration %}",
         "message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",

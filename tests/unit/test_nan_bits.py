@@ -1,4 +1,4 @@
-"""NaN and infinity stay what they are wherever fp32 bits are split or rounded, and no checkpoint with them is loaded."""
+"""NaN and infinity are preserved wherever fp32 bits are split or rounded, and no checkpoint with them is loaded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +74,7 @@ def to_nearest(values: np.ndarray) -> list[np.ndarray]:
 
 
 def by_streaming(values: np.ndarray) -> list[np.ndarray]:
-    """What the forward sees of weights in memory, and what is exported of them."""
+    """Return the weights seen by the forward pass of a model in memory, and the exported weights."""
     found = []
     for precision in ("fp32_master", "bf16", "float32"):
         plain = families.build("llama")
@@ -106,8 +106,8 @@ def test_infinity_stays_infinity(place: str) -> None:
         assert np.array_equal(found, values)
 
 
-def test_other_values_are_split_and_rounded_as_ever() -> None:
-    """Every 16 high bits that are no NaN's, with the low bits at which rounding turns."""
+def test_other_values_are_split_and_rounded_as_before() -> None:
+    """Test all 16 high bits that are not NaN, with the low bits around which rounding changes."""
     low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     bits = ((np.arange(1 << 16, dtype=np.uint32) << 16)[:, None] | low).reshape(-1)
     bits = bits[(bits & 0x7FFFFFFF) <= 0x7F800000]
@@ -126,7 +126,7 @@ def test_other_values_are_split_and_rounded_as_ever() -> None:
 
 
 def spoil(folder: Path, values: dict[str, float], dtype: torch.dtype = torch.float32) -> None:
-    """Write a value at two places of each of these tensors."""
+    """Write a value at two places in each of these tensors."""
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
     for name, value in values.items():
         tensors[name].view(-1)[3:5] = value
@@ -150,7 +150,7 @@ def test_a_checkpoint_with_non_finite_weights_is_rejected(
 
 
 def test_a_checkpoint_with_finite_weights_is_loaded(tmp_path: Path) -> None:
-    """Largest and smallest numbers are numbers."""
+    """The largest and smallest numbers are finite."""
     families.build("llama").save_pretrained(tmp_path)
     spoil(tmp_path, {"model.embed_tokens.weight": 3e38})
     model = horizon_lm.from_pretrained(tmp_path)

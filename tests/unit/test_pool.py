@@ -1,4 +1,4 @@
-"""Threads for host work: order, shared cores, errors; and the number of usable cores."""
+"""Threads for host work: order, shared cores and errors; and the number of usable cores."""
 
 import threading
 from dataclasses import dataclass

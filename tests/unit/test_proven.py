@@ -1,4 +1,4 @@
-"""Only what the table of proven models has is streamed, unless somebody says otherwise."""
+"""Only models in the table of proven models are streamed, unless the user allows others."""
 
 import copy
 from typing import Any
@@ -13,11 +13,11 @@ from tests import families
 
 
 class OwnLlama(LlamaForCausalLM):
-    """A class that somebody derived; its code is not that which was compared."""
+    """A derived class, whose code is not the code that was compared."""
 
 
 def table(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Stream with a table that was changed."""
+    """Stream with an altered table."""
     changed = copy.deepcopy(proven._table())
     change(changed["types"])
     monkeypatch.setattr(proven, "_table", lambda: changed)
@@ -34,7 +34,7 @@ def test_a_derived_class_is_rejected_by_name() -> None:
         horizon_lm.stream(own())
 
 
-def test_what_is_unproven_may_be_streamed_with_a_warning() -> None:
+def test_unproven_models_may_be_streamed_with_a_warning() -> None:
     with pytest.warns(UnprovenModelWarning, match="OwnLlama changes"):
         model = horizon_lm.stream(own(), allow_unproven_model=True)
     model(**families.batch()).loss.backward()

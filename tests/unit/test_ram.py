@@ -12,7 +12,7 @@ from horizon_lm import resources
 from horizon_lm.resources import MemoryLimit, control_groups, disk_free, memlock_limit, memory_limits, resident_bytes
 
 MIB = 2**20
-HELD = 80 * MIB  # of the process below: resident, without mapped files
+RESIDENT = 80 * MIB  # bytes of the process below, without mapped files
 STATUS = "Name:\ta kB\nVmSize:\t  512000 kB\nVmRSS:\t  102400 kB\nRssFile:\t   20480 kB\nVmData:\t  204800 kB\n"
 MEMINFO = f"MemTotal: {2**30} kB\nMemFree: 1 kB\nMemAvailable:   {2**29} kB\nActive(file): 3 kB\nHugePages_Total: 0\n"
 UNLIMITED = 9223372036854771712
@@ -43,7 +43,7 @@ def limits_of(root: Path, membership: str = "", files: dict[str, object] | None 
 
 
 def v2(folder: str, limit: object, used: int, stat: str | bytes = "", **more: object) -> dict[str, object]:
-    """Return a control group's files; sizes in MiB."""
+    """Return the files of a control group; sizes are in MiB."""
     limit = limit * MIB if isinstance(limit, int) else limit
     files = {"max": limit, "high": "max", "current": used * MIB, "stat": stat} | more
     return {f"{folder}memory.{name}": content for name, content in files.items()}
@@ -139,7 +139,7 @@ def test_control_groups(tmp_path: Path, membership: str, files: dict[str, object
     limits = limits_of(tmp_path, membership, files)
     assert [x.room for x in limits] == sorted(x.room for x in limits)
     groups = {x.name: x.room for x in limits if x.name != "MemAvailable"}
-    assert groups == {f"cgroup {name}": HELD + mib * MIB for name, mib in left.items()}
+    assert groups == {f"cgroup {name}": RESIDENT + mib * MIB for name, mib in left.items()}
     assert len(limits) == len(groups) + 1
 
 
@@ -152,12 +152,12 @@ def test_groups_are_innermost_first(tmp_path: Path) -> None:
 
 def test_machine_limits(tmp_path: Path) -> None:
     assert limits_of(tmp_path, "0::/", v2("", 2**30, 0))[0] == MemoryLimit(
-        "MemAvailable", 2**39 + HELD, is_estimate=True
+        "MemAvailable", 2**39 + RESIDENT, is_estimate=True
     )
     old = "MemFree: 1000 kB\nBuffers: 20 kB\nCached: 300 kB\nShmem: 40 kB\n"
     write(tmp_path, {"proc/meminfo": old})
     (limit,) = memory_limits(tmp_path / "proc", tmp_path / "nowhere")
-    assert limit == MemoryLimit("MemFree and page cache", (1000 + 20 + 300 - 40) * 1024 + HELD, is_estimate=True)
+    assert limit == MemoryLimit("MemFree and page cache", (1000 + 20 + 300 - 40) * 1024 + RESIDENT, is_estimate=True)
 
 
 @pytest.mark.parametrize("files", [{}, {"meminfo": b"\xffMemAvailable: many kB\nMemFree: 1", "self/status": "VmRSS"}])
@@ -178,8 +178,8 @@ def test_without_proc(tmp_path: Path, files: dict[str, object], monkeypatch: pyt
 def test_process_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit_process(monkeypatch, RLIMIT_AS=700 * MIB, RLIMIT_DATA=260 * MIB)
     data, space, _ = limits_of(tmp_path)
-    assert data == MemoryLimit("RLIMIT_DATA", 60 * MIB + HELD)
-    assert space == MemoryLimit("RLIMIT_AS", 200 * MIB + HELD)
+    assert data == MemoryLimit("RLIMIT_DATA", 60 * MIB + RESIDENT)
+    assert space == MemoryLimit("RLIMIT_AS", 200 * MIB + RESIDENT)
     limit_process(monkeypatch, RLIMIT_AS=100 * MIB)  # below the mapped size
     assert limits_of(tmp_path)[0] == MemoryLimit("RLIMIT_AS", 0)
 
@@ -192,7 +192,7 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mapped_files_do_not_count(tmp_path: Path) -> None:
     limits_of(tmp_path)
-    assert resident_bytes(tmp_path / "proc") == HELD
+    assert resident_bytes(tmp_path / "proc") == RESIDENT
     write(tmp_path, {"proc/self/status": STATUS.replace("RssFile", "Other")})  # Linux before 4.5
     assert resident_bytes(tmp_path / "proc") == 100 * MIB
 
@@ -238,7 +238,7 @@ def test_disk_of_missing_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         if not path.exists():
             raise FileNotFoundError(path)
         asked.append(path)
-        return os.statvfs_result((4096, 512, 100, 80, 70, 0, 0, 0, 0, 255))  # blocks: free 80, of users 70
+        return os.statvfs_result((4096, 512, 100, 80, 70, 0, 0, 0, 0, 255))  # blocks: 80 free, 70 of them for users
 
     monkeypatch.setattr(resources.os, "statvfs", statvfs)
     (tmp_path / "other").mkdir()

@@ -1,4 +1,4 @@
-"""The files of a run: what the report reads, and the errors of invalid files."""
+"""The files of a run as read by the report, and the errors for invalid files."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def test_read_metrics(tmp_path: Path) -> None:
     assert [(line.step, line.loss) for line in found.training] == [(1, 3.0), (3, None)]
     assert found.losses == [(1, 3.0)]
     assert [(each.step, each.eval_loss) for each in found.evaluations] == [(0, 5.0), (3, 2.0)]
-    assert found.step_seconds == 400 / 203  # from its tokens: evaluations between lines are not part of a step
+    assert found.step_seconds == 400 / 203  # from its tokens, because a step excludes evaluations
 
 
 @pytest.mark.parametrize("length", [1, 10, 100])

@@ -18,6 +18,16 @@ def test_training_line() -> None:
     assert "planned speed" not in line
 
 
+def test_metrics_of_tokens_and_of_pairs() -> None:
+    """Preferences show the metrics of pairs only, to keep lines short."""
+    tokens = {"mean_token_accuracy": 0.5, "entropy": 2.125}
+    assert "  loss 1.2500  token accuracy 0.500  entropy 2.125  grad norm" in format_line(LINE | tokens, 8)
+    pairs = {"rewards/margins": 0.25, "rewards/accuracies": 0.75}
+    assert "  loss 1.2500  margin 0.250  accuracy 0.750  grad norm" in format_line(LINE | tokens | pairs, 8)
+    evaluation = {"step": 4, "eval_loss": 1.25, **{f"eval_{name}": value for name, value in tokens.items()}}
+    assert format_line(evaluation, 8) == "step 4/8  eval loss 1.2500  token accuracy 0.500  entropy 2.125"
+
+
 @pytest.mark.parametrize(("of_planned", "reported"), [(0.14, True), (0.5, False), (None, False)])
 def test_steps_much_slower_than_planned_are_reported(of_planned: float | None, reported: bool) -> None:
     line = format_line({**LINE, "of_planned_speed": of_planned}, 8)

@@ -1,4 +1,4 @@
-"""The checker accepts every schedule that we build, and detects each wait that is dropped."""
+"""The checker accepts every schedule that we build, and detects every dropped wait."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ import pytest
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, After, Buf, Buffer, Kind, Op, Pass, Stream, block
 from horizon_lm.schedule.verify import Passes, check, each_wait, sequences, superfluous_waits, without_wait
-from horizon_lm.schedule.waits import ACROSS
+from horizon_lm.schedule.waits import ACROSS, ACROSS_WRITES
 
 
 def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer: bool = True) -> Passes:
@@ -25,15 +25,17 @@ def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer
         backward=build.backward(layout, blocks=kept, trainable=trained, head_grads=head_grads),
         recomputing=build.backward(layout, blocks=kept, trainable=trained),
         update=None if layout.update_in_backward else build.update(layout, updated),
+        save=build.save(layout, **fresh),
+        after_save=build.forward(layout, keeps=kept, head_grads=head_grads),
     )
 
 
-# (blocks, offloaded, held): none, one or all blocks of small models, and a few numbers for larger ones.
-PLACES = [(n, off, held) for n in (1, 2, 3) for off in sorted({0, 1, n}) for held in sorted({0, 1, n})]
-PLACES += [(n, off, held) for n in (4, 5) for off, held in ((0, 0), (n, 0), (2, 2))]
+# (blocks, offloaded, resident): none, one or all blocks of small models, and a few numbers for larger models.
+PLACES = [(n, off, resident) for n in (1, 2, 3) for off in sorted({0, 1, n}) for resident in sorted({0, 1, n})]
+PLACES += [(n, off, resident) for n in (4, 5) for off, resident in ((0, 0), (n, 0), (2, 2))]
 LAYOUTS = [
-    (build.Layout(n, tied, offloaded, held, accumulate, in_backward), head_grads)
-    for (n, offloaded, held), tied, accumulate, in_backward, head_grads in itertools.product(
+    (build.Layout(n, tied, offloaded, resident, accumulate, in_backward), head_grads)
+    for (n, offloaded, resident), tied, accumulate, in_backward, head_grads in itertools.product(
         PLACES, *[(False, True)] * 4
     )
 ]
@@ -49,9 +51,11 @@ def problems(layouts: Iterable[tuple[build.Layout, bool]]) -> Iterator[str]:
                     yield f"{layout} {head_grads=} {first_trained=} {outer=}, {name}: {problem}"
 
 
-@pytest.mark.parametrize(("num_blocks", "offloaded", "held"), PLACES)
-def test_every_legal_sequence_is_correct(num_blocks: int, offloaded: int, held: int) -> None:
-    layouts = [x for x in LAYOUTS if (x[0].num_blocks, x[0].offloaded, x[0].held) == (num_blocks, offloaded, held)]
+@pytest.mark.parametrize(("num_blocks", "offloaded", "resident"), PLACES)
+def test_every_legal_sequence_is_correct(num_blocks: int, offloaded: int, resident: int) -> None:
+    layouts = [
+        x for x in LAYOUTS if (x[0].num_blocks, x[0].offloaded, x[0].resident) == (num_blocks, offloaded, resident)
+    ]
     assert len(layouts) == 16
     assert list(problems(layouts)) == []
 
@@ -60,13 +64,13 @@ _SOME = ((1, 0, 0), (1, 1, 1), (2, 1, 1), (2, 2, 0), (3, 1, 1))
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "offloaded", "held"),
+    ("num_blocks", "offloaded", "resident"),
     [p if p in _SOME else pytest.param(*p, marks=pytest.mark.slow) for p in PLACES if p[0] <= 3],
 )
-def test_each_wait_inside_a_pass_is_needed(num_blocks: int, offloaded: int, held: int) -> None:
+def test_each_wait_inside_a_pass_is_needed(num_blocks: int, offloaded: int, resident: int) -> None:
     caught = 0
     for tied, accumulate, in_backward, head_grads in itertools.product((False, True), repeat=4):
-        made = passes(build.Layout(num_blocks, tied, offloaded, held, accumulate, in_backward), head_grads)
+        made = passes(build.Layout(num_blocks, tied, offloaded, resident, accumulate, in_backward), head_grads)
         assert superfluous_waits(made) == []
         caught += sum(isinstance(w, After) for p in made if p is not None for _, w in each_wait(p))
     print(f"dropped waits caught: {caught} of {caught}")
@@ -74,7 +78,7 @@ def test_each_wait_inside_a_pass_is_needed(num_blocks: int, offloaded: int, held
 
 def forget_passes() -> None:
     """Clear cached passes, which were built by other rules."""
-    for made in (build._forward, build._backward, build._update_pass):
+    for made in (build._forward, build._backward, build._update_pass, build._save_pass):
         made.cache_clear()
 
 
@@ -86,6 +90,15 @@ def test_each_rule_across_passes_is_needed(rule: tuple[Stream, Buf], monkeypatch
     forget_passes()
     assert found is not None
     assert "races with" in found
+
+
+def test_updates_wait_for_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ACROSS_WRITES, Buf.HOST_WEIGHTS)
+    forget_passes()
+    found = list(problems(LAYOUTS[:64]))
+    forget_passes()
+    assert all("races with save" in problem for problem in found)
+    assert {problem.split("pass ")[1].split(", ")[1].split()[0] for problem in found} == {"update", "update_rows"}
 
 
 def test_checker_verifies_contents_and_slot_counts() -> None:
@@ -122,4 +135,4 @@ def test_traffic_is_independent_of_accumulation_and_slots_of_depth() -> None:
         stores = [op for op in b.ops if op.kind == Kind.STREAM_OUT and op.unit.startswith("block")]
         assert len(stores) == num_blocks
         device = {x for op in (*f.ops, *b.ops) for x in op.reads + op.writes if not x.kind.startswith("host")}
-        assert len(device) == 2 + 2 + 1 + 1 + 2 + 2 + 2  # W, R, A, S; head, rows and outer with their gradients
+        assert len(device) == 2 + 2 + 1 + 1 + 2 + 2 + 2  # W, R, A, S; head, rows and outer, each with their gradients

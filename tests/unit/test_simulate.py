@@ -1,4 +1,4 @@
-"""The simulator against times computed by hand, and against rules for real schedules."""
+"""Simulated times compared with times computed by hand, and with rules for real schedules."""
 
 import itertools
 import random
@@ -57,7 +57,7 @@ def priced(**costs: float) -> Cost:
 def test_copy_then_compute() -> None:
     compute = op(Kind.FORWARD, Stream.COMPUTE, After(0))
     timeline = simulate([Pass("forward", (stream_in(), compute))], priced(stream_in=40.0, forward=3.0), RATES)
-    assert times(timeline) == [(0, 4), (4, 7)]  # 40 bytes at 10 a second, then 3 seconds
+    assert times(timeline) == [(0, 4), (4, 7)]  # 40 bytes at 10 per second, then 3 seconds
     assert timeline.makespan == pytest.approx(7)
     assert [span.op.kind for span in timeline.spans] == [Kind.STREAM_IN, Kind.FORWARD]
 
@@ -67,14 +67,15 @@ def test_update_gets_bandwidth_left_by_copies() -> None:
     timeline = simulate(
         [Pass("forward", (stream_in(), out, update()))], priced(stream_in=20.0, stream_out=20.0, update=75.0), RATES
     )
-    # Both copies until 2: 20 - 10 - 5 = 5 a second. One until 4: 15 a second. Then 20 a second for the last 35 bytes.
+    # Both copies until 2: 20 - 10 - 5 = 5 per second. One until 4: 15 per second. Then 20 per second for the last 35
+    # bytes.
     assert times(timeline) == [(0, 2), (0, 4), (0, 5.75)]
 
 
 def test_two_updates_share_bandwidth() -> None:
     rows = op(Kind.UPDATE_ROWS, Stream.COPY_IN, unit=EMBED)
     timeline = simulate([Pass("forward", (rows, update()))], priced(update_rows=20.0, update=60.0), RATES)
-    assert times(timeline) == [(0, 2), (0, 4)]  # 10 a second each, then 20; the link is not involved
+    assert times(timeline) == [(0, 2), (0, 4)]  # 10 per second each, then 20; the link is not involved
 
 
 def test_host_memory_bounds_links() -> None:
@@ -91,23 +92,23 @@ def test_directions_share_a_link() -> None:
     both = Pass("forward", (stream_in(), out))
     cost = priced(stream_in=20.0, stream_out=20.0)
     rates = replace(RATES, link_both=12.0)  # instead of 15
-    # 8 and 4 a second until 2.5; then the rest of the slower one at 5 a second.
+    # 8 and 4 per second until 2.5; then the rest of the slower copy at 5 per second.
     assert times(simulate([both], cost, rates)) == [(0, 2.5), (0, 4.5)]
     assert times(simulate([Pass("forward", (stream_in(),))], cost, rates)) == [(0, 2)]
 
 
-def test_inline_copies_run_in_turn() -> None:
+def test_inline_copies_run_one_after_the_other() -> None:
     ops = (stream_in(), op(Kind.FORWARD, Stream.COMPUTE, After(0)), stream_in(unit="block1"), update())
     cost = priced(stream_in=20.0, forward=3.0, update=100.0)
     timeline = simulate([Pass("forward", ops)], cost, replace(RATES, inline=True))
-    # The second copy queues behind the computation. Copies leave 10 a second for the update, computations 20.
+    # The second copy queues behind the computation. Copies leave 10 per second for the update, computations 20.
     assert times(timeline) == [(0, 2), (2, 5), (5, 7), (0, 7)]
 
 
 def test_updates_and_compute_slow_each_other() -> None:
     ops = (op(Kind.FORWARD, Stream.COMPUTE), update())
     rates = replace(RATES, compute_share=0.5, update_share=0.25)
-    # At half its speed while the update has 5 a second, until 8; then the rest alone.
+    # At half its speed while the update has 5 per second, until 8; then the rest at full speed.
     assert times(simulate([Pass("forward", ops)], priced(forward=5.0, update=40.0), rates)) == [(0, 9), (0, 8)]
     assert times(simulate([Pass("forward", ops)], priced(forward=1.0, update=40.0), rates)) == [(0, 2), (0, 3.5)]
 
@@ -115,7 +116,7 @@ def test_updates_and_compute_slow_each_other() -> None:
 def test_stream_runs_in_list_order() -> None:
     ops = (update(unit="block0"), stream_in(After(0), unit="block0"), stream_in(unit="block1"))
     timeline = simulate([Pass("forward", ops)], priced(update=100.0, stream_in=10.0), RATES)
-    assert times(timeline) == [(0, 5), (5, 6), (6, 7)]  # block1 could start at once, but queues behind block0
+    assert times(timeline) == [(0, 5), (5, 6), (6, 7)]  # block1 could start immediately, but queues behind block0
 
 
 def test_wait_across_passes() -> None:
@@ -141,7 +142,7 @@ def test_free_operations_take_no_time() -> None:
     "ops",
     [
         (stream_in(After(1)), op(Kind.FORWARD, Stream.COMPUTE, After(0))),
-        (stream_in(After(1)), stream_in()),  # queued behind the one that it waits for
+        (stream_in(After(1)), stream_in()),  # queued behind the operation that it waits for
         (stream_in(After(7)),),
     ],
     ids=["each other", "own stream", "nothing"],
@@ -204,11 +205,11 @@ def broken_rules(sequence: list[Pass], timeline: Timeline) -> list[str]:
                 if isinstance(wait, After):
                     before = [timeline.passes[number][wait.index]]
                 else:
-                    before = [other for other in earlier if wait in uses(other.op)]  # all of them, not only the last
+                    before = [other for other in earlier if wait in uses(other.op)]  # all waits, not only the last one
                 broken += [f"wait: {span.op} of {schedule.name}, {wait}" for b in before if span.start < b.end]
     for a, b in itertools.combinations(spans, 2):
         shared = (set(a.op.writes) & {*b.op.reads, *b.op.writes}) | (set(b.op.writes) & set(a.op.reads))
-        # Boundaries of different steps are different memory.
+        # Boundaries of different steps are in different memory.
         if any(x.kind != Buf.HOST_BOUNDARY for x in shared) and max(a.start, b.start) < min(a.end, b.end):
             broken.append(f"race: {a.op}, {b.op}")
     return broken

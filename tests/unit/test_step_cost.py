@@ -1,4 +1,4 @@
-"""Costs of a step's operations, and the overlap of the optimizer, against arithmetic."""
+"""The costs of a step's operations, and the overlap of the optimizer, compared with arithmetic."""
 
 import re
 from dataclasses import replace
@@ -20,7 +20,7 @@ PARAMETERS = 28 * BLOCK + 2 * TABLE + HIDDEN
 
 
 def step(tokens: int, num_blocks: int = 28, **settings: Any) -> Step:
-    """Return a step with sequences of 4096 tokens and all boundaries, but nothing else, on the device."""
+    """Return a step with sequences of 4096 tokens, with all boundaries and nothing else on the device."""
     settings = {"residency": Residency(num_blocks)} | settings
     return Step(dense(num_blocks), StepSettings(tokens // 4096, **settings))
 
@@ -57,12 +57,12 @@ def test_attention_has_its_own_rate() -> None:
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("held", [0, 1, 4])
-def test_traffic_is_minimal(in_backward: bool, held: int) -> None:
-    of = step(4096, 4, update_in_backward=in_backward, residency=Residency(4, held))
+@pytest.mark.parametrize("resident", [0, 1, 4])
+def test_traffic_is_minimal(in_backward: bool, resident: int) -> None:
+    of = step(4096, 4, update_in_backward=in_backward, residency=Residency(4, resident))
     rows = 4096 * HIDDEN
     once = TABLE + HIDDEN + rows
-    moves = (8 - held) * BLOCK  # resident blocks once, the others for forward and backward
+    moves = (8 - resident) * BLOCK  # resident blocks once, other blocks in the forward and in the backward pass
     assert total(of, machine(), Kind.STREAM_IN) == 2 * (moves + once)
     assert total(of, machine(), Kind.STREAM_OUT) == 2 * (4 * BLOCK + once)
     assert total(of, machine(), *UPDATES) == 26 * (4 * BLOCK + 2 * TABLE + HIDDEN)
@@ -146,8 +146,8 @@ def test_updates_are_overlapped_only_above_threshold(hardware: Hardware, precisi
     settings = {"precision": precision, "update_in_backward": in_backward}
     time = step_time(Step(dense(length=512), StepSettings(64, residency=Residency(28), **settings)), hardware)
     threshold = time.hidden_from_tokens["update"]
-    # b/2 · R/B tokens, b bytes of an update, for all parameters over those of blocks; a third of it under a backward
-    # (architecture, 3.5), and attention shortens it.
+    # b/2 · R/B tokens, with b bytes per update, for all parameters over those of blocks; a third of that during a
+    # backward pass (architecture, 3.5), and attention shortens it.
     rate = hardware.matmul["bfloat16"] / hardware.host_rate
     formula = update_bytes(StepSettings(1, precision=precision), hardware) / (6 if in_backward else 2) * rate
     formula *= PARAMETERS / (28 * BLOCK)
@@ -170,7 +170,7 @@ def test_utilization_and_model_flops() -> None:
     of, hardware = step(16 * 4096), machine()
     time = step_time(of, hardware)
     assert time.tokens_per_second == pytest.approx(16 * 4096 / time.seconds)
-    assert set(time.busy) == set(map(str, Stream))
+    assert set(time.busy) == set(map(str, Stream)) - {"disk"}
     assert all(0 < part <= 1 for part in time.busy.values())
     tokens = 16 * 4096
     flops = 6 * (28 * BLOCK + TABLE) * tokens + 3 * 28 * 2 * tokens * 4096 * 3584
@@ -183,7 +183,7 @@ def test_utilization_and_model_flops() -> None:
     ("bandwidth", "moments", "named"), [(60e9, "float32", True), (400e9, "float32", False), (60e9, "bfloat16", False)]
 )
 def test_plan_suggests_smaller_moments(bandwidth: float, moments: str, named: bool) -> None:
-    """A 7B model with 64k tokens per step: updates are overlapped from some bandwidth on."""
+    """For a 7B model with 64k tokens per step, updates are overlapped from some bandwidth on."""
     request = Request(per_device_train_batch_size=16, moments=moments, activation_checkpoints=28)
     plan = make_plan(dense(), request, Machine("by hand", False, machine(host_bandwidth={"16": bandwidth})))
     found = [re.search(r"moments: bfloat16 would make a step (\d+)% shorter", reason) for reason in plan.reasons]

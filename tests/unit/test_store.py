@@ -13,9 +13,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
+from horizon_lm.constants import PAGE
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.store.precision import join_master, split_master
-from horizon_lm.store.store import PAGE, Arena, SlabLayout
+from horizon_lm.store.store import Arena, SlabLayout
 from tests import families
 from tests.storages import StorageMeter
 
@@ -75,7 +76,7 @@ def test_folder_round_trip(family: str, precision: str, tmp_path: Path) -> None:
 
 
 def _tensors(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Return name, shape and dtype of all tensors in a folder's safetensors files."""
+    """Return the name, shape and dtype of all tensors in the safetensors files of a folder."""
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""Ordinary uses of a streamed model work as on a plain one, or are rejected by name."""
+"""Ordinary uses of a streamed model work as on a plain model, or are rejected by name."""
 
 import copy
 import gc
@@ -128,16 +128,16 @@ def test_unfreezing_too_late_is_rejected() -> None:
         model(**families.batch())
 
 
-def test_calling_a_unit_by_itself_is_rejected() -> None:
+def test_calling_a_unit_outside_of_the_model_is_rejected() -> None:
     model, hidden = streamed(), torch.zeros(1, 2, 32)
     for part, call in (
         ("model.layers.1", lambda: model.model.layers[1](hidden)),
         ("the head", lambda: model.lm_head(hidden)),
     ):
-        with pytest.raises(StreamingError, match=f"{part} of a streamed model cannot be called by itself"):
+        with pytest.raises(StreamingError, match=f"{part} of a streamed model cannot be called on its own"):
             call()
     ids = torch.ones(1, 2, dtype=torch.long)
-    with pytest.raises(StreamingError, match="has no gradient when it is called by itself"):
+    with pytest.raises(StreamingError, match="has no gradient when it is called outside of the model"):
         model.get_input_embeddings()(ids)
     with torch.no_grad():
         assert torch.equal(model.get_input_embeddings()(ids), model.get_input_embeddings().weight[ids])
@@ -244,7 +244,9 @@ def test_streaming_twice_is_rejected() -> None:
 
 
 def test_row_dimensions_are_found_not_guessed() -> None:
-    """The batch size equals the sequence length and the number of heads, so no shape tells which dimension is the batch."""
+    """The batch size equals the sequence length and the number of heads, so shapes do not reveal the batch
+    dimension.
+    """
     reference = families.build("llama")
     model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", device_micro_batch_size=1)
     inputs = families.batch(rows=4, length=4, padding="none")

@@ -43,7 +43,7 @@ def _updated(start: float, end: float, kind: Kind = Kind.UPDATE) -> Span:
         ([_updated(0.0, 3.0), _copied_in(3.0, 5.0)], 1.0, {"update": 2.0, "copy_in": 2.0}),
         ([_updated(0.0, 3.0, Kind.UPDATE_ROWS), _copied_in(3.0, 4.5)], 1.0, {"update": 2.0, "copy_in": 1.5, "host": 0.5}),
         ([_copied_out(0.0, 2.5)], 1.0, {"copy_out": 1.5, "host": 2.5}),
-        # Enqueued late, so a concurrent copy in was not the cause.
+        # It was enqueued late, so a concurrent copy to the device was not the cause.
         ([_copied_in(0.0, 5.0)], 4.0, {"host": 3.0, "copy_in": 1.0}),
         ([_copied_out(0.0, 3.0), _copied_in(0.0, 5.0)], 4.0, {"copy_out": 2.0, "host": 1.0, "copy_in": 1.0}),
         ([_updated(0.0, 5.0)], 5.0, {"host": 4.0}),
@@ -64,7 +64,7 @@ def test_device_without_stalls() -> None:
 
 
 def test_updates_of_previous_step_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They overlap the forward of the first traced step; operations that ended before it are dropped."""
+    """Updates overlap the forward pass of the first traced step; operations that ended before that step are dropped."""
     monkeypatch.setattr(horizon_lm, "synchronize", lambda model: None)
     device: Any = SimpleNamespace(trace=None, used_bytes=lambda: 0)
     model = SimpleNamespace(_horizon=SimpleNamespace(engine=SimpleNamespace(device=device)))

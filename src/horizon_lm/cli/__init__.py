@@ -1,4 +1,6 @@
-"""The ``horizon-lm`` command. The module of a subcommand is imported when it runs: torch takes seconds."""
+"""The ``horizon-lm`` command. A subcommand's module is imported only when it runs, because importing torch takes
+seconds.
+"""
 
 import atexit
 import gc
@@ -23,14 +25,16 @@ _COMMANDS = {
     "init": "Print a run file to start from: each setting with its description, most of them commented out.",
     "generate": "Answer a prompt with a model that may be larger than the device's memory.",
     "eval": "Run lm-eval tasks on a model that may be larger than the device's memory.",
+    "checkpoints": "List the checkpoints of a run, and verify their files.",
+    "export": "Turn a checkpoint into a Hugging Face folder.",
     "report": "Write an HTML page about a run: loss, speed, memory compared with the plan, timeline of a step.",
     "doctor": "Benchmark this machine (about a minute), and print what a bug report needs.",
     "version": "Print the versions of Horizon-LM and of the packages that its numbers depend on.",
 }
-_STARTS_THREADS = ("plan", "train", "inspect", "generate", "eval", "doctor")
-# A run's settings are not declared as options: any setting of the schema can override the run file.
+_STARTS_THREADS = ("plan", "train", "inspect", "generate", "eval", "export", "doctor")
+# Run settings are not declared as options: any setting of the schema can override the run file.
 _ACCEPT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
-# Options of other commands may be written with underscores, like settings.
+# Options of other commands may also be written with underscores, as settings are.
 _ACCEPT_UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 _CODES = "  ".join(f"{code} {meaning.partition(':')[0]}," for code, meaning in EXIT_CODES.items()).rstrip(",")
 
@@ -96,6 +100,6 @@ def main() -> None:
     """Run the installed command."""
     format_warning = warnings.formatwarning
     warnings.formatwarning = lambda *args, **kwargs: visible(format_warning(*args, **kwargs))
-    # On exit the interpreter collects the garbage of all libraries, which takes a second and frees nothing of use.
+    # On exit the interpreter would collect the garbage of all libraries, which takes a second and frees nothing useful.
     atexit.register(gc.freeze)
     app()

@@ -15,7 +15,7 @@ def doctor(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     folder: Annotated[
         Path,
-        typer.Option(help="Folder whose disk is measured, with a temporary file of at most a tenth of its free space."),
+        typer.Option(help="Folder whose disk is measured, with a temporary file of up to a tenth of its free space."),
     ] = Path("."),
     output: Annotated[
         Path | None, typer.Option(help="File to write the profile to.", show_default="where horizon-lm looks for it")

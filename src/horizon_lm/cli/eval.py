@@ -1,4 +1,4 @@
-"""``horizon-lm eval``: run tasks of lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) on a streamed model."""
+"""``horizon-lm eval``: run lm-eval tasks (https://github.com/EleutherAI/lm-evaluation-harness) on a streamed model."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from horizon_lm.visible import visible
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results of tasks.
+    """The results of the tasks.
 
     Attributes:
         table: a table in Markdown.
@@ -79,7 +79,7 @@ def evaluate_model(
 
     with _quiet():
         harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        # lm-eval would take the device of the weights, which is the host; logits are computed on the engine's device.
+        # lm-eval would use the device of the weights, which is the host; logits are computed on the engine's device.
         harness._device = model._horizon.engine.device.torch_device
         try:
             results = simple_evaluate(
@@ -102,7 +102,7 @@ def write_results(results: Results, path: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager: silence lm-eval's hints on its usage, and its calls of git, which fail outside a repository."""
+    """Context manager: silence lm-eval's usage hints and its git calls, which fail outside a repository."""
     from lm_eval import evaluator
 
     logger, commit = logging.getLogger("lm_eval"), evaluator.get_git_commit_hash

@@ -1,4 +1,4 @@
-"""``horizon-lm inspect``: show how rows are tokenized and which tokens are trained on."""
+"""``horizon-lm inspect``: show how the rows are tokenized and which tokens are trained on."""
 
 import json
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.checks import Finding, reject_errors
 from horizon_lm.data.loader import Batch
+from horizon_lm.quantities import counted
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
 from horizon_lm.visible import visible
@@ -24,7 +25,7 @@ _TRAINED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
 
 @dataclass(frozen=True)
 class Inspection:
-    """The rows of a run, as training would see them.
+    """The rows of a run, prepared as for training.
 
     Attributes:
         config: settings of the run.
@@ -44,7 +45,7 @@ class Inspection:
         numbers: dict[str, Any] = {
             "rows_read": report.read,
             "cut": report.truncated.count,
-            "left_out": report.left_out.count,
+            "left_out": report.without_targets.count,
             "held_out": {part.name: len(part.rows) for part in self.data.parts if part is not training},
             "rows": len(rows),
             "tokens": tokens,
@@ -63,14 +64,14 @@ class Inspection:
         return {name: value for name, value in numbers.items() if value != {}}
 
     def findings(self) -> list[tuple[str, Finding]]:
-        """Return likely mistakes, each with the name of its data."""
+        """Return likely mistakes, each with the name of the dataset it was found in."""
         return [(prepared.name, finding) for prepared in self.data.parts for finding in prepared.findings]
 
     def as_json(self) -> dict[str, Any]:
         """Return statistics and findings as JSON values."""
         findings = [
             {
-                "data": name, "error": finding.is_error, "rows": finding.rows.count, "what": finding.what,
+                "data": name, "error": finding.is_error, "rows": finding.rows.count, "what": finding.problem,
                 "remedy": finding.remedy, "places": finding.rows.places,
             }
             for name, finding in self.findings()
@@ -108,7 +109,7 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
 def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: int, num_rows: int) -> None:
     num_sequences, length = batch.input_ids.shape
     per_row = num_sequences // len(batch.places)
-    count = f"{num_sequences} rows" if per_row == 1 else f"{len(batch.places)} rows, {num_sequences} answers"
+    count = counted(len(batch.places), "row") + ("" if per_row == 1 else f", {num_sequences} answers")
     console.print(f"batch {step + 1}: {count} of {length} tokens; {batch.num_trained:,} tokens are trained on")
     console.print("trained tokens are green, or between [[ and ]] without colour; special tokens are shown verbatim\n")
     for index in range(min(num_rows, len(batch.places))):
@@ -121,7 +122,7 @@ def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: in
 
 
 def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, num_tokens: int) -> Text:
-    """Render one sequence of a batch, of which the first ``num_tokens`` tokens are not padding."""
+    """Render one sequence of a batch, whose first ``num_tokens`` tokens are not padding."""
     ids, labels = batch.input_ids[index].tolist(), batch.labels[index].tolist()
     positions = None if batch.position_ids is None else batch.position_ids[index].tolist()
     special, text, was_trained = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text(), False
@@ -142,7 +143,7 @@ def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, num_toke
 
 @dataclass
 class _Run:
-    """Consecutive tokens that are shown in one style."""
+    """A run of consecutive tokens shown in one style."""
 
     ids: list[int]
     trained: bool

@@ -19,11 +19,11 @@ from horizon_lm.plan.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.remedies import Remedy
 from horizon_lm.plan.render import plan_as_json, plan_lines
-from horizon_lm.plan.request import Machine
+from horizon_lm.plan.request import Machine, Saves
 from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
 from horizon_lm.preflight.inputs import Source, open_source
 from horizon_lm.preflight.this_machine import other_machine, this_machine
-from horizon_lm.quantities import parse_bytes
+from horizon_lm.quantities import counted, parse_bytes
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.training.loop import Intervals
 from horizon_lm.training.rows import estimate_sampler
@@ -41,7 +41,7 @@ class Result:
 
 
 def plan_one(arguments: Sequence[str], model: str | None, device: str | None, host_memory: str | None) -> Result:
-    """Plan a run. Arguments are those of the command. A plan that does not fit is returned, not raised."""
+    """Plan a run with the arguments of the command. A plan that does not fit is returned, not raised."""
     path, overrides = split_arguments(arguments)
     named = {"model_name_or_path": model, "host_memory": host_memory}
     for key, value in named.items():
@@ -57,19 +57,19 @@ def plan_one(arguments: Sequence[str], model: str | None, device: str | None, ho
     run, machine = _place(run, hardware)
     machine = replace(machine, notes=[*machine.notes, *notes])
     del loaded  # only needed while the memory of this process was measured
-    num_steps, num_checkpoints = _steps_and_saves(run)
-    plan = plan_run(run, source, machine, num_steps=num_steps, num_checkpoints=num_checkpoints)
+    num_steps, saves = _steps_and_saves(run)
+    plan = plan_run(run, source, machine, num_steps=num_steps, saves=saves)
     return Result(plan, run.device, remedies_of(plan, run, source))
 
 
 def _notes_on_weights(run: RunConfig) -> list[str]:
-    """Return warnings about the headers of the weights; none if there is only a config."""
+    """Return warnings about the headers of the weight files; empty if only a config is available."""
     folder = folder_here(run.model_name_or_path)
     return check_weights(run) if folder is not None and Checkpoint.is_in(folder) else []
 
 
-def _steps_and_saves(run: RunConfig) -> tuple[int | None, int]:
-    """Return the optimizer steps of a run, None if unknown, and the number of checkpoints on disk at once."""
+def _steps_and_saves(run: RunConfig) -> tuple[int | None, Saves]:
+    """Return the number of optimizer steps in a run (None if unknown) and its checkpoints."""
     by_epoch = run.save_strategy == "epoch"
     sampler = estimate_sampler(run) if by_epoch or run.max_steps <= 0 else None
     if run.max_steps > 0:
@@ -77,19 +77,21 @@ def _steps_and_saves(run: RunConfig) -> tuple[int | None, int]:
     elif sampler is not None:
         num_steps = sampler.num_steps(run.num_train_epochs)
     else:
-        return None, 0
-    return num_steps, Intervals(run, num_steps, sampler.steps_per_epoch if sampler else num_steps).num_saves()
+        return None, Saves()
+    return num_steps, Intervals(run, num_steps, sampler.steps_per_epoch if sampler else num_steps).planned_saves()
 
 
 def _other_hardware(device: str | None) -> Hardware | None:
-    """Return the profile that ``--device`` names; None for a device of this machine."""
+    """Return the hardware profile that ``--device`` names, or None for a device of this machine."""
     if device is None or re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         return None
     return find_profile(device)
 
 
 def _load_as_training_does(run: RunConfig) -> Sequence[object]:
-    """Load the objects that a run holds before its first step, so that this process is measured as large as a run's."""
+    """Load the objects that a run holds before its first step, so that this process uses as much memory as a
+    run would.
+    """
     import datasets
 
     from horizon_lm.data.trl_compat import training_template
@@ -166,7 +168,7 @@ class LargestTable:
 
 
 def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str | None) -> LargestTable:
-    """Find the largest known models that can be trained on this machine or another one.
+    """Find the largest known models that this machine or another machine can train.
 
     Args:
         arguments: settings of the run except its model.
@@ -197,12 +199,12 @@ def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str 
             placed, machine = _place(limited, hardware)
             cells.append(search.largest(placed, machine))
         rows.append((amount or f"{machine.host_limits[0].name}", cells))
-    shape = f"{run.rows_per_step} rows of {run.max_length:,} tokens"
+    shape = f"{counted(run.rows_per_step, 'row')} of {run.max_length:,} tokens"
     return LargestTable(machine.name, shape, rows)
 
 
 class _Search:
-    """A search for the largest models that fit; each model is outlined once."""
+    """A search for the largest models that fit. Each model is outlined only once."""
 
     def __init__(self) -> None:
         from horizon_lm.plan.catalog import known_models
@@ -211,7 +213,7 @@ class _Search:
         self._sources: dict[str, Source] = {}
 
     def largest(self, run: RunConfig, machine: Machine) -> list[tuple[str, int]]:
-        """Return the largest dense model that fits, and the largest mixture of experts if that is larger."""
+        """Return the largest dense model that fits, and the largest mixture of experts if it is larger."""
         found: list[tuple[str, int]] = []
         for known in self._known:
             if _least_bytes(run, known.parameters) > machine.host_limits[0].num_bytes:
@@ -233,7 +235,7 @@ class _Search:
 
 
 def _least_bytes(run: RunConfig, parameters: int) -> int:
-    """Return a lower bound of the host memory of a run, which rules out most models without a plan."""
+    """Return a lower bound of the host memory that a run needs, to rule out most models without planning them."""
     weights = WEIGHT_BYTES[run.precision] + LOW_HALF_BYTES[run.precision]
     return parameters * (weights + 2 * MOMENT_BYTES[run.moments] + (0 if run.update_in_backward else 2))
 
@@ -257,9 +259,9 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="auto, cpu, cuda or cuda:N; or another machine: a profile written by doctor, or one of "
+            help="auto, cpu, cuda or cuda:N; or another machine: one of "
             + ", ".join(published())
-            + "."
+            + ", or a profile in a file, MACHINE.json (docs/planning.md)."
         ),
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory that the run may use, such as 512GiB.")] = None,

@@ -1,4 +1,4 @@
-"""``horizon-lm train``: run a training."""
+"""``horizon-lm train``: train a model."""
 
 from typing import Annotated
 

@@ -1,6 +1,6 @@
-"""Define the settings of a run as one flat schema, the source of help, documentation and comments in run files.
+"""Define the settings of a run as one flat schema, from which help, documentation and run-file comments are generated.
 
-Settings that TRL 1.x or transformers 5 also have keep their meaning and default; the others have names of their own.
+Settings that also exist in TRL 1.x or transformers 5 keep their meaning and default; the names of all others are new.
 """
 
 from horizon_lm.config.datasets import WITHOUT_ROWS, DatasetConfig

@@ -1,4 +1,4 @@
-"""Settings of the rows that a run trains and evaluates on."""
+"""Settings of the rows that a run is trained and evaluated on."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,7 +15,7 @@ FIELDS = (
 
 
 def _check_path(path: str) -> str:
-    """Accept an existing file or folder, or a name that a dataset on the hub could have."""
+    """Accept an existing file or folder, or a name that could be a dataset on the hub."""
     if path and exists(path):
         return path
     if not may_be_on_hub(path):
@@ -84,7 +84,7 @@ class DatasetConfig(Settings):
 
 
 def _as_entries(value: Any) -> Any:
-    """Return one path or one entry as a list of entries."""
+    """Return a single path or a single entry as a list of entries."""
     entries = [value] if isinstance(value, str | dict | DatasetConfig) else value
     if not isinstance(entries, list):
         raise ValueError("must be a path, or a list of paths or of {path, columns, ...}")

@@ -1,8 +1,8 @@
-"""Settings of memory and precision. None of them changes the rows of a step."""
+"""Settings of memory and precision. None of them changes which rows a step trains on."""
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from horizon_lm.config.types import Bytes, DeviceName, Settings, UnusedError
 
@@ -71,6 +71,12 @@ class EngineSettings(Settings):
         0,
         description="Number of blocks whose gradients are compared with plain autograd before training, on the device and "
         "with the first batch; 0 for none.",
+    )
+
+    step_timeout: PositiveFloat | None = Field(
+        1800.0,
+        description="Seconds after which a step that is not finished is reported, with the operations that it waits for and the "
+        "stacks of all threads; the run goes on waiting. null for never.",
     )
 
     @field_validator("head_chunk_tokens")

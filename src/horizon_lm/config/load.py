@@ -1,4 +1,4 @@
-"""Load a `RunConfig` from a run file and ``--key value`` overrides, and report all errors at once."""
+"""Load a `RunConfig` from a run file and ``--key value`` overrides, and report all errors together."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_
     """Read a run file, apply the overrides, and validate the result once.
 
     Args:
-        path: a YAML 1.2 file, or None to use the overrides alone.
+        path: a YAML 1.2 file, or None to use only the overrides.
         overrides: command-line tokens, ``--key value`` or ``--key=value``, with values in YAML.
         without_rows: allow ``datasets`` to be missing.
 
@@ -40,7 +40,7 @@ def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_
 
 
 def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
-    """Return the settings of a run, given as such, as a mapping or as a run file, with changes applied.
+    """Return the settings of a run from a `RunConfig`, a mapping or a run file, with changes applied.
 
     Raises:
         ConfigError: all invalid settings, as `read_run_config` reports them.
@@ -76,7 +76,7 @@ def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
-    """Return the settings in ``--key value``, ``--key=value``, and ``--key`` or ``--no_key`` for a boolean setting.
+    """Parse ``--key value`` and ``--key=value`` tokens, and ``--key`` or ``--no_key`` for boolean settings.
 
     Keys may be written with dashes.
 
@@ -104,7 +104,9 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_bare_flag(token: str, following: Sequence[str]) -> bool:
-    """Return whether an option is a boolean setting without a value: an option, a run file or nothing follows."""
+    """Return whether an option is a boolean setting without a value, that is, followed by an option, a run file or
+    nothing.
+    """
     key = token.removeprefix("--")
     if _is_boolean(key):
         return not following or following[0].startswith("--") or following[0].endswith((".yaml", ".yml"))
@@ -132,7 +134,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def _apply(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the changes applied, without settings that only the changes make unused."""
+    """Return the settings with the changes applied, leaving out settings that only these changes made unused."""
     if not changes:
         return dict(settings)
     lengths = [key for key in _LENGTHS if changes.get(key) not in (None, -1)]
@@ -177,7 +179,9 @@ def _validate(settings: dict[str, Any], places: SettingPlaces, without_rows: boo
 
 
 def _merge_by_setting(details: Sequence[Any]) -> list[Any]:
-    """Return one error per setting. For a union, pydantic has one per member, with the member's type in its place."""
+    """Return one error per setting. For a union, pydantic reports one error per member, located by the
+    member's type.
+    """
     found: dict[tuple[int | str, ...], Any] = {}
     for each in details:
         loc = each["loc"] if each["loc"][0] in ("datasets", "eval_datasets") else each["loc"][:1]
@@ -190,7 +194,7 @@ def _merge_by_setting(details: Sequence[Any]) -> list[Any]:
 
 
 def _message(details: Any, places: SettingPlaces, schema: type[RunConfig]) -> str:
-    """Return an error of pydantic as one line with place, setting, value and remedy."""
+    """Format a pydantic error as one line with place, setting, value and remedy."""
     loc = details["loc"]
     known = schema.model_fields if len(loc) == 1 else DatasetConfig.model_fields
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
@@ -203,7 +207,7 @@ def _message(details: Any, places: SettingPlaces, schema: type[RunConfig]) -> st
 
 
 def _suggest(key: str, known: list[str], of_run: bool) -> str:
-    """Return what to write instead of an unknown setting; ``of_run`` is False in an entry of ``datasets``."""
+    """Suggest a replacement for an unknown setting; ``of_run`` is False in an entry of ``datasets``."""
     others = [objective for objective, schema in SCHEMAS.items() if of_run and key in schema.model_fields]
     if others:
         return f" of this objective, only of objective: {' or '.join(others)}; remove it, or change the objective"

@@ -40,8 +40,8 @@ class ModelSettings(Settings):
         "Default: all.",
     )
 
-    # A check belongs to the later of its fields. pydantic passes the earlier ones in `info.data`, so all errors of a file
-    # are reported at once. An earlier field that is itself invalid is missing there.
+    # A check of two fields belongs to the later one. pydantic passes the earlier fields in `info.data`, so that all
+    # errors of a file are reported together. An earlier field that is itself invalid is missing from `info.data`.
 
     @field_validator("trust_remote_code")
     @classmethod

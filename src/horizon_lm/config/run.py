@@ -1,4 +1,4 @@
-"""The settings of a training run: those that all runs share, and those of each objective."""
+"""The settings of a training run: those shared by all runs, and those specific to each objective."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,6 +13,7 @@ from pydantic import (
     field_validator,
 )
 
+from horizon_lm.config.checkpoints import CheckpointSettings
 from horizon_lm.config.datasets import WITHOUT_ROWS, DataSettings
 from horizon_lm.config.engine import EngineSettings
 from horizon_lm.config.model import ModelSettings
@@ -26,7 +27,7 @@ _TRACKERS = (
 
 
 class OutputSettings(Settings):
-    """Settings for evaluation, checkpoints, metrics, samples and the exported model."""
+    """Settings for evaluation, metrics, samples and the exported model."""
 
     heading: ClassVar[str] = "Output"
 
@@ -51,14 +52,6 @@ class OutputSettings(Settings):
         description="Steps between evaluations, or a fraction of all steps if below 1. Default: logging_steps.",
     )
     per_device_eval_batch_size: PositiveInt = Field(8, description="Rows per forward pass of an evaluation.")
-
-    save_strategy: Literal["no", "steps", "epoch"] = Field(
-        "steps", description="When to export the model to checkpoint-STEP during training: no, steps or epoch."
-    )
-    save_steps: Interval = Field(500, description="Steps between these exports, or a fraction of all steps if below 1.")
-    save_total_limit: PositiveInt | None = Field(
-        None, description="Number of these exports to keep; older ones are deleted. Default: all."
-    )
 
     logging_steps: Interval = Field(
         10,
@@ -99,15 +92,12 @@ class OutputSettings(Settings):
             raise UnusedError("is not used without eval_datasets or test_split_size; add one, or remove it")
         return value
 
-    @field_validator("eval_steps", "save_steps", "save_total_limit")
+    @field_validator("eval_steps")
     @classmethod
-    def _needs_strategy(cls, value: Any, info: ValidationInfo) -> Any:
-        name = info.field_name or ""
-        strategy = f"{name.partition('_')[0]}_strategy"
-        needed = ("steps", "epoch") if name == "save_total_limit" else ("steps",)
-        if value != cls.model_fields[name].default and info.data.get(strategy, "steps") not in needed:
+    def _needs_eval_strategy(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get("eval_strategy", "steps") != "steps":
             raise UnusedError(
-                f"is not used with {strategy}: {info.data[strategy]}; set {strategy}: steps, or remove it"
+                f"is not used with eval_strategy: {info.data['eval_strategy']}; set eval_strategy: steps, or remove it"
             )
         return value
 
@@ -141,13 +131,13 @@ def _has_no_eval_set(info: ValidationInfo) -> bool:
 
 
 # The groups of settings, last one first: pydantic and `text.groups` collect fields from the last base class to the first.
-class RunConfig(OutputSettings, TrainingSettings, EngineSettings, DataSettings, ModelSettings):
+class RunConfig(CheckpointSettings, OutputSettings, TrainingSettings, EngineSettings, DataSettings, ModelSettings):
     """The settings of a training run. Settings that the run would not use are rejected."""
 
     @property
     def exported_dtype(self) -> str | None:
-        """The dtype of exported weights, or None for that of the checkpoint."""
-        # transformers, too, saves in float32 what it trained in float32.
+        """The dtype of exported weights, or None for the dtype of the checkpoint."""
+        # transformers also saves in float32 if it trained in float32.
         return self.export_dtype or ("float32" if self.precision == "float32" else None)
 
 
@@ -286,7 +276,7 @@ SCHEMAS: dict[str, type[RunConfig]] = {"sft": SftConfig, "pretrain": PretrainCon
 
 
 def plan_config(**settings: Any) -> RunConfig:
-    """Return the settings of a run that is to be planned before its rows exist.
+    """Return the settings of a run that is planned before its rows exist.
 
     Raises:
         ValidationError: from pydantic, if a setting is invalid.

@@ -1,4 +1,4 @@
-"""Render settings as text: the file of a run, a file to start from, and the documentation page.
+"""Render settings as text: the settings of a run, a starter file, and the documentation page.
 
 ``python -m horizon_lm.config.text`` prints docs/settings.md.
 """
@@ -61,13 +61,15 @@ the same messages.
 }
 
 
-# The first line of config.yaml. Run folders are recognized by it, so it must not change.
-OF_A_RUN = "# The settings of this run, defaults included."
+# The first line of config.yaml. Run folders are recognized by this line, so it must not change.
+RUN_CONFIG_HEADER = "# The settings of this run, defaults included."
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return a configuration as a file that reads back as the same, with each setting under its description."""
-    lines = [OF_A_RUN]
+    """Render a configuration as YAML that reads back as the same configuration, with each setting under its
+    description.
+    """
+    lines = [RUN_CONFIG_HEADER]
     for name, value in config.model_dump().items():
         lines += ["", f"# {_describe(type(config).model_fields[name])}", _entry(name, value)]
     return "\n".join(lines) + "\n"
@@ -84,7 +86,7 @@ def groups(schema: type[RunConfig]) -> Iterator[tuple[str, list[str]]]:
 
 
 def start_file(schema: type[RunConfig], values: Mapping[str, Any], heading: str, full: bool = False) -> str:
-    """Return a file to start from, in which ``values`` are set.
+    """Return a starter run file in which ``values`` are set.
 
     Args:
         schema: settings of the objective.
@@ -111,7 +113,9 @@ def start_file(schema: type[RunConfig], values: Mapping[str, Any], heading: str,
 
 
 def describe_settings() -> str:
-    """Return one line per setting with its default: all of the first objective, then those that differ in the others."""
+    """Return one line per setting with its default: all settings of the first objective, then those that differ in the
+    others.
+    """
     lines: list[str] = []
     for objective, schema in SCHEMAS.items():
         all_lines = [

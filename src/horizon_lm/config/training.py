@@ -1,4 +1,4 @@
-"""Settings of a run's length, its batches and its optimizer."""
+"""Settings of training length, batches and optimizer."""
 
 from typing import Any, ClassVar, Literal
 

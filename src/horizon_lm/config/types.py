@@ -1,4 +1,4 @@
-"""Types of setting values, with the checks that pydantic does not make by itself."""
+"""Types of setting values, with checks that pydantic does not provide."""
 
 import re
 from typing import Annotated, Any, ClassVar
@@ -30,7 +30,7 @@ def _check_device_name(name: str) -> str:
 
 
 def _check_steps_or_fraction(value: float) -> float:
-    """Apply transformers' rule: values of at least 1 are a number of steps, smaller ones a fraction of all steps."""
+    """Apply transformers' rule: values of at least 1 are a number of steps, smaller values a fraction of all steps."""
     if value < 0 or (value >= 1 and value != int(value)):
         raise ValueError("must be a whole number of steps, or a fraction of all steps below 1")
     return int(value) if value >= 1 else value

@@ -1,4 +1,4 @@
-"""Read the settings of a YAML file together with the line and column of each."""
+"""Read the settings of a YAML file, together with their line and column numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from horizon_lm.errors import ConfigError, first_line
 
 
 class SettingPlaces:
-    """The places that settings come from, for error messages.
+    """The places in which settings were given, for error messages.
 
     Args:
         file: name of the file, or of another source of settings.
@@ -27,7 +27,7 @@ class SettingPlaces:
         self._file, self._marks, self._override_prefix = file, marks, override_prefix
 
     def position(self, loc: tuple[int | str, ...]) -> tuple[int, int] | None:
-        """Return the line and column, from 1, of the deepest part of ``loc`` that is in the file."""
+        """Return the line and column, counted from 1, of the deepest part of ``loc`` that is in the file."""
         node, found = self._marks, None
         for key in loc:
             if loc[0] in self.overridden or not isinstance(node, CommentedMap | CommentedSeq) or not _has(node, key):

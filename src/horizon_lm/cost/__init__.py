@@ -1,1 +1,1 @@
-"""The cost of a model's computations, found by running its own code on the meta device, or on the real one for a trial."""
+"""Find the cost of a model's computations by running its code on the meta device, or on the real device for a trial."""

@@ -1,7 +1,7 @@
-"""Find the arguments with which a model's forward calls its blocks, for batches of any shape, without weights.
+"""Find the arguments with which a model calls its blocks, for batches of any shape, without weights.
 
-The model's outer code (masks, positions, rotary tables) runs on the CPU over a few zero tokens, three times, with different
-numbers of rows and of tokens. The dimensions that change with each tell the shapes for any batch.
+The model's outer code (masks, positions, rotary tables) runs on the CPU over a few zero tokens, three times, with
+different numbers of rows and tokens. The dimensions that change with each of them give the shapes for any batch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,13 +20,13 @@ from horizon_lm.model.outer_trial import forwards
 from horizon_lm.model.units import ModelParts
 from horizon_lm.schedule.ops import EMBED, OUTER
 
-_ROWS, _LENGTH = (3, 5), (22, 26)  # unlikely as dimensions of a model, and not multiples of each other
+_ROWS, _LENGTH = (3, 5), (22, 26)  # unlikely to be dimensions of a model, and not multiples of each other
 _WINDOW = 8  # shorter than the probe's rows, because only longer rows get the mask of a sliding window
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCalls:
-    """Blocks of one structure, and the arguments that the model calls them with.
+    """Blocks of one structure, and the arguments with which the model calls them.
 
     Attributes:
         block: one of these blocks.
@@ -36,9 +36,9 @@ class BlockCalls:
     block: nn.Module
     indices: tuple[int, ...]
     _spec: Any
-    _leaves: tuple[Any, ...]  # None in place of each tensor
+    _leaves: tuple[Any, ...]  # each tensor replaced by None
     _tensors: Mapping[int, tuple[tuple["_Extent", ...], torch.dtype]]
-    _identities: Mapping[int, int]  # of tensors, equal for a tensor that several structures are called with
+    _identities: Mapping[int, int]  # identities of tensors, equal if several structures are called with the same tensor
 
     def arguments(self, rows: int, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for a batch of this shape, with tensors on the meta device."""
@@ -49,11 +49,13 @@ class BlockCalls:
         return args, kwargs
 
     def run(self, rows: int, length: int, dtype: torch.dtype, accelerated: bool) -> BlockRun:
-        """Run a block's forward and backward for a micro-batch of this shape on the meta device."""
+        """Run a block's forward and backward pass for a micro-batch of this shape on the meta device."""
         return run_on_meta(self.block, *self.arguments(rows, length), dtype, accelerated)
 
     def shared_bytes(self, rows: int, length: int) -> dict[int, int]:
-        """Return the bytes of inputs shared with other blocks (masks, rotary tables), by the identity of the tensor."""
+        """Return the size in bytes of each input shared with other blocks (masks, rotary tables), by the identity of
+        the tensor.
+        """
         args, kwargs = self.arguments(rows, length)
         hidden = args[0] if args else kwargs["hidden_states"]
         leaves = pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)[0]
@@ -66,30 +68,31 @@ class BlockCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """One dimension of a shape: a constant, times rows, length, or both."""
+    """The size of one dimension: a constant, multiplied by the rows, the length, or both."""
 
     factor: int
     by_rows: bool
     by_length: bool
 
     def at(self, rows: int, length: int) -> int:
-        """Return the dimension for a batch of this shape."""
+        """Return the size of the dimension for a batch of this shape."""
         return self.factor * (rows if self.by_rows else 1) * (length if self.by_length else 1)
 
 
 def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool) -> list[BlockCalls]:
-    """Return how a model on the meta device calls its blocks: one entry for each distinct block structure.
+    """Return the arguments with which a model on the meta device calls its blocks, one entry per distinct block
+    structure.
 
     Args:
         parts: parts of a skeleton.
         dtype: dtype of hidden states.
-        length: length of future batches, T: sequences longer than a sliding window have another mask.
-        masked: rows are padded, so there is a mask.
+        length: length of the batches, T: sequences longer than a sliding window have a different mask.
+        masked: rows are padded, which requires a mask.
     """
     indices: dict[Any, list[int]] = {}
     for index, block in enumerate(parts.blocks):
         indices.setdefault(structure_key(block), []).append(index)
-    copies = [meta_copy(parts.blocks[same[0]]) for same in indices.values()]  # whose own forwards are not replaced
+    copies = [meta_copy(parts.blocks[same[0]]) for same in indices.values()]  # without replaced forward methods
     kinds = {index: copy for copy, same in zip(copies, indices.values(), strict=True) for index in same}
     seen = [_record(parts, kinds, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
     return [
@@ -115,7 +118,7 @@ def _compare(block: nn.Module, calls: list[Call], indices: tuple[int, ...]) -> B
             shapes = (leaf.shape, more_rows[index].shape, more_tokens[index].shape)
             tensors[index] = tuple(map(_extent, *shapes)), leaf.dtype
     plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    identities = {index: id(leaves[index]) for index in tensors}  # of one forward, while all its tensors are alive
+    identities = {index: id(leaves[index]) for index in tensors}  # of one forward pass, while all its tensors are alive
     return BlockCalls(block, indices, spec, plain, tensors, identities)
 
 
@@ -135,12 +138,12 @@ def _extent(number: int, more_rows: int, more_tokens: int) -> _Extent:
 
 
 def call_of_each_block(parts: ModelParts, dtype: torch.dtype, inputs: Mapping[str, torch.Tensor]) -> dict[int, Call]:
-    """Return the arguments of each block in one forward, as tensors with values.
+    """Return the arguments of each block in one forward pass, as tensors with values.
 
     Args:
         parts: parts of a skeleton.
         dtype: dtype of hidden states.
-        inputs: inputs of the model's forward, with ``input_ids`` (B, T).
+        inputs: inputs of the model, with ``input_ids`` (B, T).
     """
     kinds = {index: meta_copy(block) for index, block in enumerate(parts.blocks)}
     return _record(parts, kinds, dtype, inputs, inputs["input_ids"].shape[1])
@@ -154,7 +157,7 @@ def _batch(rows: int, tokens: int, masked: bool) -> dict[str, torch.Tensor]:
 
 
 class _DoneError(Exception):
-    """Raised to end a forward at its last block."""
+    """Raised to end a forward pass at its last block."""
 
 
 def _record(
@@ -164,7 +167,7 @@ def _record(
     inputs: Mapping[str, torch.Tensor],
     length: int,
 ) -> dict[int, Call]:
-    """Return the arguments of each block in one forward. ``kinds``: for each index, a block of the same structure."""
+    """Record each block's arguments in one forward pass. ``kinds``: for each index, a block of the same structure."""
     calls: dict[int, Call] = {}
     outputs: dict[nn.Module, Any] = {}
 
@@ -197,7 +200,7 @@ def _zeros(leaf: Any) -> Any:
 
 @contextmanager
 def _outer_parameters(parts: ModelParts, dtype: torch.dtype) -> Iterator[None]:
-    """Context manager: replace parameters outside of blocks, table and head, which are on the meta device, by zeros."""
+    """Context manager: replace the outer parameters, which are on the meta device, by zeros."""
     refs = parts.units[OUTER]
     for ref in refs:
         for module, attribute in ref.places:
@@ -212,7 +215,7 @@ def _outer_parameters(parts: ModelParts, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _short_window(parts: ModelParts, length: int) -> Iterator[None]:
-    """Context manager: set the sliding window so that it relates to the probe's length as it does to ``length``."""
+    """Context manager: scale the sliding window to the probe, keeping its ratio to ``length``."""
     config = parts.model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if window is None:

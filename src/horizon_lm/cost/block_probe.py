@@ -1,4 +1,4 @@
-"""Measure the memory and work of a block's computation, and find the weights that its forward writes."""
+"""Measure the memory and work of a block's computation, and find the weights that its forward pass writes."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -20,12 +20,12 @@ from horizon_lm.plan.outline import Footprint, Work
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Cost of a block's forward and backward, as seen on the meta device.
+    """The cost of a block's forward and backward pass, as measured on the meta device.
 
     Attributes:
         footprint: bytes of activations.
-        forward_peak: peak bytes of a forward without a graph.
-        forward, backward: work of a forward, and of a backward that has its graph.
+        forward_peak: peak bytes of a forward pass without a graph.
+        forward, backward: work of a forward pass, and of a backward pass with an existing graph.
         output: output of the block, on the meta device.
     """
 
@@ -43,7 +43,7 @@ def run_on_meta(
 
     Args:
         block: decoder block, with weights on any device.
-        args, kwargs: arguments as the model's forward passes them, with tensors on any device.
+        args, kwargs: arguments as passed by the model, with tensors on any device.
         dtype: dtype of the weights on the device.
         accelerated: assume the kernels of a GPU.
     """
@@ -71,9 +71,11 @@ def output_on_meta(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def copy_on_meta(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return a meta copy of a block with weights in ``dtype``, and meta arguments with differentiable hidden states."""
+    """Return a copy of a block on the meta device with weights in ``dtype``, and arguments with differentiable hidden
+    states.
+    """
     module = meta_copy(block)
-    module.__dict__.pop("forward", None)  # the override of a streamed block
+    module.__dict__.pop("forward", None)  # the forward override of a streamed block
     for owner in module.modules():
         for name, param in owner._parameters.items():
             if param is not None:
@@ -90,7 +92,7 @@ def measured_footprint(
     block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device,
     meter: AbstractContextManager[Any],
 ) -> tuple[Footprint, Any]:  # fmt: skip
-    """Return the footprint of a block measured on a device, compiled if the block is, and its output.
+    """Measure the footprint of a block on a device, compiled if the block is compiled; also return its output.
 
     The weights are random and all trainable.
 
@@ -101,7 +103,7 @@ def measured_footprint(
         device: device to measure on.
         meter: context manager that measures bytes in use as ``current`` and ``peak``.
     """
-    params = {  # plain tensors, as in training: torch.compile would recompile for another class
+    params = {  # plain tensors, as in training: torch.compile would recompile for a different tensor class
         name: (0.02 * torch.randn(param.shape, dtype=dtype, device=device)).requires_grad_()
         for name, param in block.module.named_parameters(remove_duplicate=False)
     }
@@ -143,7 +145,9 @@ _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", 
 
 
 def find_written(parts: ModelParts, trial: OuterTrial | None) -> Mapping[int, frozenset[str]]:
-    """Return the names of the weights that a block's forward may write in training, for each block that writes some."""
+    """Return the names of the weights that a block's forward pass may write in training, for each block that writes
+    any.
+    """
     by_kind: dict[Any, frozenset[str]] = {}
     found = {}
     for index, module in enumerate(parts.blocks) if trial is not None else ():
@@ -163,13 +167,13 @@ def _written(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     try:
         with recording(module, args, kwargs, accelerated=False), watch, torch.no_grad():
             module.forward(*args, **kwargs)
-    except Exception:  # blocks that cannot run on the meta device count as not writing
+    except Exception:  # a block that cannot run on the meta device is assumed not to write weights
         pass
     return frozenset(watch.written)
 
 
 class _Watch(TorchFunctionMode):
-    """Record the functions that write to the storage of a parameter, also through its ``data``."""
+    """A dispatch mode that records functions that write to the storage of a parameter, also through its ``data``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

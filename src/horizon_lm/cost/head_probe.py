@@ -1,4 +1,4 @@
-"""Find the memory and work of norm, head and loss by running the model's own code on the meta device."""
+"""Find the memory and work of the norm, head and loss by running the model's own code on the meta device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,19 +15,19 @@ from horizon_lm.model.units import ModelParts
 from horizon_lm.plan.outline import Linear, Work
 from horizon_lm.schedule.ops import OUTER
 
-_TOKENS = 4096  # of a trial, enough to make the part that is independent of the tokens negligible
+_TOKENS = 4096  # tokens of a trial, enough to make the part that does not depend on the number of tokens negligible
 
 
 def head_peak(
     parts: ModelParts, trunk: nn.Module, dtype: torch.dtype, chunked: bool, values: Sequence[str] = ()
 ) -> Linear[int]:
-    """Return the peak bytes of norm, head and loss by tokens, without hidden states, weights and gradient slots.
+    """Return the peak bytes of norm, head and loss per token count, without hidden states, weights and gradient slots.
 
     Args:
         parts: parts of a skeleton.
-        trunk: module that the model's forward calls for hidden states.
+        trunk: module that the model calls for hidden states.
         dtype: dtype of weights and hidden states.
-        chunked: weight gradients are added to their slot at once, and the logits are not kept.
+        chunked: weight gradients are added directly to their slot, and the logits are not kept.
         values: per-token values that the loss uses, as in `functional.logprobs_of_logits`; empty for Hugging Face's own loss.
     """
     linear = _ChunkLinear.apply if chunked else F.linear
@@ -38,7 +38,7 @@ def head_peak(
 
 
 def head_work(parts: ModelParts, trunk: nn.Module, dtype: torch.dtype) -> tuple[Linear[Work], Linear[Work]]:
-    """Return the work of norm, head and loss by tokens, for the forward and for the backward."""
+    """Return the work of norm, head and loss per token count, for the forward pass and for the backward pass."""
     runs = [_run(parts, trunk, dtype, tokens, F.linear, holds_logits=False) for tokens in (1, 2)]
     forward = Linear(*(forward for _, forward, _ in runs))
     return forward, Linear(*(both - forward for _, forward, both in runs))
@@ -53,7 +53,7 @@ def _run(
     holds_logits: bool,
     values: Sequence[str] = (),
 ) -> tuple[int, Work, Work]:
-    """Return the peak, the work of the forward, and the work of forward and backward."""
+    """Return the peak memory, the work of the forward pass, and the work of the forward and backward pass."""
     model, width = parts.model, parts.head_width
     norm = _norm(parts, dtype)
     weight = torch.empty((parts.sizes().vocabulary, width), dtype=dtype, device="meta", requires_grad=True)
@@ -78,7 +78,7 @@ def _run(
         if values:
             output = type(model).forward(model, input_ids=labels, **options)
             logits = output.logits.flatten(0, 1)
-            # The whole head selects the logits of trained tokens, which is a copy.
+            # Without chunks, the head selects the logits of trained tokens, which makes a copy.
             made = logprobs_of_logits(logits.clone() if holds_logits else logits, labels[0], 1.0, values)
             del logits
             loss = torch.stack(made).sum()
@@ -95,7 +95,7 @@ def _run(
 
 
 class _ChunkLinear(torch.autograd.Function):
-    """A linear layer whose weight gradient takes no memory of its own."""
+    """A linear layer whose weight gradient takes no additional memory."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -109,10 +109,10 @@ class _ChunkLinear(torch.autograd.Function):
 
 
 def _norm(parts: ModelParts, dtype: torch.dtype) -> nn.Module:
-    """Return the final norm, or an identity if hidden states are projected to another width after it."""
+    """Return the final norm, or an identity if hidden states are projected to another width after the norm."""
     norm = parts.final_norm
     if norm is None or any(param.shape[-1] != parts.head_width for param in norm.parameters()):
         return nn.Identity()
     copy = meta_copy(norm).to(device="meta", dtype=dtype)
-    copy.__dict__.pop("forward", None)  # the override of a streamed model
+    copy.__dict__.pop("forward", None)  # the forward override of a streamed model
     return copy

@@ -1,4 +1,4 @@
-"""Run code on the meta device to find its memory and work: nothing is computed, and no weights are needed.
+"""Run code on the meta device to find its memory and work; nothing is computed, and no weights are needed.
 
 Storages are tracked from the operation that creates them until Python frees them, as a device's allocator would, and the
 operations and bytes of each kernel are added up. Code without a meta kernel has a stand-in: fused attention keeps its inputs,
@@ -20,9 +20,9 @@ from torch.utils.flop_counter import flop_registry
 
 from horizon_lm.plan.outline import Work
 
-_STAND_IN = "horizon_lm_fused"  # replaces the kernels that transformers looks up by these names
+_STAND_IN = "horizon_lm_fused"  # the name under which transformers finds the stand-in kernels
 _FUSED = ("flash_attention_2", "flash_attention_3", "varlen")
-_BACKWARD = 2.5  # work of a fused backward, relative to its forward (Dao, "FlashAttention-2", section 4.1)
+_BACKWARD = 2.5  # work of a fused backward pass, relative to its forward pass (Dao, "FlashAttention-2", section 4.1)
 
 
 class Recorder(TorchDispatchMode):
@@ -32,7 +32,7 @@ class Recorder(TorchDispatchMode):
         given: existing tensors, in nested structures, which are not counted.
 
     Attributes:
-        live, peak: bytes of the storages created since, now and at their peak.
+        live, peak: bytes of the storages created since then, now and at their peak.
         work: work of all operations so far.
     """
 
@@ -106,7 +106,7 @@ def recording(module: nn.Module, *given: Any, accelerated: bool) -> Iterator[Rec
 
     Args:
         module: a copy, whose attention implementation is changed permanently.
-        given: existing tensors besides its parameters and buffers.
+        given: existing tensors other than its parameters and buffers.
         accelerated: assume the kernels of a GPU.
     """
     recorder = Recorder([*module.parameters(), *module.buffers(), given])
@@ -118,7 +118,9 @@ def recording(module: nn.Module, *given: Any, accelerated: bool) -> Iterator[Rec
 
 
 class _Fused(torch.autograd.Function):
-    """Keep the tensors that a fused attention kernel keeps: query, key, value (B, heads, T, D), output and mask."""
+    """A stand-in for fused attention that keeps the same tensors: query, key, value (B, heads, T, D), output
+    and mask.
+    """
 
     @staticmethod
     def forward(
@@ -141,7 +143,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _output_like(query: torch.Tensor, width: int) -> torch.Tensor:
-    """Return an output with the memory layout of the query (B, heads, T, D), as kernels do."""
+    """Return an output with the memory layout of the query (B, heads, T, D), like the kernels."""
     if width == query.shape[-1]:
         return torch.empty_like(query)
     rows, heads, length, _ = query.shape
@@ -155,7 +157,7 @@ def _pairs(length: int, window: int | None) -> float:
 
 
 class _ScaledDotProduct(TorchFunctionMode):
-    """Run torch's scaled dot-product attention as a fused kernel: on the meta device it is composed of many operations."""
+    """A mode that runs torch's scaled dot-product attention as one fused kernel, not as many operations."""
 
     def __init__(self, recorder: Recorder, accelerated: bool) -> None:
         super().__init__()
@@ -169,9 +171,9 @@ class _ScaledDotProduct(TorchFunctionMode):
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         if not self._accelerated and (dropout or query.shape[-1] != value.shape[-1]):
-            return func(*args, **kwargs)  # on a CPU torch has no fused kernel for these
+            return func(*args, **kwargs)  # torch has no fused kernel for these cases on a CPU
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.empty_like(mask, dtype=query.dtype)  # kernels add it to the scores
+            mask = torch.empty_like(mask, dtype=query.dtype)  # kernels add the mask to the scores
         causal = kwargs.get("is_causal") and query.shape[2] == key.shape[2]
         pairs = _pairs(query.shape[2], None) if causal else float(query.shape[2] * key.shape[2])
         return _Fused.apply(query, key, value, mask, self._recorder, pairs)
@@ -179,7 +181,7 @@ class _ScaledDotProduct(TorchFunctionMode):
 
 @contextmanager
 def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Context manager: replace kernels that transformers looks up by name and that skip tokens outside a window."""
+    """Context manager: replace kernels that transformers looks up by name and that skip tokens outside of a window."""
     from transformers import AttentionInterface
 
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
@@ -198,7 +200,9 @@ def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 class _Grouped(torch.autograd.Function):
-    """Keep the tensors that a grouped product keeps: tokens (S, I), sorted by expert, and weight (E, I, O)."""
+    """A stand-in for a grouped product that keeps tokens (S, I), sorted by expert, and weight (E, I, O), like the
+    original.
+    """
 
     @staticmethod
     def forward(
@@ -220,9 +224,10 @@ class _Grouped(torch.autograd.Function):
 
 @contextmanager
 def _experts(recorder: Recorder) -> Iterator[None]:
-    """Context manager: replace grouped products of experts by a stand-in.
+    """Context manager: replace the grouped matrix products of experts by a stand-in.
 
-    On the meta device torch's own supports only bf16, and transformers' fallback has no backward before 5.23.
+    On the meta device, torch's grouped product supports only bf16, and transformers' fallback has no backward pass
+    before version 5.23.
     """
     from transformers.integrations import moe
 

@@ -80,7 +80,7 @@ def outline_config(
         computation = _computation(parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values, path)
     except HorizonError:
         raise
-    except Exception as error:  # the model's own code may fail in any way on the meta device
+    except Exception as error:  # the model's own code may raise any exception on the meta device
         computation = _unknown(parts, error)
     return ModelOutline(
         name=name,
@@ -155,7 +155,7 @@ def _kind(calls: BlockCalls, length: int, dtype: torch.dtype, accelerated: bool)
 
 
 def _shared(calls: list[BlockCalls], rows: int, length: int) -> int:
-    """Return the bytes of shared inputs. Structures of blocks may have different masks; the same tensor counts once."""
+    """Return the bytes of shared inputs. Structures of blocks may have different masks; a shared tensor counts once."""
     found: dict[int, int] = {}
     for each in calls:
         found |= each.shared_bytes(rows, length)
@@ -180,7 +180,7 @@ _FIRST, _SECOND = 5, 8  # tokens of the two sequences in a packed row
 def require_packable(parts: ModelParts, used: str) -> None:
     """Raise ModelNotSupportedError if tokens could attend to earlier sequences of a packed row.
 
-    Run the model's outer code over a row of two packed sequences, and examine the arguments of each block.
+    The model's outer code is run on a row of two packed sequences, and the arguments of each block are examined.
 
     Args:
         parts: parts of a skeleton.
@@ -203,7 +203,9 @@ def require_packable(parts: ModelParts, used: str) -> None:
 
 
 def _is_masked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an input is a mask (..., T, T) that hides the first sequence from the second, but not itself."""
+    """Return whether an input is a mask (..., T, T) that hides the first sequence from the second but not
+    from itself.
+    """
     length = _FIRST + _SECOND
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.ndim == 4 and leaf.shape[-2:] == (length, length):

@@ -1,1 +1,1 @@
-"""Turn rows of files into examples, examples into tokens with targets, and those into the batch of any step."""
+"""Turn rows of files into examples, examples into tokens with targets, and tokens into the batch of any step."""

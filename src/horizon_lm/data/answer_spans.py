@@ -1,7 +1,7 @@
 """Locate the assistant's answers in the rendered text of a conversation.
 
 The whole conversation is rendered once. Rendering its prefixes would not work, because with many templates the text of
-one turn is not a prefix of the text of two.
+the first turn is not a prefix of the text of the first two.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TemplateStyle:
-    """The way in which a template renders answers.
+    """The style in which a template renders answers.
 
     Attributes:
         opening: text that starts an assistant turn (the generation prompt); empty if unknown.
@@ -31,8 +31,8 @@ def locate_answers(text: str, messages: Sequence[Message], style: TemplateStyle 
     """Return the character spans of the assistant's turns in a rendered conversation, without their end-of-turn tokens.
 
     All contents are placed in order and without overlap, once as early and once as late as possible. If both placements
-    agree, there is no other one. A turn starts where its opening ends, so that it includes text that the template inserts
-    before the content.
+    agree, the placement is unique. A turn starts where its opening ends, so that it includes text that the template
+    inserts before the content.
 
     Args:
         text: the rendered conversation.
@@ -65,7 +65,7 @@ def locate_answers(text: str, messages: Sequence[Message], style: TemplateStyle 
 
 
 def _rendered_content(text: str, message: Message, trims: bool) -> str:
-    """Return the content of a message as the template renders it, or an empty text if it cannot serve as an anchor."""
+    """Return the message content as rendered by the template, or an empty text if it cannot serve as an anchor."""
     content: str = message["content"]
     if message.get("tool_calls"):
         raise RowError(f"tool calls cannot be located in the rendered conversation; {_USE_MARKS}")

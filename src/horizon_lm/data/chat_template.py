@@ -18,7 +18,7 @@ from horizon_lm.errors import ConfigError, first_line
 
 
 def with_offsets(tokenizer: Any) -> Any:
-    """Return a tokenizer whose character offsets include leading spaces: a copy if this one trims them.
+    """Return a tokenizer whose character offsets include leading spaces, as a copy if this one trims them.
 
     Raises:
         ConfigError: the tokenizer reports no character offsets.
@@ -39,7 +39,9 @@ def with_offsets(tokenizer: Any) -> Any:
 
 
 def _clear_trim_offsets(state: Any) -> bool:
-    """Clear ``trim_offsets`` in a post-processor and its parts, and return whether any was set. Tokens do not change."""
+    """Clear ``trim_offsets`` in a post-processor and its parts; return whether it was set anywhere. Tokens do not
+    change.
+    """
     parts = list(state.values()) if isinstance(state, dict) else state if isinstance(state, list) else []
     found = bool(sum(map(_clear_trim_offsets, parts)))  # not any(), which would stop at the first
     if isinstance(state, dict) and state.get("trim_offsets"):
@@ -70,7 +72,7 @@ class TokenizedConversation:
 
 
 class ChatRenderer:
-    """A renderer of conversations to tokens with a mask of the assistant's, by the tokenizer's chat template.
+    """A renderer of conversations to tokens with a mask of the assistant's tokens, using the tokenizer's chat template.
 
     Args:
         tokenizer: a tokenizer of transformers with a chat template.
@@ -103,14 +105,16 @@ class ChatRenderer:
             return replace(self._tokenize(conversation, found), is_complete=found.is_complete)
         except (RowError, ConfigError):  # a template that exceeds a limit would do so in every row
             raise
-        except Exception as error:  # a template is a program and may raise anything
+        except Exception as error:  # a template is a program and may raise any exception
             raise RowError(f"the chat template rejects this row: {first_line(error)}") from error
 
     def _tokenize(self, conversation: Conversation, found: RenderedConversation) -> TokenizedConversation:
-        """Find the assistant's tokens by the template's marks, else by TRL's, else by locating the answers."""
+        """Find the assistant's tokens by the template's marks, otherwise by TRL's, otherwise by locating
+        the answers.
+        """
         if self._has_generation_marks(found.conversation):
             return self._tokenize_with_marks(found.conversation, None)
-        # TRL's template may expect tool arguments in the other form than the model's own.
+        # TRL's template may expect tool arguments in a different form from the model's own.
         for variant in argument_variants(conversation) if self._training is not None else ():
             if self._training_template_matches(variant, found.text):
                 return self._tokenize_with_marks(variant, self._training)
@@ -122,11 +126,11 @@ class ChatRenderer:
         """Return whether TRL's template renders a conversation exactly as the model's own does."""
         try:
             return text == self.text(conversation, chat_template=self._training)
-        except Exception:  # a template is a program and may raise anything
+        except Exception:  # a template is a program and may raise any exception
             return False
 
     def text(self, conversation: Conversation, **options: Any) -> str:
-        """Return the text of a conversation as the template renders it."""
+        """Return the text of a conversation as rendered by the template."""
         return str(self._apply(conversation, tokenize=False, **options))
 
     def _apply(self, conversation: Conversation, **options: Any) -> Any:
@@ -140,7 +144,7 @@ class ChatRenderer:
         return _GENERATION_MARK.search(template) is not None
 
     def _tokenize_with_marks(self, conversation: Conversation, template: str | None) -> TokenizedConversation:
-        """Tokenize with a template that marks what the assistant generates; None for the model's own."""
+        """Tokenize with a template that marks generated text; None for the model's own template."""
         encoded = self._apply(conversation, chat_template=template, return_dict=True, return_assistant_tokens_mask=True)
         ids, assistant = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
         assistant &= ~_empty_answer_mask(assistant, conversation.messages)
@@ -157,7 +161,7 @@ class ChatRenderer:
         return False
 
     def _tokenize_with_spans(self, text: str, spans: list[Span]) -> TokenizedConversation:
-        """Tokenize a rendered text whose answers are character spans."""
+        """Tokenize a rendered text whose answers are given as character spans."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
         assistant, ends = np.zeros(len(ids), dtype=bool), []
@@ -171,7 +175,7 @@ class ChatRenderer:
         return TokenizedConversation(ids, assistant, all(ends))
 
     def _end_of_turn(self, text: str, ids: np.ndarray, offsets: np.ndarray, end: int) -> int | None:
-        """Return the index of the special token that follows a span directly or after spaces, if any."""
+        """Return the index of the special token that follows a span, directly or after spaces, or None."""
         after = np.flatnonzero(
             (offsets[:, 0] >= end) & (offsets[:, 1] > offsets[:, 0]) & np.isin(ids, self._special_ids)
         )
@@ -180,7 +184,7 @@ class ChatRenderer:
         return int(after[0])
 
     def _template_style(self, conversation: Conversation) -> TemplateStyle:
-        """Return the style of the template, found by rendering test conversations once for each set of options."""
+        """Return the style of the template, determined by rendering test conversations once for each set of options."""
         key = json.dumps(conversation.template_options, sort_keys=True, default=str)
         if key not in self._styles:
             self._styles[key] = self._probe_template_style(conversation.template_options)
@@ -202,12 +206,12 @@ class ChatRenderer:
             return TemplateStyle()
         starts_alike = prompt_with_opening.startswith(prompt)
         opening = prompt_with_opening.removeprefix(prompt) if starts_alike else ""
-        # A thinking block that the template opens is part of the answer: the model has to generate it.
+        # A thinking block opened by the template is part of the answer, since the model has to generate it.
         return TemplateStyle(_THINKING.sub("", opening), trims)
 
 
 def _empty_answer_mask(assistant: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-    """Return the mask of the tokens of empty answers, from which a model would learn to end its turn at once."""
+    """Return the mask of the tokens of empty answers, from which a model would learn to end its turn immediately."""
     non_empty = [has_content(message) for message in messages if message["role"] == "assistant"]
     turns = np.cumsum(assistant & ~np.insert(assistant[:-1], 0, False))  # number of the answer at each token, from 1
     if all(non_empty):

@@ -19,21 +19,21 @@ class Finding:
 
     Attributes:
         is_error: True if a run with these rows is rejected.
-        what: predicate that describes the rows.
+        problem: the mistake as a predicate of the rows, such as "are copies of others".
         remedy: consequence of the mistake, and what to do.
         rows: number of rows and places of the first ones.
     """
 
     is_error: bool
-    what: str
+    problem: str
     remedy: str
     rows: ExampleCounts
 
     def __str__(self) -> str:
-        return f"rows that {self.what}: {self.rows.count:,} ({self.rows}); {self.remedy}"
+        return f"rows that {self.problem}: {self.rows.count:,} ({self.rows}); {self.remedy}"
 
 
-def audit(report: Report, tokenizer: Any) -> list[Finding]:
+def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
     """Return the findings in the rows of a report, before packing; errors come first."""
     doubled, thinking, copies = ExampleCounts(), ExampleCounts(), ExampleCounts()
     patterns = _empty_thinking(tokenizer)
@@ -49,7 +49,7 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
             True, "begin with two begin-of-sequence tokens", "the text and the tokenizer each add one; remove it from the text",
             doubled,
         ),
-        Finding(False, "have no token to train on", "they are left out; raise max_length, or check their answers", report.left_out),
+        Finding(False, "have no token to train on", "they are left out; raise max_length, or check their answers", report.without_targets),
         Finding(
             False, "lost tokens to train on by truncation", "the model learns answers without their end; raise max_length",
             report.truncated_answers,
@@ -75,10 +75,10 @@ def audit(report: Report, tokenizer: Any) -> list[Finding]:
     return [finding for finding in findings if finding.rows.count]
 
 
-def also_trained_on(held_out: TokenTable, training: TokenTable) -> list[Finding]:
-    """Return a finding if held-out rows are also training rows."""
+def check_overlap(eval_rows: TokenTable, training: TokenTable) -> list[Finding]:
+    """Return a finding if eval rows are also training rows."""
     training_hashes, shared = np.concatenate([part.row_hashes for part in training.parts]), ExampleCounts()
-    for part in held_out.parts:
+    for part in eval_rows.parts:
         shared.add(part.indices[np.isin(part.row_hashes, training_hashes)], part.place)
     remedy = "their loss is too low to measure generalization; remove them from one of the two"
     return [Finding(False, "are also trained on", remedy, shared)] if shared.count else []
@@ -100,14 +100,14 @@ def _begins_twice(ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, bos: in
 
 
 def _empty_thinking(tokenizer: Any) -> list[np.ndarray]:
-    """Return the tokens of empty thinking blocks, or nothing if the tokenizer does not have the tags."""
+    """Return the token sequences of empty thinking blocks, or an empty list if the tokenizer does not have the tags."""
     if not {"<think>", "</think>"} <= set(tokenizer.get_vocab()):
         return []
     return [np.array(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _EMPTY_THINKING]
 
 
 def _has_trained(ids: np.ndarray, trained: np.ndarray, ends: np.ndarray, patterns: Sequence[np.ndarray]) -> np.ndarray:
-    """Return for each row whether it contains one of the patterns with all tokens as targets, bool (n,)."""
+    """Return for each row whether it contains one of the patterns with all of its tokens as targets, bool (n,)."""
     found = np.zeros(len(ends), dtype=bool)
     for pattern in patterns:
         count = len(ids) - len(pattern) + 1

@@ -28,7 +28,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text to train on from its first token."""
+    """A text to train on from its first token."""
 
     text: str
 
@@ -56,7 +56,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant", "function": "tool",
 }  # fmt: skip
-TEXT_KEYS = ("content", "reasoning_content", "thinking")  # the text of a message, apart from tool calls
+TEXT_KEYS = ("content", "reasoning_content", "thinking")  # keys for the text of a message, apart from tool calls
 _OPTIONAL_KEYS = {  # in addition to role and content
     "assistant": ("tool_calls", *TEXT_KEYS[1:]),
     "tool": ("name", "tool_call_id"),
@@ -101,7 +101,7 @@ def _message(entry: Any, where: str) -> Message:
         raise RowError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
     message: Message = {"role": role, "content": _content(entry, where)}
     for key, value in entry.items():
-        if key in ("role", "content") or value in ("", [], {}):  # 0 and false are values, too
+        if key in ("role", "content") or value in ("", [], {}):  # 0 and false are also values
             continue
         if key not in _OPTIONAL_KEYS.get(role, ()):
             raise RowError(f"{where}.{key} is not supported; remove it, or drop the row")
@@ -141,7 +141,9 @@ def _tool_calls(value: Any, where: str) -> list[Any]:
 
 
 def _convert_sharegpt(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a ``{from, value}`` message as ``{role, content}``, and a function call as a tool call of the assistant."""
+    """Convert a ``{from, value}`` message to ``{role, content}``, and a function call to a tool call of the
+    assistant.
+    """
     role, value = entry["from"], entry.get("value")
     if not isinstance(role, str):
         raise RowError(f"{where}.from must be text, but is {describe_type(role)}")
@@ -172,7 +174,7 @@ def has_content(message: Message) -> bool:
 
 
 def validate_messages(messages: list[Message]) -> list[Message]:
-    """Return the messages unchanged; raise RowError if their order is invalid or no message is the assistant's."""
+    """Return the messages unchanged; raise RowError if their order is invalid or none is from the assistant."""
     roles = [message["role"] for message in messages]
     if {"system", "developer"} & set(roles[1:]):
         raise RowError("the system message must be the first one")

@@ -26,7 +26,7 @@ class RowFormat:
     """A format of rows.
 
     Attributes:
-        name: its name in the setting `format`.
+        name: name of the format in the setting `format`.
         required: alternative sets of fields; a row must have all fields of one set.
         convert: function from a row to an example; raises RowError if the row is invalid.
     """
@@ -41,7 +41,7 @@ class RowFormat:
 
 
 def rename_fields(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row with its fields under the expected names; raise RowError if a renamed field is missing."""
+    """Return a row with its fields renamed to the expected names; raise RowError if a renamed field is missing."""
     missing = [theirs for ours, theirs in columns.items() if theirs not in row and ours not in OPTIONAL_FIELDS]
     if missing:
         raise RowError(f"field {missing[0]!r} of columns is missing; the row has {_field_names(row)}")
@@ -55,7 +55,7 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
         row: the row, with renamed fields.
         wanted: name of the format, or None to recognize it by the fields of the row.
         objective: objective of the run, which limits the formats.
-        columns: renamed fields; formats that require one of them take precedence.
+        columns: renamed fields; formats that require one of these fields take precedence.
 
     Raises:
         RowError: the row has no known format, or one that the objective does not use.
@@ -147,7 +147,9 @@ def _from_preference(row: Mapping[str, Any]) -> Preference:
 
 
 def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a preference with its prompt, extracted from the start of both answers if needed, and answers as messages."""
+    """Return a preference with a prompt, extracted from the start of both answers if needed, and with answers as
+    messages.
+    """
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if isinstance(row.get("conversations"), list):  # LLaMA-Factory: the conversation before the answers
         answers = {name: [row[name]] for name in ("chosen", "rejected") if isinstance(row.get(name), Mapping)}
@@ -157,7 +159,8 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**row, "prompt": _alpaca_prompt(row), **answers}
     if "prompt" in row and not (isinstance(row["prompt"], str) and isinstance(chosen, list)):
         return row
-    # A text prompt beside two conversations usually repeats their start, so it is ignored unless they hold only answers.
+    # A text prompt next to two conversations usually repeats their start, so it is ignored unless they contain only
+    # answers.
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str | list) or not value:
             raise RowError(f"field {name!r} must be text or a list of {{role, content}}, but is {describe_type(value)}")
@@ -177,9 +180,9 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _require_common_prompt(chosen: str, rejected: str) -> None:
-    """Raise RowError for texts whose common start is not a prompt, such as the Y of Yes and You."""
+    """Raise RowError for texts whose common start is not a prompt, such as the Y in Yes and You."""
     if chosen == rejected:
-        return  # reported by the caller
+        return  # the caller reports it
     if chosen.startswith(rejected) or rejected.startswith(chosen):
         raise RowError(
             "one of 'chosen' and 'rejected' is the start of the other, so it has no answer; add a field 'prompt'"
@@ -190,7 +193,7 @@ def _require_common_prompt(chosen: str, rejected: str) -> None:
 
 
 def _prompt_and_answer(row: Mapping[str, Any], name: str) -> Conversation | Completion:
-    """Return the example of a prompt and an answer, which must both be text or both be messages."""
+    """Return the example of a prompt and an answer, which must either both be text or both be messages."""
     prompt, answer = row.get("prompt"), row.get(name)
     if isinstance(prompt, str) and isinstance(answer, str):
         if _text_field(row, "system", optional=True):

@@ -1,4 +1,4 @@
-"""Build the batch of any step, independent of the steps before it."""
+"""Build the batch of any step, independently of the steps before it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ class Batch:
     places: tuple[str, ...]
 
     def inputs(self) -> dict[str, Any]:
-        """Return the arguments of a model's forward, without the labels."""
+        """Return the arguments of the model, without the labels."""
         arguments = {
             "input_ids": self.input_ids,
             "attention_mask": self.attention_mask,
@@ -51,10 +51,10 @@ class Batch:
 
 
 def collate(rows: Sequence[Row], indices: Sequence[int] = ()) -> Batch:
-    """Build the batch of some rows with their indices. The attention mask marks padding, never a token id."""
+    """Build the batch of some rows with their indices. The attention mask marks padding; no token id does."""
     sequences = [row.sequences[index] for index in range(len(rows[0].sequences)) for row in rows]
     shape = (len(sequences), max(len(each.ids) for each in sequences))
-    # The id of padding has no effect, since attention and loss skip it. Zero is in every vocabulary.
+    # The token id of padding has no effect, since attention and loss skip padding. Zero is in every vocabulary.
     input_ids = torch.zeros(shape, dtype=torch.int64)
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
     for index, each in enumerate(sequences):
@@ -97,16 +97,16 @@ def _positions(rows: Sequence[Row], shape: tuple[int, int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Sampler:
-    """The sampler of a run: a function from a step to its rows, which depends on nothing but the seed.
+    """The sampler of a run: a function from a step to its rows, which depends only on the seed.
 
-    Every epoch has a permutation of its own. Its last step has the remaining rows, as in transformers.
+    Every epoch has a different permutation. Its last step has the remaining rows, as in transformers.
 
     Args:
         num_rows: number of rows, or the numbers of rows of several datasets.
         rows_per_step: number of rows in one optimizer step.
         seed: seed of the order.
-        weights: number of times that the rows of each dataset are used in an epoch; empty for once each. For the
-            fractional part of a weight, every epoch samples rows anew.
+        weights: number of times that the rows of each dataset are used in an epoch; empty to use each row once. For the
+            fractional part of a weight, every epoch samples different rows.
     """
 
     num_rows: int | tuple[int, ...]
@@ -139,18 +139,22 @@ class Sampler:
         """Return the indices of the rows in step ``step``, counted from 0."""
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         start = step_of_epoch * self.rows_per_step
+        return self.epoch_order(epoch)[start : start + self.rows_per_step].tolist()
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """Return the indices of the rows of an epoch in order, int (n,). Epochs are counted from 0."""
         weights = self.weights or (1.0,) * len(self._sizes)
-        return _epoch_order(self._sizes, weights, self.seed, epoch)[start : start + self.rows_per_step].tolist()
+        return _epoch_order(self._sizes, weights, self.seed, epoch)
 
 
 def _num_extra(weight: float, size: int) -> int:
-    """Return the number of rows that an epoch uses once more than the others; at least 1 if it would use none."""
+    """Return the number of rows that an epoch uses one extra time; at least 1 if it would otherwise use no rows."""
     return min(size, max(0 if int(weight) else 1, round((weight - int(weight)) * size)))
 
 
 @lru_cache(maxsize=1)
 def _epoch_order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> np.ndarray:
-    """Return the indices of the rows of an epoch in order."""
+    """Return the row indices of an epoch in order."""
     parts, start = [], 0
     for index, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
         extra = np.random.default_rng((seed, epoch, index)).permutation(size)[: _num_extra(weight, size)]
@@ -161,7 +165,7 @@ def _epoch_order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, 
 
 
 class Loader:
-    """A loader of the batches of a dataset by step."""
+    """A loader that builds the batches of a dataset by step."""
 
     def __init__(self, rows: Sequence[Row], sampler: Sampler) -> None:
         self.rows, self.sampler = rows, sampler
@@ -172,7 +176,7 @@ class Loader:
         return collate([self.rows[index] for index in indices], indices)
 
 
-def in_order(rows: Sequence[Row], batch_size: int) -> Iterator[Batch]:
+def batches_in_order(rows: Sequence[Row], batch_size: int) -> Iterator[Batch]:
     """Yield batches of all rows once and in order, for evaluation."""
     for start in range(0, len(rows), batch_size):
         indices = range(start, min(start + batch_size, len(rows)))

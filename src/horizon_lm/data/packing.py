@@ -1,4 +1,4 @@
-"""Pack several rows into one, and truncate rows that are not packed after all."""
+"""Pack several rows into one, and truncate rows that are not packed in the end."""
 
 from functools import partial
 from typing import Any
@@ -10,13 +10,13 @@ from horizon_lm.data.sources import digest
 from horizon_lm.data.table_cache import record
 from horizon_lm.data.token_dataset import Part
 
-# Tokens that are packed with each other: 1,000 rows, as in TRL, unless they average more than 2,000 tokens.
+# Number of tokens packed together: those of 1,000 rows, as in TRL, unless rows average more than 2,000 tokens.
 _TOKENS_PER_BATCH = 2_000_000
-_ROW_COLUMN = "row_of_token"  # index of the row that each token comes from
+_ROW_COLUMN = "row_of_token"  # column with the index of each token's source row
 
 
 def pack(part: Part, strategy: str, length: int) -> Part:
-    """Return the rows of a part, packed in order into rows of at most ``length`` tokens. Rows without targets are unused."""
+    """Pack the rows of a part in order into rows of at most ``length`` tokens. Rows without targets are not used."""
     import datasets
 
     table = part.table
@@ -30,7 +30,7 @@ def pack(part: Part, strategy: str, length: int) -> Part:
     usable[part.indices] = True
 
     def with_rows(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-        """Return the rows in use, with the source row of each token, which packing does not keep."""
+        """Return the rows in use, with the source row of each token, which packing itself does not keep."""
         used = [n for n, number in enumerate(numbers) if usable[number]]
         return {
             "input_ids": [columns["input_ids"][n] for n in used],
@@ -70,7 +70,7 @@ def pack(part: Part, strategy: str, length: int) -> Part:
 
 
 def truncate(part: Part, length: int) -> Part:
-    """Truncate rows that were kept whole for packing to ``length`` tokens."""
+    """Truncate rows to ``length`` tokens if they were kept whole for packing."""
     table = part.table
     rows = table.map(
         partial(_truncate, length=length), batched=True, batch_size=100,

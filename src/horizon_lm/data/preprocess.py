@@ -1,4 +1,4 @@
-"""Tokenize the entries of ``datasets`` to disk, cached by a hash of everything that the tokens depend on."""
+"""Tokenize the entries of ``datasets`` to disk, with a cache keyed by everything that the tokens depend on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,16 +16,18 @@ from horizon_lm.data.sources import Source, cannot_be_cached, digest, open_sourc
 from horizon_lm.data.table_cache import discard_altered_beside, record
 from horizon_lm.data.token_dataset import Part, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
+from horizon_lm.data.workers import ending_with_us
 from horizon_lm.errors import DataError
+from horizon_lm.quantities import counted
 from horizon_lm.visible import visible
 
-_CACHE_VERSION = 6  # of the cached tables; raise it when their content changes
-_MAX_PROBLEMS_SHOWN = 5  # in one error
+_CACHE_VERSION = 6  # version of the cached tables; increase it when their content changes
+_MAX_PROBLEMS_SHOWN = 5  # maximum number of problems listed in one error
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
-_MAX_ROW_CHARS = 1 << 24  # of text in a row: about four million tokens
-_ROWS_INSPECTED = 1000  # for optional fields
-_PLACES_SHOWN = 3  # rows listed in a finding
-# Bits of the flags of a row; `Report` counts the rows of each.
+_MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
+_ROWS_INSPECTED = 1000  # rows searched for optional fields
+_PLACES_SHOWN = 3  # maximum number of rows listed in a finding
+# Bits of a row's flags; `Report` counts the rows with each flag.
 TRUNCATED, MISSING_EOS, TRUNCATED_ANSWER, DROPPED_BY_TEMPLATE, UNTEMPLATED = (1 << bit for bit in range(5))
 
 
@@ -50,7 +52,7 @@ class PreprocessConfig:
 
 @dataclass
 class ExampleCounts:
-    """A count of rows, with the places of the first ones."""
+    """A number of rows, with the places of the first ones."""
 
     count: int = 0
     places: list[str] = field(default_factory=list)
@@ -71,8 +73,8 @@ class Report:
     Attributes:
         rows: rows with at least one target.
         read: number of rows read.
-        truncated, truncated_answers: rows that were truncated, and those that lost targets by it.
-        left_out: rows without targets.
+        truncated, truncated_answers: truncated rows, and truncated rows that lost targets.
+        without_targets: rows without targets.
         missing_eos: rows with an answer that no end-of-turn token follows.
         dropped_by_template: rows with messages, reasoning or tools that the chat template drops.
         untemplated: prompts and completions as text, to which the chat template is not applied.
@@ -82,7 +84,7 @@ class Report:
     read: int = 0
     truncated: ExampleCounts = field(default_factory=ExampleCounts)
     truncated_answers: ExampleCounts = field(default_factory=ExampleCounts)
-    left_out: ExampleCounts = field(default_factory=ExampleCounts)
+    without_targets: ExampleCounts = field(default_factory=ExampleCounts)
     missing_eos: ExampleCounts = field(default_factory=ExampleCounts)
     dropped_by_template: ExampleCounts = field(default_factory=ExampleCounts)
     untemplated: ExampleCounts = field(default_factory=ExampleCounts)
@@ -90,7 +92,7 @@ class Report:
 
 @dataclass
 class _Problems:
-    """A count of invalid rows, with messages about the first ones."""
+    """The number of invalid rows, with messages about the first ones."""
 
     count: int = 0
     shown: list[str] = field(default_factory=list)
@@ -126,7 +128,7 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: Preproce
         DataError: files or rows are invalid, or no row has a target.
     """
     report, parts, problems = Report(), [], _Problems()
-    with progress_bars():
+    with progress_bars(), ending_with_us():
         for config in datasets:
             source = open_source(config)
             table = _tokenize_source(source, _find_row_format(source, options, problems), tokenizer, options)
@@ -137,13 +139,13 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: Preproce
     report.rows = TokenTable(parts)
     if not len(report.rows):
         raise DataError(
-            f"no row has a token to train on: answers are empty or begin after max_length {options.max_length} ({report.left_out})"
+            f"no row has a token to train on: answers are empty or begin after max_length {options.max_length} ({report.without_targets})"
         )
     return report
 
 
 def cut_rows(rows: TokenTable, options: PreprocessConfig) -> TokenTable:
-    """Truncate rows that were kept whole for packing, if these options do not pack them."""
+    """Truncate rows that were kept whole for packing, if these options do not pack rows."""
     length = options.max_length
     if options.packing is not None or length is None or not len(rows) or int(rows.lengths.max()) <= length:
         return rows
@@ -152,7 +154,7 @@ def cut_rows(rows: TokenTable, options: PreprocessConfig) -> TokenTable:
 
 
 def pack_rows(rows: TokenTable, options: PreprocessConfig) -> TokenTable:
-    """Pack the rows of each dataset, or return them unchanged if these options do not pack."""
+    """Pack the rows of each dataset, or return them unchanged if these options do not pack rows."""
     if options.packing is None:
         return rows
     with progress_bars():
@@ -162,14 +164,14 @@ def pack_rows(rows: TokenTable, options: PreprocessConfig) -> TokenTable:
 def summary(rows: TokenTable, packed: TokenTable) -> str:
     """Describe the number of rows, tokens and targets in one line."""
     tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
-    count = f"{len(rows):,} rows" if packed is rows else f"{len(rows):,} rows in {len(packed):,} packed rows"
-    if left_out := sum(len(part.table) - len(part) for part in packed.parts) if packed is not rows else 0:
-        count += f" ({left_out:,} more have no token to train on)"
+    count = counted(len(rows), "row") + ("" if packed is rows else f" in {counted(len(packed), 'packed row')}")
+    if without_targets := sum(len(part.table) - len(part) for part in packed.parts) if packed is not rows else 0:
+        count += f" ({without_targets:,} more without a token to train on)"
     return f"{count}, {tokens:,} tokens, {targets:,} trained on ({targets / max(1, tokens):.0%})"
 
 
 def _find_row_format(source: Source, options: PreprocessConfig, problems: _Problems) -> RowFormat | None:
-    """Return the format of a dataset, recognized by its first row; add a problem if it has none."""
+    """Return the format of a dataset, recognized from its first row; add a problem if no format matches."""
     try:
         first = source.row(0)
         _require_columns(source)
@@ -198,7 +200,7 @@ def _renamed(row: Any, source: Source) -> Any:
 
 
 def _tokenize_source(source: Source, row_format: RowFormat | None, tokenizer: Any, options: PreprocessConfig) -> Any:
-    """Return the table of tokens of a dataset, from the cache if available."""
+    """Return the token table of a dataset, from the cache if available."""
     import datasets
 
     if row_format is None:
@@ -252,17 +254,17 @@ def _map_rows(
 
 
 def _rows_per_batch(table: Any) -> int:
-    """Return the number of rows that have about `_BATCH_BYTES` of text."""
+    """Return the number of rows that contain about `_BATCH_BYTES` of text."""
     return max(1, min(200, _BATCH_BYTES * len(table) // max(1, table.data.nbytes)))
 
 
 def _row_length_limit(options: PreprocessConfig) -> int | None:
-    """Return the length that rows are truncated to before packing, or None if packing keeps whole rows."""
+    """Return the length to which rows are truncated before packing, or None if packing needs whole rows."""
     return options.max_length if options.packing in (None, "bfd") else None
 
 
 def _tokenizer_state(tokenizer: Any) -> list[Any]:
-    """Return everything that the tokens of a tokenizer depend on."""
+    """Return everything in a tokenizer that its tokens depend on."""
     import tokenizers
     import transformers
 
@@ -281,7 +283,7 @@ def _tokenize_rows(
     tokenizer: ExampleTokenizer,
     num_sequences: int,
 ) -> dict[str, list[Any]]:
-    """Tokenize a batch of rows. Errors go into the column ``problem``, so that all of them are reported at once."""
+    """Tokenize a batch of rows. Errors go into the column ``problem``, so that they are all reported together."""
     tokenized: list[tuple[list[Tokens], str | None]] = []
     for row in source.rows(columns):
         try:
@@ -306,7 +308,7 @@ def _tokenize_rows(
 
 
 def _reject_huge(row: Any) -> None:
-    """Raise RowError for a row that is too long to tokenize: a tokenizer takes some 200 times its memory."""
+    """Raise RowError for a row that is too long to tokenize; a tokenizer uses about 200 times the size of its text."""
     num_chars = _num_chars(row)
     if num_chars > _MAX_ROW_CHARS:
         raise RowError(
@@ -323,7 +325,7 @@ def _num_chars(value: Any) -> int:
 
 
 def _num_targets(sequences: Sequence[Tokens]) -> int:
-    """Return the number of targets in a row, or 0 if one answer of a preference has none."""
+    """Return the number of targets in a row, or 0 if either answer of a preference has no target."""
     counts = [each.num_targets for each in sequences]
     return sum(counts) if all(counts) else 0
 
@@ -340,7 +342,7 @@ def _flags(sequences: Sequence[Tokens]) -> int:
 
 
 def _select_rows(source: Source, table: Any, options: PreprocessConfig, report: Report) -> Part:
-    """Select the rows of a dataset to use, and count them in the report."""
+    """Select the rows of a dataset to use, and count the flags of its rows in the report."""
     chosen = np.arange(len(table))
     if source.config.fraction is not None:
         number = max(1, round(source.config.fraction * len(table)))
@@ -349,7 +351,7 @@ def _select_rows(source: Source, table: Any, options: PreprocessConfig, report: 
     flags, targets = (table.data.column(name).to_numpy() for name in ("flags", "num_targets"))
     report.truncated.add(chosen[(flags[chosen] & TRUNCATED) != 0], source.place)
     report.missing_eos.add(chosen[(flags[chosen] & MISSING_EOS) != 0], source.place)
-    report.left_out.add(chosen[targets[chosen] == 0], source.place)
+    report.without_targets.add(chosen[targets[chosen] == 0], source.place)
     chosen = chosen[targets[chosen] > 0]
     report.untemplated.add(chosen[(flags[chosen] & UNTEMPLATED) != 0], source.place)
     report.dropped_by_template.add(chosen[(flags[chosen] & DROPPED_BY_TEMPLATE) != 0], source.place)

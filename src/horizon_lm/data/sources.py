@@ -1,4 +1,4 @@
-"""Open data files and datasets as rows on disk, addressed by index and not held in memory."""
+"""Open data files and datasets as rows on disk, accessed by index and not held in memory."""
 
 import csv
 import hashlib
@@ -18,12 +18,13 @@ from horizon_lm.errors import DataError, HorizonError, first_line
 from horizon_lm.paths import require_inside, require_regular
 
 JSON_SUFFIXES = (".json", ".jsonl")
-_MAX_LITERAL_CHARS = 16  # longest token that the end of a chunk may split, such as false or \\u00e9
-_CHUNK_CHARS = 2**20  # characters read at once from a JSON list
+_MAX_LITERAL_CHARS = 16  # length of the longest token that the end of a chunk may split, such as false or \\u00e9
+_CHUNK_CHARS = 2**20  # characters per chunk of a JSON list
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a JSON list or a JSONL file, each after its place: ``rows.jsonl:LINE`` or ``rows.json, row NUMBER``.
+    """Yield the rows of a JSON list or a JSONL file, each after its place: ``rows.jsonl:LINE`` or ``rows.json, row
+    NUMBER``.
 
     Raises:
         DataError: the file is not JSON, or not UTF-8 text.
@@ -47,7 +48,7 @@ def _first_character(stream: TextIO) -> str:
 
 
 def _find_invalid_utf8(path: str) -> str:
-    """Return the file with the line and column of its first byte that is not UTF-8."""
+    """Return the file with the line and column of the first byte that is not UTF-8."""
     with Path(path).expanduser().open("rb") as stream:
         for number, line in enumerate(stream, 1):
             try:
@@ -68,13 +69,13 @@ def _read_lines(path: str, lines: TextIO) -> Iterator[tuple[str, Any]]:
                 f"{path}:{number}:{error.colno}: not valid JSON ({error.msg}); a JSONL file has one object per line, "
                 "a JSON file one list of rows"
             ) from error
-        except (ValueError, RecursionError) as error:  # thousands of digits, or of nested brackets
+        except (ValueError, RecursionError) as error:  # thousands of digits or of nested brackets
             raise DataError(f"{path}:{number}: cannot be read ({first_line(error)})") from error
         yield f"{path}:{number}", row
 
 
 def _read_list(path: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a JSON list without holding much more than one of them in memory."""
+    """Yield the entries of a JSON list while holding little more than one of them in memory."""
     reader = _JsonListReader(path, stream)
     reader.skip("[")
     number = 0
@@ -89,7 +90,7 @@ def _read_list(path: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
 
 
 class _JsonListReader:
-    """A reader of JSON values that keeps only the text that is not parsed yet.
+    """A reader of JSON values that keeps only the text not yet parsed.
 
     Args:
         path: name of the file, for messages.
@@ -104,7 +105,7 @@ class _JsonListReader:
         self._text, self.position, self._line, self._column = "", 0, 1, 1
 
     def peek(self) -> str:
-        """Return the next character that is not whitespace, or nothing at the end of the file."""
+        """Return the next character that is not whitespace, or an empty string at the end of the file."""
         while True:
             while self.position < len(self._text):
                 if not self._text[self.position].isspace():
@@ -114,7 +115,7 @@ class _JsonListReader:
                 return ""
 
     def skip(self, wanted: str) -> None:
-        """Consume the next character; raise DataError if it is another one."""
+        """Consume the next character; raise DataError if it is a different one."""
         found = self.peek()
         if found != wanted:
             self.fail(f"expecting {wanted!r}" + ("" if found else ", but the file ends"), self.position)
@@ -152,8 +153,9 @@ class _JsonListReader:
         return self._line + newlines, column
 
     def _read(self) -> bool:
-        """Drop the parsed text and read a further chunk; return False at the end of the file."""
-        # A value that is split is parsed again from its start, so chunks grow with it to keep the total work linear.
+        """Drop the parsed text and read another chunk; return False at the end of the file."""
+        # A value split across chunks is parsed again from its start, so chunks grow with it to keep the total work
+        # linear.
         chunk = self._stream.read(max(_CHUNK_CHARS, len(self._text) - self.position))
         if chunk:
             self._line, self._column = self._place(self.position)
@@ -163,7 +165,7 @@ class _JsonListReader:
 
 @contextmanager
 def progress_bars() -> Iterator[None]:
-    """Context manager: let `datasets` show progress bars on a terminal, and nothing otherwise."""
+    """Context manager: let `datasets` show progress bars on a terminal, and hide them otherwise."""
     from datasets.utils.logging import (
         CRITICAL,
         disable_progress_bar,
@@ -187,7 +189,7 @@ _READERS = ("arrow", "csv", "json", "parquet", "text")  # of `datasets`; others 
 _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
 _IGNORED_SUFFIXES = (".md", ".yaml", ".yml", ".py", "")  # files that accompany rows
 _HELD_OUT_NAME = re.compile(r"(^|[._\- ])(test|testing|val|valid|validation|eval|evaluation|dev)([._\- ]|$)")
-_JSON, _PLACE = "row", "place"  # columns of a table of rows read from JSON
+_JSON, _PLACE = "row", "place"  # columns of a table with rows read from JSON
 
 
 @dataclass(frozen=True)
@@ -211,11 +213,11 @@ class Source:
         return len(self.table)
 
     def without_table(self) -> "Source":
-        """Return a copy without rows, for worker processes that receive rows as columns."""
+        """Return a copy without rows, for worker processes that receive the rows as columns."""
         return replace(self, table=self.table.select([]))
 
     def rows(self, columns: Mapping[str, Sequence[Any]]) -> list[Any]:
-        """Return the rows in columns of the table, without fields that are null."""
+        """Return the rows in some columns of the table, without null fields."""
         if self.is_json:
             return [json.loads(text) for text in columns[_JSON]]
         names, values = list(columns), list(columns.values())
@@ -226,7 +228,7 @@ class Source:
         return self.rows(self.table[index : index + 1])[0]
 
     def place(self, index: int) -> str:
-        """Return the place that a row comes from, for messages."""
+        """Return the place of a row, for messages."""
         if self.is_json:
             return str(self.table[index][_PLACE])
         return f"{self.config.path}, row {index + 1}"
@@ -257,7 +259,7 @@ def open_source(config: DatasetConfig) -> Source:
 
 
 def _local_files(config: DatasetConfig) -> list[Path]:
-    """Return the files of a local path, or none if `datasets` selects them by name, split or pattern.
+    """Return the files of a local path, or an empty list if `datasets` selects them by name, split or pattern.
 
     Raises:
         DataError: the folder has no files of rows, files of several types, or a file that looks held out.
@@ -355,7 +357,7 @@ def _generate_json_rows(files: list[str]) -> Iterator[dict[str, str]]:
             yield {_JSON: text, _PLACE: place}
 
 
-# Other formats, read by `datasets`
+# Other formats, which `datasets` reads
 
 
 def _load_with_datasets(config: DatasetConfig, files: Sequence[Path]) -> Source:
@@ -379,7 +381,7 @@ def _load_with_datasets(config: DatasetConfig, files: Sequence[Path]) -> Source:
     else:
         wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
         options = {"path": str(path) if path.is_dir() else config.path, **{k: v for k, v in wanted.items() if v}}
-    if state:  # by default, `datasets` mistakes a new file with an old time stamp for the old file
+    if state:  # by default, `datasets` mistakes a new file with an old timestamp for the old file
         options["cache_dir"] = str(_cache_folder(digest(state)))
     try:
         builder = datasets.load_dataset_builder(**options)
@@ -392,7 +394,7 @@ def _load_with_datasets(config: DatasetConfig, files: Sequence[Path]) -> Source:
         raise DataError(f"{config.path}: {_innermost_reason(error)}") from error
     if options["path"] == "text":
         table = table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
-    # pandas takes surplus first fields for an index
+    # pandas interprets surplus leading fields as an index
     if any(name.startswith("__index_level_") for name in table.column_names):
         raise DataError(f"{config.path}: rows have more fields than the header; quote texts that contain commas")
     return Source(config, record(table) if state else table, digest(table._fingerprint, state), is_json=False)
@@ -425,7 +427,7 @@ def _files_in_folder(config: DatasetConfig) -> list[Path]:
 
 
 def _csv_options(file: Path) -> dict[str, Any]:
-    """Return reader options that keep every field as text, so that N/A and 007 stay as they are."""
+    """Return reader options that keep every field as text, so that N/A and 007 are not converted."""
     separator = "\t" if file.suffix == ".tsv" else ","
     try:
         with file.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
@@ -436,14 +438,14 @@ def _csv_options(file: Path) -> dict[str, Any]:
 
 
 def _innermost_reason(error: BaseException) -> str:
-    """Describe the innermost cause of an error; the outer ones only say that something failed."""
+    """Describe the innermost cause of an error; the outer errors only say that something failed."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"cannot be read ({type(error).__name__}: {first_line(error)})"
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without null fields, which tables add for fields that a row does not have."""
+    """Return a value without null fields, which tables add for fields that a row lacks."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):

@@ -11,12 +11,12 @@ from typing import Any
 
 from horizon_lm.data.conversations import TEXT_KEYS, Conversation, Message, RowError, has_text
 
-Render = Callable[[Conversation], str]  # renders a conversation to text
+Render = Callable[[Conversation], str]  # function that renders a conversation to text
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedConversation:
-    """A conversation and its text.
+    """A conversation together with its rendered text.
 
     Attributes:
         text: the rendered text.
@@ -58,7 +58,7 @@ def render_checked(conversation: Conversation, render: Render) -> RenderedConver
 
 
 def argument_variants(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield a conversation, and a copy with the arguments of tool calls as JSON text, which some templates expect."""
+    """Yield a conversation, then a copy with tool call arguments as JSON text, which some templates expect."""
     yield conversation
     if any(_calls(message) for message in conversation.messages):
         yield replace(conversation, messages=[_with_json_arguments(message) for message in conversation.messages])
@@ -87,7 +87,7 @@ _Part = tuple[str | int, ...]
 
 
 def _marker(*place: str | int) -> str:
-    """Return a unique word for a part that survives changes of case and quoting."""
+    """Return a unique word that marks a part and survives changes of case and quoting."""
     return f"qzx{'y'.join(map(str, place))}xzq"
 
 
@@ -108,7 +108,7 @@ def _render_with_markers(conversation: Conversation, render: Render) -> str:
     """Render a conversation with a marker on every part."""
     try:
         return render(_add_markers(conversation)).casefold()
-    except Exception:  # the template does not accept markers: assume that no part is dropped
+    except Exception:  # the template rejects the markers: assume that no part is dropped
         return " ".join(_marker(*place) for place in _parts(conversation))
 
 

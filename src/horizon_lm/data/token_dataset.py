@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
+import xxhash
 
 from horizon_lm.data.sources import digest
 from horizon_lm.data.tokenize import Tokens
@@ -66,7 +67,7 @@ class TokenTable(Sequence[Row]):
 
     @property
     def parts(self) -> Sequence["Part"]:
-        """The parts, one for each dataset."""
+        """The parts of the table, one for each dataset."""
         return self._parts
 
     @property
@@ -90,13 +91,18 @@ class TokenTable(Sequence[Row]):
         """A hash of the rows and their order."""
         return digest(*(part.fingerprint for part in self._parts))
 
+    @cached_property
+    def content_hash(self) -> str:
+        """A hash of the tokens, targets and segments of all rows in their order, whatever files they come from."""
+        return digest(*(part.content_hash for part in self._parts))
+
     def token_ids(self) -> Iterator[np.ndarray]:
         """Yield all tokens of all rows, in chunks."""
         for part in self._parts:
             yield from part.token_ids()
 
     def split(self, held_out: np.ndarray) -> tuple["TokenTable", "TokenTable"]:
-        """Return the rows that a mask (n,) selects, and the other rows."""
+        """Return the rows selected by a mask (n,), and the remaining rows."""
         selected, others, start = [], [], 0
         for part in self._parts:
             mask = held_out[start : start + len(part.indices)]
@@ -107,7 +113,7 @@ class TokenTable(Sequence[Row]):
 
 
 class Part:
-    """The rows in use of one dataset.
+    """The rows of one dataset that are in use.
 
     Args:
         table: a `datasets.Dataset` of tokens: ``input_ids``, ``trained``, ``num_targets``, and for preferences also
@@ -129,7 +135,7 @@ class Part:
 
     @property
     def num_sequences(self) -> int:
-        """The number of sequences in a row: two for preferences, else one."""
+        """The number of sequences in a row: two for preferences, otherwise one."""
         return len(self._id_columns)
 
     @property
@@ -141,8 +147,23 @@ class Part:
         """A hash of the rows in use and their order."""
         return digest(self.table._fingerprint, hashlib.sha256(self.indices.tobytes()).hexdigest())
 
+    @property
+    def content_hash(self) -> str:
+        """A hash of the tokens, targets and segments of the rows in use and of their order."""
+        content = xxhash.xxh3_128(self.indices.astype(np.int64).data)
+        for name in (*self._id_columns, "trained", "rejected_trained", "seq_lengths"):
+            if name in self.table.column_names:
+                content.update(name.encode())
+                for chunk in self.table.data.column(name).chunks:
+                    content.update(
+                        np.ascontiguousarray(chunk.value_lengths().to_numpy(zero_copy_only=False), np.int64).data
+                    )
+                for chunk in self.table.data.column(name).chunks:
+                    content.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)).data)
+        return content.hexdigest()
+
     def select(self, indices: np.ndarray) -> "Part":
-        """Return a part with other rows in use."""
+        """Return a part with a different set of rows in use."""
         return Part(self.table, self._place, indices, self.weight)
 
     def row(self, index: int) -> Row:
@@ -177,7 +198,7 @@ class Part:
 
     @cached_property
     def row_hashes(self) -> np.ndarray:
-        """A hash of the tokens of each row in use, uint64 (n,)."""
+        """Return a hash of the tokens of each row in use, uint64 (n,)."""
         hashes, used = np.zeros(len(self.lengths), dtype=np.uint64), np.sort(self.indices)
         for name in self._id_columns:
             start = 0
@@ -194,7 +215,7 @@ class Part:
         return self._place(index)
 
     def token_ids(self) -> Iterator[np.ndarray]:
-        """Yield all tokens of the table, in chunks, rows out of use included."""
+        """Yield all tokens of the table in chunks, including rows that are not in use."""
         for name in self._id_columns:
             for chunk in self.table.data.column(name).chunks:
                 yield chunk.flatten().to_numpy(zero_copy_only=False)

@@ -38,7 +38,7 @@ class Tokens:
         return int(self.trained[1:].sum())
 
     def truncate(self, length: int | None) -> "Tokens":
-        """Return the first ``length`` tokens, or all of them for None."""
+        """Return the first ``length`` tokens, or all tokens if ``length`` is None."""
         if length is None or len(self.ids) <= length:
             return self
         lost = bool(self.trained[length:].any())
@@ -52,7 +52,7 @@ class ExampleTokenizer:
         tokenizer: a tokenizer of transformers.
         train_on: ``assistant``, ``completion`` or ``all``; None for the assistant's tokens of a conversation, the completion
             of a prompt, and all tokens of a text.
-        max_length: length that sequences are truncated to, or None.
+        max_length: length to which sequences are truncated, or None.
     """
 
     def __init__(self, tokenizer: Any, train_on: str | None, max_length: int | None) -> None:
@@ -60,7 +60,9 @@ class ExampleTokenizer:
         self._renderer: ChatRenderer | None = None
 
     def tokenize(self, example: Example) -> list[Tokens]:
-        """Return the sequence of an example, or the two of a preference; raise RowError if it cannot be rendered or masked."""
+        """Return the sequence of an example, or both sequences of a preference; raise RowError if it cannot be rendered
+        or masked.
+        """
         if isinstance(example, Preference):
             return [
                 self._tokenize_answer(answer, "completion").truncate(self._max_length)
@@ -86,7 +88,7 @@ class ExampleTokenizer:
 
     @property
     def renderer(self) -> ChatRenderer:
-        """The renderer of conversations, created for the first one because not all rows need a chat template."""
+        """The conversation renderer, created on first use because not all rows need a chat template."""
         if self._renderer is None:
             self._renderer = ChatRenderer(self._tokenizer)
         return self._renderer
@@ -109,7 +111,7 @@ class ExampleTokenizer:
 
 
 def _completion_mask(assistant: np.ndarray, example: Conversation) -> np.ndarray:
-    """Return the mask of all tokens from the first answer after the prompt on; without a prompt, of the last answer."""
+    """Return the mask of all tokens from the first answer after the prompt; without a prompt, from the last answer."""
     starts = np.flatnonzero(assistant & ~np.insert(assistant[:-1], 0, False))
     answers = [(index, each) for index, each in enumerate(example.messages) if each["role"] == "assistant"]
     answered = [index for index, answer in answers if has_content(answer)]  # empty answers have no tokens

@@ -1,4 +1,4 @@
-"""Wrap the functions of TRL that are used here: packing, training templates, and extraction of a shared prompt."""
+"""Wrap the TRL functions used here: packing, training templates, and extraction of a shared prompt."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def is_installed() -> bool:
 
 
 def _require(feature: str) -> None:
-    """Raise ConfigError if TRL, which a feature needs, is not installed."""
+    """Raise ConfigError if TRL is not installed; name the feature that needs it."""
     if not is_installed():
         raise ConfigError(
             f"{feature} needs TRL; install it with pip install trl, or install Horizon-LM with the extra post-training"
@@ -30,7 +30,7 @@ def extract_prompt(pair: dict[str, Any]) -> dict[str, Any]:
 
 
 def training_template(tokenizer: Any) -> str | None:
-    """Return TRL's version of a tokenizer's template with generation marks, or None if TRL has none."""
+    """Return TRL's version of a tokenizer's template with generation marks, or None if TRL does not have one."""
     if not is_installed():
         return None
     from jinja2 import TemplateError

@@ -3,10 +3,10 @@
 The caller enqueues computation on its own current stream. Each copy stream has an *issuer*, a thread that enqueues its
 tasks in schedule order; this is what prefetches the next blocks while the current one computes. An issuer may block, on
 an update in host memory or on a staging buffer, while the caller goes on. Waiting for an event that is not recorded yet
-would be no wait at all, so before a stream is made to wait for a task, the host waits until that task is enqueued.
-Nothing else blocks the caller inside a step.
+would have no effect, so before a stream is made to wait for a task, the host waits until that task is enqueued. Nothing
+else blocks the caller inside a step.
 
-Streams and events are left to abstract methods, so that tests can play them with threads.
+Streams and events are behind abstract methods, so that tests can emulate them with threads.
 """
 
 import queue
@@ -22,7 +22,7 @@ import torch
 
 from horizon_lm.device.base import Counters, Task, counted_empty
 from horizon_lm.device.cpu import HostLink
-from horizon_lm.device.host_threads import HostPool, start_thread
+from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates, start_thread
 from horizon_lm.device.transfers import Link
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Op, Stream
@@ -32,14 +32,18 @@ _BUSY_THREADS = 4  # the caller, the two issuers, and the driver's copy thread
 
 
 class Event(Protocol):
+    def query(self) -> bool:
+        """Return whether the stream has reached the point where the event was recorded, without blocking."""
+        ...
+
     def synchronize(self) -> None:
-        """Block the host until the stream has reached the point where the event was recorded."""
+        """Block the host until the stream has reached the point at which the event was recorded."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _OpEvents:
-    """Timing events of one operation: its stream reached it, it began after its waits, it ended."""
+    """Timing events of one operation: when its stream reached it, when it began after its waits, and when it ended."""
 
     op: Op
     reached: Any
@@ -48,13 +52,13 @@ class _OpEvents:
 
 
 class StreamDevice(ABC):
-    """A device whose two copy streams run asynchronously; subclasses say what a stream and an event are.
+    """A device whose two copy streams run asynchronously; subclasses define streams and events.
 
     Args:
         name: the name that the user gave.
         torch_device: the device of the buffers.
-        capacity: limit on the bytes of the engine's buffers; None for no limit of our own.
-        host_threads: threads for updates; None for the usable cores less those that are needed elsewhere.
+        capacity: limit on the bytes of the engine's buffers; None for no additional limit.
+        host_threads: threads for updates; None for the usable cores except those needed for other threads.
     """
 
     scratch_bytes = 0
@@ -64,20 +68,20 @@ class StreamDevice(ABC):
     ) -> None:
         self.name, self.torch_device, self.capacity = name, torch_device, capacity
         self.counters = Counters()
-        self.link: Link = HostLink()  # for the host threads; each copy stream has a link of its own
+        self.link: Link = HostLink()  # for the host threads; each copy stream has a separate link
         self._trace: Trace | None = None
         self._host_threads = host_threads or max(1, usable_cores() - _BUSY_THREADS)
-        self._pool: HostPool | None = None
+        self._pools: dict[Stream, HostPool] = {}
         self._issuers: dict[Stream, _Issuer] = {}
         self._changed = threading.Condition()
         self._failed: list[Task] = []
-        self.broken_streams: dict[Stream, BaseException] = {}  # those that could not be made to wait for an event
+        self.broken_streams: dict[Stream, BaseException] = {}  # streams that could not be made to wait for an event
         self._timed: list[_OpEvents] = []
         self._compute_began: tuple[Any, Any] | None = None  # when the compute stream reached it, and when it began
 
     @property
     def trace(self) -> Trace | None:
-        """The trace that records every operation, or None. Setting one waits until the compute stream is idle."""
+        """The trace that records every operation, or None. Setting a trace waits until the compute stream is idle."""
         return self._trace
 
     @trace.setter
@@ -93,7 +97,8 @@ class StreamDevice(ABC):
             numel, dtype, kind, self.torch_device, capacity=self.capacity, counters=self.counters, name=self.name
         )
         self.poison(buffer)
-        # Computation that is still running may have used this memory before: no copy may write to it until then.
+        # Computation that is still running may have used this memory before: no copy may write to it until that has
+        # finished.
         event = self._record(None)
         for issuer in self._open_issuers().values():
             issuer.put(event)
@@ -122,9 +127,9 @@ class StreamDevice(ABC):
     def issue(self, task: Task) -> None:
         assert task.moves is not None, f"{task.op} was issued before its moves were known"
         task.issued = True
-        if task.op.stream == Stream.HOST:
+        if task.op.stream in HOST_STREAMS:
             waits, task.waits = task.waits, []
-            self._host_pool().submit(task, lambda: self.wait(waits), self.trace)
+            self._pool(task.op.stream).submit(task, lambda: self.wait(waits), self.trace)
         else:
             self._open_issuers()[task.op.stream].put(task)
 
@@ -142,9 +147,9 @@ class StreamDevice(ABC):
             self._compute_began = None
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        host = [task for task in tasks if task.op.stream == Stream.HOST and not task.done]
-        if host and self._pool is not None:
-            self._pool.wait(host)
+        host = [task for task in tasks if task.op.stream in HOST_STREAMS and not task.done]
+        for pool in list(self._pools.values()) if host else ():
+            pool.wait(host)
         for task in tasks:
             event = self._event_of(task)
             if event is not None:
@@ -153,8 +158,12 @@ class StreamDevice(ABC):
 
     def synchronize(self) -> None:
         self._drain_streams()
-        if self._pool is not None:
-            self._pool.wait()
+        for pool in list(self._pools.values()):
+            pool.wait()
+
+    def is_finished(self, task: Task) -> bool:
+        event = task.event
+        return task.done or (event is not None and event.query())
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         with self._changed:
@@ -163,9 +172,13 @@ class StreamDevice(ABC):
             self._changed.notify_all()
         self._drain_streams()
         for task in self._failed:
-            task.done = True  # also of other passes: later waits only need the task to be over
+            task.done = True  # also for other passes: later waits only need the task to be finished
         self._failed.clear()
         self.broken_streams.clear()
+
+    def give_up(self, updates: Sequence[Task]) -> None:
+        # Copies that wait for an update get an error instead, so that none lands in memory that an update still reads.
+        complete_updates(updates, self._pool(Stream.HOST), [self._pool(Stream.DISK)])
 
     def _drain_streams(self) -> None:
         for issuer in self._issuers.values():
@@ -179,10 +192,10 @@ class StreamDevice(ABC):
     # Enqueuing in order
 
     def enqueue(self, stream: Any, link: Link, task: Task) -> None:
-        """Enqueue a task in its stream; called by the stream's issuer. A failure is kept and raised in `wait`.
+        """Enqueue a task in its stream; called by the stream's issuer. An exception is kept and raised in `wait`.
 
-        Later tasks of the stream fail with it until the pass is cancelled: waiting for one of them implies waiting for
-        everything before it.
+        Later tasks of the stream fail with the same exception until the pass is cancelled, because waiting for a task
+        implies waiting for everything before it.
         """
         try:
             if task.done:  # cancelled
@@ -194,8 +207,8 @@ class StreamDevice(ABC):
                 raise self.broken_streams[task.op.stream]
             if task.op.kind == Kind.UPDATE_ROWS:  # host work in a copy stream: the next copy reads these rows
                 self.wait(task.waits)
-                self._host_pool().submit(task, trace=self.trace, urgent=True)
-                self._host_pool().wait([task])
+                self._pool(Stream.HOST).submit(task, trace=self.trace, urgent=True)
+                self._pool(Stream.HOST).wait([task])
                 self._set_event(task, None)
                 return
             reached = self._record(stream) if self.trace is not None else None
@@ -219,32 +232,35 @@ class StreamDevice(ABC):
     def _await_dependencies(self, stream: Any, task: Task) -> None:
         """Make a stream (None: the caller's) wait for the dependencies of a task."""
         waits, task.waits = task.waits, []  # or every task would keep all earlier ones alive
-        self.wait([other for other in waits if other.op.stream == Stream.HOST])
+        self.wait([other for other in waits if other.op.stream in HOST_STREAMS])
         for other in waits:
             event = self._event_of(other)
             if event is not None:
                 self._wait_event(stream, event)
 
     def _set_event(self, task: Task, event: Any) -> None:
-        """Record the event at which a task ends; None if the task is done."""
+        """Record the event that marks the end of a task; None if the task is done."""
         with self._changed:
             task.event, task.done = event, event is None
             self._changed.notify_all()
 
     def _event_of(self, task: Task) -> Any:
-        """Return the event at which a task ends, once it is enqueued; None if it is done. Raise the task's error if it failed."""
+        """Return the event that marks the end of an enqueued task; None if it is done. Raise the task's error if it
+        failed.
+        """
         with self._changed:
             self._changed.wait_for(lambda: task.done or task.event is not None or task.error is not None)
             if task.error is not None and not task.done:
-                task.done = True
-                raise task.error
+                raise task.error  # to everybody who waits: an update, whose gradient has not landed, and the optimizer
             return None if task.done else task.event
 
-    def _host_pool(self) -> HostPool:
+    def _pool(self, stream: Stream) -> HostPool:
+        """Return the threads of a host stream, started when first needed."""
         with self._changed:
-            if self._pool is None:
-                self._pool = HostPool(self._host_threads, self._host_threads, self.link)
-            return self._pool
+            if stream not in self._pools:
+                num_threads = self._host_threads if stream == Stream.HOST else DISK_THREADS
+                self._pools[stream] = HostPool(num_threads, num_threads, self.link)
+            return self._pools[stream]
 
     def _open_issuers(self) -> "dict[Stream, _Issuer]":
         if not self._issuers:
@@ -255,19 +271,19 @@ class StreamDevice(ABC):
 
     @abstractmethod
     def _open_stream(self) -> tuple[Any, Link]:
-        """Open a copy stream, and the link that transfers on it while it is current."""
+        """Open a copy stream, and the link that transfers data on that stream."""
 
     @abstractmethod
     def _use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Context manager: make a stream the thread's current one."""
+        """Context manager: make a stream the current one of this thread."""
 
     @abstractmethod
     def _record(self, stream: Any) -> Event:
-        """Record an event at the present end of a stream (None: the caller's current one)."""
+        """Record an event at the current end of a stream (None: the caller's current stream)."""
 
     @abstractmethod
     def _wait_event(self, stream: Any, event: Any) -> None:
-        """Make everything that is enqueued from now on wait for an event."""
+        """Make everything enqueued from now on wait for an event."""
 
     @abstractmethod
     def _synchronize_streams(self) -> None:
@@ -317,7 +333,7 @@ class _Issuer:
             except BaseException as error:
                 device.broken_streams[self._stream] = error
             finally:
-                del device, item  # a waiting thread keeps nothing alive
+                del device, item  # drop references, so that a waiting thread keeps nothing alive
                 with self._finished:
                     self._unfinished -= 1
                     self._finished.notify_all()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from horizon_lm.device.transfers import Link, Move
-from horizon_lm.errors import DoesNotFitError
+from horizon_lm.errors import DeviceMemoryError
 from horizon_lm.quantities import format_bytes
 from horizon_lm.schedule.ops import Op
 from horizon_lm.schedule.trace import Trace
@@ -17,15 +17,17 @@ from horizon_lm.schedule.trace import Trace
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """One operation of one pass, as a device runs it.
+    """An operation of a pass, as given to a device.
 
     Attributes:
         waits: tasks that must finish first, as the schedule declares.
-        moves: transfers or host work, unless the task computes; None until they are known (the rows of a batch, say).
+        moves: transfers or host work, unless the task computes; None until they are known (for example the rows of a
+            batch).
         done: True once the task has finished, or will never run.
         issued: True once the task was given to the device.
-        event: the device's own event.
-        error: an exception from a thread of the device, until it is raised in a wait for the task.
+        event: the event of the device.
+        error: an exception from a thread of the device. Every wait for a copy raises it until the copy is cancelled; for an
+            update, the first wait does.
     """
 
     op: Op
@@ -39,7 +41,7 @@ class Task:
 
 @dataclass
 class Counters:
-    """Bytes allocated on the device and moved over the link, by kind."""
+    """Number of bytes allocated on the device and moved over the link, by kind."""
 
     allocated: Counter[str] = field(default_factory=Counter)
     allocated_peak: int = 0
@@ -55,7 +57,7 @@ class Counters:
 
 
 class Meter(Protocol):
-    """A meter of device memory: bytes in use beyond those at its beginning."""
+    """A meter of device memory: the bytes in use, relative to its start."""
 
     @property
     def current(self) -> int: ...
@@ -82,39 +84,43 @@ class Device(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """The device memory that transfers and libraries take once streams are open, beyond the engine's buffers."""
+        """The device memory that transfers and libraries take once streams are open, in addition to the engine's
+        buffers.
+        """
         ...
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
-        """Allocate a counted 1-D buffer. Raise DoesNotFitError if it exceeds the capacity."""
+        """Allocate a counted 1-D buffer. Raise DeviceMemoryError if it exceeds the capacity."""
         ...
 
     def spare_bytes(self) -> int | None:
-        """Return the unused bytes of device memory; None if the device has no memory of its own."""
+        """Return the unused bytes of device memory, or None if the device has no separate memory."""
         ...
 
     def used_bytes(self) -> int:
-        """Return the bytes of device memory in use, as far as the device knows: at least the engine's buffers."""
+        """Return the known bytes of device memory in use: at least the engine's buffers."""
         ...
 
     def meter(self) -> AbstractContextManager[Meter] | None:
-        """Return a context manager that measures the device memory of computations; None if the device cannot."""
+        """Return a context manager that measures the device memory of computations, or None if the device cannot
+        measure it.
+        """
         ...
 
     def trim(self) -> None:
-        """Give unused memory back to the driver, before allocations of other sizes."""
+        """Return unused memory to the driver before allocations of other sizes."""
         ...
 
     def open_streams(self) -> None:
-        """Open the streams and allocate the memory of transfers, before the first step."""
+        """Open the streams and allocate the memory for transfers, before the first step."""
         ...
 
     def free(self, buffer: torch.Tensor, kind: str) -> None:
-        """Free a buffer that nothing uses any more."""
+        """Free a buffer that is no longer used."""
         ...
 
     def poison(self, buffer: torch.Tensor) -> None:
-        """Mark the contents of a buffer as dead; a test device fills them with NaN so that a read is noticed."""
+        """Mark the contents of a buffer as invalid; a test device fills it with NaN, so that reads are noticed."""
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
@@ -122,11 +128,11 @@ class Device(Protocol):
         ...
 
     def free_host(self, buffer: torch.Tensor) -> None:
-        """Free a buffer from `host_buffer`, viewed as any dtype, that nothing uses any more."""
+        """Free a buffer from `host_buffer`, viewed as any dtype, that is no longer used."""
         ...
 
     def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Prepare existing host memory, in place, for copies at full speed."""
+        """Prepare existing host memory in place for copies at full speed."""
         ...
 
     def announce(self, tasks: Sequence[Task]) -> None:
@@ -134,7 +140,7 @@ class Device(Protocol):
         ...
 
     def issue(self, task: Task) -> None:
-        """Run a task other than computation once its waits are over."""
+        """Run a task other than computation once its waits have finished."""
         ...
 
     def begin(self, task: Task) -> None:
@@ -150,11 +156,23 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block the host until everything is finished."""
+        """Block the host until all work is finished."""
+        ...
+
+    def is_finished(self, task: Task) -> bool:
+        """Return whether a task is known to be finished. Any thread may ask, and nothing waits."""
         ...
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         """Drop tasks that have not started, and wait for those that have."""
+        ...
+
+    def give_up(self, updates: Sequence[Task]) -> None:
+        """Run these updates to their end in host threads, and start nothing else from now on.
+
+        For hardware that has failed: it is not touched, and no thread waits for it. Their moves need host memory only, and
+        those that have run are skipped. Every later wait for an unfinished task raises StreamingError.
+        """
         ...
 
     def rng_state(self) -> Any:
@@ -164,7 +182,7 @@ class Device(Protocol):
     def set_rng_state(self, state: Any) -> None: ...
 
     def seeded_rng_state(self, seed: int) -> Any:
-        """Return the state that ``torch.manual_seed(seed)`` would set, without changing the current one."""
+        """Return the random state that ``torch.manual_seed(seed)`` would set, without changing the current state."""
         ...
 
 
@@ -186,13 +204,13 @@ def counted_empty(
     counters: Counters,
     name: str,
 ) -> torch.Tensor:
-    """Allocate a buffer and count it. Raise DoesNotFitError if it would exceed the device's capacity."""
+    """Allocate a buffer and count its bytes. Raise DeviceMemoryError if the device's capacity would be exceeded."""
     num_bytes = numel * dtype.itemsize
     if capacity is not None and counters.allocated_total + num_bytes > capacity:
-        held = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
-        raise DoesNotFitError(
+        in_use = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
+        raise DeviceMemoryError(
             f"{name}: {format_bytes(num_bytes)} for {kind} do not fit into the device capacity of "
-            f"{format_bytes(capacity)}; in use: {held or 'nothing'}. Raise device_memory, or lower "
+            f"{format_bytes(capacity)}; in use: {in_use or 'nothing'}. Raise device_memory, or lower "
             "device_micro_batch_size or per_device_train_batch_size."
         )
     buffer = torch.empty(numel, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The reference device: operations run inline in list order; only the optimizer's updates run in threads."""
+"""The reference device: operations run inline in list order; only optimizer updates run in threads."""
 
 import time
 from collections.abc import Sequence
@@ -8,20 +8,21 @@ from typing import Any
 import torch
 
 from horizon_lm.device.base import Counters, Task, counted_empty
-from horizon_lm.device.host_threads import HostPool
+from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates
 from horizon_lm.device.transfers import SquaredNorm
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
 from horizon_lm.store.store import Arena, as_array
 
-_ROWS_ELEMENTS = 1 << 19  # of rows, landed by one thread at a time: a millisecond of work, microseconds to hand it over
+_ROWS_ELEMENTS = 1 << 19  # elements that one thread lands: a millisecond of work
 
 
 class HostLink:
-    """Transfers within host memory. Gradients land and are squared in one pass.
+    """Transfers within host memory. Gradients are landed and squared in one pass.
 
-    Rows land in several threads: those of the embedding come at the end of the backward, when no computation hides them.
+    Rows are landed in several threads, because those of the embedding come at the end of the backward pass, when no
+    computation can hide them.
     """
 
     def __init__(self) -> None:
@@ -56,12 +57,13 @@ class HostLink:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return ``float32`` or ``bfloat16``, the kernels' name of a tensor's dtype."""
+    """Return the kernels' name of a tensor's dtype, ``float32`` or ``bfloat16``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 class CpuDevice:
-    """A device in host memory. A copy is finished when `issue` returns; updates overlap with later tasks in threads.
+    """A device in host memory. A copy is finished when `issue` returns; updates run in threads and overlap with later
+    tasks.
 
     Args:
         capacity: limit on the bytes of all buffers; None for no limit.
@@ -79,7 +81,7 @@ class CpuDevice:
         self.link = HostLink()
         self.trace: Trace | None = None
         self._host_threads = host_threads
-        self._pool: HostPool | None = None
+        self._pools: dict[Stream, HostPool] = {}
         self._began = self._computed = 0.0  # start of the running computation, and end of the one before it
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
@@ -90,7 +92,7 @@ class CpuDevice:
         return buffer
 
     def spare_bytes(self) -> int | None:
-        return None  # its memory is the host's
+        return None  # its memory is host memory
 
     def used_bytes(self) -> int:
         return self.counters.allocated_total
@@ -126,12 +128,14 @@ class CpuDevice:
     def issue(self, task: Task) -> None:
         assert task.moves is not None, f"{task.op} was issued before its moves were known"
         task.issued = True
-        if task.op.stream == Stream.HOST:
-            self._host_pool().submit(task, trace=self.trace)
+        if task.op.stream in HOST_STREAMS:
+            # Copies and computations are done, and a pool runs its tasks in order: only the other pool may be late.
+            late = [t for t in task.waits if not t.done and t.op.stream != task.op.stream]
+            self._pool(task.op.stream).submit(task, (lambda: self.wait(late)) if late else None, self.trace)
             return
         self.wait(task.waits)
         if task.op.kind == Kind.UPDATE_ROWS:  # the next copy reads these rows
-            self._host_pool().submit(task, trace=self.trace, urgent=True)
+            self._pool(Stream.HOST).submit(task, trace=self.trace, urgent=True)
             self.wait([task])
             return
         start = time.perf_counter()
@@ -153,27 +157,36 @@ class CpuDevice:
         self._computed = time.perf_counter()
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        if self._pool is not None and not all(task.done for task in tasks):
-            self._pool.wait([task for task in tasks if not task.done])
+        pending = [task for task in tasks if not task.done]
+        for pool in list(self._pools.values()) if pending else ():
+            pool.wait(pending)
 
     def synchronize(self) -> None:
-        if self._pool is not None:
-            self._computing(False)
-            self._pool.wait()
+        self._computing(False)
+        for pool in self._pools.values():
+            pool.wait()
+
+    def is_finished(self, task: Task) -> bool:
+        return task.done
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             task.done = True
 
-    def _host_pool(self) -> HostPool:
-        if self._pool is None:
+    def give_up(self, updates: Sequence[Task]) -> None:
+        complete_updates(updates, self._pool(Stream.HOST), [self._pool(Stream.DISK)])
+
+    def _pool(self, stream: Stream) -> HostPool:
+        """Return the threads of a host stream, started when first needed."""
+        if stream not in self._pools:
             cores = self._host_threads or usable_cores()
-            self._pool = HostPool(cores, cores - torch.get_num_threads(), self.link)
-        return self._pool
+            sizes = (cores, cores - torch.get_num_threads()) if stream == Stream.HOST else (DISK_THREADS, DISK_THREADS)
+            self._pools[stream] = HostPool(*sizes, self.link)
+        return self._pools[stream]
 
     def _computing(self, computing: bool) -> None:
-        if self._pool is not None:
-            self._pool.computing(computing)
+        if Stream.HOST in self._pools:
+            self._pools[Stream.HOST].computing(computing)
 
     def _record(self, task: Task, start: float, reached: float | None = None) -> None:
         if self.trace is not None:

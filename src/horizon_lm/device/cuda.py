@@ -1,4 +1,4 @@
-"""An NVIDIA device: CUDA streams and events, device memory and its meter, and host memory page-locked in place."""
+"""An NVIDIA device: CUDA streams and events, device memory and its meter, and page-locking of host memory in place."""
 
 import os
 import time
@@ -16,7 +16,7 @@ from horizon_lm.device.cuda_link import LINK_SCRATCH_BYTES, CudaLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import Link
 from horizon_lm.errors import ConfigError, PageLockWarning
-from horizon_lm.quantities import format_bytes
+from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.store.store import Arena
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -27,12 +27,12 @@ class CudaDevice(StreamDevice):
 
     Args:
         name: ``cuda`` or ``cuda:N``.
-        capacity: limit on the bytes of the engine's buffers; None for no limit of our own.
-        host_threads: threads for updates; None for the usable cores less those that are needed elsewhere.
+        capacity: limit on the bytes of the engine's buffers; None for no additional limit.
+        host_threads: threads for updates; None for the usable cores except those needed for other threads.
 
     Attributes:
-        registration_error: CUDA's reason for failing to page-lock host memory, whose copies are then staged; None if all
-            of it is page-locked.
+        registration_error: CUDA's reason for failing to page-lock host memory, which is then copied through staging
+            buffers; None if all host memory is page-locked.
         workspace_bytes: device memory that cuBLAS keeps for the computing threads.
     """
 
@@ -44,7 +44,9 @@ class CudaDevice(StreamDevice):
         index = torch.device(name).index
         torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         if torch_device.index >= torch.cuda.device_count():
-            raise ConfigError(f"device is {name!r}, but torch finds only {torch.cuda.device_count()} CUDA devices")
+            raise ConfigError(
+                f"device is {name!r}, but torch finds only {counted(torch.cuda.device_count(), 'CUDA device')}"
+            )
         super().__init__(name, torch_device, capacity, host_threads)
         _let_segments_expand()
         self.registration_error: str | None = None
@@ -57,7 +59,9 @@ class CudaDevice(StreamDevice):
     # Device memory
 
     def spare_bytes(self) -> int | None:
-        """Return the bytes that torch's allocator could still give out, or our own limit if that is less."""
+        """Return the bytes that torch's allocator could still provide, or the remainder of the engine's limit if that
+        is less.
+        """
         spare = allocatable_bytes(self.torch_device)
         own = self.capacity - self.counters.allocated_total if self.capacity is not None else None
         return spare if own is None else min(own, spare)
@@ -86,12 +90,12 @@ class CudaDevice(StreamDevice):
         self._locks.unlock(buffer)
 
     def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Page-lock buffers in place. Memory that CUDA does not lock is copied through staging buffers, more slowly."""
+        """Page-lock buffers in place. Memory that CUDA cannot lock is copied through staging buffers, more slowly."""
         for buffer in buffers:
             self._locks.lock(buffer)
         failed = self._locks.failed_bytes
         self.registration_error = self._locks.error
-        if failed >= 2 * self._warned_bytes and failed:  # one warning each time it doubles, not one for each buffer
+        if failed >= 2 * self._warned_bytes and failed:  # warn each time the amount doubles, not for each buffer
             self._warned_bytes = failed
             warnings.warn(
                 f"{format_bytes(failed)} of host memory ({failed:,} bytes) could not be page-locked "
@@ -103,7 +107,7 @@ class CudaDevice(StreamDevice):
             )
 
     def try_registering(self, num_bytes: int) -> str | None:
-        """Page-lock a number of bytes and unlock them again. Return CUDA's reason if that fails."""
+        """Page-lock a number of bytes and unlock them again. Return CUDA's reason if this fails."""
         locks = PageLocks(self.torch_device)
         locks.lock(Arena(num_bytes).take(num_bytes, torch.uint8))
         locks.unlock_all()
@@ -125,7 +129,7 @@ class CudaDevice(StreamDevice):
     # Streams
 
     def _open_stream(self) -> tuple[Any, Link]:
-        # Copy streams launch small kernels; the priority puts them before the rest of a large matrix product.
+        # Copy streams launch small kernels; with high priority they run before the rest of a large matrix product.
         stream = torch.cuda.Stream(self.torch_device, priority=-1)
         link = CudaLink(self.torch_device, self._locks)
         # The link's memory may have been freed by computation that is still running.
@@ -140,7 +144,7 @@ class CudaDevice(StreamDevice):
         return torch.cuda.stream(stream)
 
     def _record(self, stream: Any) -> torch.cuda.Event:
-        # Blocking: a thread that waits for the event sleeps, and leaves its core to the optimizer.
+        # A blocking event: a thread that waits for it sleeps, and leaves its core to the optimizer.
         event = torch.cuda.Event(blocking=True, enable_timing=self.trace is not None)
         event.record(stream or torch.cuda.current_stream(self.torch_device))
         return event
@@ -164,10 +168,10 @@ class CudaDevice(StreamDevice):
 
 
 def allocatable_bytes(device: torch.device) -> int:
-    """Return the device memory that torch's allocator could still give out.
+    """Return the device memory that torch's allocator could still provide, in bytes.
 
-    That is the driver's free memory, within the fraction of the device that this process may take, and the memory that
-    torch has reserved and does not use.
+    This is the free memory reported by the driver, limited to this process's fraction of the device, plus memory that
+    torch has reserved but does not use.
     """
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
@@ -176,7 +180,7 @@ def allocatable_bytes(device: torch.device) -> int:
 
 
 def _let_segments_expand() -> None:
-    """Set up the allocator to waste less of a nearly full device, unless the user has set it up."""
+    """Configure the allocator to waste less memory on a nearly full device, unless the user has configured it."""
     name = next((name for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), None)
     given = os.environ[name] if name else ""
     if "expandable_segments" in given or "backend" in given:
@@ -185,9 +189,10 @@ def _let_segments_expand() -> None:
 
 
 def _make_workspaces(device: torch.device) -> int:
-    """Make cuBLAS allocate its workspaces now, and return the bytes that are new.
+    """Make cuBLAS allocate its workspaces now, and return the newly allocated bytes.
 
-    Each computing thread has one, of 32 MiB on Hopper: the caller's for forwards, autograd's for backwards.
+    Each computing thread has one (32 MiB on Hopper): the caller's thread for forward passes, autograd's for backward
+    passes.
     """
     before = torch.cuda.memory_allocated(device)
     with torch.inference_mode(False), torch.enable_grad():
@@ -198,7 +203,7 @@ def _make_workspaces(device: torch.device) -> int:
 
 
 class AllocatorMeter:
-    """A meter of the memory that torch's allocator gives out in a ``with`` block. It resets torch's own peak."""
+    """A context manager that measures the memory allocated by torch's allocator. It resets torch's peak statistics."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, 0

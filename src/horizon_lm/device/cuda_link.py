@@ -1,7 +1,7 @@
-"""Transfers of a CUDA device: direct or staged copies, dtype conversion, and gradients landing in host memory.
+"""Transfers of a CUDA device: direct or staged copies, dtype conversion, and landing gradients in host memory.
 
-`HostTransport` moves bytes of one dtype across the link. `CudaLink` converts, adds and squares on the device around it.
-Both touch only buffers that they or the engine allocated for good, so nothing here needs ``record_stream``.
+`HostTransport` moves bytes of one dtype across the link. `CudaLink` adds conversion, addition and squaring on the
+device. Both touch only buffers that they or the engine allocated permanently, so nothing here needs ``record_stream``.
 
 Shapes: V rows of a table, R rows of a batch, H hidden.
 """
@@ -14,17 +14,17 @@ from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import SquaredNorm
 
-_PIECE_ELEMENTS = 1 << 24  # converted or squared at once
+_PIECE_ELEMENTS = 1 << 24  # elements converted or squared in one operation
 _STAGING_BYTES = 64 * 2**20
-_ALIGNMENT = 256  # bytes, between tensors that share scratch memory
-LINK_SCRATCH_BYTES = 4 * _PIECE_ELEMENTS  # device memory of one link: a piece in fp32
+_ALIGNMENT = 256  # alignment in bytes of tensors that share scratch memory
+LINK_SCRATCH_BYTES = 4 * _PIECE_ELEMENTS  # device memory of one link, which holds a piece in fp32
 
 
 class HostTransport:
     """Copies between host and device within one dtype, enqueued on the current stream.
 
-    Page-locked memory is copied directly. Everything else goes through two page-locked staging buffers in turn, so that
-    the host fills one while the device reads the other.
+    Page-locked memory is copied directly. Everything else goes through two page-locked staging buffers alternately, so
+    that the host fills one while the device reads the other.
 
     Args:
         device: the device at the other end.
@@ -71,12 +71,13 @@ class HostTransport:
 
 
 class CudaLink:
-    """The link of one copy stream, which must be current. The host's dtype crosses the bus; the device converts.
+    """The link of one copy stream, which must be current. Data crosses the bus in the host's dtype; the device converts
+    it.
 
     Scratch memory is allocated up front, because an allocation could make the enqueuing thread wait for the device.
 
     Args:
-        device: the device whose transfers these are.
+        device: the device to copy from and to.
         locks: the page-locked ranges of host memory; None if only torch has locked any.
     """
 
@@ -104,7 +105,7 @@ class CudaLink:
             event.record()
 
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
-        """Land gradients; rounding, adding and squaring happen on the device, one piece of scratch memory at a time."""
+        """Land gradients; the device rounds, adds and squares them, one piece of scratch memory at a time."""
         if not add and source.dtype == destination.dtype:
             self._transport.copy(destination, source)
             return _sum_of_squares([_norm(piece) for piece in source.split(_PIECE_ELEMENTS)])
@@ -113,7 +114,7 @@ class CudaLink:
             kept = self._take_scratch(d.dtype, d.numel())
             if add:
                 self._transport.copy(kept, d)
-                # An fp32 store needs no second buffer: its values are summed where they are.
+                # An fp32 store needs no second buffer: its values are summed in place.
                 total = (
                     kept if kept.dtype == torch.float32 else self._take_scratch(torch.float32, d.numel(), after=kept)
                 )
@@ -125,7 +126,7 @@ class CudaLink:
         return _sum_of_squares(norms)
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
-        """Land rows (R, H) in a table (V, H). They have no common address to copy to, so host threads scatter them."""
+        """Land rows (R, H) in a table (V, H). They are not contiguous there, so host threads scatter them."""
         total = 0.0
         for s, r in zip(*_split_rows(source, rows), strict=True):
             staging, event = self._transport.stage(s.numel(), source.dtype)
@@ -136,7 +137,9 @@ class CudaLink:
         return total
 
     def _take_scratch(self, dtype: torch.dtype, numel: int, after: torch.Tensor | None = None) -> torch.Tensor:
-        """Return scratch memory, whose previous use is earlier in this stream. ``after``: scratch that is still in use."""
+        """Return scratch memory, whose previous use is earlier in this stream. ``after``: scratch memory that is still
+        in use.
+        """
         start = 0 if after is None else -(-after.numel() * after.element_size() // _ALIGNMENT) * _ALIGNMENT
         return self._scratch[start : start + numel * dtype.itemsize].view(dtype)
 
@@ -156,6 +159,6 @@ def _norm(piece: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of_squares(norms: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares as a host tensor, which holds its value once the landing is finished."""
+    """Return the sum of squares as a host tensor, which contains its value once the landing is finished."""
     host = torch.empty((), dtype=torch.float64, pin_memory=True)
     return host.copy_(torch.stack(norms).double().square().sum(), non_blocking=True)

@@ -1,4 +1,4 @@
-"""Threads for work in host memory, which is the optimizer's updates.
+"""Threads for work in host memory: the optimizer's updates, and the writing of checkpoints.
 
 Tasks start in the order of submission, and several threads share the moves of each. Kernels release the GIL. While the
 device's computation needs cores too, only some of the threads take moves.
@@ -16,9 +16,14 @@ from typing import Any
 
 from horizon_lm.device.base import Task
 from horizon_lm.device.transfers import Link, Move
+from horizon_lm.errors import StreamingError
+from horizon_lm.schedule.ops import Stream
 from horizon_lm.schedule.trace import Trace
 
-_STOP_SECONDS = 10.0  # for all threads together: one that waits for an interrupted step would wait forever
+HOST_STREAMS = (Stream.HOST, Stream.DISK)  # whose tasks run in pools of threads
+DISK_THREADS = 4  # files of a checkpoint that are written at the same time: one does not keep a fast disk busy
+
+_STOP_SECONDS = 10.0  # limit for all threads together: a thread that waits for an interrupted step would wait forever
 _running: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]]" = weakref.WeakKeyDictionary()
 
 
@@ -27,7 +32,7 @@ def start_thread(name: str, target: Callable[..., None], args: tuple[Any, ...], 
 
     Args:
         name: the name of the thread.
-        target, args: the function to run and its arguments, which hold no strong reference to the device.
+        target, args: the function to run and its arguments, without strong references to the device.
         stop: a function that makes ``target`` return soon; called once at the interpreter's exit.
     """
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
@@ -36,7 +41,7 @@ def start_thread(name: str, target: Callable[..., None], args: tuple[Any, ...], 
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_running.clear)  # a forked child has none of these threads
+    os.register_at_fork(after_in_child=_running.clear)  # these threads do not exist in a forked child
 
 
 @atexit.register
@@ -78,7 +83,7 @@ class _Job:
 
 
 class _State:
-    """The state that the threads share. They hold no reference to the pool, so that they end with it."""
+    """The state shared by the threads. They hold no reference to the pool, so that they end with it."""
 
     def __init__(self, link: Link, limit: int) -> None:
         self.changed = threading.Condition()
@@ -98,8 +103,8 @@ class HostPool:
     """A pool of threads that run the moves of tasks in order.
 
     Args:
-        num_threads: threads at work while the device is idle.
-        num_while_computing: threads at work while the device computes; at least one.
+        num_threads: active threads while the device is idle.
+        num_while_computing: active threads while the device computes; at least one.
         link: the link on which moves run.
     """
 
@@ -108,7 +113,7 @@ class HostPool:
         self._state = _State(link, num_threads)
         state = self._state
         weakref.finalize(self, _close, state).atexit = False
-        # One more thread: one may wait for a task to be ready, and that task may depend on an urgent one.
+        # One additional thread: a thread may wait for a task to be ready, and that task may depend on an urgent one.
         for number in range(num_threads + 1):
             start_thread(f"horizon-host-{number}", _run_jobs, (state,), lambda: _close(state))
 
@@ -119,7 +124,9 @@ class HostPool:
         trace: Trace | None = None,
         urgent: bool = False,
     ) -> None:
-        """Run a task's moves after those of earlier tasks, once ``wait_until_ready`` has returned. An urgent task is next."""
+        """Run a task's moves after those of earlier tasks, once ``wait_until_ready`` has returned. An urgent task goes
+        first.
+        """
         assert task.moves is not None
         if not task.moves:
             task.done = True
@@ -133,15 +140,32 @@ class HostPool:
             state.changed.notify_all()
 
     def computing(self, computing: bool) -> None:
-        """Share the cores with the device's computation, or take all of them again."""
+        """Share the cores with the device's computation, or use all of them again."""
         state = self._state
         state.limit = self.num_while_computing if computing else self.num_threads
         if not computing and state.queue:
             with state.changed:
                 state.changed.notify_all()
 
+    @property
+    def link(self) -> Link:
+        """The link on which moves run."""
+        return self._state.link
+
+    def stop(self) -> None:
+        """Start no further move, and block until those that run are finished. Threads that wait for a task are not awaited."""
+        state = self._state
+        with state.changed:
+            state.closed = True
+            state.changed.notify_all()
+            state.changed.wait_for(lambda: state.active == 0)
+
     def wait(self, tasks: Sequence[Task] | None = None) -> None:
-        """Block until these tasks (None: all) are finished. Raise the error of a task that failed."""
+        """Block until these tasks (None: all tasks) are finished. Raise the error of a task that failed.
+
+        Raises:
+            StreamingError: a task is unfinished and will stay so, because the pool was stopped.
+        """
         state = self._state
         with state.changed:
             while True:
@@ -150,12 +174,24 @@ class HostPool:
                     jobs = [job for job in jobs if any(job.task is task for task in tasks)]
                 failed = next((job for job in jobs if job.error is not None and not job.running), None)
                 if failed is not None and failed.error is not None:
-                    failed.task.done = True
+                    failed.task.error, failed.task.done = failed.error, True
                     del state.unfinished[id(failed.task)]
                     raise failed.error
                 if not jobs:
                     return
+                if state.closed and not state.active:
+                    raise StreamingError(f"{jobs[0].task.op} will not run: the threads for updates have been stopped")
                 state.changed.wait()
+
+
+def complete_updates(updates: Sequence[Task], pool: HostPool, others: Sequence[HostPool] = ()) -> None:
+    """Stop all pools, and run updates to their end in new threads that wait for nothing, one update after the other."""
+    for each in (pool, *others):
+        each.stop()
+    fresh = HostPool(pool.num_threads, pool.num_threads, pool.link)
+    for update in updates:
+        fresh.submit(Task(update.op, [], update.moves))
+        fresh.wait()
 
 
 def _close(state: _State) -> None:
@@ -165,7 +201,7 @@ def _close(state: _State) -> None:
 
 
 def _run_jobs(state: _State) -> None:
-    """Run moves of the first job in the queue until the pool is closed; the body of every thread."""
+    """Run moves of the first job in the queue until the pool is closed; this is the body of every thread."""
     while True:
         with state.changed:
             while not state.closed and not state.has_work():
@@ -196,7 +232,7 @@ def _run_jobs(state: _State) -> None:
 
 
 def _finish_turn(state: _State, job: _Job) -> None:
-    """Record that a thread has run one move of a job, or has waited for it to be ready."""
+    """Record that a thread has run one move of a job, or has waited until the job was ready."""
     job.running -= 1
     was_preparing, job.preparing = job.preparing, False
     if job.error is not None:
@@ -208,6 +244,6 @@ def _finish_turn(state: _State, job: _Job) -> None:
         del state.unfinished[id(job.task)]
         if state.trace is not None:
             state.trace.add(job.task.op, job.started, time.perf_counter())
-    elif not was_preparing:
-        return  # no thread waits for this: the busy ones take the next move by themselves
+    elif not was_preparing and not state.closed:
+        return  # no thread waits for this: busy threads take the next move anyway
     state.changed.notify_all()

@@ -6,16 +6,17 @@ from contextlib import suppress
 
 import torch
 
-from horizon_lm.store.store import PAGE
+from horizon_lm.constants import PAGE
 
 REGISTER_PIECE = 64 * 2**30  # one registration of 512 GiB or more fails on recent drivers (LMCache#5177)
 
 
 class PageLocks:
-    """A record of host memory, which it registers with CUDA piece by piece.
+    """A record of page-locked host memory, which it registers with CUDA piece by piece.
 
     A copy may not cross from one registration into another, nor into memory that is not locked, and
-    ``Tensor.is_pinned`` looks only at a tensor's first byte; so copies are cut where registrations end (`parts`).
+    ``Tensor.is_pinned`` checks only a tensor's first byte. Copies are therefore split where registrations end
+    (`parts`).
 
     Attributes:
         device: the device through which memory is registered.
@@ -27,8 +28,8 @@ class PageLocks:
         self.device = device
         # Sorted address ranges. The list is replaced and never changed in place, because copy threads read it.
         self._locked: list[tuple[int, int]] = []
-        self._memory: dict[int, torch.Tensor] = {}  # by address, to keep registered memory alive
-        self._failed: dict[int, int] = {}  # bytes, by address
+        self._memory: dict[int, torch.Tensor] = {}  # buffers by address, to keep registered memory alive
+        self._failed: dict[int, int] = {}  # failed bytes, by address
         self.error: str | None = None
 
     @property
@@ -39,7 +40,7 @@ class PageLocks:
         """Page-lock as much of a contiguous buffer as CUDA allows."""
         raw = buffer.view(-1).view(torch.uint8)
         for piece in raw.split(REGISTER_PIECE):
-            # Touch the pages with all cores first; the driver would do it with one.
+            # Touch the pages with all cores first; the driver would touch them with one.
             piece[::PAGE].add_(0)
             error = self.register(piece)
             start, num_bytes = piece.data_ptr(), piece.numel()
@@ -50,7 +51,7 @@ class PageLocks:
                 self.error, self._failed[start] = error, num_bytes
 
     def unlock(self, buffer: torch.Tensor) -> None:
-        """Undo `lock` for a buffer that nothing uses any more."""
+        """Undo `lock` for a buffer that is no longer used."""
         for piece in buffer.view(-1).view(torch.uint8).split(REGISTER_PIECE):
             start = piece.data_ptr()
             self._failed.pop(start, None)
@@ -71,19 +72,21 @@ class PageLocks:
         del self._memory[start]
 
     def register(self, piece: torch.Tensor) -> str | None:
-        """Register one piece of memory with CUDA. Return CUDA's reason if that fails."""
-        with torch.cuda.device(self.device):  # or CUDA would make a context on another device
+        """Register one piece of memory with CUDA. Return CUDA's reason if this fails."""
+        with torch.cuda.device(self.device):  # otherwise CUDA could create a context on another device
             code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
             if int(code) == 0:
                 return None
             error: str = torch.cuda.cudart().cudaGetErrorString(code)
-            # A failure leaves an error behind, which the next kernel launch would report as its own.
+            # Clear the error of a failed call, which the next kernel launch would report as its own.
             with suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
         return error
 
     def parts(self, tensor: torch.Tensor) -> Iterator[tuple[int, int, bool]]:
-        """Cut a 1-D host tensor where registrations end; yield the start, stop and locked flag of each part, in elements."""
+        """Split a 1-D host tensor where registrations end; yield the start, stop and locked flag of each part, in
+        elements.
+        """
         size = tensor.element_size()
         first = tensor.data_ptr()
         last = first + tensor.numel() * size

@@ -1,9 +1,9 @@
-"""A deterministic device for tests, which tries to break the schedule.
+"""A deterministic device for tests that tries to break the schedule.
 
-It computes as soon as the engine reaches a computation. All other tasks of a pass are known when the pass begins, and
-before and after each computation a seeded adversary may run *any* of them whose declared waits and stream predecessor
-are done, wherever it stands in the list. Copies run in pieces, so that they straddle computations. A computation can
-rely only on the waits that it declares. Memory that is dead or not yet written holds NaN.
+It computes as soon as the engine reaches a computation. All other tasks of a pass are known when the pass begins.
+Before and after each computation, a seeded adversary may run *any* of them whose declared waits and stream predecessor
+are done, at any position in the list. Copies run in pieces, so that they straddle computations. A computation can rely
+only on the waits that it declares. Memory that is invalid or not yet written holds NaN.
 """
 
 import random
@@ -34,8 +34,8 @@ class SimulatedDevice(CpuDevice):
         seed: the seed of the adversary. The same seed gives the same interleaving.
         capacity: limit on the bytes of all buffers; None for no limit.
         pieces: the number of pieces of a copy.
-        eagerness: the probability that the adversary runs one more piece when it may: 0 for as late as possible, 1 for as
-            early as possible, None to draw a new one for each pass.
+        eagerness: the probability that the adversary runs another piece when it may: 0 for as late as possible, 1 for
+            as early as possible, None to draw a new probability for each pass.
     """
 
     name = "simulated"
@@ -90,6 +90,11 @@ class SimulatedDevice(CpuDevice):
         for task in tasks:
             task.done = True
 
+    def give_up(self, updates: Sequence[Task]) -> None:
+        for queue in self._queues.values():
+            queue.clear()
+        super().give_up(updates)
+
     def _interfere(self) -> None:
         """Run a random selection of the pieces that may run now."""
         while self._random.random() < self._eagerness:
@@ -107,6 +112,7 @@ class SimulatedDevice(CpuDevice):
         task = entry.task
         if entry.pieces is None:
             assert task.moves is not None
+            task.issued = True  # it may run before its turn in the list, and must then be completed
             entry.pieces = deque(piece for move in task.moves for piece in move.split(self._pieces))
             self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += sum(move.host_bytes for move in task.moves)
         if entry.pieces:
@@ -116,7 +122,7 @@ class SimulatedDevice(CpuDevice):
             queue.popleft()
 
     def _force(self, task: Task, for_task: Task) -> None:
-        """Run a task to its end, and before it only its declared waits."""
+        """Run a task to its end, preceded only by its declared waits."""
         if task.done:
             return
         queue = self._queues.get(task.op.stream)

@@ -1,15 +1,15 @@
-"""Transfers as data, so that a device may run them whole or in pieces.
+"""Transfers as data, so that a device can run them whole or in pieces.
 
 Shapes: V rows of a table, R rows of a batch, H hidden.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-SquaredNorm = Any  # a sum of squares: a number, or a tensor of one that a device is still computing
+SquaredNorm = Any  # a sum of squares: a number, or a one-element tensor that a device is still computing
 Report = Callable[[SquaredNorm], None]
 
 
@@ -23,7 +23,7 @@ class Link(Protocol):
         ...
 
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
-        """Offload gradients to host memory: overwrite, or add in fp32 and round once.
+        """Land gradients in host memory: overwrite the destination, or add in fp32 and round once.
 
         Returns:
             The sum of squares of the stored result.
@@ -31,7 +31,7 @@ class Link(Protocol):
         ...
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
-        """Offload the gradients of distinct rows of a host table. Without ``add`` those rows must be zero.
+        """Land the gradients of distinct rows in a host table. Without ``add``, these rows must be zero.
 
         Returns:
             The change of the table's sum of squares.
@@ -40,7 +40,7 @@ class Link(Protocol):
 
 
 class Move(Protocol):
-    """One transfer, or a piece of work in host memory."""
+    """A transfer, or a piece of work in host memory."""
 
     @property
     def host_bytes(self) -> int:
@@ -50,13 +50,13 @@ class Move(Protocol):
     def run(self, link: Link) -> None: ...
 
     def split(self, parts: int) -> "list[Move]":
-        """Split it into moves that together do the same."""
+        """Split the move into smaller moves with the same total effect."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy from host to device or back; both tensors are 1-D and of equal length."""
+    """A copy from host to device or from device to host; both tensors are 1-D and of equal length."""
 
     destination: torch.Tensor
     source: torch.Tensor
@@ -74,12 +74,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Land:
-    """An offload of gradients to the host. ``add`` adds to the gradients in the destination instead of replacing them."""
+    """A landing of gradients. ``add`` adds to the gradients in the destination instead of replacing them."""
 
     destination: torch.Tensor
     source: torch.Tensor
-    add: bool
     report: Report
+    add: bool = field(kw_only=True)
 
     @property
     def host_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Land:
 
     def split(self, parts: int) -> list[Move]:
         return [
-            Land(d, s, self.add, self.report)
+            Land(d, s, self.report, add=self.add)
             for d, s in zip(self.destination.tensor_split(parts), self.source.tensor_split(parts), strict=True)
         ]
 
@@ -119,14 +119,14 @@ class GatherRows:
 
 @dataclass(frozen=True, slots=True)
 class LandRows:
-    """An offload of gradients (R, H) of distinct rows to a host table (V, H). Rows in ``clear`` are zeroed first."""
+    """A landing of gradients (R, H) of distinct rows in a host table (V, H). Rows in ``clear`` are zeroed first."""
 
     table: torch.Tensor
     source: torch.Tensor
     rows: torch.Tensor
     clear: torch.Tensor | slice | None
-    add: bool
     report: Report
+    add: bool = field(kw_only=True)
 
     @property
     def host_bytes(self) -> int:
@@ -140,6 +140,6 @@ class LandRows:
     def split(self, parts: int) -> list[Move]:
         pieces = zip(self.source.tensor_split(parts), self.rows.tensor_split(parts), strict=True)
         return [
-            LandRows(self.table, s, r, self.clear if i == 0 else None, self.add, self.report)
+            LandRows(self.table, s, r, self.clear if i == 0 else None, self.report, add=self.add)
             for i, (s, r) in enumerate(pieces)
         ]

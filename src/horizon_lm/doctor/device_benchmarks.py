@@ -11,15 +11,15 @@ from horizon_lm.device.cpu import HostLink
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.store.store import Arena
 
-# Tokens, input and output width of a projection.
+# Number of tokens, input width and output width of each projection.
 _CPU_PRODUCTS = ((1024, 576, 1536), (1024, 1536, 576), (1024, 2048, 2048))
 _CUDA_PRODUCTS = ((8192, 4096, 14336), (8192, 14336, 4096), (8192, 8192, 8192))
-_LAYERS = 4  # used in turn, so that not all of their tensors stay in a cache
+_LAYERS = 4  # used alternately, so that not all of their tensors stay in a cache
 _TINY_OPERATIONS = 1000
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: Rounds) -> float:
-    """Return the operations per second of a projection's three products: its forward, and the two of its backward.
+    """Return the operations per second of a projection: one product in the forward pass, two in the backward pass.
 
     This is the harmonic mean over several shapes, because small models have small products.
     """
@@ -45,10 +45,10 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: Rounds) -> flo
 
 
 def attention_rate(device: torch.device, dtype: torch.dtype, rounds: Rounds) -> float:
-    """Return the operations per second of fused causal attention, forward and backward.
+    """Return the operations per second of fused causal attention in the forward and backward pass.
 
-    Operations are counted as in the FlashAttention papers: 2 x tokens x length x width in the forward, half of those without
-    a mask, and 2.5 times as many in the backward. This is the harmonic mean over several lengths.
+    Operations are counted as in the FlashAttention papers: 2 x tokens x length x width in the forward pass, half the
+    number without a mask, and 2.5 times as many in the backward pass. This is the harmonic mean over several lengths.
     """
     heads, width, tokens, lengths = (
         (32, 128, 8192, (4096,)) if device.type == "cuda" else (9, 64, 1024, (256, 512, 1024))
@@ -73,9 +73,9 @@ def attention_rate(device: torch.device, dtype: torch.dtype, rounds: Rounds) -> 
 
 
 def elementwise_bandwidth(device: torch.device, rounds: Rounds) -> float:
-    """Return the bytes per second read and written by elementwise operations: x * y, x + y and silu(x).
+    """Return the bytes per second that elementwise operations read and write: x * y, x + y and silu(x).
 
-    A CPU computes in float32, as the engine does there; a GPU in bf16, on tensors larger than its caches.
+    A CPU computes in float32, as the engine does on a CPU; a GPU in bf16, on tensors larger than its caches.
     """
     shape, dtype = ((16384, 8192), torch.bfloat16) if device.type == "cuda" else ((1024, 1536), torch.float32)
     if rounds.quick:
@@ -93,9 +93,9 @@ def elementwise_bandwidth(device: torch.device, rounds: Rounds) -> float:
 
 
 def operation_seconds(device: torch.device, rounds: Rounds) -> float:
-    """Return the seconds of a tiny elementwise operation, in a forward with autograd and its backward.
+    """Return the seconds of a tiny elementwise operation, in a forward pass with autograd and its backward pass.
 
-    Many are enqueued at once, so on a GPU this is the time of a launch.
+    Many operations are enqueued together, so on a GPU this is the launch time.
     """
     start = torch.ones(8, device=device, requires_grad=True)
     factor = torch.ones(8, device=device)
@@ -111,13 +111,13 @@ def operation_seconds(device: torch.device, rounds: Rounds) -> float:
 
 
 _BLOCK = 3_540_096  # parameters of a block of SmolLM2-135M
-_BLOCKS = 16  # too many for any cache
+_BLOCKS = 16  # too large for any cache
 _CUDA_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """Bytes per second of the host's tensors: to the device, back, and in both directions at once."""
+    """Transfer rates in bytes per second, in the host's dtype: to the device, back, and in both directions together."""
 
     copy_in: float
     copy_out: float
@@ -125,14 +125,14 @@ class LinkRates:
 
 
 def link_rates(device: Device, rounds: Rounds) -> LinkRates:
-    """Return the rates of an open device's link."""
+    """Return the transfer rates of an open device's link."""
     return _cuda(device, rounds) if device.torch_device.type == "cuda" else _cpu(rounds)
 
 
 def _cpu(rounds: Rounds) -> LinkRates:
     """Return the rates of inline copies: weights widened from bf16 to fp32, and gradients landed in bf16 and squared.
 
-    They run in one thread and never overlap, so ``both`` is the rate of one after the other.
+    Copies run in one thread and never overlap, so ``both`` is the rate of consecutive copies.
     """
     size, num_blocks = (_BLOCK // 16, 4) if rounds.quick else (_BLOCK, _BLOCKS)
     arena = Arena(2 * num_blocks * 2 * size + 2 * num_blocks * 4096)

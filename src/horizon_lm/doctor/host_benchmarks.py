@@ -60,16 +60,16 @@ def host_bandwidth(cores: int, available: int, rounds: Rounds) -> dict[str, floa
 
 
 def update_seconds(precision: str, device: Device, cores: int, available: int, rounds: Rounds) -> float:
-    """Return the seconds per parameter of an optimizer step, from `step` to the last weight written.
+    """Return the seconds per parameter of an optimizer step, from `step` until the last weight is written.
 
-    The model has blocks of SmolLM2-135M with random weights and gradients. A GPU reserves some cores for its own threads,
-    here as in training.
+    The model has blocks of SmolLM2-135M with random weights and gradients. As in training, a GPU reserves some cores
+    for its threads.
 
     Args:
         precision: precision of the weights.
         device: an open device.
-        cores: number of cores; more of them need a larger model to keep them busy.
-        available: bytes of free host memory, of which at most a quarter and 2 GiB are used.
+        cores: number of cores; more cores need a larger model to stay busy.
+        available: bytes of free host memory, of which at most a quarter is used, but no more than 2 GiB.
         rounds: time budget.
     """
     import horizon_lm
@@ -91,7 +91,7 @@ def update_seconds(precision: str, device: Device, cores: int, available: int, r
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Context manager: run torch on one thread. After small operations its threads wait for each other, long on a busy machine."""
+    """Context manager: run torch on one thread, because its threads wait long for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -122,8 +122,8 @@ _MOST_DISK_BYTES = 512 * 2**20
 def disk_rates(folder: Path, rounds: Rounds) -> tuple[float, float]:
     """Return the bytes per second of writing with fsync, and of reading without the page cache.
 
-    The file has no name, so it cannot be left behind, and takes at most a tenth of the free space. A rate is 0 if it cannot be
-    measured: both on an almost full disk, reading if the system cannot drop its page cache (macOS).
+    The file has no name, so it cannot be left behind, and takes at most a tenth of the free space. A rate that cannot
+    be measured is 0: both rates on an almost full disk, the read rate if the system cannot drop its page cache (macOS).
 
     Raises:
         ConfigError: no file can be written in the folder.

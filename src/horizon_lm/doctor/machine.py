@@ -20,11 +20,11 @@ Facts = dict[str, str]
 
 _TRIAL_BYTES = 64 * 2**20
 _LARGEST_TRIAL = 2**30
-_SPARE_CORES = 0.2  # that other programs may take without affecting the measurement
+_SPARE_CORES = 0.2  # share of the cores that other programs may use without affecting the measurement
 
 
 def describe_machine(device: Device, folder: Path) -> dict[str, Facts]:
-    """Return facts as text, by section. ``folder``: folder on the disk to describe."""
+    """Return facts about the machine as text, by section. ``folder``: folder on the disk to describe."""
     sections: dict[str, Facts] = {"versions": _versions(), "machine": _machine(folder), "limits": _limits()}
     if device.torch_device.type == "cuda":
         sections["gpu"] = _gpu(device.torch_device) | {"page-locking": _page_locking(device)}
@@ -38,14 +38,14 @@ def processor() -> str:
 
 
 def host_memory() -> int:
-    """Return the bytes of memory of the machine, before any limit."""
+    """Return the memory of the machine in bytes, before any limit."""
     import psutil
 
     return int(psutil.virtual_memory().total)
 
 
 def available_memory() -> int:
-    """Return the bytes that this process may still allocate."""
+    """Return the number of bytes that this process may still allocate."""
     import psutil
 
     rooms = [limit.room - resident_bytes() for limit in memory_limits()]
@@ -53,7 +53,7 @@ def available_memory() -> int:
 
 
 class OtherPrograms:
-    """Measure the cores used by other programs, which distort a benchmark."""
+    """A measurement of the cores used by other programs, which distort a benchmark."""
 
     def __init__(self) -> None:
         self._began = self._times()
@@ -65,12 +65,12 @@ class OtherPrograms:
 
     @staticmethod
     def leave_too_few(cores: float) -> bool:
-        """Return whether other programs that use this many cores leave too few for this one."""
+        """Return whether other programs that use this many cores leave too few for the benchmark."""
         return cores + usable_cores() > (os.cpu_count() or 1) + _SPARE_CORES
 
     @staticmethod
     def _times() -> tuple[float, float, float]:
-        """Return the busy seconds of all cores, those of this process, and the clock."""
+        """Return the busy seconds of all cores, the busy seconds of this process, and the clock."""
         import psutil
 
         times, own = psutil.cpu_times(), os.times()
@@ -165,7 +165,7 @@ def _page_locking(device: Device) -> str:
 
 
 def _chosen(text: str) -> str:
-    """Return the active choice, which the kernel writes in brackets."""
+    """Return the active choice, which the kernel marks with brackets."""
     choice = re.search(r"\[(\w+)\]", text)
     return choice[1] if choice else "unknown"
 

@@ -48,7 +48,7 @@ def check_writable(path: Path) -> None:
 
 
 def keep(hardware: Hardware, path: Path) -> None:
-    """Write a profile; raise ConfigError if that fails."""
+    """Write a profile; raise ConfigError if writing fails."""
     try:
         hardware.save(path)
     except OSError as error:
@@ -66,8 +66,8 @@ _NAMES = {
     "attention": "attention",
     "device_bandwidth": "elementwise operations",
     "op_seconds": "overhead per operation",
-    "link_in": "link, host to device",
-    "link_out": "link, device to host",
+    "link_in": "link, host-to-device",
+    "link_out": "link, device-to-host",
     "link_both": "link, both directions",
     "host_bandwidth": "host memory, threads:",
     "update_seconds": "AdamW update,",
@@ -80,7 +80,7 @@ _NAMES = {
 
 
 def describe_figure(field: str, value: Any) -> list[Line]:
-    """Return a field of a profile as text, one line for each of its figures."""
+    """Return a field of a profile as text, with one line for each of its figures."""
     if isinstance(value, Mapping):
         return [(f"{_NAMES[field]} {key}", _amount(field, each)) for key, each in value.items()]
     absent = "host memory" if field == "device_memory" else "unknown"
@@ -122,7 +122,7 @@ def measure_machine(
     """Measure all figures of a profile.
 
     Args:
-        open_device: function that opens the device. Each benchmark opens its own, so that its memory is freed.
+        open_device: function that opens the device. Each benchmark opens a new device, so that its memory is freed.
         folder: folder on the disk to measure.
         rounds: time budget of a benchmark.
         say: function that prints a line of progress.
@@ -156,7 +156,7 @@ class _Figures:
         self.sources: dict[str, str] = {}
 
     def add(self, field: str, value: Any, how: str) -> None:
-        """Add a figure; 0 or an empty mapping if it could not be measured."""
+        """Add a figure; the value is 0 or an empty mapping if it could not be measured."""
         self.figures[field] = value
         if not value:
             return
@@ -179,10 +179,10 @@ def _measure_device(notes: _Figures, open_device: Callable[[], Device], where: t
     for dtype in DTYPES:
         rates["matmul"][dtype] = matmul_rate(where, getattr(torch, dtype), rounds)
         rates["attention"][dtype] = attention_rate(where, getattr(torch, dtype), rounds)
-    notes.add("matmul", rates["matmul"], "a projection's forward and backward, mean over shapes")
-    notes.add("attention", rates["attention"], "causal scaled_dot_product_attention, forward and backward")
+    notes.add("matmul", rates["matmul"], "a projection's forward and backward pass, mean over shapes")
+    notes.add("attention", rates["attention"], "causal scaled_dot_product_attention, forward and backward pass")
     notes.add("device_bandwidth", elementwise_bandwidth(where, rounds), "eager mul, add and silu")
-    notes.add("op_seconds", operation_seconds(where, rounds), "tiny products, forward and backward")
+    notes.add("op_seconds", operation_seconds(where, rounds), "tiny products, forward and backward pass")
     link = link_rates(open_device(), rounds)
     how = "registered memory" if on_gpu else "bytes of bf16; {} inline"
     notes.add("link_in", link.copy_in, how.format("copies that widen"))

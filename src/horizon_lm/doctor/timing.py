@@ -1,4 +1,4 @@
-"""Time a piece of work: the median of several rounds."""
+"""Measure the median duration of several rounds of a piece of work."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ import torch
 
 Work = Callable[[], Any]
 
-_PATIENCE = 4.0  # work that takes longer than this many times its budget is timed once
+_PATIENCE = 4.0  # work that takes longer than this multiple of its budget is timed once
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,11 @@ class Rounds:
     quick: bool = False
 
     def median(self, work: Work, device: torch.device | None = None, prepare: Work | None = None) -> float:
-        """Return the median seconds of ``work``.
+        """Return the median duration of ``work`` in seconds.
 
         Args:
-            work: function to time. It runs once before, so compilation and first accesses to memory do not count.
+            work: function to time. It runs once before the first round, so that compilation and first memory accesses
+                are not timed.
             device: device to synchronize before the clock is read.
             prepare: function to run before each round, without timing it.
         """
@@ -44,7 +45,7 @@ class Rounds:
         return statistics.median(times)
 
     def too_long(self, seconds: float) -> bool:
-        """Return whether work of this duration exceeds the budget by far."""
+        """Return whether work of this duration far exceeds the budget."""
         return seconds > _PATIENCE * self.seconds
 
 

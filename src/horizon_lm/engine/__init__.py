@@ -1,4 +1,4 @@
-"""Stream a model through a device: run the schedule of each pass under autograd and Hugging Face's own forward.
+"""Stream a model through a device: run the schedule of each pass under autograd and Hugging Face's forward method.
 
 ``executor.py`` begins with a training step, line by line; ``docs/architecture.md`` has a picture and a glossary.
 

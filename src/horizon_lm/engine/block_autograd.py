@@ -1,4 +1,5 @@
-"""The autograd node of a block: its forward saves little, its backward recomputes and differentiates one micro-batch at a time.
+"""The autograd node of a block, which saves little and recomputes and differentiates each micro-batch in the backward
+pass.
 
 Shapes: B batch rows, T tokens of a row, H hidden size. A micro-batch is the row range [start, stop) of the batch.
 """
@@ -32,22 +33,22 @@ if TYPE_CHECKING:
 
 
 class Graph(NamedTuple):
-    """The autograd graph of one micro-batch: the leaves it starts from, and the outputs it ends in."""
+    """The autograd graph of one micro-batch: its leaves and its outputs."""
 
     leaves: list[torch.Tensor]
     outputs: list[torch.Tensor]
 
 
 class GraphUse(Enum):
-    """The use that a block's forward makes of an autograd graph of its own.
+    """The use that a block's forward pass makes of a separate autograd graph.
 
     Attributes:
-        NONE: it makes none; the backward recomputes the block.
-        DROPPED: it makes one and drops it. A compiled block would otherwise be compiled a second time for the recompute,
-            whose results could differ from the forward's in the last bits.
-        TRAPPED: it drops it, too, but a hook inside the block may keep an activation. A loss that depends on such an
-            activation raises an error, where its gradient would otherwise be missing silently.
-        KEPT: the graph stays on the device, and the backward recomputes nothing.
+        NONE: no graph is made; the backward pass recomputes the block.
+        DROPPED: a graph is made and dropped. A compiled block would otherwise be compiled a second time for the
+            recompute, whose results could differ from those of the forward pass in the last bits.
+        TRAPPED: the graph is dropped, but a hook inside the block may keep an activation. A loss that depends on such
+            an activation raises an error; otherwise its gradient would be missing silently.
+        KEPT: the graph stays on the device, and the backward pass recomputes nothing.
     """
 
     NONE = "none"
@@ -57,12 +58,12 @@ class GraphUse(Enum):
 
 
 class SavedForBackward:
-    """The random states that a block's forward saves for its backward, and its graph if there is room for it.
+    """The random states that a block's forward pass saves for its backward pass, and its graph if it is kept.
 
     Attributes:
         rng_states: the random state that each micro-batch started from.
         graphs: the graph of each micro-batch, if graphs are kept.
-        sink: takes the gradients of the forward's graph; None if there is no graph.
+        sink: takes the gradients of the graph; None if there is no graph.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class SavedForBackward:
         self.graphs: list[Graph] = []
 
     def params(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the weights to compute the forward with: fresh leaves if it makes a graph."""
+        """Return the weights for the forward computation, as fresh leaves if it makes a graph."""
         if self.sink is None:
             return weights
         return self.sink.traps(weights) if self.graph_use is GraphUse.TRAPPED else self.sink.leaves(weights)
 
     def inputs(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the inputs of one micro-batch to compute the forward with: fresh leaves if it makes a graph."""
+        """Return the inputs of one micro-batch for the forward computation, as fresh leaves if it makes a graph."""
         if self.graph_use is GraphUse.NONE:
             return tensors
         leaves = self.leaves(tensors)
@@ -97,15 +98,15 @@ class SavedForBackward:
         return leaves
 
     def leaves(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return fresh leaves over inputs. They require a gradient where the node's inputs did."""
+        """Return fresh leaves over inputs. They require a gradient if the inputs of the node did."""
         return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad, strict=True)]
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return the context in which the block's forward runs."""
+        """Return the context in which the block's forward computation runs."""
         return trapped_graph() if self.graph_use is GraphUse.TRAPPED else nullcontext()
 
     def save(self, rng_state: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Save what the backward of a computed micro-batch needs. Return its outputs without their graph."""
+        """Save what the backward pass of a computed micro-batch needs. Return its outputs without their graph."""
         self.rng_states.append(rng_state)
         if self.graph_use is GraphUse.NONE:
             return outputs
@@ -114,24 +115,26 @@ class SavedForBackward:
         return [tensor.detach() for tensor in outputs]
 
     def take_graph(self, number: int) -> Graph:
-        """Return the kept graph of a micro-batch, and forget it, so that its memory is free as soon as it was differentiated."""
+        """Return the kept graph of a micro-batch and forget it, so that its memory is freed right after
+        differentiation.
+        """
         graph, self.graphs[number] = self.graphs[number], Graph([], [])
         return graph
 
 
 class BlockAutograd:
-    """The autograd state of one block in one forward, apart from the inputs, which autograd itself saves.
+    """The autograd state of one block in one forward pass, except for the inputs, which autograd saves.
 
     Attributes:
-        call: the block's arguments; without tensors once the forward is over, since autograd saves those.
+        call: the block's arguments; without tensors after the forward pass, since autograd saves those.
         keys: names of the outputs that transformers captures inside the block.
-        hooked: other code's hooks listen inside the block.
-        uncompiled: the block runs uncompiled, whatever the model's setting.
-        context: autocast, attention kernels and context variables of the forward.
+        hooked: other code has registered hooks inside the block.
+        uncompiled: the block runs uncompiled, regardless of the model's setting.
+        context: autocast, attention kernels and context variables of the forward pass.
         mode: train or eval mode of each module in the block.
-        saved: random states and graphs that the forward saved.
+        saved: random states and graphs saved by the forward pass.
         dims: the row dimension of each input; None for an input without rows.
-        attributes: the modules' attributes in the forward.
+        attributes: the modules' attributes during the forward pass.
         outputs: the outputs of all micro-batches.
         expected: copies of the outputs, with `EngineOptions.check_recompute`.
         true_inputs: copies of the inputs, if the gradient check compares this block.
@@ -161,11 +164,11 @@ class BlockAutograd:
 
     @property
     def offloaded(self) -> bool:
-        """True if the block's boundary is offloaded to host memory until the backward."""
+        """True if the block's boundary is offloaded to host memory until the backward pass."""
         return self.index in self.forward_state.boundaries
 
     def forward(self, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
-        """Compute the block, and save what the backward needs. Return the tensors of its output."""
+        """Compute the block and save what the backward pass needs. Return the tensors of its output."""
         blocks = self.blocks
         self.saved = SavedForBackward(blocks, self.index, self.forward_state, needs_grad, self.hooked)
         self.outputs = blocks.compute_forward(self.index, self.call, self.keys, self.uncompiled, self.saved)
@@ -184,7 +187,7 @@ class BlockAutograd:
         """Differentiate the block. Return the gradients of its inputs; those of its parameters go to a gradient slot.
 
         Args:
-            inputs: the tensors of `call`; None in the place of an offloaded boundary.
+            inputs: the tensors of `call`; None instead of an offloaded boundary.
             grads: the gradient of each output; None for an output that no loss depends on.
         """
         engine, unit = self.blocks.engine, block(self.index)
@@ -192,11 +195,11 @@ class BlockAutograd:
             if self.offloaded:
                 inputs[self.call.hidden] = self._fetched_boundary()
             input_grads, names = self._differentiate_all(inputs, grads)
-            if not engine.memory.holds(self.index):
+            if not engine.memory.is_resident(self.index):
                 engine.device.poison(engine.memory.weights_of(unit))  # a late read yields NaN on a simulated device
             if engine.trained(unit) and not engine.memory.accumulates:
                 engine.landed(unit, names)
-        # Sums over micro-batches are in float32 in a buffer of their own; here they are rounded into the outgoing slot.
+        # Sums over micro-batches are in a separate float32 buffer; here they are rounded into the outgoing slot.
         if engine.trained(unit) and engine.memory.accumulates:
             with engine.cursor.compute(Kind.STAGE, unit):
                 engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
@@ -210,42 +213,46 @@ class BlockAutograd:
     def _differentiate_all(
         self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
     ) -> tuple[list[torch.Tensor | None], list[str]]:
-        """Return the gradients of the inputs of all micro-batches, and the names of the parameters that got one."""
+        """Return the gradients of the inputs of all micro-batches, and the names of the parameters that received a
+        gradient.
+        """
         saved = self.saved
         input_grads: list[torch.Tensor | None] = [None] * len(inputs)  # (B, T, H) for the hidden states
         if saved.graph_use is GraphUse.KEPT:
             assert saved.sink is not None
-            sink = saved.sink  # the one that the graphs' leaves report to
+            sink = saved.sink  # the sink that receives the gradients of the graphs' leaves
         else:
             sink = GradSink(self.blocks.engine, self.index)
             self._require_same_attributes()
         sink.open()
-        # Weights were streamed in again, so the forward's leaves are gone: the recompute needs leaves of its own.
+        # Weights were streamed in again, so the leaves of the forward pass are gone: the recompute needs new ones.
         with self.module.bound(sink.leaves(self.blocks.weights(self.index))):
             for number, rows in enumerate(self.micro_batches):
                 graph = saved.take_graph(number) if saved.graphs else self._recompute(number, inputs)
                 self._differentiate(rows, graph, inputs, grads, input_grads)
-                del graph  # before the next micro-batch makes its own
+                del graph  # freed before the next micro-batch makes its graph
         return input_grads, sink.close()
 
     def _require_same_attributes(self) -> None:
-        """Raise StreamingError if the block's modules have other attributes than in the forward."""
+        """Raise StreamingError if attributes of the block's modules differ from those in the forward pass."""
         before, now = self.attributes, self.module.attributes()
         if before != now:
             changed = next(name for a, b in zip(before, now, strict=True) for name in a | b if _differ(a, b, name))
             raise StreamingError(
-                f"{self.module.name}: {changed!r} of one of its modules changed between the forward and its backward, which "
-                "recomputes the block. Change dropout rates, adapters and the like before the forward, and leave context "
-                "managers such as disable_adapter() after the backward."
+                f"{self.module.name}: {changed!r} of one of its modules changed between the forward pass and the backward "
+                "pass, which recomputes the block. Change dropout rates, adapters and the like before the forward pass, and "
+                "leave context managers such as disable_adapter() after the backward pass."
             )
 
     def _fetched_boundary(self) -> torch.Tensor:
-        """Return the boundary (B, T, H), which was copied from the host into the ring buffer."""
+        """Return the boundary (B, T, H) that was copied from the host into the ring buffer."""
         ring = self.blocks.engine.memory.ring.get(self.forward_state.boundary_bytes, torch.uint8, self.index % 2)
         return ring.view(self.hidden_dtype).view(self.hidden_shape)
 
     def _recompute(self, number: int, inputs: Any) -> Graph:
-        """Run the forward of one micro-batch again, with a graph, in the context and with the random numbers of the first."""
+        """Compute one micro-batch again, with a graph, in the context and with the random numbers of the
+        forward pass.
+        """
         rows = self.micro_batches[number]
         leaves = self.saved.leaves(slice_all(inputs, self.dims, rows))
 
@@ -264,7 +271,7 @@ class BlockAutograd:
     def _differentiate(
         self, rows: Rows, graph: Graph, inputs: Any, grads: tuple[torch.Tensor | None, ...], input_grads: Any
     ) -> None:
-        """Run the backward of one micro-batch, and put the gradients of its inputs into those of the whole batch."""
+        """Differentiate one micro-batch, and write the gradients of its inputs into those of the whole batch."""
         pairs = [
             (output, grad if len(self.micro_batches) == 1 else rows_of_output(grad, output, rows))
             for output, grad in zip(graph.outputs, grads, strict=True)
@@ -285,15 +292,15 @@ class BlockAutograd:
                 slice_rows(input_grads[i], dim, rows).add_(leaf.grad)
 
     def _require_equal(self, outputs: list[torch.Tensor], expected: list[torch.Tensor], rows: Rows) -> None:
-        """Raise RecomputeMismatchError if recomputed outputs differ from the forward's in any bit."""
+        """Raise RecomputeMismatchError if recomputed outputs differ in any bit from those of the forward pass."""
         start, stop = rows
         for output, whole in zip(outputs, expected, strict=True):
             before = whole if len(self.micro_batches) == 1 else rows_of_output(whole, output, rows)
             if not torch.equal(output, before):
                 difference = (output.float() - before.float()).abs().max().item()
                 raise RecomputeMismatchError(
-                    f"{self.module.name}, rows {start} to {stop - 1}: the recomputed output differs from the forward's by up "
-                    f"to {difference:.3g}"
+                    f"{self.module.name}, rows {start} to {stop - 1}: the recomputed output differs from that of the "
+                    f"forward pass by up to {difference:.3g}"
                 )
 
 
@@ -302,7 +309,7 @@ def _differ(before: dict[str, Any], now: dict[str, Any], name: str) -> bool:
 
 
 class BlockFunction(torch.autograd.Function):
-    """The autograd function of a block: the one opaque node that autograd sees of it."""
+    """The autograd function of a block, which autograd sees as a single node."""
 
     @staticmethod
     def forward(
@@ -313,13 +320,13 @@ class BlockFunction(torch.autograd.Function):
         outputs = node.forward(ctx.needs_input_grad[2:])
         hidden = tensors[node.call.hidden]  # (B, T, H)
         node.hidden_shape, node.hidden_dtype = hidden.shape, hidden.dtype
-        # Autograd holds the inputs from here on, and frees them after the backward. An offloaded boundary is held nowhere
-        # on the device: that is what keeps device memory independent of the number of blocks.
+        # From here on autograd keeps the inputs, and frees them after the backward pass. An offloaded boundary is not
+        # kept on the device, so device memory does not depend on the number of blocks.
         node.call.drop_tensors()
         saved = [None if node.offloaded and i == node.call.hidden else t for i, t in enumerate(tensors)]
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
-        node.outputs.release()  # autograd returns the outputs; the node keeping them would be a cycle
+        node.outputs.release()  # autograd returns the outputs; keeping them in the node would be a reference cycle
         return outputs
 
     @staticmethod

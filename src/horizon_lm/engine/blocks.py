@@ -1,4 +1,4 @@
-"""Decoder blocks: stream the weights in, compute all micro-batches, and keep the input for the backward.
+"""Decoder blocks: stream the weights in, compute all micro-batches, and keep the input for the backward pass.
 
 Shapes: B batch rows, T tokens of a row, H hidden size. Hidden states of a batch are (B, T, H); a block computes one
 micro-batch, rows [start, stop) of the batch, at a time.
@@ -31,15 +31,15 @@ RowProbe = Callable[[int], list[torch.Size]]
 
 
 class Blocks:
-    """Streams the decoder blocks of a model.
+    """The streamed decoder blocks of a model.
 
     Attributes:
-        caching: the running forward has a cache of keys and values.
-        signature: names and ranks of the running forward's arguments; row dimensions are remembered for each.
-        segments: the documents in the running forward's rows, if its attention wants them.
-        probe_rows: returns the shapes of a block's tensor inputs if the batch had one more row.
-        probing: the block that a row probe asks for, and the list that takes its shapes; None outside a probe.
-        rehearsal: computes in the place of the blocks while device memory is planned; None otherwise.
+        caching: the running forward pass has a cache of keys and values.
+        signature: names and ranks of the current forward arguments; row dimensions are cached by signature.
+        segments: the documents in the current rows, if attention needs them.
+        probe_rows: function that returns the shapes of a block's tensor inputs for a batch with one more row.
+        probing: the block to probe for row dimensions, and the list that receives its shapes; None outside of a probe.
+        rehearsal: replaces the blocks while device memory is planned; None otherwise.
         gradient_check: compares blocks in the next training step; None otherwise.
     """
 
@@ -67,7 +67,9 @@ class Blocks:
         self.gradient_check: GradientCheck | None = None
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Compute a block for the whole batch. The model calls this instead of the block module's forward."""
+        """Compute a block for the whole batch. The model calls this instead of the forward method of the
+        block module.
+        """
         self.engine.require_forward(self.blocks[index].name)
         call = BlockCall(args, kwargs)
         if self.probing is not None:
@@ -75,8 +77,8 @@ class Blocks:
         if self.rehearsal is not None:
             return self.rehearsal.forward(index, call)
         keys, hooked = capture.requested_keys(), self.blocks[index].is_hooked()
-        # Compiled code would not call hooks inside a block. A cache knows each block by its number, so compiled code could
-        # not be shared between blocks.
+        # Compiled code would not call hooks inside a block. A cache identifies each block by its number, so compiled
+        # code could not be shared between blocks.
         uncompiled = bool(keys) or hooked or self.caching
         state = self.engine.recording
         if state is not None and index in state.keeps:
@@ -92,7 +94,7 @@ class Blocks:
         return output
 
     def rehearse(self) -> Rehearsal:
-        """Turn the next forward into a rehearsal, which only measures the memory that blocks take."""
+        """Make the next forward pass a rehearsal, which only measures the memory that blocks take."""
         self.rehearsal = Rehearsal(self.engine, self.blocks, self.row_dims, self._outputs, self.segments)
         return self.rehearsal
 
@@ -106,8 +108,8 @@ class Blocks:
             index: the block's index.
             call: its arguments for the whole batch.
             keys: names of the outputs that transformers captures inside the block.
-            uncompiled: run the block uncompiled, whatever the model's setting.
-            saved: saves what the backward needs; None if there will be no backward.
+            uncompiled: run the block uncompiled, regardless of the model's setting.
+            saved: saves what the backward pass needs; None if there is no backward pass.
         """
         engine, module = self.engine, self.blocks[index]
         dims = self.row_dims(index, call)
@@ -121,12 +123,14 @@ class Blocks:
             no_autocast_cache(),
         ):
             if offload:
-                # Copied within the device first: the copy to the host may take its time, the original is free sooner.
+                # Copied within the device first, so that the original is freed before the slower copy to the host is
+                # done.
                 hidden = call.tensors[call.hidden]  # (B, T, H)
                 self._ring(index, hidden).copy_(hidden.contiguous().view(-1).view(torch.uint8))
             weights = self.weights(index)
             with module.bound(weights if saved is None else saved.params(weights)):
-                # All micro-batches run through the block before the next one: its weights are streamed once a pass.
+                # All micro-batches run through a block before the next block, so its weights are streamed only once per
+                # pass.
                 for number, rows in enumerate(engine.running.micro_batches):
                     inputs = slice_all(call.tensors, dims, rows)
                     if saved is not None:
@@ -141,12 +145,12 @@ class Blocks:
                     if saved is not None:
                         if call.containers(args, kwargs) != before:  # autograd would miss gradients through it
                             raise ModelNotSupportedError(
-                                f"{module.name} hands state to later blocks through a container among its arguments; "
+                                f"{module.name} passes state to later blocks through a container among its arguments; "
                                 "streaming blocks one by one would give wrong gradients"
                             )
                         tree.tensors = saved.save(rng_state, inputs, tree.tensors)
                     outputs.add(rows, tree)
-            if not engine.memory.holds(index):
+            if not engine.memory.is_resident(index):
                 engine.device.poison(engine.memory.weights_of(block(index)))
         engine.counts["block_forward_rows"] += engine.running.num_rows
         self._outputs[index] = outputs
@@ -162,9 +166,9 @@ class Blocks:
     # Boundaries
 
     def _plan_offloads(self, index: int, call: BlockCall, state: ForwardState) -> None:
-        """Bind the offloads of this boundary and of all later ones, which have the same size, to their host buffers.
+        """Bind the offloads of this boundary and all later ones, which have the same size, to their host buffers.
 
-        The first block reached binds them all, so that the cursor can issue copies without waiting for later blocks.
+        The first block reached binds all of them, so that the cursor can issue copies without waiting for later blocks.
         """
         engine, hidden = self.engine, call.tensors[call.hidden]
         num_bytes, largest = self._boundary_bytes(hidden)
@@ -175,19 +179,21 @@ class Blocks:
                 state.offloads[later] = engine.cursor.bind(Kind.OFFLOAD, block(later), [Copy(host, ring, num_bytes)])
 
     def _ring(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the buffer from which a boundary leaves: blocks take turns in two."""
+        """Return the ring buffer that a boundary is offloaded from: blocks alternate between two."""
         num_bytes, largest = self._boundary_bytes(hidden)
         return self.engine.memory.ring.get(num_bytes, torch.uint8, index % 2, room=largest)
 
     def _boundary_bytes(self, hidden: torch.Tensor) -> tuple[int, int]:
-        """Return the bytes of hidden states (B, T, H), and of those of the largest batch that is expected."""
+        """Return the size in bytes of the hidden states (B, T, H), for this batch and for the largest
+        expected batch.
+        """
         token_bytes = hidden.shape[-1] * hidden.element_size()
         return hidden.numel() * hidden.element_size(), self.engine.expected.tokens * token_bytes
 
     # Rows
 
     def row_dims(self, index: int, call: BlockCall) -> list[int | None]:
-        """Return the row dimension of each tensor input; found by a probe when there are several micro-batches."""
+        """Return the row dimension of each tensor input, found by a probe if there are several micro-batches."""
         if len(self.engine.running.micro_batches) == 1:
             return [None] * len(call.tensors)  # nothing is sliced
         keys = [(self.signature, path) for path in call.paths]
@@ -199,13 +205,13 @@ class Blocks:
         return [self._row_dims[key] for key in keys]
 
     def _probe(self, index: int, call: BlockCall) -> Any:
-        """Answer a row probe: pass on zeros until the block that is asked for, and note the shapes of its inputs."""
+        """Answer a row probe: return zeros for blocks before the requested one, and record the shapes of its inputs."""
         assert self.probing is not None
         wanted, shapes = self.probing
         if index == wanted:
             shapes.extend(t.shape for t in call.tensors)
             raise ProbeDoneError
-        # Earlier blocks have computed in this forward already, so the structure of their outputs is known.
+        # Earlier blocks have already been computed in this forward pass, so the structure of their outputs is known.
         outputs = self._outputs[index]
         return outputs.rebuild(outputs.imitate(self.engine.running.num_rows + 1))[0]
 

@@ -1,7 +1,8 @@
-"""Final norm and LM head over chunks of tokens (``head="chunked"``), so that the logits of a batch never exist at once.
+"""Final norm and LM head over chunks of tokens (``head="chunked"``), which avoids computing all logits of a batch.
 
-The model's own forward runs once for the whole batch, without head, and then once per chunk, with a trunk that returns the
-hidden states of that chunk. So Hugging Face's own code scales and caps the logits and computes the loss.
+The model's forward method runs once for the whole batch without the head, and then once per chunk with a trunk that
+returns the hidden states of that chunk. This way, Hugging Face's own code scales and caps the logits and computes the
+loss.
 
 Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V vocabulary. Logits of a chunk are (1, N, V); all
 of them would be (B, T, V), often the largest tensor of a step. Only trained tokens, whose label is not ignored, are in chunks.
@@ -20,17 +21,18 @@ from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.device.base import send
 from horizon_lm.engine.lm_head import LmHead
 from horizon_lm.engine.recompute import RecomputeContext, no_autocast_cache
+from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.functional import in_place
 from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.outer_trial import Decoded, hidden_of, is_same
 
-_ROW_BLOCK = 4096  # rows of the head's gradient (V, H) that are formed at once if its buffer has another dtype
+_ROW_BLOCK = 4096  # rows of the head's gradient (V, H) computed at a time if its buffer has another dtype
 
 
 @dataclass(slots=True)
 class LossInputs:
-    """The inputs of a batch's loss other than hidden states.
+    """The inputs of a batch's loss, except for hidden states.
 
     Attributes:
         labels: the target of each hidden state, shape (B, T): already shifted by one.
@@ -44,9 +46,9 @@ class LossInputs:
 
     @classmethod
     def of(cls, call: dict[str, Any], device: torch.device) -> "LossInputs":
-        """Take ``labels`` or ``shift_labels`` (B, T) and ``num_items_in_batch`` out of a call of the model.
+        """Take ``labels`` or ``shift_labels`` (B, T) and ``num_items_in_batch`` from the arguments of a model call.
 
-        The trained positions are found before labels go to the device: on an accelerator, the host would have to wait for
+        The trained positions are found before labels are copied to the device, where the host would have to wait for
         their number.
         """
         labels, shifted = call.pop("labels", None), call.pop("shift_labels", None)
@@ -63,7 +65,7 @@ class LossInputs:
 
 
 class ChunkedLmHead:
-    """Computes final norm, head and loss of a model over chunks of its trained tokens.
+    """The final norm, head and loss of a model, computed over chunks of its trained tokens.
 
     Args:
         head: the streamed head.
@@ -74,11 +76,11 @@ class ChunkedLmHead:
     def __init__(self, head: LmHead, path: ChunkedPath, call_model: Callable[..., Any]) -> None:
         self.head, self.engine, self.path, self.call_model = head, head.engine, path, call_model
         self.chunk_tokens = self.engine.options.head_chunk_tokens
-        self._active = False  # the forward of the whole batch is running, without head
-        self._skips_norm = False  # it skips the final norm, too, and leaves it to the chunks
+        self._active = False  # the forward pass over the whole batch is running, without the head
+        self._skips_norm = False  # the final norm is also skipped and left to the chunks
         self._norm_input: torch.Tensor | None = None  # (B, T, H)
         self._hidden: torch.Tensor | None = None  # output of the trunk, (B, T, H)
-        self._chunk: _Chunk | None = None  # the chunk that the model's forward is computing now
+        self._chunk: _Chunk | None = None  # the chunk that the model is computing
         self._vocabulary = self.engine.parts.sizes().vocabulary
         self._head_attributes = self._attributes_of(head.module)
         self.norm_attributes = self._attributes_of(self.engine.parts.final_norm)
@@ -90,15 +92,15 @@ class ChunkedLmHead:
 
     @property
     def replaces_head(self) -> bool:
-        """True while this object answers calls of the head's module."""
+        """True while this object replaces the head's module."""
         return self._active or self._chunk is not None
 
     @contextmanager
     def without_head(self, with_norm: bool) -> Iterator[None]:
-        """Context manager: run the model's forward over the whole batch without its head, and without the final norm.
+        """Context manager: run the model over the whole batch without its head and final norm.
 
         Args:
-            with_norm: compute the final norm all the same, because the caller or a hook uses its output.
+            with_norm: compute the final norm nevertheless, because the caller or a hook uses its output.
         """
         self._active, self._skips_norm = True, self.path.norm_is_last and not with_norm
         try:
@@ -107,12 +109,14 @@ class ChunkedLmHead:
             self._active = False
 
     def outer_names(self) -> list[str]:
-        """Return the full names of the outer parameters that chunks compute with: the norm's, and the bias of a tied head."""
+        """Return the full names of the outer parameters used by chunks: those of the norm, and the bias of a
+        tied head.
+        """
         norm = list(self.norm_attributes) if self._skips_norm else []
         return [*norm, *self.head.outer]
 
     def compute(self, run: "ChunkedRun", outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the chunks over the hidden states of the last forward. Differentiable when that forward records.
+        """Compute the chunks of the hidden states from the last forward pass. Differentiable if that pass records.
 
         Args:
             run: the computation of the chunks.
@@ -130,7 +134,7 @@ class ChunkedLmHead:
     # Replacements of modules' forwards
 
     def trunk_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the trunk over the whole batch, or return the hidden states of the present chunk."""
+        """Run the trunk over the whole batch, or return the hidden states of the current chunk."""
         if self._chunk is not None:
             return Decoded(self._chunk.normalise())
         output = forward(*args, **kwargs)
@@ -145,16 +149,19 @@ class ChunkedLmHead:
         return output
 
     def norm_forward(self, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
-        """Run the final norm, or skip it if it is left to the chunks: its float32 copy of (B, T, H) is never made then."""
+        """Run the final norm, or skip it if it is left to the chunks, so that its float32 copy of (B, T, H) is never
+        made.
+        """
         if not (self._active and self._skips_norm):
             return forward(hidden)
         self._norm_input = hidden
         return hidden
 
     def head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the present chunk (1, N, V); in the forward of the whole batch, zeros (1, 1, V).
+        """Return the logits of the current chunk (1, N, V), or zeros (1, 1, V) in the forward pass over the whole
+        batch.
 
-        They stand for one ignored token, for which the model computes its loss without any cross-entropy: the auxiliary part.
+        The zeros represent one ignored token, for which the model computes only the auxiliary part of its loss.
         """
         if self._chunk is not None:
             return self._chunk.project(hidden)
@@ -166,7 +173,7 @@ class ChunkedLmHead:
 
     @contextmanager
     def computing(self, chunk: "_Chunk") -> Iterator[None]:
-        """Context manager: run the model's forward for this chunk."""
+        """Context manager: run the model's forward method for this chunk."""
         self._chunk = chunk
         try:
             yield
@@ -175,7 +182,7 @@ class ChunkedLmHead:
 
 
 class _Chunk:
-    """A chunk of trained tokens on its way through norm and head.
+    """A chunk of trained tokens while it passes through norm and head.
 
     Args:
         owner: the chunked head.
@@ -192,7 +199,9 @@ class _Chunk:
         self.owner, self.hidden, self.outer, self.grads, self.first = owner, hidden, outer, grads, first
 
     def normalise(self) -> torch.Tensor:
-        """Return the normed hidden states (1, N, H); as they are if the norm is not left to the chunks."""
+        """Return the normed hidden states (1, N, H), or unchanged hidden states if the norm is not left to
+        the chunks.
+        """
         norm, attributes = self.owner.engine.parts.final_norm, self.owner.norm_attributes
         weights = {attributes[name]: tensor for name, tensor in self.outer.items() if name in attributes}
         if norm is None or not weights:
@@ -210,10 +219,10 @@ class _Chunk:
 
 
 class _ChunkLinear(torch.autograd.Function):
-    """``F.linear`` whose backward adds the gradients of weight and bias to buffers, instead of returning them.
+    """A replacement of ``F.linear`` whose backward pass adds the gradients of weight and bias to buffers.
 
-    Autograd would form a gradient (V, H) for each chunk and add it to the sum: two more tensors of the head's size. A bias
-    without a buffer (that of a tied head, which is an outer parameter) gets its gradient returned.
+    Autograd would compute a gradient (V, H) for each chunk and add it to the sum, which takes two more tensors of the
+    head's size. The gradient of a bias without a buffer (an outer parameter, if the head is tied) is returned.
     """
 
     @staticmethod
@@ -221,7 +230,7 @@ class _ChunkLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grads: dict[str, torch.Tensor],
         first: bool,
     ) -> torch.Tensor:  # fmt: skip
-        # As autocast does, which does not reach into an autograd function.
+        # Cast explicitly, because autocast does not apply inside of an autograd function.
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):
             x = x.to(torch.get_autocast_dtype(device_type))
@@ -256,7 +265,8 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, 
     if total.dtype == grad.dtype == inputs.dtype:
         torch.addmm(total, grad.t(), inputs, beta=0 if first else 1, out=total)
         return
-    # addmm cannot write to another dtype (a float32 sum of bfloat16 products), so some rows at a time are formed apart.
+    # addmm cannot write to another dtype (a float32 sum of bfloat16 products), so products are computed some rows at a
+    # time.
     for start in range(0, total.shape[0], _ROW_BLOCK):
         rows = total[start : start + _ROW_BLOCK]
         product = grad[:, start : start + _ROW_BLOCK].t().matmul(inputs)
@@ -267,18 +277,27 @@ Grads = tuple[torch.Tensor, list[torch.Tensor]]  # of hidden states (B, T, H), a
 
 
 class ChunkedRun(ABC):
-    """A computation over the chunks of one forward: a loss, or log-probabilities.
+    """A computation over the chunks of one forward pass: a loss, or log-probabilities.
 
     Args:
         owner: the chunked head.
         inputs: labels and the like.
-        options: further arguments of the model's own forward.
+        options: further arguments of the model's forward method.
+        statistics: collects statistics of the tokens in the forward pass; None for none.
     """
 
-    def __init__(self, owner: ChunkedLmHead, inputs: LossInputs, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        owner: ChunkedLmHead,
+        inputs: LossInputs,
+        options: dict[str, Any],
+        statistics: TokenStatistics | None = None,
+    ) -> None:
         self.owner, self.engine, self.inputs, self.forward_state = owner, owner.engine, inputs, owner.engine.recording
         self.outer_names = owner.outer_names()
-        self._options = options
+        self._options, self.statistics = options, statistics
+        if statistics is not None:
+            statistics.begin(inputs.labels)
         self.context = RecomputeContext(self.engine.device.torch_device.type)
 
     @abstractmethod
@@ -287,24 +306,24 @@ class ChunkedRun(ABC):
 
     @abstractmethod
     def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor]) -> Grads:
-        """Return the gradients of `forward`'s arguments from those of its results."""
+        """Return the gradients of the arguments of `forward` from the gradients of its results."""
 
     def chunks(self) -> tuple[torch.Tensor, ...]:
-        """Return the positions of each chunk's tokens in the flattened batch, shape (N,) each."""
+        """Return the positions of each chunk's tokens in the flattened batch, each of shape (N,)."""
         return self.inputs.trained.split(self.owner.chunk_tokens) if len(self.inputs.trained) else ()
 
     def call_model(
         self, hidden: torch.Tensor, outer: list[torch.Tensor], grads: dict[str, torch.Tensor] | None, first: bool,
         **arguments: Any,
     ) -> Any:  # fmt: skip
-        """Run the model's own forward on the hidden states (N, H) of a chunk.
+        """Run the model's forward method on the hidden states (N, H) of a chunk.
 
         Args:
             hidden: the chunk's hidden states.
             outer: the outer parameters of `outer_names`.
-            grads: the buffers that a backward adds the head's gradients to; None if there will be none.
+            grads: the buffers to which a backward pass adds the head's gradients; None if there is no backward pass.
             first: overwrite these buffers.
-            arguments: arguments of the forward.
+            arguments: arguments of the forward method.
         """
         by_name = dict(zip(self.outer_names, outer, strict=True))
         with self.owner.computing(_Chunk(self.owner, hidden[None], by_name, grads or {}, first)):
@@ -319,7 +338,7 @@ class ChunkedRun(ABC):
             hidden: hidden states (B, T, H).
             outer: the outer parameters of `outer_names`.
             differentiate_chunk: called with hidden states (N, H), positions (N,), outer parameters, the head's gradient
-                buffers, and whether they are to be overwritten; computes the chunk and calls backward.
+                buffers, and whether to overwrite them; computes the chunk and calls backward.
         """
         flat, grads = hidden.detach().reshape(-1, hidden.shape[-1]), self.owner.head.grads()  # (B * T, H)
         chunks = self.chunks()
@@ -338,7 +357,7 @@ class ChunkedRun(ABC):
 
 
 class _ChunkedHeadFunction(torch.autograd.Function):
-    """The autograd node of all chunks of a forward."""
+    """The autograd node of all chunks of a forward pass."""
 
     @staticmethod
     def forward(

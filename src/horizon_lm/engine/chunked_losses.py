@@ -1,4 +1,4 @@
-"""Losses and log-probabilities over chunks of tokens, so that the logits of a batch never exist at once.
+"""Losses and log-probabilities over chunks of tokens, which avoids computing all logits of a batch.
 
 Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -10,19 +10,20 @@ import torch
 
 from horizon_lm.engine.chunked_lm_head import ChunkedLmHead, ChunkedRun, Grads, LossInputs
 from horizon_lm.engine.recompute import no_autocast_cache
+from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.functional import logprobs_of_logits
 from horizon_lm.schedule.ops import HEAD, Kind
 
 
 class LossRun(ChunkedRun):
-    """The loss of one forward over chunks, and its gradients.
+    """The loss of one forward pass over chunks, and its gradients.
 
-    If the head's gradient buffer is free, the forward computes the gradients at once: the backward then needs no second
-    pass over the chunks, which takes as long as several blocks. Otherwise the backward recomputes the chunks.
+    If the head's gradient buffer is free, the forward pass also computes the gradients, which saves the backward pass a
+    second pass over the chunks, as long as several blocks. Otherwise the backward pass recomputes the chunks.
 
     Attributes:
-        computed: gradients of a loss gradient of one, once they are computed.
+        computed: gradients for a loss gradient of one, once they are computed.
     """
 
     computed: Grads | None = None
@@ -35,6 +36,7 @@ class LossRun(ChunkedRun):
                 self.engine.head_buffer.take(forward_state)
             else:
                 loss = self._loss(hidden, outer)
+            self.statistics = None  # the backward may compute the chunks again
             self.engine.device.poison(self.engine.memory.head_weights[0])
         return (loss,)
 
@@ -44,12 +46,13 @@ class LossRun(ChunkedRun):
         assert self.forward_state is not None
         head, engine = self.owner.head, self.engine
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            # Not computed yet, or overwritten by the backward of another forward.
+            # Not computed yet, or overwritten by the backward pass of another forward pass.
             if self.computed is None or not self.forward_state.head_grads:
                 _, self.computed = self.context.run(lambda: self._loss_and_grads(hidden, outer))
                 engine.device.poison(engine.memory.head_weights[0])
             (hidden_grad, outer_grads), self.computed = self.computed, None
-            # To read the loss gradient from an accelerator, the host would wait; there it is always multiplied by.
+            # Reading the loss gradient from an accelerator would make the host wait, so there the product is always
+            # computed.
             if grad.device.type != "cpu" or grad != 1:
                 for tensor in (hidden_grad, *outer_grads, *head.grads().values()):
                     tensor.mul_(grad)
@@ -57,17 +60,17 @@ class LossRun(ChunkedRun):
         return hidden_grad, outer_grads
 
     def _loss(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> torch.Tensor:
-        """Return the loss only."""
+        """Return only the loss."""
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
                 total = total + self._chunk_loss(flat[index], index, outer, None, first=False)
-        # Chunks divide by the number of items themselves. Without any, 0 / 0 is NaN, as in Hugging Face.
+        # Chunks divide by the number of items. Without items, 0 / 0 is NaN, as in Hugging Face.
         return total if len(self.inputs.trained) else total / self.inputs.num_items
 
     def _loss_and_grads(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, Grads]:
-        """Return the loss and the gradients of a loss gradient of one. The head's gradients go into its buffer."""
+        """Return the loss, and the gradients for a loss gradient of one. The head's gradients go into its buffer."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
 
         def differentiate_chunk(*chunk: Any) -> None:
@@ -85,13 +88,17 @@ class LossRun(ChunkedRun):
     ) -> torch.Tensor:  # fmt: skip
         """Return the loss of the tokens at these positions (N,), from their hidden states (N, H)."""
         target = self.inputs.labels.reshape(-1)[index][None]  # (1, N)
-        return self.call_model(
+        output = self.call_model(
             hidden, outer, grads, first, labels=target, shift_labels=target, num_items_in_batch=self.inputs.num_items
-        ).loss
+        )
+        if self.statistics is not None:
+            # Before the backward, which needs more memory than the logits that are kept alive here.
+            self.statistics.add(index, output.logits[0])
+        return output.loss  # type: ignore[no-any-return]
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of the token that follows each position, and statistics of the distribution it is drawn from.
+    """Log-probabilities of the token that follows each position, and statistics of the predicted distribution.
 
     Values have shape (B, T) and dtype float32; they are 0 at positions that are not trained.
 
@@ -99,7 +106,7 @@ class TokenLogprobs(NamedTuple):
         logprobs: natural logarithm of the token's probability.
         mean: mean of the log-probabilities over the vocabulary, for label smoothing; None unless requested.
         entropy: entropy of the distribution, in nats; None unless requested.
-        aux_loss: the model's weighted auxiliary loss, which balances its experts; None if it has none.
+        aux_loss: the model's weighted auxiliary loss, which balances its experts; None without such a loss.
     """
 
     logprobs: torch.Tensor
@@ -113,13 +120,13 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Compute the log-probabilities of labels, differentiably, without the logits of the whole batch.
 
-    With ``head="chunked"`` logits exist for one chunk of tokens at a time, and are recomputed in the backward.
+    With ``head="chunked"``, logits exist for one chunk of tokens at a time, and are recomputed in the backward pass.
 
     Args:
         model: a streamed model.
         temperature: divides the logits.
         statistics: further values to return: ``mean``, the mean log-probability over the vocabulary, and ``entropy``.
-        inputs: arguments of the model's forward, with ``labels`` (B, T), as for a loss, or ``shift_labels`` (B, T), already
+        inputs: arguments of the model, with ``labels`` (B, T), as for a loss, or ``shift_labels`` (B, T), already
             shifted by one; -100 at positions to ignore.
 
     Returns:
@@ -138,7 +145,9 @@ def token_logprobs(
 
 
 class LogprobRun(ChunkedRun):
-    """The log-probabilities of one forward's trained tokens. The backward recomputes the logits, chunk by chunk."""
+    """The log-probabilities of the trained tokens in one forward pass. The backward pass recomputes the logits by
+    chunk.
+    """
 
     def __init__(
         self,
@@ -147,8 +156,9 @@ class LogprobRun(ChunkedRun):
         options: dict[str, Any],
         temperature: float,
         names: Sequence[str],
+        statistics: TokenStatistics | None = None,
     ) -> None:
-        super().__init__(owner, inputs, options)
+        super().__init__(owner, inputs, options, statistics)
         self._temperature, self._names = temperature, names
 
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -159,6 +169,7 @@ class LogprobRun(ChunkedRun):
                 parts = self._chunk_values(flat[index], index, self._names, outer)
                 for whole, part in zip(values, parts, strict=True):
                     whole[index] = part  # (B * T,) at (N,)
+            self.statistics = None
             self.engine.device.poison(self.engine.memory.head_weights[0])
         return tuple(values)
 
@@ -182,4 +193,6 @@ class LogprobRun(ChunkedRun):
     ) -> list[torch.Tensor]:  # fmt: skip
         """Return the named values (N,) of the tokens at these positions (N,), from their hidden states (N, H)."""
         logits = self.call_model(hidden, outer, grads, first).logits[0]  # (N, V)
+        if self.statistics is not None:
+            self.statistics.add(index, logits)
         return logprobs_of_logits(logits, self.inputs.labels.reshape(-1)[index], self._temperature, names)

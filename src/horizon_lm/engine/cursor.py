@@ -1,9 +1,9 @@
 """The cursor: the position in the schedule of the running pass.
 
-Autograd and the model's forward drive. When they reach a computation, the cursor issues all operations that the schedule
-lists before it, lets the computation run, and then issues the copies and updates up to the next computation. The schedule
-lists the copy of block i+1 before the computation of block i, so this is what prefetches weights: the host never decides
-when to copy, and no thread waits for a copy.
+Autograd and the model's forward method drive the cursor. When they reach a computation, the cursor issues all
+operations that the schedule lists before it, lets the computation run, and then issues the copies and updates up to the
+next computation. The schedule lists the copy of block i+1 before the computation of block i, so weights are prefetched:
+the host never decides when to copy, and no thread waits for a copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +18,14 @@ MovesOf = Callable[[Op], Sequence[Move] | None]
 
 
 class Cursor:
-    """Runs one pass at a time, and remembers the tasks of earlier passes that a new one may have to wait for."""
+    """The position in the running pass, with the tasks of earlier passes that a new pass may have to wait for."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last_use: dict[LastUse, Task] = {}  # the last task that reads or writes a buffer, across passes
-        self._tasks: list[Task] = []  # those of the running pass, in its order
-        self._position = 0  # of the first task that is neither issued nor computed
-        self._reached_any = False  # the running pass has computed something
+        self._tasks: list[Task] = []  # tasks of the running pass, in order
+        self._position = 0  # position of the first task that is neither issued nor computed
+        self._reached_any = False  # True once the running pass has computed something
         self.schedule: Pass | None = None
 
     @property
@@ -38,7 +38,8 @@ class Cursor:
 
         Args:
             schedule: the operations of the pass and their waits.
-            moves_of: returns the data movements of an operation; None if they are known only later (see `bind`).
+            moves_of: function that returns the data movements of an operation; None if they are known only later (see
+                `bind`).
         """
         assert self.schedule is None, f"{self.schedule} is still running"
         tasks: list[Task] = []
@@ -61,7 +62,7 @@ class Cursor:
 
     @contextmanager
     def compute(self, kind: Kind, unit: str) -> Iterator[None]:
-        """Context manager: run a computation at its turn in the schedule. ScheduleMismatchError if it is not its turn."""
+        """Context manager: run a computation if it is next in the schedule; raise ScheduleMismatchError otherwise."""
         index = self._advance_to(kind, unit)
         task = self._tasks[index]
         self._device.begin(task)  # orders the computation behind the copies it waits for
@@ -78,12 +79,22 @@ class Cursor:
         """Return the tasks of the running pass that update weights."""
         return [t for t in self._tasks if t.op.kind == Kind.UPDATE]
 
+    def save_tasks(self) -> list[Task]:
+        """Return the tasks of the running pass that write a checkpoint."""
+        return [t for t in self._tasks if t.op.kind == Kind.SAVE]
+
+    def unfinished(self) -> list[Task]:
+        """Return the tasks that were issued and are not done, and the computation that is next. Any thread may call this."""
+        position, tasks = self._position, self._tasks
+        issued = {id(t): t for t in [*self._last_use.copy().values(), *tasks] if t.issued and not t.done}
+        return [*issued.values(), *(t for t in tasks[position : position + 1] if not t.issued and not t.done)]
+
     def update_begun(self) -> bool:
         """Return whether the running pass has issued an update."""
         return any(t.issued for t in self._tasks if t.op.kind == Kind.UPDATE)
 
     def finish(self) -> bool:
-        """End the pass. Return false if computations were left out; then the device has been drained."""
+        """End the pass. Return False if computations were left out; in that case the device has been drained."""
         self._issue_copies()
         left = self._tasks[self._position :]
         if left:
@@ -93,13 +104,24 @@ class Cursor:
         return not left
 
     def abandon(self) -> None:
-        """Cancel what the running pass has not done yet, except updates that have been issued: they must be completed."""
+        """Cancel the remaining work of the running pass, except updates that have been issued, which must be
+        completed.
+        """
         if self.active:
-            self._device.cancel([t for t in self._tasks if not t.done and not (t.issued and t.op.kind == Kind.UPDATE)])
-            self._end()
+            try:
+                self._device.cancel(
+                    [t for t in self._tasks if not t.done and not (t.issued and t.op.kind == Kind.UPDATE)]
+                )
+            finally:
+                self._end()
+
+    def drop(self) -> None:
+        """End the running pass, and forget all earlier ones, without the device, which has failed."""
+        self._end()
+        self.forget()
 
     def forget(self) -> None:
-        """Forget the tasks of earlier passes, all of which are finished, so that their buffers can be freed."""
+        """Forget the tasks of earlier passes, which are all finished, so that their buffers can be freed."""
         self._last_use.clear()
 
     def _end(self) -> None:
@@ -120,10 +142,11 @@ class Cursor:
         return index
 
     def _skip(self, skipped: list[Op], index: int, wanted: str) -> None:
-        """Cancel the operations of units that the pass leaves out. ScheduleMismatchError if they cannot be left out.
+        """Cancel the operations of skipped units; raise ScheduleMismatchError if they cannot be skipped.
 
-        A backward may start below the head, when the loss depends on hidden states only, and may leave out units at its end
-        that no gradient reaches. In a forward, or between two blocks, a missing computation is an error.
+        A backward pass may start below the head, when the loss depends on hidden states only, and may leave out units
+        at its end that no gradient reaches. In a forward pass, or between two blocks, a missing computation is an
+        error.
         """
         blocks_left_out = self._reached_any and any(is_block(op.unit) for op in skipped)
         if skipped[0].kind == Kind.FORWARD or blocks_left_out:
@@ -132,7 +155,7 @@ class Cursor:
         self._device.cancel([t for t in self._tasks[self._position : index] if t.op.unit in units])
 
     def _issue_copies(self, up_to: int | None = None) -> None:
-        """Issue tasks from the position on, up to the next computation or the first task without known movements."""
+        """Issue tasks from this position up to the next computation or the first task without known movements."""
         stop = len(self._tasks) if up_to is None else up_to
         while self._position < stop:
             task = self._tasks[self._position]

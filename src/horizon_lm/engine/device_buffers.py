@@ -39,10 +39,10 @@ class Slots:
 
 
 class GrowingBuffers:
-    """Equal buffers that are replaced by larger ones when a batch needs more.
+    """Equal buffers that are replaced by larger ones when a batch needs more memory.
 
-    To replace them, the host waits until the device is idle, running updates included. So callers also say how much room the
-    largest batch can need. After a release, buffers are allocated as large as before.
+    To replace them, the host waits until the device is idle, including running updates. Callers therefore also pass the
+    size that the largest batch can need. After a release, buffers are allocated with their previous size.
     """
 
     def __init__(self, device: Device, kind: str, count: int = 1) -> None:
@@ -54,10 +54,10 @@ class GrowingBuffers:
         """Return the first ``numel`` elements of a buffer.
 
         Args:
-            numel: elements that are needed now.
+            numel: number of elements needed now.
             dtype: their dtype.
             index: the buffer.
-            room: elements to allocate at least, if a buffer must be allocated.
+            room: minimum number of elements if a buffer must be allocated.
         """
         if self._slots is None or numel > self._size[0] or dtype != self._size[1]:
             if self._slots is not None:
@@ -76,18 +76,18 @@ class GrowingBuffers:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The settings of the engine. Except for the dtype, none changes a result beyond the order of summation.
+    """The settings of the engine. Except for the dtype, none of them changes a result beyond the order of summation.
 
     Attributes:
         compute_dtype: dtype of weights on the device and of hidden states.
-        device_micro_batch_size: rows that a block computes at once; None for the whole batch.
+        device_micro_batch_size: rows per micro-batch; None for the whole batch.
         head: ``whole`` (Hugging Face's own loss over all logits) or ``chunked`` (logits never exist as a whole).
-        head_chunk_tokens: tokens whose logits exist at once in mode ``chunked``.
-        head_peak: bytes that norm, head and loss hold at once, as a function of tokens; None if memory is not planned.
+        head_chunk_tokens: tokens per chunk of logits in mode ``chunked``.
+        head_peak: peak bytes of norm, head and loss, as a function of tokens; None if memory is not planned.
         residency: what stays on the device between passes; None to plan it for the first batch.
-        mlp_chunk_tokens: tokens whose feed-forward activations exist at once; None for all.
-        compile: compile blocks, each structure once.
-        check_recompute: compare every recomputed output with the forward's; slow, for tests.
+        mlp_chunk_tokens: tokens per chunk of a feed-forward layer; None for all tokens.
+        compile: compile blocks, once per block structure.
+        check_recompute: compare every recomputed output with that of the forward pass; slow, for tests.
     """
 
     compute_dtype: torch.dtype
@@ -105,9 +105,9 @@ class DeviceBuffers:
     """All buffers of the engine on the device.
 
     Attributes:
-        weight_slots: two slots of the largest block, which blocks take turns in.
-        held_weights: a buffer of its own for each resident block.
-        grad_slots: slots from which blocks' gradients leave; two, unless there is an accumulator.
+        weight_slots: two slots of the size of the largest block, which blocks use alternately.
+        resident_weights: one buffer for each resident block.
+        grad_slots: slots from which the gradients of blocks are landed; two, or one with an accumulator.
         accumulator: the sum of a block's gradients over micro-batches.
         accumulates: gradients are summed in float32 in the accumulator, then rounded into a slot. A store with float32
             gradients needs no accumulator: they are summed in the slot.
@@ -124,8 +124,8 @@ class DeviceBuffers:
         outer = store.units[OUTER].layout.numel
         self.accumulates = options.device_micro_batch_size is not None and grad_dtype != torch.float32
         self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
-        self.held_weights: dict[int, Slots] = {}
-        self._new_held = lambda u: Slots(device, "held_weights", 1, store.units[block(u)].layout.numel, dtype)
+        self.resident_weights: dict[int, Slots] = {}
+        self._new_resident = lambda u: Slots(device, "resident_weights", 1, store.units[block(u)].layout.numel, dtype)
         # Summing in the accumulator overlaps with copying the last block's gradients from the only slot.
         self.grad_slots = Slots(device, "grad_slots", 1 if self.accumulates else 2, largest, grad_dtype)
         self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
@@ -145,25 +145,25 @@ class DeviceBuffers:
         if unit == OUTER:
             return self.outer_weights[0]
         index = block_index(unit)
-        return self.held_weights[index][0] if self.holds(index) else self.weight_slots[index % 2]
+        return self.resident_weights[index][0] if self.is_resident(index) else self.weight_slots[index % 2]
 
-    def holds(self, index: int) -> bool:
+    def is_resident(self, index: int) -> bool:
         """Return whether a block's weights stay on the device."""
-        return index in self.held_weights
+        return index in self.resident_weights
 
-    def hold(self, blocks: Iterable[int]) -> None:
+    def set_resident(self, blocks: Iterable[int]) -> None:
         """Keep these blocks' weights, and no others, on the device from now on. No copy may be running."""
-        for slots in (*self.held_weights.values(), self.weight_slots):
+        for slots in (*self.resident_weights.values(), self.weight_slots):
             slots.release()
-        self.ring.release()  # not needed if all boundaries stay on the device, as the slots are not if all weights do
-        self.held_weights = {index: self._new_held(index) for index in blocks}
+        self.ring.release()  # no ring is needed if all boundaries stay on the device, and no slots if all weights do
+        self.resident_weights = {index: self._new_resident(index) for index in blocks}
 
     def grads_of(self, op: Op) -> torch.Tensor:
-        """Return the buffer that a unit's gradients leave from."""
+        """Return the buffer from which a unit's gradients are landed."""
         if op.unit == HEAD:
             return self.head_grads[0]
         return self.outer_grads[0] if op.unit == OUTER else self.outgoing_grads(block_index(op.unit))
 
     def outgoing_grads(self, index: int) -> torch.Tensor:
-        """Return the slot that a block's gradients leave from."""
+        """Return the slot from which a block's gradients are landed."""
         return self.grad_slots[0 if self.accumulates else index % 2]

@@ -1,7 +1,7 @@
-"""The input embedding: the distinct rows of a batch are gathered on the host, and only they are copied to the device.
+"""The input embedding: the distinct rows of a batch are gathered on the host, and only these are copied to the device.
 
-Their gradients are summed per row on the device, and only these rows are copied back. A vocabulary of 150,000 rows would
-otherwise be the largest copy of a step, and its gradient nearly all zeros.
+Their gradients are summed per row on the device, and only these rows are landed. Otherwise a vocabulary of 150,000 rows
+would be the largest copy of a step, with a gradient of mostly zeros.
 
 Shapes: B batch rows, T tokens of a row, R distinct rows of the table that a batch reads, H hidden size, V vocabulary.
 """
@@ -20,7 +20,7 @@ from horizon_lm.schedule.ops import EMBED, HEAD, Kind
 
 
 class StreamedEmbedding:
-    """Streams the input embedding of a model."""
+    """The streamed input embedding of a model."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -28,13 +28,15 @@ class StreamedEmbedding:
         self.is_linear = is_linear(self.module)
         (self._name,) = engine.store.units[EMBED].layout
         self.width = engine.store.weight(self._name).shape[1]
-        self.probe_rows: int | None = None  # rows of a probe, which is answered with zeros; None outside a probe
+        self.probe_rows: int | None = None  # rows of a probe, for which zeros are returned; None outside of a probe
         self._known: tuple[torch.Tensor, int, torch.Tensor] | None = (
             None  # ids on the device, their version, ids on the host
         )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up ids (B, T). Return hidden states (B, T, H). The model calls this instead of the embedding's forward."""
+        """Return the hidden states (B, T, H) of ids (B, T). The model calls this instead of the embedding's forward
+        method.
+        """
         engine = self.engine
         if not engine.cursor.active:
             return self._look_up_on_host(ids)
@@ -50,7 +52,7 @@ class StreamedEmbedding:
             rows.numel() * table.shape[1], engine.options.compute_dtype, room=room * table.shape[1]
         )
         received = buffer.view(rows.numel(), table.shape[1])  # (R, H)
-        # The last step's update of these rows must be done before they are read; the rest of the table can follow later.
+        # The last step's update of these rows must finish before they are read; the rest of the table may follow later.
         if engine.updates.table is not None:
             engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(rows))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
@@ -60,15 +62,17 @@ class StreamedEmbedding:
         return lookup.forward(received)
 
     def _max_rows(self, tokens: int, vocabulary: int) -> int:
-        """Return the most distinct rows that a batch of this size can read; in training, the largest batch expected.
+        """Return the maximum number of distinct rows in a batch of this size; in training, in the largest expected
+        batch.
 
-        Buffers are made for that many rows. Otherwise the first batch with more distinct ids would have to replace them.
+        Buffers are allocated for this number of rows. Otherwise the first batch with more distinct ids would replace
+        them.
         """
         expected = self.engine.expected
         return expected.table_rows(max(tokens, expected.tokens if self.engine.recording is not None else 0), vocabulary)
 
     def _require_rows(self, rows: torch.Tensor) -> None:
-        """Raise TokenError for ids outside the table, before a kernel reads or writes outside of its memory."""
+        """Raise TokenError for ids outside of the table, before a kernel accesses memory out of bounds."""
         count = self._table(self.engine.store.units[EMBED].weights).shape[0]
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
             wrong = int(rows[0]) if rows[0] < 0 else int(rows[-1])
@@ -77,13 +81,15 @@ class StreamedEmbedding:
             )
 
     def _look_up_on_host(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up ids outside a forward of the model, in host memory. StreamingError if a gradient is wanted."""
+        """Look up ids in host memory, outside of the model's forward pass. Raise StreamingError if a gradient is
+        needed.
+        """
         engine = self.engine
         param = engine.refs[self._name].param
         if torch.is_grad_enabled() and param.requires_grad:
             raise StreamingError(
-                "the input embedding of a streamed model has no gradient when it is called by itself: give input_ids to the "
-                "model, or call the embedding under torch.no_grad(), or freeze it"
+                "the input embedding of a streamed model has no gradient when it is called outside of the model: give "
+                "input_ids to the model, or call the embedding under torch.no_grad(), or freeze it"
             )
         engine.hand_out_weight()
         with torch.no_grad():
@@ -94,7 +100,7 @@ class StreamedEmbedding:
             return look_up(self.module, received, positions.to(device), None)
 
     def read(self, index: Any) -> torch.Tensor:
-        """Return rows of the table that the model's code reads directly, outside of a lookup. Their gradient must be zero."""
+        """Return rows of the table that the model reads directly, outside of a lookup. Their gradient must be zero."""
         engine = self.engine
         engine.hand_out_weight()
         rows = self._table(engine.store.units[EMBED].weights)[index].to(
@@ -105,17 +111,18 @@ class StreamedEmbedding:
         return rows
 
     def expect(self, ids: torch.Tensor | None, on_host: torch.Tensor | None) -> None:
-        """Remember that these ids of the next forward are on the host already, so that the host need not wait for a copy.
+        """Remember that the ids of the next forward pass are already on the host, so that the host need not wait for a
+        copy.
 
         Args:
-            ids: the ids that the model's forward is given, on the device; None if it is given ``inputs_embeds``.
+            ids: the ids passed to the model, on the device; None if ``inputs_embeds`` are passed.
             on_host: the caller's own tensor with the same ids.
         """
         known = ids is not None and on_host is not None and on_host.device.type == "cpu"
         self._known = (ids, _version(ids), on_host) if known else None  # type: ignore[arg-type, assignment]
 
     def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids on the host. They are copied from the device unless they are the expected ones, unchanged."""
+        """Return ids on the host, copied from the device unless they are the expected ids and unchanged."""
         if self._known is not None:
             given, version, on_host = self._known
             same_place = given.data_ptr() == ids.data_ptr() and given.stride() == ids.stride()
@@ -127,19 +134,19 @@ class StreamedEmbedding:
         return self.engine.store.units[EMBED].layout.view(slab, self._name)
 
     def landing(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
-        """Return the move that brings the gradients of distinct rows to host memory.
+        """Return the move that lands the gradients of distinct rows.
 
         Args:
             rows: the rows, shape (R,).
             outgoing: their gradients on the device, shape (R, H).
-            room: the most rows that the buffer in host memory is made for.
+            room: maximum number of rows in the host buffer.
         """
         engine = self.engine
         if engine.grads.slots is not None and not engine.grads.slots.keeps(EMBED):
             report = engine.grads.squared_norms.landing(EMBED, whole=True)
-            engine.updates.finish()  # the table's last update reads the slot that is written now
-            return Land(engine.grads.slots.rows(rows, room).view(-1), outgoing.view(-1), False, report)
-        # The gradient of a tied head lands in the same slab, earlier in this pass: then the rows are added to it.
+            engine.updates.finish()  # the last update of the table reads the slot that is written now
+            return Land(engine.grads.slots.rows(rows, room).view(-1), outgoing.view(-1), report, add=False)
+        # The gradient of a tied head is landed in the same slab earlier in this pass, so the rows are added to it.
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))
         report = engine.grads.squared_norms.landing(EMBED, whole=empty)
         clear = engine.grads.rows_to_clear(rows, empty)
@@ -149,8 +156,8 @@ class StreamedEmbedding:
 def _reject_gradient(grad: torch.Tensor) -> None:
     if grad.any():
         raise StreamingError(
-            "the model reads rows of its input embedding outside of a lookup, and these rows got a gradient, which a streamed "
-            "model cannot keep; freeze the embedding (requires_grad_(False))"
+            "the model reads rows of its input embedding outside of a lookup, and these rows received a gradient, "
+            "which a streamed model cannot keep; freeze the embedding (requires_grad_(False))"
         )
 
 
@@ -159,14 +166,14 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class _Lookup:
-    """A lookup in the embedding, in one forward.
+    """A lookup in the embedding, in one forward pass.
 
     Args:
         embedding: the streamed embedding.
         rows: distinct rows of the table, shape (R,).
         positions: the index of each token's row among them, shape (B, T).
-        forward_state: the state of the forward; None if no backward can follow.
-        room: the most rows that buffers are made for.
+        forward_state: the state of the forward pass; None if no backward pass can follow.
+        room: maximum number of rows in the buffers.
     """
 
     def __init__(
@@ -185,7 +192,7 @@ class _Lookup:
         self._weight: torch.Tensor | None = None  # a copy of the rows, if the gradient depends on their values
 
     def look_up(self, weight: torch.Tensor) -> torch.Tensor:
-        """Run the model's own embedding module over these rows (R, H)."""
+        """Run the model's embedding module on these rows (R, H)."""
         return look_up(self.embedding.module, weight, self.positions, self._padding_position)
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
@@ -193,21 +200,21 @@ class _Lookup:
         engine = self.embedding.engine
         with engine.cursor.compute(Kind.FORWARD, EMBED), torch.no_grad():
             hidden = self.look_up(received)
-            # The buffer serves the next batch, so rows that the backward needs are copied.
+            # The next batch overwrites the buffer, so rows that the backward pass needs are copied.
             if self.forward_state is not None and not self.embedding.is_linear:
                 self._weight = received.clone()
             engine.device.poison(received)
         return hidden
 
     def backward(self, grad: torch.Tensor) -> None:
-        """Sum the gradient (B, T, H) of hidden states into one gradient per row (R, H), which is copied to the host."""
+        """Sum the gradient (B, T, H) of hidden states into one gradient per row (R, H), which is landed."""
         embedding, engine = self.embedding, self.embedding.engine
         shape = (self.rows.numel(), embedding.width)
         dtype = engine.store.precision.grad_dtype
         outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], dtype, room=self.room * shape[1]).view(shape)
         engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing(self.rows, outgoing, self.room)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
-            if embedding.is_linear:  # the gradient does not depend on the values, so one zero stands for all of them
+            if embedding.is_linear:  # the gradient does not depend on the values, so one zero represents all of them
                 weight = torch.zeros((), dtype=engine.options.compute_dtype, device=grad.device).expand(shape)
             else:
                 assert self._weight is not None

@@ -1,4 +1,4 @@
-"""The executor: runs the passes of a training step, and knows what each of their operations moves.
+"""The executor: runs the passes of a training step, and provides the data movements of their operations.
 
 A training step, and the module of each line (docs/architecture.md has the picture and the glossary):
 
@@ -14,12 +14,12 @@ A training step, and the module of each line (docs/architecture.md has the pictu
         norm, LM head and loss over chunks of tokens         engine/chunked_lm_head.py, engine/chunked_losses.py
     loss.backward()                                          autograd calls one node per unit, last to first
         schedule = build.backward(layout)                    schedule/build.py
-        offload the LM head's gradient                       engine/lm_head.py
+        land the LM head's gradient in host memory           engine/lm_head.py
         for each block, last to first:                       engine/block_autograd.py
             prefetch the previous block and its input        schedule/build.py (load) -> engine/cursor.py -> device/
             recompute each micro-batch and differentiate it  engine/recompute.py, engine/grad_sink.py
-            offload its gradient: copy, or add to the host's engine/host_grads.py -> device/cuda_link.py, device/cpu.py
-        sum and offload the rows of the embedding            engine/embedding.py
+            land its gradient: copy, or add to the host's    engine/host_grads.py -> device/cuda_link.py, device/cpu.py
+        sum and land the row gradients of the embedding      engine/embedding.py
     optimizer.step()                                         optim/adamw.py
         clip by the norm, which was summed while landing     engine/host_grads.py
         for each unit, in the order of the next forward:     optim/update_tasks.py
@@ -39,7 +39,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from horizon_lm.device.base import Device
+from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.engine.cursor import Cursor
 from horizon_lm.engine.device_buffers import DeviceBuffers, EngineOptions
@@ -55,22 +55,22 @@ from horizon_lm.engine.forward_state import (
 from horizon_lm.engine.host_grads import HostGrads, LandingSlots
 from horizon_lm.engine.parameters import call_after_grad, landing_grad
 from horizon_lm.engine.recompute import MicroBatchRandomness
-from horizon_lm.engine.updates import PendingUpdates, TableUpdate, UpdatesInBackward
+from horizon_lm.engine.updates import PendingUpdates, RunningSave, TableUpdate, UnitOptimizer
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model.block_template import comparable
 from horizon_lm.model.units import ModelParts, ParamRef
 from horizon_lm.plan.residency import ExpectedBatch, Residency
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, block, block_index
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, Stream, block, block_index
 from horizon_lm.store.store import Store, UnitSlabs
 
 
 class Engine:
-    """Streams the units of a model through a device.
+    """The executor of a streamed model, which runs its passes on a device.
 
-    Autograd and the model's own forward drive. The modules of this package that compute a unit (embedding, blocks, LM
-    head, outer parameters) take buffers from the engine and report computations to its cursor; the engine builds the
-    schedule of each pass and provides the data movements of its copies.
+    Autograd and the model's forward method drive the engine. The modules of this package that compute a unit
+    (embedding, blocks, LM head, outer parameters) take buffers from the engine and report computations to its cursor;
+    the engine builds the schedule of each pass and provides the data movements of its copies.
     """
 
     def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions) -> None:
@@ -83,25 +83,28 @@ class Engine:
         self.grads = HostGrads(self.refs, store, device)
         self.updates = PendingUpdates(device)
         self.foreign_writes = ForeignWrites(self.refs, store)
-        self.counts: Counter[str] = Counter()  # rows through blocks, by kind of computation
-        self.expected = ExpectedBatch()  # the largest batch that buffers are made for
+        self.counts: Counter[str] = Counter()  # rows computed by blocks, by kind of computation
+        self.expected = ExpectedBatch()  # the largest batch for which buffers are made
 
         self.forward: RunningForward | None = None
         self.backward: RunningBackward | None = None
-        self.head_buffer, self._graphs = BufferLease(), BufferLease()  # head gradients made in a forward; kept graphs
+        self.head_buffer, self._graphs = BufferLease(), BufferLease()  # head gradients; kept graphs
         self.after_next_backward: Callable[[], None] | None = None  # called once
-        self._after_grad: dict[str, None] = {}  # parameters with hooks to call at the end of autograd's graph
+        self.saves: list[Task] = []  # of the last checkpoint; other code must not write weights meanwhile
+        self.running_save: RunningSave | None = None
+        self._after_grad: dict[str, None] = {}  # parameters with hooks to call when autograd's graph is finished
         self._recorded: weakref.WeakSet[ForwardState] = weakref.WeakSet()
         self._anchor: Anchor | None = None
-        self._shape: tuple[Any, ...] = ()  # of the last pass that recorded
+        self._shape: tuple[Any, ...] = ()  # layout of the last recorded pass
 
-        self._resident_version = -1  # version of the weights that stay on the device between passes
+        self.device_lost = False  # the device has failed, and host memory was settled without it
+        self._resident_version = -1  # version of the resident weights
         self._set_residency(options.residency or Residency(0))
 
     # Units and parameters
 
     def slab_unit(self, unit: str) -> str:
-        """Return the unit whose slabs hold this one: a tied head's are the embedding's."""
+        """Return the unit whose slabs hold this unit: the embedding for a tied head."""
         return EMBED if unit == HEAD and self.parts.tied else unit
 
     def slabs(self, unit: str) -> UnitSlabs:
@@ -114,7 +117,9 @@ class Engine:
         return [] if running is None else running.trained.get(self.slab_unit(unit), [])
 
     def trainable(self) -> dict[str, list[str]]:
-        """Return the full names of the parameters that require a gradient now, by the unit that owns their slab."""
+        """Return the full names of the parameters that currently require a gradient, by the unit that owns
+        their slab.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return {
                 unit: [name for name in slabs.layout if self.refs[name].param.requires_grad]
@@ -122,10 +127,10 @@ class Engine:
             }
 
     def allocate_grads(self) -> None:
-        """Allocate host gradients for the parameters that are trainable now, unless that was done before."""
+        """Allocate host gradients for the parameters that are currently trainable, unless already done."""
         trainable = [name for names in self.trainable().values() for name in names]
         if not self.store.has_grads:
-            kept = () if self.updates.in_backward is not None else self.store.units
+            kept = () if self.updates.unit_optimizer is not None else self.store.units
             self.grads.allocate(trainable, [*kept, *([EMBED] if self.parts.tied else [])])
         late = [name for name in trainable if name not in self.store.units[self.store.unit_of[name]].grad_layout]
         if late:
@@ -134,54 +139,58 @@ class Engine:
                 "before the first training step"
             )
 
-    def update_in_backward(self, optimizer: UpdatesInBackward) -> None:
-        """Update each unit as soon as its gradient lands, from now on. ConfigError if gradients are allocated already."""
+    def update_in_backward(self, optimizer: UnitOptimizer) -> None:
+        """Update each unit as soon as its gradient has landed, from now on. Raise ConfigError if gradients are
+        allocated already.
+        """
         if self.store.has_grads:
             raise ConfigError(
-                "update_in_backward keeps no gradients, but this model has been trained with gradients in host memory; make "
-                "the optimizer before the first training forward"
+                "update_in_backward keeps no gradients, but this model has been trained with gradients in host memory; create "
+                "the optimizer before the first training step"
             )
-        self.updates.in_backward = optimizer
+        self.updates.unit_optimizer = optimizer
         self.allocate_grads()
         self.grads.slots = LandingSlots(self.store, self.device, self.parts)
 
-    # What shapes the schedule
+    # Properties that determine the schedule
 
     @property
     def layout(self) -> build.Layout:
-        """The properties of the model and its settings that shape its schedules."""
+        """The properties of the model and its settings that determine its schedules."""
         return build.Layout(
             num_blocks=self.parts.num_blocks,
             tied=self.parts.tied,
             offloaded=self.parts.num_blocks - self.residency.boundaries,
-            held=self.residency.weights,
+            resident=self.residency.weights,
             accumulate=self.memory.accumulates,
-            update_in_backward=self.updates.in_backward is not None,
+            update_in_backward=self.updates.unit_optimizer is not None,
         )
 
     def expect(self, batch: ExpectedBatch) -> None:
-        """Announce the largest batch to come, so that buffers that grow with the batch are allocated once, for this one."""
+        """Announce the largest expected batch, so that buffers that grow with the batch are allocated once, with that
+        size.
+        """
         self.expected = batch
 
     def awaits_backward(self) -> bool:
-        """Return whether a recorded forward has not had its backward yet."""
+        """Return whether the backward pass of a recorded forward pass has not run yet."""
         return not all(state.consumed for state in self._recorded)
 
     def reside(self, residency: Residency) -> None:
-        """Change what stays on the device between passes."""
+        """Change which weights and graphs stay on the device between passes."""
         if residency != self.residency:
             self.drain()
             self._set_residency(residency)
 
     def _set_residency(self, residency: Residency) -> None:
         self.residency = residency
-        self.memory.hold(range(self.parts.num_blocks - residency.weights, self.parts.num_blocks))
-        self._resident_version = -1  # resident weights have to be streamed in
+        self.memory.set_resident(range(self.parts.num_blocks - residency.weights, self.parts.num_blocks))
+        self._resident_version = -1  # resident weights must be streamed in again
 
     def _drain_if_reshaped(self, keeps: frozenset[int], trained: Mapping[str, list[str]]) -> None:
-        """Drain if the training passes that follow have another shape, which rarely happens.
+        """Drain if the training passes that follow have a different layout, which rarely happens.
 
-        The waits between passes are proven sufficient for passes of equal shape only.
+        The waits between passes are proven sufficient only for passes of the same layout.
         """
         shape = (keeps, self.residency, [name for names in trained.values() for name in names])
         if keeps and shape != self._shape:
@@ -195,20 +204,20 @@ class Engine:
         self, *, recording: bool, rows: int, embed: bool, inputs_need_grad: bool, head_grads: bool, draws: bool,
         whole_batch: bool = False,
     ) -> Iterator[None]:  # fmt: skip
-        """Context manager: run a forward of the model as one pass.
+        """Context manager: run a forward pass of the model.
 
         Args:
-            recording: a backward may follow.
+            recording: a backward pass may follow.
             rows: rows of the batch.
-            embed: token ids are looked up in the embedding; false if the caller gives ``inputs_embeds``.
+            embed: token ids are looked up in the embedding; False if the caller passes ``inputs_embeds``.
             inputs_need_grad: the input of the first block needs a gradient.
-            head_grads: the head's gradients may be computed in the forward.
+            head_grads: the head's gradients may be computed in the forward pass.
             draws: the pass may advance the global random generators.
-            whole_batch: blocks compute all rows at once, whatever `Options.device_micro_batch_size` says.
+            whole_batch: blocks compute all rows together, regardless of `EngineOptions.device_micro_batch_size`.
         """
         self.check_alive()
-        if self.cursor.active:  # a backward that died in foreign code, or a nested call
-            self.fault(StreamingError("the backward before this forward was not finished"))
+        if self.cursor.active:  # a backward pass that failed in foreign code, or a nested call
+            self.fault(StreamingError("the backward pass before this forward pass was not finished"))
         self.foreign_writes.follow()
         keeps = self._kept_blocks(inputs_need_grad) if recording else frozenset()
         trained = self.trainable()
@@ -229,7 +238,7 @@ class Engine:
         try:
             self.cursor.start(schedule, self._moves)
             yield
-            self.updates.add(self.cursor.update_tasks())  # the embedding's remaining rows, still running
+            self.updates.add(self.cursor.update_tasks())  # the embedding's remaining rows, still being updated
             self.cursor.finish()
             self._resident_version, self.updates.table = self.store.version, None
         except BaseException as error:
@@ -240,36 +249,37 @@ class Engine:
 
     @property
     def running(self) -> RunningForward:
-        """The forward that is running."""
+        """The forward pass that is running."""
         assert self.forward is not None
         return self.forward
 
     @property
     def recording(self) -> ForwardState | None:
-        """The state that the running forward keeps for its backward; None if no backward can follow."""
+        """The state that the running forward pass keeps for its backward pass; None if no backward pass can follow."""
         return None if self.forward is None else self.forward.state
 
     @property
     def anchor(self) -> torch.Tensor:
-        """The tensor that autograd nodes of the running forward depend on."""
+        """The tensor that autograd nodes of the running forward pass depend on."""
         assert self.recording is not None
         return self.recording.anchor.tensor
 
     def require_forward(self, what: str) -> None:
-        """Raise StreamingError when a part of the model is called by itself, outside a forward of the model."""
+        """Raise StreamingError if a part of the model is called outside of the model's forward pass."""
         if not self.cursor.active:
             raise StreamingError(
-                f"{what} of a streamed model cannot be called by itself: its weights are on the device only while the whole "
-                "model runs. Call model(...); with output_hidden_states=True it returns the hidden states, too."
+                f"{what} of a streamed model cannot be called on its own: its weights are on the device only while "
+                "the whole model runs. Call model(...); with output_hidden_states=True it also returns the hidden states."
             )
 
     def _record(self, keeps: frozenset[int], trained: dict[str, list[str]], head_grads: bool) -> ForwardState:
-        """Return the state of a forward that a backward may follow."""
+        """Return the state of a forward pass that a backward pass may follow."""
         self.allocate_grads()
         state = ForwardState(self.store.version, keeps, trained, self._config(), self._find_anchor(trained))
         self._recorded.add(state)
         state.head_grads = head_grads
-        # There is room for the graphs of one forward; another one before its backward recomputes all blocks.
+        # There is room for the graphs of one forward pass; another forward pass before its backward pass recomputes all
+        # blocks.
         if self._graphs.holder is None:
             first = self.parts.num_blocks - self.residency.graphs
             state.graphs = frozenset(index for index in keeps if index >= first)
@@ -277,7 +287,7 @@ class Engine:
         return state
 
     def _find_anchor(self, trained: Mapping[str, list[str]]) -> Anchor:
-        """Return the anchor of the trained parameters: the last one, unless it belongs to other parameters."""
+        """Return the anchor of the trained parameters: the last anchor, unless it belongs to other parameters."""
         params = [self.refs[name].param for names in trained.values() for name in names]
         if self._anchor is None or list(map(id, params)) != list(map(id, self._anchor.params)):
             with torch.enable_grad():
@@ -288,7 +298,7 @@ class Engine:
         return comparable(vars(self.parts.model.config.get_text_config()))
 
     def _kept_blocks(self, inputs_need_grad: bool) -> frozenset[int]:
-        """Return the blocks that a gradient passes through: those from the first trainable unit on."""
+        """Return the blocks that a gradient passes through, starting with the first trainable unit."""
         with torch._C.DisableTorchFunctionSubclass():
             first = 0 if inputs_need_grad else self.parts.first_differentiated()
         return frozenset(range(first, self.parts.num_blocks))
@@ -297,12 +307,15 @@ class Engine:
 
     @contextmanager
     def backward_of(self, state: ForwardState) -> Iterator[None]:
-        """Context manager: run one node of a backward. The first node of a forward begins its pass."""
+        """Context manager: run one node of a backward pass. The first node of a forward pass begins the
+        backward pass.
+        """
         self.check_alive()
         if self.backward is None:
-            self._require_possible(state)  # outside of the try: a rejection here has changed nothing, and is no fault
+            self._require_possible(state)  # outside of the try block: an error raised here is no fault of the pass
         try:
-            # Nodes of several forwards may be in one graph: a node of another forward ends the running pass.
+            # Nodes of several forward passes may be in one graph: a node of another forward pass ends the running
+            # backward pass.
             if self.backward is None or self.backward.state is not state:
                 if self.backward is not None:
                     self._require_possible(state)
@@ -314,37 +327,38 @@ class Engine:
             raise
 
     def _require_possible(self, state: ForwardState) -> None:
-        """Raise StreamingError for a backward that would compute wrong gradients."""
+        """Raise StreamingError for a backward pass that would compute wrong gradients."""
+        self.require_device()
         if torch.is_grad_enabled():
             raise StreamingError("create_graph=True is not supported: a streamed model has no second derivatives")
         if not state.anchor.sees_whole_backward():
             raise StreamingError(
                 "all gradients of a streamed model go to host memory, so backward(inputs=...) and torch.autograd.grad are not "
                 "supported; call backward() and read param.grad, and freeze the other parameters (requires_grad_(False)) "
-                "before the forward"
+                "before the forward pass"
             )
         self.foreign_writes.follow()
         state.check_usable(self.store.version, self._config())
 
     def _start_backward(self, state: ForwardState) -> None:
         if self.cursor.active:
-            raise StreamingError("backward was called inside a forward of the same model")
+            raise StreamingError("backward was called inside the forward pass of the same model")
         self.grads.clear_error_if_no_grads()
-        if self.updates.in_backward is not None:
-            self.updates.in_backward.begin()
+        if self.updates.unit_optimizer is not None:
+            self.updates.unit_optimizer.begin()
         self.backward = RunningBackward(state)
         units = [EMBED, *map(block, range(self.parts.num_blocks)), HEAD, OUTER]
         trainable = [unit for unit in units if self.trained(unit)]
         self._free_head_buffer(state)
         schedule = build.backward(self.layout, blocks=state.keeps, trainable=trainable, head_grads=state.head_grads)
         self.cursor.start(schedule, self._moves)
-        # No node knows that it is the last one; autograd tells when its graph is done.
+        # No node knows that it is the last one; autograd calls back when its graph is finished.
         Variable._execution_engine.queue_callback(self._end_of_graph)
 
     def _free_head_buffer(self, state: ForwardState) -> None:
-        """Take the head's gradient buffer for a backward.
+        """Free the head's gradient buffer for a backward pass.
 
-        Gradients that another forward has left there are lost; that forward's own backward recomputes them.
+        Gradients that another forward pass has left there are lost; its backward pass recomputes them.
         """
         holder = self.head_buffer.holder
         if holder is not None and holder is not state:
@@ -352,21 +366,22 @@ class Engine:
         self.head_buffer.release()
 
     def landed(self, unit: str, names: list[str]) -> None:
-        """Report that the gradients of these parameters are complete on the device, before they are copied to the host."""
+        """Record that these parameters' gradients are complete on the device, before they are landed."""
         assert self.backward is not None
         self.backward.landed[unit] = names
-        optimizer = self.updates.in_backward
-        # The embedding's update is issued by the next forward, and a tied head's gradient is added to the embedding's.
+        optimizer = self.updates.unit_optimizer
+        # The embedding's update is issued by the next forward pass, and a tied head's gradient is added to the
+        # embedding's.
         if optimizer is not None and unit != EMBED and self.slab_unit(unit) == unit:
             assert self.grads.slots is not None
             self.cursor.bind(Kind.UPDATE, unit, optimizer.moves(unit, names, self.grads.slots.of(unit)))
 
     def has_landed(self, unit: str) -> bool:
-        """Return whether the gradients of a unit are complete in the running backward."""
+        """Return whether the gradients of a unit are complete in the running backward pass."""
         return self.backward is not None and unit in self.backward.landed
 
     def _end_of_graph(self) -> None:
-        """End the pass, and call hooks. Autograd calls this when its graph is done."""
+        """End the pass and call hooks. Autograd calls this when its graph is finished."""
         self._finish_backward()
         callback, self.after_next_backward = self.after_next_backward, None
         if callback is not None:
@@ -376,14 +391,15 @@ class Engine:
             call_after_grad(self.refs[name].param)
 
     def _finish_backward(self) -> None:
-        """End the running backward, if there is one. Its gradients are landing, or are being applied."""
+        """End the running backward pass, if there is one. Its gradients are still landing, or are being applied."""
         running, self.backward = self.backward, None
         if running is None:
             return
-        self.grads.land(self.cursor.landing_tasks())  # they go on landing while the host continues
+        self.grads.track_landings(self.cursor.landing_tasks())  # they continue to land while the host goes on
+        self.updates.add(self.cursor.update_tasks())
         self.cursor.finish()
         running.state.consumed = True
-        optimizer = self.updates.in_backward
+        optimizer = self.updates.unit_optimizer
         if optimizer is not None:
             self.store.weights_changed()
             if EMBED in running.landed or (self.parts.tied and HEAD in running.landed):
@@ -399,22 +415,50 @@ class Engine:
     def run_update(self, schedule: Pass, moves: Mapping[str, Sequence[Move]], table: TableUpdate | None) -> None:
         """Issue an update pass. If a fault interrupts it, the remaining operations stay pending until the next use.
 
+        The updates of the step before must be done (`PendingUpdates.finish`).
+
         Args:
             schedule: the pass over all units except the embedding.
             moves: the pieces of each unit's update.
-            table: the embedding's update, which the next forward issues.
+            table: the embedding's update, which the next forward pass issues.
         """
-        self.check_alive()
-        self.updates.finish()
         self.store.weights_changed()
         self.updates.table = table
-        self.cursor.start(schedule, lambda op: moves[op.unit])
-        self.updates.add(self.cursor.update_tasks())
+        try:
+            self.cursor.start(schedule, lambda op: moves[op.unit])
+        finally:
+            self.updates.add(self.cursor.update_tasks())
         self.cursor.finish()
 
+    def run_save(self, moves: Mapping[str, Sequence[Move]]) -> list[Task]:
+        """Issue the pass that writes a checkpoint, and return its tasks. Later updates of a unit wait for its task.
+
+        Args:
+            moves: the moves that write each unit's slabs.
+        """
+        self.check_alive()
+        table = self.updates.table
+        schedule = build.save(self.layout, table_update=table is not None)
+        rest = table.rest() if table is not None else ()
+        self.cursor.start(schedule, lambda op: moves[op.unit] if op.kind == Kind.SAVE else rest)
+        self.updates.table = None
+        self.updates.add(self.cursor.update_tasks())
+        self.saves = self.cursor.save_tasks()
+        self.cursor.finish()
+        return self.saves
+
+    def wait_for_saves(self) -> None:
+        """Block until no checkpoint is being written."""
+        if self.saves:
+            self.device.wait(self.saves)
+            self.saves = []
+
     def _moves(self, op: Op) -> Sequence[Move] | None:
-        """Return the moves of an operation of the starting pass; None if they depend on the batch (see `Cursor.bind`)."""
-        if op.kind == Kind.UPDATE:  # in a forward the embedding's; in a backward a unit's own, which `landed` binds
+        """Return the moves of an operation in the starting pass; None if they depend on the batch (see
+        `Cursor.bind`).
+        """
+        # In a forward pass, this is the update of the embedding; in a backward pass that of a unit, bound by `landed`.
+        if op.kind == Kind.UPDATE:
             return None if self.updates.table is None or self.backward is not None else self.updates.table.rest()
         if op.kind == Kind.STREAM_OUT and op.unit != EMBED:
             return self.grads.moves(self.slab_unit(op.unit), self.memory.grads_of(op))
@@ -429,23 +473,30 @@ class Engine:
             return [Copy(buffer, slab, slab.numel() * slab.element_size())]
         return None
 
-    # Waiting, and other code's access to weights and gradients
+    # Waiting, and access by other code to weights and gradients
+
+    def pending_operations(self) -> list[str]:
+        """Describe the operations that were begun and are not finished, with stream and thread. Any thread may call this."""
+        return [_describe(task) for task in self.cursor.unfinished() if not self.device.is_finished(task)]
 
     def drain(self) -> None:
-        """Block until no copy and no update is running."""
-        self.device.synchronize()
+        """Block until no copy, no update and no save is running."""
+        if not self.device_lost:
+            self.device.synchronize()
         self.updates.finish()
         if not self.cursor.active:
             self.cursor.forget()
 
     def synchronize(self) -> None:
-        """Block until all updates are done, and take over weights that other code has written."""
+        """Block until all updates are done, and take over weights written by other code."""
         self.check_alive()
         self.drain()
         self.foreign_writes.follow()
 
     def before_foreign_step(self, optimizer: str) -> None:
-        """Wait for updates before another optimizer's step. StreamingError if it would lose the weights' low halves."""
+        """Wait for updates before another optimizer's step; raise StreamingError if it would lose the weights' low
+        halves.
+        """
         if self.store.precision.low_half:
             raise StreamingError(
                 f"{optimizer} would round every update to bfloat16: in precision 'fp32_master' only horizon_lm.AdamW knows the "
@@ -454,21 +505,22 @@ class Engine:
         self.hand_out_weight()
 
     def hand_out_weight(self) -> None:
-        """Wait for updates of the weights before other code reads or writes one."""
+        """Wait for updates and saves of the weights before other code reads or writes a weight."""
+        self.wait_for_saves()
         if self.cursor.active:  # updates of the running pass that are not issued yet come after the access
             self.updates.wait(self.cursor.update_tasks())
         else:
             self.updates.finish()
 
     def hand_out_grad(self, param: nn.Parameter) -> None:
-        """Wait until a gradient has landed, and no update reads it any more, before other code reads or writes it."""
+        """Wait until a gradient has landed and no update reads it, before other code reads or writes it."""
         name = self._name_of.get(id(param))
         if name is None:
             return
-        if self.updates.in_backward is not None and self.updates.in_backward.pending:
+        if self.updates.unit_optimizer is not None and self.updates.unit_optimizer.pending:
             raise StreamingError(
-                f"{name}.grad: update_in_backward applies gradients as they land and keeps none, so they cannot be read or "
-                "clipped (clip_grad_norm_); use horizon_lm.AdamW without update_in_backward for that"
+                f"{name}.grad: update_in_backward applies gradients as they land and does not keep them, so they "
+                "cannot be read or clipped (clip_grad_norm_); use horizon_lm.AdamW without update_in_backward for that"
             )
         if landing_grad(param) is not None:
             self.wait_for_grads()
@@ -482,7 +534,7 @@ class Engine:
         try:
             self.grads.wait()
         except Exception as error:
-            if self.updates.in_backward is not None:
+            if self.updates.unit_optimizer is not None:
                 self.updates.partial_update.record(error)
             raise
 
@@ -494,19 +546,27 @@ class Engine:
     # Faults
 
     def check_alive(self) -> None:
-        """Continue an update pass that was interrupted. PartialUpdateError if an update failed half-way."""
+        """Continue an update or save that was interrupted; raise PartialUpdateError if an update was cut off."""
         self.updates.partial_update.require_complete()
-        if self.cursor.schedule is not None and self.cursor.schedule.name == "update":
+        if self.cursor.schedule is not None and self.cursor.schedule.name in ("update", "save"):
             self.cursor.finish()
 
     def fault(self, error: BaseException) -> None:
-        """Give up the running pass: free its slots and boundaries. The gradients of a backward become invalid."""
-        if self.backward is not None:  # a forward changes no gradient in host memory
+        """Abandon the running pass and free its slots and boundaries. The gradients of a backward pass
+        become invalid.
+        """
+        if self.backward is not None:  # a forward pass changes no gradient in host memory
             if self.cursor.update_begun():  # some units of this step are updated, others are not
                 self.updates.partial_update.record(error)
             self.grads.break_off()
-        self.cursor.abandon()
-        self._quiesce()
+        try:
+            self.cursor.abandon()
+            self._quiesce()
+        finally:  # the device may have failed for good
+            self._release_pass()
+
+    def _release_pass(self) -> None:
+        """Free what the running pass has taken."""
         for running in (self.backward, self.forward):
             if running is not None and running.state is not None:
                 running.state.consumed = True
@@ -515,11 +575,66 @@ class Engine:
         self.head_buffer.release()
         self._graphs.release()
 
+    def settle_without_device(self) -> None:
+        """Bring the host's state to the end of the last step that counts, after the device has failed.
+
+        A step counts once the optimizer's ``step`` has all gradients in host memory (`AdamW.num_steps`): its updates need
+        nothing else, and are completed in host threads. Everything else is dropped. The device is not touched. Afterwards
+        weights and optimizer state can be read and saved; every further pass raises StreamingError.
+
+        Raises:
+            PartialUpdateError: an update is half done, so that some weights are new and some old.
+        """
+        self.updates.partial_update.require_complete()
+        if self.device_lost:
+            return
+        if self._has_begun_updates():
+            reason = "the device failed before all gradients had landed, and others were applied already"
+            self.updates.partial_update.record(StreamingError(reason))
+            self.updates.partial_update.require_complete()
+        self.device_lost = True
+        if self.running_save is not None:
+            self.running_save.abandon()  # updates that it delays are completed now
+        try:
+            self.updates.complete_without_device()
+        finally:  # a kernel's error is recorded, and reported as what it means
+            self.updates.partial_update.require_complete()
+        if self.running_save is not None:
+            self.running_save.discard()
+        self.saves, self.running_save = [], None
+        self.cursor.drop()
+        self._release_pass()
+        self.grads.track_landings([])
+        self.grads.break_off()
+
+    def _has_begun_updates(self) -> bool:
+        """Return whether updates of a step that does not count yet may have begun, as they do with ``update_in_backward``."""
+        optimizer = self.updates.unit_optimizer
+        if optimizer is None or not optimizer.pending:
+            return False
+        # After a fault in the backward, `fault` has recorded a partial update if there is one.
+        return self.cursor.update_begun() if self.backward is not None else not self.grads.invalid
+
+    def require_device(self) -> None:
+        """Raise StreamingError if the device has failed."""
+        if self.device_lost:
+            raise StreamingError(
+                "the device has failed, so this model cannot compute any more; its weights can be read and saved. Load it "
+                "in a new process."
+            )
+
     def _quiesce(self) -> None:
         """Wait until the device is idle. An update that could not begin raises its error here, and stays pending."""
         for _ in self.store.units:
-            # Raising the error of a failed update clears it. One that failed inside a kernel is a partial update already.
+            # Raising the error of a failed update clears it. An update that failed inside a kernel already is a partial
+            # update.
             with suppress(Exception):
                 self.device.synchronize()
                 return
         self.device.synchronize()  # an error that is raised now is not an update's
+
+
+def _describe(task: Task) -> str:
+    thread = "the thread of the training" if task.op.stream == Stream.COMPUTE else f"a thread horizon-{task.op.stream}"
+    waits = ", ".join(f"{each.op} ({each.op.stream})" for each in task.waits if not each.done)
+    return f"{task.op} on stream {task.op.stream}, {thread}" + (f", which waits for {waits}" if waits else "")

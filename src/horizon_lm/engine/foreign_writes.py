@@ -1,7 +1,7 @@
 """Detect writes by other code to the weights of a streamed model.
 
 Writes through torch increase a tensor's version counter, except those of fused optimizers, which torch announces with a
-hook. Memory that is written behind torch's back (numpy, raw pointers) goes unnoticed, as it does in plain autograd.
+hook. Writes that bypass torch (numpy, raw pointers) are not detected, as in plain autograd.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from horizon_lm.store.store import Store
 
 
 class ForeignWrites:
-    """Detects writes by other code to the parameters of a model, and takes them over."""
+    """A detector of writes by other code to the parameters of a model, which takes over the written values."""
 
     def __init__(self, refs: Mapping[str, ParamRef], store: Store) -> None:
         self._store = store
@@ -34,7 +34,7 @@ class ForeignWrites:
         """Take over the weights that other code has written since the last call.
 
         Args:
-            with_low_halves: the low halves of fp32 masters, in a precision that has them, were written as well.
+            with_low_halves: the low halves of fp32 masters, if the precision has them, were written, too.
         """
         written = self._find_written()
         if not written:
@@ -58,7 +58,7 @@ class ForeignWrites:
         )
 
     def _find_written(self) -> list[str]:
-        """Return the names of the parameters that were written. StreamingError for one that points to other memory."""
+        """Return the names of written parameters; raise StreamingError for a parameter that points to other memory."""
         addresses = self._read_addresses()
         if addresses != self._addresses:
             moved = next(n for n, a, b in zip(self._names, addresses, self._addresses, strict=True) if a != b)
@@ -100,7 +100,9 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _engines(optimizer: Any) -> Iterator[Any]:
-    """Return the engines whose parameters an optimizer updates; none for our own, which updates slabs directly."""
+    """Return the engines whose parameters an optimizer updates; empty for our own optimizer, which updates slabs
+    directly.
+    """
     if getattr(type(optimizer), "updates_slabs", False):
         return
     yield from _owners(param for group in optimizer.param_groups for param in group["params"])

@@ -1,6 +1,6 @@
-"""The state of a forward that its backward needs: boundaries, leases of their buffers, and the anchor in autograd's graph.
+"""The state of a forward pass that its backward pass needs: boundaries, leases of buffers, and the autograd anchor.
 
-A boundary is the input of a block, kept from the forward to the backward: its activation checkpoint.
+A boundary is the input of a block, kept from the forward pass to the backward pass: its activation checkpoint.
 """
 
 import weakref
@@ -16,26 +16,29 @@ from horizon_lm.errors import StreamingError
 
 
 class Anchor:
-    """A tensor that all autograd nodes of a streamed model take as an input, and that depends on the trained parameters.
+    """A tensor that all autograd nodes of a streamed model take as an input, and that depends on the trained
+    parameters.
 
     Nodes do not take the parameters themselves, whose gradients never pass through autograd. Without the anchor, autograd
-    would skip a node whose other inputs need no gradient. Its sentinel tells whether a backward runs the whole graph. One
-    anchor serves every forward, until other parameters are trained.
+    would skip a node whose other inputs need no gradient. Its sentinel shows whether a backward pass covers the whole
+    graph. One anchor serves all forward passes until other parameters are trained.
     """
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
-        sentinel = torch.zeros((), requires_grad=True)  # a restricted backward would not run its node
+        sentinel = torch.zeros((), requires_grad=True)  # a restricted backward pass would not run its node
         self._sentinel = torch.autograd.graph.get_gradient_edge(sentinel).node
         self.tensor: torch.Tensor = _Anchor.apply(sentinel, *params)
 
     def sees_whole_backward(self) -> bool:
-        """Return false in a backward restricted to some tensors: ``backward(inputs=...)`` or ``torch.autograd.grad``."""
+        """Return False in a backward pass restricted to some tensors: ``backward(inputs=...)`` or
+        ``torch.autograd.grad``.
+        """
         return torch._C._will_engine_execute_node(self._sentinel)
 
 
 class _Anchor(torch.autograd.Function):
-    """The autograd node of an anchor; it gives no gradient to anything."""
+    """The autograd node of an anchor; it returns no gradient for any input."""
 
     @staticmethod
     def forward(ctx: Any, sentinel: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
@@ -49,20 +52,20 @@ class _Anchor(torch.autograd.Function):
 
 
 class ForwardState:
-    """The state of a recorded forward. Autograd's nodes hold it; when the last one is freed, so are its buffers.
+    """The state of a recorded forward pass. Autograd's nodes refer to it; its buffers are freed with the last node.
 
     Attributes:
-        version: version of the weights that it was computed with.
+        version: version of the weights used in the forward pass.
         keeps: blocks whose boundary is kept.
-        trained: full names of the parameters that were trained then, by unit.
+        trained: full names of the parameters that were trained, by unit.
         config: the model's config, as comparable values.
-        anchor: the input that all its autograd nodes share.
+        anchor: the input shared by all autograd nodes of the forward pass.
         graphs: blocks whose autograd graph is kept on the device, so that they are not recomputed.
         boundaries: buffers in host memory, by block; a boundary takes the first bytes of its buffer.
         boundary_bytes: bytes of each boundary.
         offloads: the copies of boundaries to host memory, by block.
-        head_grads: the head's gradients were computed in this forward and are in the head's buffer.
-        consumed: its backward has run, or a fault made it impossible.
+        head_grads: the head's gradients were computed in this forward pass and are in the head's buffer.
+        consumed: the backward pass has run, or a fault made it impossible.
     """
 
     def __init__(
@@ -85,26 +88,26 @@ class ForwardState:
         return self.boundaries[block][: self.boundary_bytes]
 
     def check_usable(self, version: int, config: Any) -> None:
-        """Raise StreamingError if a backward through this forward would compute wrong gradients.
+        """Raise StreamingError if the backward pass would compute wrong gradients.
 
         Args:
-            version: the present version of the weights.
-            config: the model's present config, as comparable values.
+            version: the current version of the weights.
+            config: the model's current config, as comparable values.
         """
         if self.consumed:
             raise StreamingError(
-                "backward was called a second time on the same forward. A streamed model frees its activation checkpoints, so "
-                "retain_graph has no effect: call the model again, or add the losses and call backward once."
+                "backward was called a second time on the same forward pass. A streamed model frees its activation "
+                "checkpoints, so retain_graph has no effect: call the model again, or add the losses and call backward once."
             )
         if self.version != version:
             raise StreamingError(
-                "the weights were changed between this forward and its backward, so its gradients would mix two sets of "
-                "weights. Call backward before optimizer.step(), and before weights are edited."
+                "the weights were changed between this forward pass and its backward pass, so its gradients would mix two sets "
+                "of weights. Call backward before optimizer.step(), and before weights are edited."
             )
         if self.config != config:
             raise StreamingError(
-                "the model's config was changed between this forward and its backward, which recomputes the blocks; "
-                "change it (set_attn_implementation, for example) before the forward"
+                "the model's config was changed between this forward pass and its backward pass, which recomputes the "
+                "blocks; change it (set_attn_implementation, for example) before the forward pass"
             )
 
 
@@ -113,10 +116,10 @@ class RunningForward:
     """The state of a forward pass while it runs, dropped when the pass ends or fails.
 
     Attributes:
-        state: the state for its backward; None if no backward can follow.
+        state: the state for its backward pass; None if no backward pass can follow.
         trained: full names of the parameters that require a gradient, by unit.
         num_rows: rows of the batch (B).
-        micro_batches: row ranges (start, stop) that a block computes at once.
+        micro_batches: row ranges (start, stop) of the micro-batches.
         randomness: random states of the micro-batches.
     """
 
@@ -132,7 +135,7 @@ class RunningBackward:
     """The state of a backward pass while it runs, dropped when the pass ends or fails.
 
     Attributes:
-        state: the state of its forward.
+        state: the state of the forward pass.
         landed: full names of the parameters whose gradients are complete on the device, by unit.
     """
 
@@ -141,24 +144,26 @@ class RunningBackward:
 
     @property
     def trained(self) -> dict[str, list[str]]:
-        """The full names of the parameters that required a gradient in the forward, by unit."""
+        """The full names of the parameters that required a gradient in the forward pass, by unit."""
         return self.state.trained
 
 
 class BufferLease:
-    """A resource that one forward at a time can hold, until its backward is over or the forward is dropped."""
+    """A resource that only one forward pass at a time can use, until its backward pass is over or it is dropped."""
 
     def __init__(self) -> None:
         self._holder: weakref.ref[ForwardState] | None = None
 
     @property
     def holder(self) -> ForwardState | None:
-        """The forward that holds the resource; None if it is free."""
+        """The forward pass that uses the resource; None if it is free."""
         forward_state = self._holder() if self._holder is not None else None
         return None if forward_state is None or forward_state.consumed else forward_state
 
     def take(self, forward_state: ForwardState) -> None:
-        """Give the resource to a forward. The reference is weak, so a forward that is dropped gives it back."""
+        """Give the resource to a forward pass. The reference is weak, so a dropped forward pass returns
+        the resource.
+        """
         self._holder = weakref.ref(forward_state)
 
     def release(self) -> None:
@@ -169,24 +174,24 @@ class BufferLease:
 class BoundaryPool:
     """Host memory for boundaries: equal buffers, as large as the largest batch needs.
 
-    So one buffer per block serves batches of every length, and page-locked memory does not grow with the variety of lengths.
-    A buffer that a dropped forward was still being copied to is reused only after that copy.
+    One buffer per block thus serves batches of every length, and page-locked memory does not grow with the variety of
+    lengths. If a forward pass is dropped while a boundary is being copied, the buffer is reused only after that copy.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._size = 0  # bytes of a buffer
-        self._free: list[tuple[torch.Tensor, Task | None]] = []  # buffers, and the last copy to each
+        self._size = 0  # size of each buffer in bytes
+        self._free: list[tuple[torch.Tensor, Task | None]] = []  # free buffers, each with the last copy to it
         self.num_bytes = 0
 
     def take(self, forward_state: ForwardState, block: int, num_bytes: int, largest: int = 0) -> torch.Tensor:
-        """Return the first bytes of a uint8 buffer, which goes back to the pool when the forward's state is freed.
+        """Return the first bytes of a uint8 buffer, which returns to the pool when the forward pass's state is freed.
 
         Args:
-            forward_state: the forward that takes it.
-            block: the block whose boundary it is for.
-            num_bytes: bytes of the boundary.
-            largest: bytes that a later batch will need, if known, so that buffers need not be replaced then.
+            forward_state: the forward pass that uses the buffer.
+            block: the block whose boundary it stores.
+            num_bytes: size of the boundary in bytes.
+            largest: size in bytes that later batches will need, if known, so that buffers need not be replaced.
         """
         self._size = max(self._size, num_bytes, largest)
         buffer = self._find()
@@ -201,7 +206,7 @@ class BoundaryPool:
         return forward_state.boundary(block)
 
     def _find(self) -> torch.Tensor | None:
-        """Return a free buffer that is large enough; free those that are not. None if there is none."""
+        """Return a free buffer that is large enough, or None; free buffers that are too small."""
         is_idle = False
         while self._free:
             buffer, task = self._free.pop()
@@ -209,7 +214,7 @@ class BoundaryPool:
                 if task is not None:
                     self._device.wait([task])
                 return buffer
-            if not is_idle:  # a backward may be fetching from it
+            if not is_idle:  # a backward pass may be fetching from it
                 self._device.synchronize()
                 is_idle = True
             self._device.free_host(buffer)
@@ -217,7 +222,9 @@ class BoundaryPool:
         return None
 
     def release(self, forward_state: ForwardState) -> None:
-        """Take back a failed forward's buffers now: a traceback may keep its state alive for long."""
+        """Take back a failed forward pass's buffers now, because a traceback may keep its state alive for a
+        long time.
+        """
         self._give_back(forward_state.boundaries, forward_state.offloads)
 
     def _give_back(self, boundaries: dict[int, torch.Tensor], offloads: dict[int, Task]) -> None:

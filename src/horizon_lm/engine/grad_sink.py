@@ -13,9 +13,9 @@ from horizon_lm.store.store import SlabLayout
 
 
 class GradSink:
-    """Moves each parameter's gradient into the slot as soon as autograd has computed it.
+    """The receiver of a block's gradients, which moves each gradient into the slot as soon as autograd has computed it.
 
-    So at most one gradient exists on the device in addition to the slot, however large the block is.
+    At most one gradient therefore exists on the device in addition to the slot, however large the block is.
     """
 
     def __init__(self, engine: Engine, index: int) -> None:
@@ -29,21 +29,25 @@ class GradSink:
         return _fresh_leaves(views, self._prefix, self._trained, self._slot.hook)
 
     def traps(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return leaves likewise, for a graph that must not be differentiated: a gradient that reaches one is an error."""
+        """Return leaves like `leaves`, for a graph that must not be differentiated: a gradient that reaches one is an
+        error.
+        """
         leaves = _fresh_leaves(views, self._prefix, self._trained, None)
         set_traps(leaves.values())
         return leaves
 
     def open(self) -> None:
-        """Take the slot for the block's backward, which begins now."""
+        """Take the slot for the block's backward pass, which begins now."""
         memory = self._engine.memory
         if self._trained:
             slot = memory.accumulator[0] if memory.accumulates else memory.outgoing_grads(self._index)
-            self._engine.device.poison(slot)  # every element is to be written
+            self._engine.device.poison(slot)  # every element must be written
             self._slot.buffer = slot
 
     def close(self) -> list[str]:
-        """Return the parameters that got a gradient, and fill the rest of the slot (unused parameters, padding) with zeros."""
+        """Return the parameters that received a gradient, and zero the rest of the slot (unused
+        parameters, padding).
+        """
         if self._trained:
             self._slot.zero_the_rest()
         return [name for name in self._slot.layout if name in self._slot.written]
@@ -51,13 +55,13 @@ class GradSink:
 
 @contextmanager
 def trapped_graph() -> Iterator[None]:
-    """Context manager: save nothing for a backward, so that to differentiate the graph made here is an error."""
+    """Context manager: save nothing for a backward pass, so that differentiating the graph made here is an error."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _reject_gradient):
         yield
 
 
 def set_traps(leaves: Iterable[torch.Tensor]) -> None:
-    """Raise StreamingError when a gradient reaches one of these leaves."""
+    """Raise StreamingError if a gradient reaches one of these leaves."""
     for leaf in leaves:
         if leaf.requires_grad:
             leaf.register_hook(_reject_gradient)
@@ -66,7 +70,7 @@ def set_traps(leaves: Iterable[torch.Tensor]) -> None:
 def _reject_gradient(_: Any) -> Any:
     raise StreamingError(
         "a loss depends on an activation that a forward hook inside a block kept. A streamed block is recomputed in the "
-        "backward, so the kept activation gets no gradient. Use output_hidden_states=True, or a hook on the whole block, "
+        "backward pass, so the kept activation gets no gradient. Use output_hidden_states=True, or a hook on the whole block, "
         "whose output keeps its gradient."
     )
 
@@ -86,10 +90,10 @@ def _fresh_leaves(
 
 
 class _Slot:
-    """The gradient slot of a block, and the parameters whose gradients are in it.
+    """The gradient slot of a block, and the parameters whose gradients are in the slot.
 
-    The hooks refer to this object instead of the sink. A kept graph refers to its leaves, and they to their hooks: a reference
-    from here to the engine would close a cycle, and the engine would never be freed.
+    The hooks refer to this object instead of the sink. A kept graph refers to its leaves, and the leaves to their
+    hooks: a reference from here to the engine would close a cycle, and the engine would never be freed.
     """
 
     buffer: torch.Tensor
@@ -99,23 +103,23 @@ class _Slot:
         self.written: set[str] = set()
 
     def hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        """Return the hook of a parameter's leaf."""
+        """Return the hook for a parameter's leaf."""
 
         def take(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
             target = self.layout.view(self.buffer, name)
             with torch.no_grad():
-                if name in self.written:  # by an earlier micro-batch
+                if name in self.written:  # written by an earlier micro-batch
                     target.add_(leaf.grad)
                 else:
                     target.copy_(leaf.grad)
             self.written.add(name)
-            leaf.grad = None  # its memory is free for the next gradient
+            leaf.grad = None  # free its memory for the next gradient
 
         return take
 
     def zero_the_rest(self) -> None:
-        """Fill what no gradient was written to with zeros."""
+        """Fill the parts that no gradient was written to with zeros."""
         for name in self.layout:
             if name not in self.written:
                 self.layout.view(self.buffer, name).zero_()

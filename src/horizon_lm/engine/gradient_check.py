@@ -2,7 +2,8 @@
 
 The reference is computed without the engine: the block uncompiled, its weights copied straight from host memory, attention
 by plain kernels; once in float32 and once in the dtype of training. The engine's gradients (of the block's inputs, and of
-its parameters in host memory) may differ from the float32 ones by a few times as much as plain autograd in that dtype does.
+its parameters in host memory) may differ from the float32 gradients by a few times as much as those of plain autograd
+in the dtype of training.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,21 +21,21 @@ from horizon_lm.schedule.ops import block
 if TYPE_CHECKING:
     from horizon_lm.engine.block_autograd import BlockAutograd
 
-_TIMES = 4.0  # allowed error, relative to that of plain autograd in the dtype of training
+_TIMES = 4.0  # allowed error, relative to the error of plain autograd in the dtype of training
 _FLOOR = {
     torch.float32: 1e-4,
     torch.bfloat16: 2e-2,
     torch.float16: 2e-3,
-}  # allowed at least, relative to the tensor's norm
-# Also allowed, relative to the root mean square of all the block's gradients: some gradients are zero but for rounding (the
-# bias of a key projection, for example), so their own norm is no measure.
+}  # minimum allowed error, relative to the tensor's norm
+# Also allowed, relative to the root mean square of all the block's gradients: some gradients are zero except for
+# rounding (the bias of a key projection, for example), so their own norm is no measure.
 _NOISE = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 
 Grads = dict[str, torch.Tensor]  # by the parameter's name inside the block, or a description of the input
 
 
 class GradientCheck:
-    """Compares the gradients of some blocks with those of plain autograd; see the module's description.
+    """A comparison of the gradients of some blocks with those of plain autograd; see the module's docstring.
 
     Args:
         engine: the model's engine.
@@ -51,13 +52,13 @@ class GradientCheck:
     def compare_block(
         self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], input_grads: list[Any]
     ) -> None:
-        """Compare the gradients of a block's inputs now, and remember those expected of its parameters.
+        """Compare the gradients of a block's inputs now, and remember the expected gradients of its parameters.
 
         Args:
-            node: the block's node, after its backward.
-            inputs: copies of the inputs of its forward.
+            node: the block's node, after its backward pass.
+            inputs: copies of the inputs of its forward pass.
             grads: the gradients of its outputs.
-            input_grads: the gradients that it computed for its inputs.
+            input_grads: the gradients that the node computed for its inputs.
 
         Raises:
             GradientMismatchError: a gradient differs by more than is allowed.
@@ -77,7 +78,7 @@ class GradientCheck:
                 self._expected[name] = exact[inner].cpu(), bounds[inner] + rounding
 
     def compare_landed(self) -> None:
-        """Compare gradients in host memory, which must have been empty before the backward.
+        """Compare gradients in host memory, which must have been empty before the backward pass.
 
         Raises:
             GradientMismatchError: a gradient differs by more than is allowed.
@@ -90,10 +91,11 @@ class GradientCheck:
     def _plain_grads(
         self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype
     ) -> Grads:
-        """Return all gradients of a block in plain autograd, in that dtype.
+        """Return all gradients of a block, computed by plain autograd in that dtype.
 
-        All rows are computed at once, so that the comparison covers how micro-batches are cut and put together, too. A block
-        that draws random numbers (dropout) draws them per micro-batch, so there the reference is computed likewise.
+        All rows are computed together, so that the comparison also covers splitting and merging micro-batches. A block
+        that draws random numbers (dropout) draws them per micro-batch, so its reference is computed per micro-batch,
+        too.
         """
         whole = [(0, node.num_rows)]
         try:
@@ -105,7 +107,9 @@ class GradientCheck:
         self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype,
         ranges: list[Rows],
     ) -> Grads:  # fmt: skip
-        """Return the gradients summed over these row ranges. Raise _DrawsNumbersError if their number matters."""
+        """Return the gradients summed over these row ranges. Raise _DrawsNumbersError if the result depends on the
+        ranges.
+        """
         engine = self._engine
         params = {
             name: engine.store.weight(f"{node.module.name}.{name}")
@@ -139,7 +143,7 @@ class GradientCheck:
 
 
 class _DrawsNumbersError(Exception):
-    """A block's forward draws random numbers, as dropout does."""
+    """Raised if a block draws random numbers, for example for dropout."""
 
 
 def _input(index: int) -> str:
@@ -147,7 +151,9 @@ def _input(index: int) -> str:
 
 
 def _bounds(exact: Grads, plain: Grads, dtype: torch.dtype) -> dict[str, float]:
-    """Return the allowed error of each gradient, as a norm: a few times that of plain autograd in ``dtype``, and some rounding."""
+    """Return the allowed error of each gradient as a norm: a multiple of the error of plain autograd in ``dtype``, plus
+    rounding.
+    """
     numel = sum(t.numel() for t in exact.values())
     rms = (sum(float(t.square().sum()) for t in exact.values()) / max(1, numel)) ** 0.5
     return {

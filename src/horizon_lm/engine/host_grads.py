@@ -1,7 +1,7 @@
-"""Gradients in host memory: which exist, which are still landing, and how the next ones are added to them.
+"""Gradients in host memory: which of them exist, which are still landing, and how the next gradients are added.
 
-A gradient lands when it arrives in host memory. On the way, its squares are summed for the gradient norm, so that clipping
-does not read all gradients once more.
+To land a gradient is to copy it from the device into host memory. Its squares are summed on the way for the gradient
+norm, so that clipping does not read all gradients again.
 
 Shapes: R distinct rows of the embedding, H hidden size, V vocabulary.
 """
@@ -21,25 +21,25 @@ from horizon_lm.store.store import Store
 
 
 class SquaredNorms:
-    """The sum of squares of each unit's gradient slab, as it is stored; unknown if other code may have written to the slab."""
+    """The sum of squares of each unit's gradient slab as stored; unknown if other code may have written to the slab."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[SquaredNorm]] = {}
 
     def landing(self, unit: str, whole: bool) -> Callable[[SquaredNorm], None]:
-        """Return the function to report the sum of squares of a landing to.
+        """Return a function that takes the sum of squares of a landing.
 
         Args:
             unit: the unit.
-            whole: the reports cover the whole slab; else they are the changes of its sum of squares.
+            whole: each value covers the whole slab; otherwise it is the change of the slab's sum of squares.
         """
         if whole:
             self._sums[unit] = []
         sums = self._sums.get(unit)
-        return (lambda value: None) if sums is None else sums.append  # a change of an unknown sum is of no use
+        return (lambda value: None) if sums is None else sums.append  # a change of an unknown sum is useless
 
     def forget(self, unit: str) -> None:
-        """Forget the sum of a unit, whose slab other code may change from now on."""
+        """Forget the sum of a unit whose slab other code may change from now on."""
         self._sums.pop(unit, None)
 
     def clear(self) -> None:
@@ -47,16 +47,17 @@ class SquaredNorms:
         self._sums.clear()
 
     def of(self, unit: str) -> float | None:
-        """Return the sum of squares of a unit; None if it is unknown. All landings must be finished."""
+        """Return the sum of squares of a unit, or None if it is unknown. All landings must be finished."""
         sums = self._sums.get(unit)
         return None if sums is None else float(sum(float(value) for value in sums))
 
 
 class LandingSlots:
-    """The host buffers that gradients land in with ``update_in_backward``, which keeps no gradient slabs.
+    """The host buffers in which gradients land with ``update_in_backward``, which keeps no gradient slabs.
 
-    Blocks take turns in two slots of the largest block; the head, the outer parameters and the embedding's rows have one each.
-    The exception is a tied embedding, which keeps its slab: the gradients of head and rows are added up there.
+    Blocks alternate between two slots of the size of the largest block; the head, the outer parameters and the
+    embedding's rows have one slot each. A tied embedding keeps its slab, in which the gradients of the head and of the
+    rows are added.
     """
 
     def __init__(self, store: Store, device: Device, parts: ModelParts) -> None:
@@ -78,11 +79,11 @@ class LandingSlots:
         return self._device.host_buffer(num_bytes).view(self._dtype) if numel else torch.empty(0, dtype=self._dtype)
 
     def keeps(self, unit: str) -> bool:
-        """Return whether a unit has a gradient slab in the store all the same."""
+        """Return whether a unit keeps its gradient slab in the store nevertheless."""
         return self._tied and unit == EMBED
 
     def of(self, unit: str) -> torch.Tensor:
-        """Return the slot of a unit other than the embedding, as long as its gradient slab would be."""
+        """Return the slot of a unit other than the embedding, with the length of its gradient slab."""
         if unit == HEAD:
             assert self._head is not None
             return self._head
@@ -90,11 +91,11 @@ class LandingSlots:
         return slot[: self._store.units[unit].grad_layout.numel]
 
     def rows(self, rows: torch.Tensor, room: int) -> torch.Tensor:
-        """Return the slot (R, H) for gradients of an untied embedding's rows. No update may be reading it any more.
+        """Return the slot (R, H) for the row gradients of an untied embedding. No update may still be reading it.
 
         Args:
             rows: the rows, shape (R,).
-            room: rows to allocate at least, if a slot must be allocated.
+            room: minimum number of rows if a slot must be allocated.
         """
         width = self._width
         numel = (rows.numel() + 1) * width  # and a row of zeros, the gradient of all other rows
@@ -106,15 +107,15 @@ class LandingSlots:
         return self._rows[: rows.numel() * width].view(rows.numel(), width)
 
     def _release_rows(self) -> None:
-        """Free the slot of rows, which a larger one replaces."""
+        """Free the slot for row gradients, which a larger slot replaces."""
         old, self._rows = self._rows, torch.empty(0, dtype=self._dtype)
         if old.numel():
-            self._device.synchronize()  # gradients of an earlier backward may still be landing in it
+            self._device.synchronize()  # gradients of an earlier backward pass may still be landing in it
             self._store.num_bytes["landing"] -= old.numel() * self._dtype.itemsize
             self._device.free_host(old)
 
     def table_grads(self) -> TableGrads:
-        """Return the embedding's gradients that have landed."""
+        """Return the landed gradients of the embedding."""
         width = self._width
         if self._tied:
             return TableGrads(self._store.grad(*self._store.units[EMBED].layout), None)
@@ -126,8 +127,8 @@ class LandingSlots:
 class HostGrads:
     """The gradients of a model in host memory.
 
-    A gradient is empty while its parameter's ``grad`` is None. The next one to land overwrites an empty gradient, and is
-    added to any other. So clearing gradients writes no memory.
+    A gradient is empty while its parameter's ``grad`` is None. The next landing overwrites an empty gradient, and is
+    added to any other. Clearing gradients thus writes no memory.
 
     Attributes:
         squared_norms: sums of squares of the landed gradients, by unit.
@@ -143,27 +144,27 @@ class HostGrads:
         self._landing: list[Task] = []
         # The rows of the embedding's gradient that may be nonzero; None if any may be.
         self._table_rows: torch.Tensor | None = None
-        self._table_is_exclusive = True  # no other code has the embedding's gradient, and could write to it
+        self._table_is_exclusive = True  # no other code has access to the embedding's gradient
 
     def allocate(self, trainable: list[str], units: Iterable[str]) -> None:
         """Allocate host memory for gradients.
 
         Args:
-            trainable: full names of the parameters that get gradients.
+            trainable: full names of the trainable parameters.
             units: the units whose gradients are kept.
         """
         self._store.allocate_grads(trainable, set(units))
         self._device.register_host([s.grads for s in self._store.units.values() if s.grads.numel()])
 
     def is_empty(self, name: str) -> bool:
-        """Return whether a parameter has no gradient, so that the next one overwrites."""
+        """Return whether a parameter has no gradient, so that the next landing overwrites it."""
         grad = landing_grad(self._refs[name].param)
         if grad is not None and grad.data_ptr() != self._store.grad_address(name):
             raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
         return grad is None
 
     def moves(self, unit: str, source: torch.Tensor) -> list[Move]:
-        """Return the moves that bring a unit's gradients to host memory.
+        """Return the moves that land a unit's gradients.
 
         Args:
             unit: the unit.
@@ -175,23 +176,24 @@ class HostGrads:
         report = self.squared_norms.landing(unit, whole=True)
         if self.slots is not None and not self.slots.keeps(unit):
             target = self.slots.of(unit)
-            return [Land(target, source[: target.numel()], False, report)]
-        # Usually all gradients of a unit are empty, or none is: then the slab is copied, or added to, as a whole.
+            return [Land(target, source[: target.numel()], report, add=False)]
+        # Usually all gradients of a unit are empty, or none are: then the slab is landed as a whole.
         empty = {name: self.is_empty(name) for name in slabs.grad_layout}
         if len(set(empty.values())) == 1:
-            return [Land(slabs.grads, source[: slabs.grads.numel()], not next(iter(empty.values())), report)]
+            return [Land(slabs.grads, source[: slabs.grads.numel()], report, add=not next(iter(empty.values())))]
         views = [(name, slabs.grad_layout.view(slabs.grads, name).view(-1)) for name in slabs.grad_layout]
         return [
-            Land(view, slabs.grad_layout.view(source, name).view(-1), not empty[name], report) for name, view in views
+            Land(view, slabs.grad_layout.view(source, name).view(-1), report, add=not empty[name])
+            for name, view in views
         ]
 
     def rows_to_clear(self, rows: torch.Tensor, empty: bool) -> torch.Tensor | slice | None:
-        """Return the rows of the embedding's gradient to set to zero before others land; None for none.
+        """Return the rows of the embedding's gradient to zero before the next landing, or None.
 
         The whole gradient (V, H) is too large to clear in every step, so only the rows of the last landing are cleared.
 
         Args:
-            rows: the rows that will land, shape (R,).
+            rows: the rows to land, shape (R,).
             empty: the gradient is empty, so all other rows must become zero.
         """
         before, self._table_rows = self._table_rows, None
@@ -202,7 +204,7 @@ class HostGrads:
         return slice(None) if before is None else before
 
     def hand_out(self, unit: str) -> None:
-        """Note that other code may read and write a unit's gradients from now on."""
+        """Record that other code may read and write a unit's gradients from now on."""
         self.squared_norms.forget(unit)
         if unit == EMBED:
             self._table_is_exclusive, self._table_rows = False, None
@@ -214,15 +216,15 @@ class HostGrads:
             if landing_grad(param) is None:
                 set_landing_grad(param, self._store.grad(name))
 
-    def land(self, tasks: list[Task]) -> None:
-        """Remember the tasks that bring a backward's gradients to host memory, for `wait`."""
+    def track_landings(self, tasks: list[Task]) -> None:
+        """Remember the landing tasks of a backward pass, for `wait`."""
         self._landing = tasks
 
     def wait(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""
         try:
             self._device.wait(self._landing)
-        except Exception:  # a copy failed, so a gradient is incomplete; after an interrupt, they land all the same
+        except Exception:  # a copy failed, so a gradient is incomplete; after an interrupt, gradients still land
             self._device.cancel(self._landing)
             self._landing = []
             self.break_off()
@@ -230,7 +232,7 @@ class HostGrads:
         self._landing = []
 
     def break_off(self) -> None:
-        """Mark the gradients invalid: a fault has left some of them incomplete."""
+        """Mark the gradients invalid, because a fault has left some of them incomplete."""
         self.invalid, self._table_rows = True, None
 
     def clear(self) -> None:

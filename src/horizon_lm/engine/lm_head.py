@@ -1,4 +1,4 @@
-"""The LM head over all hidden states at once: ``head="whole"``, and forwards whose caller wants logits.
+"""The LM head over all hidden states: ``head="whole"``, and forward passes whose caller needs logits.
 
 Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 """
@@ -17,7 +17,7 @@ from horizon_lm.schedule.ops import HEAD, Kind
 
 
 class LmHead:
-    """Streams the output projection of a model."""
+    """The streamed output projection of a model."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -29,7 +29,8 @@ class LmHead:
             for name, ref in engine.refs.items()
         }
         self._places = {name: places[name] for name in self._layout if places[name]}
-        # With a tied weight, the head's slab is the embedding's; a bias is then an outer parameter, on the device already.
+        # A head with a tied weight uses the embedding's slab; its bias is then an outer parameter, already on the
+        # device.
         self.outer = {name: found for name, found in places.items() if found and name not in self._layout}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -54,10 +55,10 @@ class LmHead:
         return {name: layout.view(buffer, name) for name in self._places if name in trained}
 
     def landed(self, names: Collection[str] | None = None) -> None:
-        """Report that the head's gradients are in their buffer, and fill the rest of it with zeros.
+        """Record that the head's gradients are in their buffer, and zero the rest of the buffer.
 
         Args:
-            names: full names of the weights that got a gradient; None for all trained ones.
+            names: full names of the weights that received a gradient; None for all trained weights.
         """
         grads = self.grads()
         if grads:
@@ -67,7 +68,7 @@ class LmHead:
             self.engine.landed(HEAD, [name for name in grads if names is None or name in names])
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable when the forward records."""
+        """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable if the forward pass records."""
         engine = self.engine
         engine.require_forward("the head")
         forward_state, outer = engine.recording, self.outer_weights()
@@ -81,7 +82,7 @@ class LmHead:
         return logits
 
     def run(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """Run the model's own head module with these weights, by full name."""
+        """Run the model's head module with these weights, given by full name."""
         places = self._places | self.outer
         with in_place((*place, weight) for name, weight in weights.items() for place in places[name]):
             logits: torch.Tensor = type(self.module).forward(self.module, hidden)
@@ -89,18 +90,18 @@ class LmHead:
 
 
 class _Projection:
-    """A call of the head. Its graph is kept, but without the weights, which are streamed in again for the backward."""
+    """A call of the head. Its graph is kept without the weights, which are streamed in again for the backward pass."""
 
     def __init__(self, head: LmHead, forward_state: ForwardState, outer: list[str]) -> None:
         self.head, self.forward_state, self._outer = head, forward_state, outer
-        self.graph: tuple[list[torch.Tensor], torch.Tensor]  # leaves over the inputs, and logits
-        self._written: set[str] = set()  # full names of the weights that got a gradient
+        self.graph: tuple[list[torch.Tensor], torch.Tensor]  # leaves over the inputs, and the logits
+        self._written: set[str] = set()  # full names of the weights that received a gradient
 
     def forward(self, needs_grad: tuple[bool, ...], hidden: torch.Tensor, *outer: torch.Tensor) -> torch.Tensor:
-        """Return the logits, and keep their graph.
+        """Return the logits and keep their graph.
 
         Args:
-            needs_grad: the following tensors that need a gradient.
+            needs_grad: for each of the following tensors, whether it needs a gradient.
             hidden: hidden states (B, T, H).
             outer: outer parameters of the head's modules.
         """
@@ -108,8 +109,8 @@ class _Projection:
         buffer = engine.memory.head_weights[0]
         storage = buffer.untyped_storage().data_ptr()
 
-        # What autograd saves of the weights is saved as a view's geometry: the backward finds the same values in the same
-        # buffer, but in between the buffer serves others.
+        # Of saved weights only the geometry of the view is kept: the backward pass finds the same values in the same
+        # buffer, which other units use in between.
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.untyped_storage().data_ptr() != storage:
                 return tensor
@@ -119,7 +120,7 @@ class _Projection:
             return torch.as_strided(buffer, *saved) if isinstance(saved, tuple) else saved
 
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
-            # A graph of its own, cut off from autograd's: its weights are in a buffer that others will use.
+            # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
             leaves = [t.detach().requires_grad_(need) for t, need in zip((hidden, *outer), needs_grad, strict=True)]
             trained = head.grads()
             weights = {name: w.detach().requires_grad_(name in trained) for name, w in head.weights().items()}
@@ -132,7 +133,7 @@ class _Projection:
         return logits.detach()
 
     def backward(self, grad: torch.Tensor) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs from that of the logits (B, T, V)."""
+        """Return the gradients of the inputs, given the gradient of the logits (B, T, V)."""
         head, engine = self.head, self.head.engine
         leaves, logits = self.graph
         del self.graph
@@ -147,8 +148,8 @@ class _Projection:
 def _moving_hook(head: LmHead, name: str, written: set[str]) -> Callable[[torch.Tensor], None]:
     """Return a hook that moves a gradient into the head's buffer.
 
-    It refers to the set of written names only, not to the projection: the graph refers to the hook, and a reference back to
-    the graph would close a cycle that nothing frees.
+    It refers only to the set of written names, not to the projection: the graph refers to the hook, and a reference
+    back to the graph would close a cycle that is never freed.
     """
 
     def take(leaf: torch.Tensor) -> None:

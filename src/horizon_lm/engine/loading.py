@@ -1,4 +1,4 @@
-"""Make a streamed model: from a model in memory, from a folder or hub id, or from a config."""
+"""Create a streamed model from a model in memory, from a folder or hub id, or from a config."""
 
 import difflib
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from horizon_lm.store.checkpoint_loader import Checkpoint, load_weights
 from horizon_lm.store.store import Store
 
 _DOWNLOAD = ("revision", "cache_dir", "token", "force_download", "local_files_only")
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, and their values that change nothing here
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, with the values that have no effect here
     "low_cpu_mem_usage": (None, True, False),
     "use_safetensors": (None, True),
     "weights_only": (True,),
@@ -68,10 +68,10 @@ def download_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_precision(precision: str | None, options: dict[str, Any]) -> str:
-    """Remove ``dtype`` (or ``torch_dtype``) from the options, and return the precision that goes with it.
+    """Remove ``dtype`` (or ``torch_dtype``) from the options, and return the matching precision.
 
     Raises:
-        ConfigError: no precision has this dtype, or the given precision has another.
+        ConfigError: no precision has this dtype, or it contradicts the given precision.
     """
     dtype = options.pop("torch_dtype", None)
     dtype = options.pop("dtype", dtype)
@@ -88,7 +88,7 @@ def read_precision(precision: str | None, options: dict[str, Any]) -> str:
 
 
 def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Remove the options that set attributes of the model's config, as transformers does, and return them.
+    """Remove the options that set attributes of the model's config, as in transformers, and return them.
 
     Raises:
         ConfigError: an option is unknown, or not supported.
@@ -130,38 +130,39 @@ def stream(
     check_gradients: int = 0,
     allow_unproven_model: bool = False,
 ) -> Any:
-    """Stream a Hugging Face causal language model that is in memory already.
+    """Stream a Hugging Face causal language model that is already in memory.
 
-    Its parameters are moved into the store one by one, and the memory of each is freed at once. The module and its
-    parameters stay the same objects.
+    Its parameters are moved into the store one by one, and the memory of each is freed immediately. The module and its
+    parameters remain the same objects.
 
     Args:
         model: a transformers causal language model with its weights.
         device: ``auto`` (CUDA if available), ``cpu``, ``cuda`` (or ``cuda:1``), ``simulated``, or a `Device`.
         precision: the format of weights in host memory: ``fp32_master`` (bf16 and 16 low bits, together an exact fp32
             master), ``bf16`` (updates are rounded stochastically) or ``float32``.
-        device_micro_batch_size: rows that a block computes at once; None for the whole batch.
-        head: ``chunked`` (loss only; the logits of a batch never exist at once) or ``whole`` (Hugging Face's own head and
-            loss, with logits).
-        activation_checkpoints: the place where the inputs of blocks are kept for the backward: ``device``, ``host``, a number
-            (on the device for that many of the last blocks), or ``auto`` (on the device as far as memory allows). With
-            ``auto``, memory that is then left is used for resident blocks, as planned for the first batch.
-        resident_blocks: the number of blocks, from the last on, whose weights stay on the device from forward to backward, so
-            that they are not streamed in again; None for none, or with ``auto`` as many as fit.
-        resident_graphs: the number of these whose autograd graph stays as well, so that they are not recomputed.
-        head_chunk_tokens: tokens whose logits exist at once with ``chunked``; None for about 64 MiB of logits in host memory,
+        device_micro_batch_size: rows per micro-batch; None for the whole batch.
+        head: ``chunked`` (loss only; logits exist for one chunk of tokens at a time) or ``whole`` (Hugging Face's own
+            head and loss, with logits).
+        activation_checkpoints: the place where the inputs of blocks are kept for the backward pass: ``device``,
+            ``host``, a number (on the device for that many of the last blocks), or ``auto`` (on the device as far as
+            memory allows). With ``auto``, the remaining memory is used for resident blocks, as planned for the first
+            batch.
+        resident_blocks: the number of last blocks whose weights stay on the device from the forward to the backward
+            pass, so that they are not streamed in again; None for no blocks, or with ``auto`` as many as fit.
+        resident_graphs: the number of resident blocks whose autograd graph also stays, so that they are not recomputed.
+        head_chunk_tokens: tokens per chunk of logits with ``chunked``; None for about 64 MiB of logits in host memory,
             and a sixteenth of the free memory on other devices.
-        compute_dtype: the dtype of computations; None for float32 on the CPU and the stored dtype elsewhere.
+        compute_dtype: the dtype of computations; None for float32 on the CPU and the stored dtype on other devices.
         grad_dtype: the dtype of gradients in host memory, 2 or 4 bytes per parameter; None for float32 in precision
             ``float32`` and bfloat16 otherwise. With several backward calls per step, float32 rounds less often.
         device_memory: the limit of bytes on the device; None for no limit.
-        mlp_chunk_tokens: tokens whose feed-forward activations exist at once, for very long rows; the backward recomputes
-            them. None for all.
-        compile: compile blocks with torch.compile, each structure once; ``auto`` for CUDA only.
-        check_recompute: compare each recomputed output with the forward's; keeps all outputs, for tests.
+        mlp_chunk_tokens: tokens per chunk of a feed-forward layer, for very long rows; the backward pass recomputes the
+            chunks. None for all tokens.
+        compile: compile blocks with torch.compile, once per block structure; ``auto`` for CUDA only.
+        check_recompute: compare each recomputed output with that of the forward pass; keeps all outputs, for tests.
         attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, with flash-attn or
             torch's own kernel on CUDA. None for the model's own; on CUDA, ``varlen`` replaces ``sdpa`` if the model allows it.
-        check_gradients: the number of blocks to compare with plain autograd in the first training backward; the first
+        check_gradients: the number of blocks to compare with plain autograd in the first backward pass; the first
             difference raises GradientMismatchError.
         allow_unproven_model: allow models and features that are not in the table of ``docs/models.md``.
 
@@ -197,11 +198,11 @@ def from_pretrained(
         model_name_or_path: a Hugging Face folder or hub id.
         device: as in `stream`.
         precision: as in `stream`; None for ``fp32_master``, or ``float32`` with ``dtype=torch.float32``.
-        gguf_file: a GGUF file in the folder to read instead; dequantizing needs memory for the whole model once more.
+        gguf_file: a GGUF file in the folder to read instead; dequantizing needs additional memory for the whole model.
         trust_remote_code: allow code that comes with the model.
-        subfolder: the folder of the model inside.
+        subfolder: the folder of the model inside of ``model_name_or_path``.
         config: the config to use instead of the folder's.
-        options: the other arguments of `stream`, and those of transformers' ``from_pretrained``: ``dtype``, ``revision``,
+        options: other arguments of `stream` and of transformers' ``from_pretrained``: ``dtype``, ``revision``,
             ``cache_dir``, ``token``, ``force_download``, ``local_files_only``, and attributes of the model's config.
             Arguments that streaming does not support are rejected; the message names an alternative.
 
@@ -209,6 +210,38 @@ def from_pretrained(
         ConfigError: an argument or the folder is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
+    return _open(model_name_or_path, device, precision, gguf_file, trust_remote_code, subfolder, config, options)
+
+
+def open_without_weights(
+    model_name_or_path: str | Path,
+    device: str | Device = "auto",
+    precision: str | None = None,
+    *,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Any:
+    """Return a streamed model like `from_pretrained`, whose weights are not read: a checkpoint will restore them.
+
+    Weights of a GGUF file are read all the same, because transformers opens such a file only as a whole.
+    """
+    return _open(
+        model_name_or_path, device, precision, gguf_file, trust_remote_code, "", None, options, reads_weights=False
+    )
+
+
+def _open(
+    model_name_or_path: str | Path,
+    device: str | Device,
+    precision: str | None,
+    gguf_file: str | None,
+    trust_remote_code: bool,
+    subfolder: str,
+    config: Any,
+    options: dict[str, Any],
+    reads_weights: bool = True,
+) -> Any:
     precision = read_precision(precision, options)
     folder = hub.local_folder(model_name_or_path, **download_arguments(options)) / subfolder
     config = hub.load_config(folder, trust_remote_code) if config is None and gguf_file is None else config
@@ -223,20 +256,22 @@ def from_pretrained(
         folder, config, trust_remote_code=trust_remote_code, attn_implementation=settings.attn_implementation
     )
     parts, store = _with_store(model, settings)
-    load_weights(parts, store, Checkpoint(folder))
+    if reads_weights:
+        load_weights(parts, store, Checkpoint(folder))
     return settings.attach(parts, store)
 
 
 def from_config(config: Any, device: str | Device = "auto", precision: str = "fp32_master", **options: Any) -> Any:
-    """Make a streamed model with random weights.
+    """Create a streamed model with random weights.
 
-    Transformers' own initialisation draws them on the device, unit by unit, so the device needs room for the largest unit.
+    They are drawn on the device by the initialisation of transformers, unit by unit, so the largest unit must fit
+    there.
 
     Args:
         config: the config of a transformers causal language model.
         device: as in `stream`.
         precision: as in `stream`.
-        options: the other arguments of `stream`.
+        options: other arguments of `stream`.
     """
     settings = StreamArguments(device=device, precision=precision, **options)
     opened = open_device(settings.device, settings.device_memory)
@@ -264,7 +299,7 @@ def _draw(model: Any, refs: Sequence[ParamRef], store: Store, device: torch.devi
 
 
 def _stream(model: Any, settings: StreamArguments) -> Any:
-    """Move a model's parameters into a new store, and make it streamed."""
+    """Move a model's parameters into a new store, and attach the model to a device."""
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
     parts = settings.take_apart(model)
@@ -276,7 +311,7 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
         for ref in refs:
             store.source_dtypes[ref.name] = ref.param.dtype
             store.write(ref.name, ref.param.data)
-            ref.param.data = store.weight(ref.name)  # frees the parameter's own memory
+            ref.param.data = store.weight(ref.name)  # frees the original memory of the parameter
     return settings.attach(parts, store)
 
 
@@ -286,7 +321,7 @@ def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
 
 
 def _with_store(model: Any, settings: StreamArguments) -> tuple[ModelParts, Store]:
-    """Make a new store for a skeleton on the meta device, and let its parameters be views into the store."""
+    """Create a store for a skeleton on the meta device, and replace its parameters by views into the store."""
     parts = settings.take_apart(model)
     store = Store(_shapes(parts), settings.get_precision())
     for refs in parts.units.values():

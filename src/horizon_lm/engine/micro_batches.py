@@ -1,8 +1,8 @@
-"""Cut the inputs of a block into micro-batches, run one, and put the outputs together again.
+"""Split the inputs of a block into micro-batches, run a micro-batch, and merge the outputs.
 
-The dimension of an input that runs over the rows of the batch cannot be told from one shape: a rope table may be (1, T, D)
-or (B, T, D), M-RoPE positions are (3, B, T). It is found once per kind of call by running the model's outer forward
-with one more row and comparing shapes.
+The row dimension of an input cannot be determined from one shape: a rope table may be (1, T, D) or (B, T, D), M-RoPE
+positions are (3, B, T). It is found once per kind of call by running the model's outer code with one more row and
+comparing shapes.
 
 Shapes: B batch rows, T tokens of a row, D size of an attention head.
 """
@@ -22,7 +22,7 @@ Rows = tuple[int, int]  # a micro-batch: the rows [start, stop) of the batch
 
 
 class BlockCall(Tree):
-    """The arguments of one block call, with the tensors taken out.
+    """The arguments of one block call, with the tensors removed.
 
     Attributes:
         hidden: the index of the hidden states among the tensors.
@@ -30,11 +30,11 @@ class BlockCall(Tree):
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__((args, kwargs))
-        # The hidden states are the first positional argument, or named so.
+        # The hidden states are the first positional argument, or a keyword argument of that name.
         self.hidden = 0 if args else next(i for i, p in enumerate(self.paths) if "hidden_states" in p[0])
 
     def containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the contents of mutable arguments as comparable values, so that a change by the block is noticed."""
+        """Return the contents of mutable arguments as comparable values, to detect changes by the block."""
         return [_contents(value) for value in (*args, *kwargs.values()) if not isinstance(value, _IMMUTABLE)]
 
 
@@ -42,15 +42,15 @@ def run_block(
     module: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], keys: tuple[str, ...],
     segments: Segments | None, rows: Rows, uncompiled: bool,
 ) -> Any:  # fmt: skip
-    """Run a block's own forward on one micro-batch, with the weights that are bound to it.
+    """Run a block's original forward method on one micro-batch, with the weights that are bound to it.
 
     Args:
         module: the block.
         args, kwargs: its arguments, cut to the micro-batch.
         keys: names of the outputs that transformers captures inside the block.
-        segments: the documents in the batch's rows, if attention wants them.
+        segments: the documents in the batch's rows, if attention needs them.
         rows: the micro-batch.
-        uncompiled: run the block uncompiled, whatever its setting.
+        uncompiled: run the block uncompiled, regardless of its setting.
 
     Returns:
         The block's output, and the captured outputs by key.
@@ -65,13 +65,13 @@ def compare_rows(
     """Return the row dimension of each input; None for an input without rows.
 
     Args:
-        paths: where the inputs are.
+        paths: the paths of the inputs.
         shapes: their shapes in a batch of ``num_rows`` rows.
-        more: their shapes in a batch of one more row.
+        more: their shapes in a batch with one more row.
         num_rows: rows of the batch (B).
 
     Raises:
-        ModelNotSupportedError: a shape changed in another way than by one in one dimension.
+        ModelNotSupportedError: a shape changed other than by one in one dimension.
     """
     dims: dict[Path, int | None] = {}
     for path, a, b in zip(paths, shapes, more, strict=True):
@@ -98,11 +98,11 @@ def _contents(value: Any) -> Any:
 
 
 class ProbeDoneError(Exception):
-    """Ends a forward that was run only to see the inputs of a block."""
+    """Raised to end a forward pass that was run only to see the inputs of a block."""
 
 
 def slice_rows(tensor: torch.Tensor, dim: int | None, rows: Rows) -> torch.Tensor:
-    """Return these rows of a tensor; all of it if it has no row dimension."""
+    """Return these rows of a tensor, or the whole tensor if it has no row dimension."""
     start, stop = rows
     return tensor if dim is None else tensor.narrow(dim, start, stop - start)
 
@@ -113,9 +113,10 @@ def slice_all(tensors: Iterable[torch.Tensor], dims: Iterable[int | None], rows:
 
 
 def rows_of_output(whole: torch.Tensor, output: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Return the part of ``whole`` that belongs to a micro-batch, from the length of the micro-batch's own ``output``.
+    """Return the part of ``whole`` that belongs to a micro-batch, located by the length of its ``output``.
 
-    Dimension 0 of an output runs over rows, but may have several entries for each: (B * T, experts) of a router, for example.
+    Dimension 0 of an output is the rows, possibly with several entries per row: (B * T, experts) for a router, for
+    example.
     """
     start, stop = rows
     per_row = output.shape[0] // (stop - start) if output.ndim else 0
@@ -123,9 +124,9 @@ def rows_of_output(whole: torch.Tensor, output: torch.Tensor, rows: Rows) -> tor
 
 
 class RowOutputs:
-    """The outputs of a block for the whole batch, put together from those of micro-batches.
+    """The outputs of a block for the whole batch, merged from those of the micro-batches.
 
-    Dimension 0 runs over rows, with one entry for each or several: (B, T, H), or (B * T, experts) of a router.
+    Dimension 0 is the rows, with one or several entries per row: (B, T, H), or (B * T, experts) for a router.
 
     Attributes:
         tensors: the tensors of the output; empty before the first micro-batch and after `release`.
@@ -155,7 +156,7 @@ class RowOutputs:
             whole[start * per_row : stop * per_row] = part
 
     def _empty_whole(self, part: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return an empty tensor for the whole batch, like the part that ``num_rows`` rows gave."""
+        """Return an empty tensor for the whole batch, shaped like the part produced by ``num_rows`` rows."""
         if part.ndim == 0 or part.shape[0] % num_rows:
             raise ModelNotSupportedError(
                 f"a block's output of shape {tuple(part.shape)} does not follow the rows of the batch, so it cannot be "
@@ -164,11 +165,11 @@ class RowOutputs:
         return part.new_empty((part.shape[0] // num_rows * self._num_rows, *part.shape[1:]))
 
     def release(self) -> None:
-        """Keep the structure only."""
+        """Release the tensors and keep only the structure."""
         self.tensors = []
 
     def imitate(self, num_rows: int) -> list[torch.Tensor]:
-        """Return zeros in the shapes that the output would have with another number of rows."""
+        """Return zeros in the shapes of the output for another number of rows."""
         return [
             torch.zeros(
                 (shape[0] // self._num_rows * num_rows, *shape[1:]) if shape else (), dtype=dtype, device=device
@@ -177,6 +178,6 @@ class RowOutputs:
         ]  # fmt: skip
 
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """Return the output structure with these tensors in it."""
+        """Return the output structure filled with these tensors."""
         assert self._tree is not None
         return self._tree.rebuild(tensors)

@@ -1,4 +1,4 @@
-"""The forward of a streamed model: prepare the pass, run the model's own forward with streamed modules, compute the loss.
+"""The forward pass of a streamed model: prepare the pass, run the model with streamed modules, compute the loss.
 
 Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 """
@@ -26,6 +26,7 @@ from horizon_lm.engine.micro_batches import ProbeDoneError
 from horizon_lm.engine.outer import OuterParameters
 from horizon_lm.engine.parameters import StandIn
 from horizon_lm.engine.residency_planner import ResidencyPlanner
+from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.errors import MissingLogitsError, StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.block_template import Structure, has_foreign_hooks
@@ -38,21 +39,21 @@ _MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature"
 
 
 def modal_inputs(call: Mapping[str, Any]) -> list[str]:
-    """Return the names of a forward's arguments that hold images, video or audio."""
+    """Return the names of the model's arguments that contain images, video or audio."""
     return [name for name, value in call.items() if isinstance(value, torch.Tensor) and _MODAL.search(name)]
 
 
 class ModelForward:
-    """Runs the forward of a streamed model, and replaces the forwards of its embedding, blocks, norm and head.
+    """The forward pass of a streamed model, and the replaced forward methods of its embedding, blocks, norm and head.
 
-    The model holds this object, which refers back to it weakly. A cycle would keep a dropped model's slabs, hundreds of
-    gigabytes, in memory until the garbage collector runs.
+    The model refers to this object, which refers back to it weakly. A cycle would keep the slabs of a dropped model,
+    hundreds of gigabytes, in memory until the garbage collector runs.
 
     Args:
         engine: the model's engine.
         model_class: the model's own class, before it was streamed.
-        path: the way from hidden states to the loss in chunks; None for ``head="whole"``.
-        is_adapter: the model has adapters of PEFT.
+        path: the path from hidden states to the loss in chunks; None for ``head="whole"``.
+        is_adapter: the model has PEFT adapters.
         takes_images: images, video and audio are accepted.
     """
 
@@ -68,7 +69,8 @@ class ModelForward:
         self.blocks.probe_rows = _weakly(self._probe_rows)
         self.chunked = ChunkedLmHead(self.head, path, _weakly(self._call_model)) if path is not None else None
         self.planner = ResidencyPlanner(engine)
-        self._call: dict[str, Any] = {}  # arguments of the running forward, for a row probe
+        self.statistics: TokenStatistics | None = None  # collects those of each forward pass with labels
+        self._call: dict[str, Any] = {}  # arguments of the running forward pass, for a row probe
         self._replaced = self._replace_forwards(parts)
         inside = {id(module) for block in parts.blocks for module in block.modules()}
         self._structure = Structure(
@@ -77,10 +79,10 @@ class ModelForward:
         self._root = self._root_ids()
 
     def check_gradients(self, num_blocks: int) -> None:
-        """Compare blocks with plain autograd in the next training backward. Gradients must be empty before it.
+        """Compare blocks with plain autograd in the next backward pass. Gradients must be empty before it.
 
         Args:
-            num_blocks: the number of blocks to compare, spread over the model.
+            num_blocks: the number of blocks to compare, spread evenly over the model.
         """
         blocks, check = self.blocks, GradientCheck(self.engine, num_blocks)
 
@@ -91,7 +93,7 @@ class ModelForward:
         blocks.gradient_check, self.engine.after_next_backward = check, compare
 
     def _replace_forwards(self, parts: ModelParts) -> list[tuple[nn.Module, Any]]:
-        """Replace the forwards of streamed modules. Return the modules with their new forwards."""
+        """Replace the forward methods of streamed modules. Return the modules with their new forward methods."""
         forwards: dict[nn.Module, Any] = {
             module: _weakly(self.blocks.forward, index) for index, module in enumerate(parts.blocks)
         }
@@ -110,7 +112,7 @@ class ModelForward:
         return [*map(id, self.model._modules.values()), *map(id, self.model._parameters.values())]
 
     def _require_unchanged(self) -> None:
-        """Raise StreamingError if other code has replaced a module, a parameter or a forward of the model."""
+        """Raise StreamingError if other code has replaced a module, a parameter or a forward method of the model."""
         self._structure.require_unchanged("outside of blocks")
         if self._root_ids() != self._root:
             raise StreamingError(
@@ -121,7 +123,8 @@ class ModelForward:
             if module.__dict__.get("forward") is not forward:
                 raise StreamingError(
                     f"the forward of a streamed {type(module).__name__} was replaced after horizon_lm.stream(), so it would "
-                    "compute without the model's streamed weights; replace it before, or replace that of a module inside"
+                    "compute without the model's streamed weights; replace it before streaming, or replace the forward of "
+                    "an inner module"
                 )
 
     def _head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -130,7 +133,7 @@ class ModelForward:
         return self.head.project(hidden)
 
     def _call_model(self, **kwargs: Any) -> Any:
-        """Run the model's own forward."""
+        """Call the model's original forward method."""
         return self._class.forward(self.model, **kwargs)
 
     @property
@@ -141,24 +144,31 @@ class ModelForward:
     # Forward
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one forward of the model through the engine. Arguments are those of the model's own forward."""
-        # Tensors made in inference mode, such as copies of buffers, could not be used by a training step later.
+        """Run one forward pass of the model through the engine, with the arguments of the model's own
+        forward method.
+        """
+        # Tensors created in inference mode, such as copies of buffers, could not be used by later training steps.
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(args, kwargs)
         call = self._bind(args, kwargs)
-        if not self._is_chunked(call) or (call.get("labels") is None and call.get("shift_labels") is None):
-            return self._run(call, self._whole_forward, head_grads=False)
-        inputs = LossInputs.of(call, self.engine.device.torch_device)
+        device = self.engine.device.torch_device
+        has_labels = call.get("labels") is not None or call.get("shift_labels") is not None
+        if not self._is_chunked(call) or not has_labels:
+            output = self._run(call, self._whole_forward, head_grads=False)
+            if self.statistics is not None and has_labels:
+                self._add_statistics(output.logits, LossInputs.of(dict(call), device))
+            return output
+        inputs = LossInputs.of(call, device)
         return self._run(call, lambda call, outer: self._loss_forward(call, outer, inputs), head_grads=True)
 
     def token_logprobs(self, kwargs: dict[str, Any], temperature: float, names: Sequence[str]) -> TokenLogprobs:
         """Compute log-probabilities of labels instead of a loss.
 
         Args:
-            kwargs: arguments of the model's own forward.
+            kwargs: arguments of the model's forward method.
             temperature: divides the logits.
-            names: the values to return, fields of TokenLogprobs.
+            names: the fields of TokenLogprobs to return.
         """
         call = self._bind((), kwargs)
         if call.get("labels") is None and call.get("shift_labels") is None:
@@ -170,17 +180,25 @@ class ModelForward:
             )
         output = self._run(call, self._whole_forward, head_grads=False)
         logits = output.logits  # (B, T, V)
+        if self.statistics is not None:
+            self._add_statistics(logits, inputs)
         labels = inputs.labels.reshape(-1)[inputs.trained]
         values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, temperature, names)
         zeros = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
         by_token = [zeros.index_put((inputs.trained,), value) for value in values]  # (B * T,) each
         return _by_name(names, by_token, inputs.labels.shape, self._aux_loss(output))
 
+    def _add_statistics(self, logits: torch.Tensor, inputs: LossInputs) -> None:
+        """Collect the statistics of a batch whose logits (B, T, V) were computed as a whole."""
+        assert self.statistics is not None
+        self.statistics.begin(inputs.labels)
+        self.statistics.add_batch(inputs.trained, logits)
+
     def _is_chunked(self, call: dict[str, Any]) -> bool:
         """Return whether the loss is computed in chunks.
 
-        It is not if the model's loss function was replaced, for images (whose tokens are inserted inside the model), or if
-        hooks listen to modules that chunks call with other inputs.
+        Chunks are not used if the model's loss function was replaced, for images (whose tokens are inserted inside the
+        model), or if modules that chunks call with other inputs have hooks.
         """
         if (
             self.chunked is None
@@ -192,21 +210,24 @@ class ModelForward:
         return not any(map(has_foreign_hooks, (self.chunked.path.trunk, parts.decoder, parts.head)))
 
     def _aux_loss(self, output: Any) -> torch.Tensor | None:
-        """Return the weighted auxiliary loss that the model adds to its loss, from the output of a forward without labels."""
+        """Return the weighted auxiliary loss that the model adds to its loss, from an output computed
+        without labels.
+        """
         aux = getattr(output, "aux_loss", None)
         return None if aux is None else aux * self.model.router_aux_loss_coef
 
     def _run(
         self, call: dict[str, Any], compute: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], head_grads: bool
     ) -> Any:
-        """Run ``compute`` as one pass of the engine, after checks and, for a larger batch than any before, planning.
+        """Run ``compute`` as one pass of the engine, after checks and, for a batch larger than all before, planning.
 
         Args:
-            call: arguments of the model's forward, by name.
-            compute: takes them and the outer parameters on the device, and returns the output.
-            head_grads: the head's gradients may be computed in the forward.
+            call: arguments of the model's forward method, by name.
+            compute: function of these arguments and the outer parameters on the device that returns the output.
+            head_grads: the head's gradients may be computed in the forward pass.
         """
         engine = self.engine
+        engine.require_device()
         device = engine.device.torch_device
         tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if tokens is None:
@@ -222,7 +243,8 @@ class ModelForward:
         self.blocks.segments = attention.segments_of_call(call, device) if varlen else None
         rows, length = tokens.shape[:2]
         attention.reject_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
-        # The embedding needs the ids on the host. If the caller had them there, fetching them would only make the host wait.
+        # The embedding needs the ids on the host. If the caller already has them there, copying them back would only
+        # make the host wait.
         host_ids = call.get("input_ids")
         call = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
         self.embedding.expect(call.get("input_ids"), host_ids)
@@ -237,7 +259,7 @@ class ModelForward:
             )
 
         self._require_supported(call, rows)
-        # A cache holds all rows at once, so its blocks compute the whole batch; see `Blocks.forward` for compiled code.
+        # A cache holds all rows together, so blocks compute the whole batch; see `Blocks.forward` for compiled code.
         self.blocks.caching = bool(call.get("use_cache")) or call.get("past_key_values") is not None
         self.blocks.signature = tuple(sorted((k, _rank(v)) for k, v in call.items()))
         embed = call.get("inputs_embeds") is None
@@ -278,7 +300,7 @@ class ModelForward:
     def _stand_ins(self) -> AbstractContextManager[None]:
         """Context manager: replace the weights of head and embedding by stand-ins.
 
-        Models read the dtype and the device of these weights; the streamed parameters have those of host memory.
+        Models read the dtype and device of these weights, which in the streamed parameters are those of host memory.
         """
         options, device = self.engine.options, self.engine.device.torch_device
         head = [(module, name, None) for module, name in self.head.streamed_places()]
@@ -289,7 +311,7 @@ class ModelForward:
         )
 
     def _plan(self, compute: Callable[[dict[str, torch.Tensor]], Any], size: BatchSize, rows: int, embed: bool) -> None:
-        """Plan what stays on the device, from a rehearsal: a forward up to the last block that measures one block per structure."""
+        """Plan what stays on the device, using a rehearsal that measures one block per structure."""
         engine = self.engine
         state = engine.device.rng_state()
         with self.planner.planning(size) as plans:
@@ -311,7 +333,7 @@ class ModelForward:
                 engine.device.set_rng_state(state)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call of the model's forward by name, those of ``**kwargs`` among them."""
+        """Return the arguments of a call of the model by name, including those in ``**kwargs``."""
         bound = self._signature.bind(None, *args, **kwargs).arguments
         bound.pop(next(iter(self._signature.parameters)))
         extra = {p.name for p in self._signature.parameters.values() if p.kind == p.VAR_KEYWORD}
@@ -321,7 +343,7 @@ class ModelForward:
         return call
 
     def _whole_forward(self, call: dict[str, Any], outer: Any = None) -> Any:
-        """Run the model's own forward, and remember its arguments meanwhile for a row probe."""
+        """Run the model's original forward method, and keep its arguments during the call for a row probe."""
         self._call = call
         try:
             return self._call_model(**call)
@@ -334,13 +356,13 @@ class ModelForward:
         if not isinstance(call.get("logits_to_keep", 0), int) or call.get("logits_to_keep", 0):
             raise StreamingError("logits_to_keep together with labels needs head='whole'")
         as_tuple = call.pop("return_dict", None) is False
-        # With one ignored token instead of all labels, the model's loss is its part without cross-entropy: the auxiliary
-        # loss of experts, or zero. The chunks compute the cross-entropy.
+        # With one ignored token instead of all labels, the model's loss has no cross-entropy: it is the auxiliary loss
+        # of experts, or zero. The chunks compute the cross-entropy.
         ignored = inputs.labels.new_full((1, 1), IGNORE_INDEX)
         unlabelled = {"labels": ignored, "shift_labels": ignored, "num_items_in_batch": inputs.num_items}
         with self.chunked.without_head(with_norm=self._needs_normed_hidden(call)):
             output = self._whole_forward(call | unlabelled)
-            run = LossRun(self.chunked, inputs, self._head_options(call))
+            run = LossRun(self.chunked, inputs, self._head_options(call), self.statistics)
             (loss,) = self.chunked.compute(run, [outer[name] for name in run.outer_names])
         fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
         result = type(output)(loss=loss + output.loss, logits=MissingLogits(), **fields)
@@ -355,12 +377,12 @@ class ModelForward:
         assert chunked is not None
         with chunked.without_head(with_norm=self._needs_normed_hidden(call)):
             output = self._whole_forward(call)
-            run = LogprobRun(chunked, inputs, self._head_options(call), temperature, names)
+            run = LogprobRun(chunked, inputs, self._head_options(call), temperature, names, self.statistics)
             values = chunked.compute(run, [outer[name] for name in run.outer_names])
         return _by_name(names, values, inputs.labels.shape, self._aux_loss(output))
 
     def _needs_normed_hidden(self, call: dict[str, Any]) -> bool:
-        """Return whether the caller or a hook looks at the last hidden states, which the final norm must then have computed."""
+        """Return whether the caller or a hook uses the last hidden states, so that the final norm must be computed."""
         norm = self.engine.parts.final_norm
         if norm is not None and has_foreign_hooks(norm):
             return True
@@ -371,7 +393,7 @@ class ModelForward:
         )
 
     def _head_options(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call that are given to the model's forward for each chunk, too."""
+        """Return the arguments of a call that are also passed to the model for each chunk."""
         options = {k: v for k, v in call.items() if k not in self._signature.parameters and k not in _DECODER_ONLY}
         without_aux = {name: False for name in AUXILIARY if name in self._signature.parameters}
         return options | without_aux | {"use_cache": False}
@@ -379,7 +401,7 @@ class ModelForward:
     # Finding the rows of block inputs
 
     def _probe_rows(self, index: int) -> list[torch.Size]:
-        """Return the shapes of a block's inputs if the batch had one more row."""
+        """Return the shapes of a block's inputs for a batch with one more row."""
         rows = self.engine.running.num_rows
         call = {k: _one_more_row(k, v, rows) for k, v in self._call.items()}
         shapes: list[torch.Size] = []
@@ -396,20 +418,20 @@ class ModelForward:
         raise AssertionError(f"block {index} was not reached by the probe")
 
 
-# Arguments for the decoder, which chunks do not call.
+# Arguments of the decoder, which chunks do not call.
 _DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
 
 
 def _by_name(
     names: Sequence[str], values: Sequence[torch.Tensor], shape: torch.Size, aux_loss: torch.Tensor | None
 ) -> TokenLogprobs:
-    """Return flat values (B * T,) in the shape (B, T) of the labels; None for those that were not computed."""
+    """Return flat values (B * T,) in the shape (B, T) of the labels, or None for values that were not computed."""
     found = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
     return TokenLogprobs(found["logprobs"], found.get("mean"), found.get("entropy"), aux_loss)
 
 
 class MissingLogits:
-    """Stands for logits that were computed in chunks only. Raises MissingLogitsError when they are used."""
+    """A placeholder for logits that were computed only in chunks; using it raises MissingLogitsError."""
 
     def __getattr__(self, name: str) -> Any:
         raise MissingLogitsError
@@ -430,7 +452,7 @@ def _rank(value: Any) -> Any:
 
 
 def _one_more_row(name: str, value: Any, rows: int) -> Any:
-    """Return an argument of the model's forward with its first row repeated at the end."""
+    """Return an argument of the model with its first row repeated at the end."""
     if not isinstance(value, torch.Tensor) or value.ndim < 2:
         return value
     # Rows are dimension 0, except in positions with several coordinates (M-RoPE), which are (3, B, T).
@@ -453,7 +475,7 @@ def _weakly(method: Callable[..., Any], *leading: Any) -> Callable[..., Any]:
 
 
 def _own_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return a function that runs a module's original forward, and refers to the module weakly."""
+    """Return a function that runs a module's original forward method, and refers to the module weakly."""
     instance, ref = module.__dict__.get("forward"), weakref.ref(module)
     if instance is not None:
         return instance  # type: ignore[no-any-return]

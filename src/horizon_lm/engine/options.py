@@ -1,4 +1,6 @@
-"""The arguments of `horizon_lm.stream`: check them, check the model against them, and attach the model to its device."""
+"""The arguments of `horizon_lm.stream`: validate them, check the model against them, and attach the model to its
+device.
+"""
 
 import warnings
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from horizon_lm.streaming_options import StreamingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class StreamArguments(StreamingOptions):
-    """The arguments of `horizon_lm.stream`, which describes them. Invalid ones raise ConfigError."""
+    """The arguments of `horizon_lm.stream`, documented there. Invalid arguments raise ConfigError."""
 
     device: str | Device = "auto"
     compute_dtype: torch.dtype | None = None
@@ -42,7 +44,7 @@ class StreamArguments(StreamingOptions):
             object.__setattr__(self, "device", "cuda" if torch.cuda.is_available() else "cpu")
         self.get_precision()
         if self.check_gradients < 0:
-            raise ConfigError(f"check_gradients is {self.check_gradients}; it is a number of blocks, 0 for none")
+            raise ConfigError(f"check_gradients is {self.check_gradients}; it must be a number of blocks, 0 for none")
 
     def get_precision(self) -> Precision:
         """Return the formats of weights and gradients in host memory."""
@@ -53,7 +55,7 @@ class StreamArguments(StreamingOptions):
 
     def take_apart(self, model: Any) -> ModelParts:
         """Return the units of a model. Reject a model that cannot be streamed before any of its parameters is moved."""
-        capture.install_hooks(model)  # its own hooks must not count as foreign ones later
+        capture.install_hooks(model)  # so that its own hooks do not count as foreign hooks later
         parts = find_parts(model)
         trial = try_outer(parts)
         require_each_block_once(parts, trial)
@@ -102,7 +104,7 @@ class StreamArguments(StreamingOptions):
         return self.device.torch_device.type != "cpu"
 
     def attach(self, parts: ModelParts, store: Store) -> Any:
-        """Open the device, and make the model streamed on it."""
+        """Open the device, and attach the model to it."""
         device = open_device(self.device, self.device_memory)
         device.open_streams()
         on_host = device.torch_device.type == "cpu"
@@ -127,7 +129,7 @@ class StreamArguments(StreamingOptions):
         return model
 
     def _residency(self, num_blocks: int, device: Device) -> Residency | None:
-        """Return what the arguments keep on the device; None if that is to be planned."""
+        """Return the residency that the arguments fix, or None if it must be planned."""
         chosen = self.resident_blocks is not None or self.resident_graphs is not None
         if self.activation_checkpoints == "auto" and not chosen and device.spare_bytes() is not None:
             return None
@@ -135,7 +137,7 @@ class StreamArguments(StreamingOptions):
 
 
 def open_device(device: str | Device, capacity: int | None = None) -> Device:
-    """Open a device by its name; return one that is open already.
+    """Open a device by its name; return a device that is already open.
 
     Raises:
         ConfigError: the name is unknown, or the device is not available.

@@ -1,4 +1,6 @@
-"""Outer parameters: all that are not in the embedding, a block or the head. They are small, and on the device during a pass."""
+"""Outer parameters: those outside of the embedding, blocks and head. They are small, and on the device during
+a pass.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -13,13 +15,13 @@ from horizon_lm.schedule.ops import OUTER, Kind
 
 
 class OuterParameters:
-    """Replaces outer parameters by tensors on the device while the model's own forward runs."""
+    """The streamed outer parameters, which replace the model's while its forward method runs."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._layout = engine.store.units[OUTER].layout
         parts = engine.parts
-        # Buffers outside of blocks (rope frequencies, mostly) stay on the device for good.
+        # Buffers outside of blocks (mostly rope frequencies) stay on the device permanently.
         streamed = {id(m) for b in parts.blocks for m in b.modules()}
         for module in parts.model.modules():
             if id(module) not in streamed:
@@ -27,7 +29,7 @@ class OuterParameters:
                     module._buffers[name] = None if buffer is None else buffer.to(engine.device.torch_device)
 
     def load(self) -> dict[str, torch.Tensor]:
-        """Return the outer parameters on the device, by full name; those that are trained are differentiable."""
+        """Return the outer parameters on the device, by full name; trained parameters are differentiable."""
         engine = self.engine
         if engine.recording is None or not engine.trained(OUTER):
             with engine.cursor.compute(Kind.FORWARD, OUTER):
@@ -56,7 +58,7 @@ class OuterParameters:
             return tuple(views[name] for name in trained)
 
     def backward(self, trained: list[str], grads: tuple[torch.Tensor | None, ...]) -> None:
-        """Write the gradients of the trained parameters to the buffer that is copied to the host; zeros where there is none."""
+        """Write the gradients of the trained parameters, or zeros, to the buffer from which they are landed."""
         engine = self.engine
         layout, buffer = engine.store.units[OUTER].grad_layout, engine.memory.outer_grads[0]
         by_name = dict(zip(trained, grads, strict=True))

@@ -1,4 +1,4 @@
-"""The parameters of a streamed model as users see them: views into host memory that synchronize when they are used.
+"""The parameters of a streamed model: views into host memory that synchronize when they are used.
 
 Reading or writing a weight waits for its update; reading a gradient waits until it has landed. Uses that a streamed model
 would silently ignore, because its parameters are not in autograd's graph, are rejected.
@@ -27,7 +27,7 @@ def landing_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def set_landing_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Set ``param.grad`` to a gradient that may still be on its way."""
+    """Set ``param.grad`` to a gradient that may still be landing."""
     with torch._C.DisableTorchFunctionSubclass():
         if grad is not None and grad.dtype != param.dtype:
             param.grad_dtype = grad.dtype
@@ -38,15 +38,15 @@ class ParameterOwner(Protocol):
     """The interface between a streamed parameter and the engine that updates it."""
 
     def hand_out_weight(self) -> None:
-        """Wait for updates of weights, because a weight may now be read or written."""
+        """Wait for updates of weights before a weight is read or written."""
         ...
 
     def hand_out_grad(self, param: nn.Parameter) -> None:
-        """Wait until a gradient has landed, because it may now be read or written."""
+        """Wait until a gradient has landed, before it is read or written."""
         ...
 
 
-# Functions that read a parameter's metadata and not its values, so that they need not wait for an update.
+# Functions that read only a parameter's metadata, not its values, and need not wait for an update.
 _METADATA = {
     getattr(torch.Tensor, name).__get__
     for name in (
@@ -65,11 +65,11 @@ _METADATA = {
 
 
 class StreamedParameter(nn.Parameter):
-    """A parameter whose values are a view into a host slab, and which waits for its update before torch uses them."""
+    """A parameter whose values are a view into a host slab; it waits for its update before torch uses the values."""
 
-    # Weak: parameters in a user's hands must not keep the slabs of a whole model alive.
+    # Weak: parameters that a user holds must not keep the slabs of a whole model alive.
     _owner: "weakref.ref[ParameterOwner] | None" = None
-    _after_grad: "OrderedDict[int, Callable[[nn.Parameter], None]] | None" = None  # hooks, called after a backward
+    _after_grad: "OrderedDict[int, Callable[[nn.Parameter], None]] | None" = None  # post-backward hooks
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,12 +81,14 @@ class StreamedParameter(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
     def owner(self) -> ParameterOwner | None:
-        """Return the engine that updates this parameter; None once it is gone."""
+        """Return the engine that updates this parameter, or None once the engine is gone."""
         return self._owner() if self._owner is not None else None
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The values, in a tensor that shares the parameter's version counter, so that a change through it is noticed."""
+        """The values, as a tensor that shares the parameter's version counter, so that changes made through it are
+        noticed.
+        """
         return self.detach()
 
     @data.setter
@@ -130,7 +132,7 @@ class StreamedParameter(nn.Parameter):
         )
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
-        """Call ``hook(param)`` at the end of each backward in which this parameter got a gradient."""
+        """Call ``hook(param)`` at the end of each backward pass in which this parameter received a gradient."""
         if self._after_grad is None:
             self._after_grad = OrderedDict()
         handle = RemovableHandle(self._after_grad)
@@ -172,7 +174,9 @@ _PRODUCTS = {
 
 
 class HeadParameter(StreamedParameter):
-    """The weight of the head. To multiply by it directly is rejected: that would silently compute on the host."""
+    """The weight of the head. Multiplying by it directly is rejected, because the product would be computed on the
+    host.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -189,10 +193,10 @@ _DIRECT_PRODUCT = (
 
 
 class StandIn(torch.Tensor):
-    """A tensor that replaces the weight of the head or the embedding in a forward; it has metadata, but no values.
+    """A tensor that replaces the weight of the head or the embedding in a forward pass; it has metadata, but no values.
 
-    Models read the dtype and device of these weights and cast hidden states to them. Those of the real weight are the dtype
-    it is stored in and host memory; those of the stand-in are the ones that the device computes with.
+    Models read the dtype and device of these weights and cast hidden states to them. The real weight has the storage
+    dtype and is in host memory; the stand-in has the dtype and device of computations.
     """
 
     _read: Callable[[Any], torch.Tensor] | None = None
@@ -207,7 +211,7 @@ class StandIn(torch.Tensor):
             param: the parameter.
             dtype: the dtype of computations.
             device: the device of computations.
-            read: returns rows of the parameter on the device, by index; None if it cannot be indexed.
+            read: function that returns rows of the parameter on the device, by index; None if it cannot be indexed.
         """
         with torch._C.DisableTorchFunctionSubclass():
             shape, needs_grad = param.shape, param.requires_grad
@@ -226,7 +230,7 @@ class StandIn(torch.Tensor):
 
 
 def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: ParameterOwner) -> None:
-    """Turn a parameter into a streamed one. It stays the same object and keeps its post-accumulate hooks."""
+    """Turn a parameter into a streamed parameter. It remains the same object and keeps its post-accumulate hooks."""
     require_plain(param)
     after = param._post_accumulate_grad_hooks
     param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch would call them before the gradient has landed
@@ -237,7 +241,7 @@ def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: ParameterOwn
 
 
 def require_plain(param: nn.Parameter) -> None:
-    """Raise StreamingError if a parameter cannot be streamed: if it has another class, or a hook."""
+    """Raise StreamingError if a parameter cannot be streamed because of its class or a hook."""
     if type(param) is not nn.Parameter and not isinstance(param, StreamedParameter):
         raise StreamingError(f"a parameter of type {type(param).__name__} cannot be streamed; load the model plainly")
     if param._backward_hooks:

@@ -1,7 +1,7 @@
-"""Record the context of a block's forward, so that its recompute runs in the same one.
+"""Record the context of a block's forward pass, so that it is recomputed in the same context.
 
-A recompute in another context would be silently wrong: another random state changes dropout, and a backward outside of
-autocast would compute in float32 what the forward computed in bfloat16.
+A recompute in another context would be silently wrong: another random state changes dropout, and a backward pass
+outside of autocast would compute in float32 what the forward pass computed in bfloat16.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ class RecomputeContext:
         self._sdp = _sdp_flags()
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call ``function`` in the recorded context, and return its result."""
+        """Call ``function`` in the recorded context and return its result."""
 
         def call() -> T:
             with ExitStack() as stack:
@@ -54,7 +54,9 @@ def _set_sdp_flags(flags: tuple[bool, ...]) -> None:
 
 @contextmanager
 def no_autocast_cache() -> Iterator[None]:
-    """Context manager: turn autocast's cache off. It knows casts by tensor identity, and slots hold other weights each time."""
+    """Context manager: turn off autocast's cache. It identifies casts by tensor, but slots hold different weights each
+    time.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -64,16 +66,16 @@ def no_autocast_cache() -> Iterator[None]:
 
 
 class MicroBatchRandomness:
-    """The random states of the micro-batches of one forward.
+    """The random states of the micro-batches of one forward pass.
 
-    A single micro-batch uses the global generators, as plain Hugging Face does. Several have a random stream each, seeded by
-    one draw from the global generator (`micro_batch_seeds`), and continue their streams from block to block.
+    A single micro-batch uses the global generators, as plain Hugging Face does. If there are several, each has a random
+    stream, seeded by one draw from the global generator (`micro_batch_seeds`), which continues from block to block.
 
     Args:
         device: the model's device.
         num_micro_batches: the number of micro-batches.
-        draws: let the draw advance the global generator. In evaluation plain Hugging Face draws nothing, so there the
-            generator is set back, and training continues as if there had been no evaluation.
+        draws: let the draw advance the global generator. In evaluation plain Hugging Face draws nothing, so the
+            generator is reset afterwards, and training continues as if there had been no evaluation.
     """
 
     def __init__(self, device: Device, num_micro_batches: int, draws: bool = True) -> None:
@@ -87,7 +89,7 @@ class MicroBatchRandomness:
 
     @contextmanager
     def drawing(self, index: int) -> Iterator[Any]:
-        """Context manager: draw from a micro-batch's random stream. Yield the state that it starts from, for `replaying`."""
+        """Context manager: draw from a micro-batch's random stream. Yield its initial state, for `replaying`."""
         if self._own is None:
             yield self._device.rng_state()
             return
@@ -101,13 +103,13 @@ class MicroBatchRandomness:
 
 
 def micro_batch_seeds(num_micro_batches: int) -> list[int]:
-    """Return seeds for the micro-batches of a forward, from one draw from the global host generator."""
+    """Return seeds for the micro-batches of a forward pass, using one draw from the global host generator."""
     return torch.randint(2**62, (num_micro_batches,), dtype=torch.int64).tolist()
 
 
 @contextmanager
 def replaying(device: Device, state: Any) -> Iterator[None]:
-    """Context manager: draw from this random state on, and restore the present one afterwards."""
+    """Context manager: draw from this random state, and restore the current state afterwards."""
     outside = device.rng_state()
     device.set_rng_state(state)
     try:

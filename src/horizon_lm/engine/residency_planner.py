@@ -1,4 +1,4 @@
-"""Plan what stays on the device, from the memory that blocks take for a batch and the memory that is left.
+"""Plan what stays on the device, from the memory that blocks take for a batch and the memory that remains.
 
 Shapes: B batch rows, T tokens of a row, H hidden size.
 """
@@ -29,20 +29,20 @@ from horizon_lm.plan.residency import BatchSize, DevicePlan, Residency, spend
 def plan_device(
     engine: Engine, footprints: Sequence[Footprint], hidden: torch.Tensor, num_micro_batches: int
 ) -> DevicePlan:
-    """Plan what stays on the device in steps like this one, and how much memory such steps will take.
+    """Plan what stays on the device in steps like this one, and how much memory such steps take.
 
     Args:
         engine: the model's engine.
         footprints: the memory that each block takes for one micro-batch.
         hidden: input of the first block for the whole batch, shape (B, T, H).
-        num_micro_batches: micro-batches inside a block.
+        num_micro_batches: number of micro-batches.
     """
     options, sizes = engine.options, engine.parts.sizes()
     trained = engine.parts.sizes(trained_only=True)
     assert options.head_peak is not None
     boundary, tokens = hidden.numel() * hidden.element_size(), hidden.numel() // hidden.shape[-1]
     num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
-    most_tokens = max(tokens, engine.expected.tokens)  # buffers are made for the largest batch at once
+    most_tokens = max(tokens, engine.expected.tokens)  # buffers are allocated for the largest batch from the start
     settings = BufferSettings(
         tokens=most_tokens,
         compute_bytes=options.compute_dtype.itemsize,
@@ -63,19 +63,19 @@ def plan_device(
 
     spare = engine.device.spare_bytes()
     assert spare is not None
-    # Buffers that are still to be allocated; the links' scratch memory has been allocated already.
+    # Buffers that are not yet allocated; the scratch memory of the links already is.
     taken = max(0, sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total)
     left = int(spare * (1 - DEVICE_MARGIN)) - taken
     weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
     residency = options.residency
     if residency is not None:
-        held = sum(weights[num_blocks - residency.weights :])
-        # The user's own choice is kept if it fits to the byte, without the margin; else it is cut to the plan.
-        if needed.most(residency.boundaries, residency.graphs) + held > spare - taken:
+        resident = sum(weights[num_blocks - residency.weights :])
+        # The user's choice is kept if it fits exactly, without the margin; otherwise it is reduced to the plan.
+        if needed.most(residency.boundaries, residency.graphs) + resident > spare - taken:
             residency = Residency(*map(min, astuple(residency), astuple(spend(left, weights, needed))))
     else:
         residency = spend(left, weights, needed)
-    final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), held=residency.weights)
+    final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
     peak = sum(device_buffers(sizes, final, trained).values()) + needed.most(residency.boundaries, residency.graphs)
     return DevicePlan(residency, peak + engine.device.scratch_bytes)
 
@@ -83,9 +83,10 @@ def plan_device(
 def find_footprint(
     engine: Engine, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Footprint, Any]:
-    """Return the memory that a block takes for these arguments, and an output of the block's structure.
+    """Return the memory that a block takes for these arguments, and an output with the block's structure.
 
-    The block is run on the device if the device can measure memory. Otherwise it is run on meta tensors, whose shapes tell.
+    The block runs on the device if the device can measure memory; otherwise it runs on meta tensors, whose shapes
+    suffice.
     """
     meter, dtype, device = engine.device.meter(), engine.options.compute_dtype, engine.device.torch_device
     if meter is None:
@@ -100,10 +101,10 @@ def find_footprint(
 
 
 class ResidencyPlanner:
-    """Plans what stays on the device before the first training step, and before each step that is larger than all earlier ones.
+    """The planner of device residency, which plans the first training step and each step larger than all before it.
 
     Attributes:
-        plan: the plan for all batches so far; None before the first.
+        plan: the plan for all batches so far; None before the first batch.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -112,7 +113,7 @@ class ResidencyPlanner:
         self.plan: DevicePlan | None = None
 
     def is_needed(self, size: BatchSize) -> bool:
-        """Return whether training on such a batch has to be planned: device memory is limited, and no plan covers it."""
+        """Return whether such a batch needs planning: device memory is limited, and no plan covers the batch."""
         engine = self._engine
         return not (self._planned.covers(size) or engine.awaits_backward()) and engine.device.spare_bytes() is not None
 
@@ -129,25 +130,25 @@ class ResidencyPlanner:
         try:
             yield plans
             if plans:
-                self.plan = plans[0] if self.plan is None else self.plan.together_with(plans[0])
-                self._planned = self._planned.together_with(size)
+                self.plan = plans[0] if self.plan is None else self.plan.merge(plans[0])
+                self._planned = self._planned.merge(size)
         finally:
-            engine.device.trim()  # the allocator has cached blocks of sizes that only the rehearsal needs
+            engine.device.trim()  # the allocator has cached memory in sizes that only the rehearsal needs
             if self.plan is not None:
                 engine.reside(self.plan.residency)
 
 
 class Rehearsal:
-    """Computes in the place of the blocks in one forward, to measure the memory that they take.
+    """A replacement of the blocks in one forward pass that measures the memory that they take.
 
     One block of each structure is run; the others return zeros of the same shapes.
 
     Args:
         engine: the model's engine.
         blocks: the model's blocks.
-        row_dims: returns the row dimensions of a block's inputs.
-        outputs: takes the structure of each block's output.
-        segments: the documents in the batch's rows, if attention wants them.
+        row_dims: function that returns the row dimensions of a block's inputs.
+        outputs: receives the structure of each block's output.
+        segments: the documents in the batch's rows, if attention needs them.
     """
 
     def __init__(
@@ -157,13 +158,13 @@ class Rehearsal:
         self._engine, self._blocks, self._row_dims, self._outputs = engine, blocks, row_dims, outputs
         self._structures = [structure_key(each.module) for each in blocks]
         self._segments = segments
-        self._measured: dict[Any, RowOutputs] = {}  # by structure
-        self._footprints: dict[Any, Footprint] = {}  # likewise
-        self._hidden: torch.Tensor | None = None  # input of the first block, for the whole batch (B, T, H)
+        self._measured: dict[Any, RowOutputs] = {}  # footprints, by structure
+        self._footprints: dict[Any, Footprint] = {}  # outputs, by structure
+        self._hidden: torch.Tensor | None = None  # input of the first block for the whole batch, (B, T, H)
         self._num_micro_batches = 0
 
     def forward(self, index: int, call: BlockCall) -> Any:
-        """Return an output for a block. Raise ProbeDoneError at the last one: all blocks are measured."""
+        """Return an output for a block. Raise ProbeDoneError at the last block, when all blocks are measured."""
         structure = self._structures[index]
         if self._hidden is None:
             self._hidden, self._num_micro_batches = call.tensors[call.hidden], len(self._engine.running.micro_batches)
@@ -175,14 +176,14 @@ class Rehearsal:
         return outputs.rebuild(outputs.imitate(self._engine.running.num_rows))[0]
 
     def _measure(self, index: int, call: BlockCall) -> RowOutputs:
-        """Measure a block on the first micro-batch, the largest one. Return the structure of its output."""
+        """Measure a block on the first micro-batch, which is the largest. Return the structure of its output."""
         rows, *_ = self._engine.running.micro_batches
         inputs = slice_all(call.tensors, self._row_dims(index, call), rows)
         with attending(self._segments, *rows), capture.capture(()):
             footprint, output = find_footprint(self._engine, self._blocks[index], *call.rebuild(inputs))
         self._footprints[self._structures[index]] = footprint
         outputs = RowOutputs(self._engine.running.num_rows)
-        outputs.add(rows, Tree((output, {})))  # as a block that captured nothing
+        outputs.add(rows, Tree((output, {})))  # like a block without captured outputs
         outputs.release()
         return outputs
 

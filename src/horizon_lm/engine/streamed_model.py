@@ -1,4 +1,4 @@
-"""A streamed Hugging Face model: the same module, whose forward runs through the engine."""
+"""A streamed Hugging Face model: the same module, whose forward pass runs through the engine."""
 
 import functools
 import inspect
@@ -31,8 +31,8 @@ def _engine(model: Any) -> Engine:
 def synchronize(model: Any) -> None:
     """Block until all updates and gradients are in host memory, in ``param.data`` and ``param.grad``.
 
-    Reading a parameter through torch waits by itself. Call this before you read its memory in another way (numpy views, raw
-    pointers), and after you wrote to it, so that the next forward uses the new values.
+    Reading a parameter through torch waits automatically. Call this before you read its memory in another way (numpy
+    views, raw pointers), and after you write to it, so that the next forward pass uses the new values.
     """
     engine = _engine(model)
     engine.synchronize()
@@ -40,13 +40,13 @@ def synchronize(model: Any) -> None:
 
 
 def stats(model: Any) -> dict[str, Any]:
-    """Return the bytes that a streamed model takes, and counts since it was streamed.
+    """Return the memory use of a streamed model, and counters since it was streamed.
 
     Returns:
         ``device_bytes``, ``device_bytes_peak`` and ``device_bytes_by_kind``: bytes of the engine's buffers on the device;
         ``host_bytes`` and ``host_bytes_by_kind``: bytes of slabs, moments and boundaries;
         ``moved_bytes``: bytes copied over the link in host dtypes, by operation and unit (``"stream_in:block0"``);
-        ``block_forward_rows``: rows that blocks' forwards were computed for, summed over blocks.
+        ``block_forward_rows``: rows computed by forward passes of blocks, summed over blocks.
     """
     engine = _engine(model)
     counters = engine.device.counters
@@ -65,7 +65,9 @@ def stats(model: Any) -> dict[str, Any]:
 
 
 class StreamedModel:
-    """The class that `attach` mixes into the model's own. It overrides what streaming changes, and rejects what it cannot do."""
+    """The class that `attach` mixes into the model's class. It overrides what streaming changes, and rejects what is
+    not supported.
+    """
 
     _horizon: ModelForward
 
@@ -76,12 +78,14 @@ class StreamedModel:
     # Weights in and out
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait for updates, and return torch's state dict. Its tensors share the model's memory, in its precision's dtype."""
+        """Wait for updates and return torch's state dict. Its tensors share the model's memory, in the dtype of its
+        precision.
+        """
         self._horizon.engine.synchronize()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights, as in torch. In precision ``fp32_master``, float32 values keep all their bits."""
+        """Load weights, as in torch. In precision ``fp32_master``, float32 values are stored without rounding."""
         if assign:
             raise StreamingError(
                 "load_state_dict(assign=True) would detach parameters from the store; use assign=False"
@@ -117,17 +121,17 @@ class StreamedModel:
         """Write a Hugging Face folder, one tensor at a time.
 
         Args:
-            save_directory: the folder; it is made if missing.
-            is_main_process: write nothing if false.
+            save_directory: the folder; it is created if missing.
+            is_main_process: write nothing if False.
             state_dict: values to write instead of the model's own, by name.
             push_to_hub: upload the folder afterwards; ``repo_id``, ``token`` and the like as in transformers.
-            max_shard_size: the largest size of a file.
-            variant: a part of the files' names.
+            max_shard_size: the maximum size of a file.
+            variant: a part of the file names.
             dtype: the dtype of the written weights; None for the dtype they were loaded with.
-            kwargs: as in transformers; those that are not supported are rejected.
+            kwargs: as in transformers; unsupported arguments are rejected.
         """
         self._horizon.engine.synchronize()
-        if self._horizon.is_adapter:  # PEFT writes a folder of its own, with the adapters only
+        if self._horizon.is_adapter:  # PEFT writes its own folder, with the adapters only
             super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
             return
         hub = _hub_arguments(kwargs)
@@ -145,16 +149,16 @@ class StreamedModel:
     # Methods without effect
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Warn that this has no effect: every block is recomputed already."""
+        """Warn that this has no effect, because every block is already recomputed."""
         warnings.warn("gradient checkpointing has no effect: a streamed model recomputes every block", stacklevel=2)
 
     def gradient_checkpointing_disable(self) -> None:
         """Do nothing: a streamed model always recomputes its blocks."""
 
-    # Moving and casting: nothing to do, or rejected
+    # Moving and casting: without effect, or rejected
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model if the call changes nothing; StreamingError otherwise."""
+        """Return the model if the call changes nothing; raise StreamingError otherwise."""
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self._unless_changed("to", device, dtype)
 
@@ -177,7 +181,7 @@ class StreamedModel:
         return self._unless_changed("double", None, torch.float64)
 
     def _unless_changed(self, method: str, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-        """Return the model if it has this device and dtype already; StreamingError otherwise."""
+        """Return the model if it already has this device and dtype; raise StreamingError otherwise."""
         engine = self._horizon.engine
         same_device = device is None or device.type in ("cpu", engine.device.torch_device.type)
         if same_device and dtype in (None, engine.store.precision.weight_dtype):
@@ -219,7 +223,7 @@ _HUB_ARGUMENTS = ("repo_id", "token", "private", "commit_message", "create_pr", 
 
 
 def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of transformers' save_pretrained that are for the hub, and reject those that are not supported."""
+    """Return the arguments of transformers' save_pretrained that concern the hub, and reject unsupported arguments."""
     ignored = {"safe_serialization": True, "save_original_format": True, "distributed_checkpoint": False}
     for name, value in kwargs.items():
         if name in ignored and value != ignored[name]:
@@ -245,14 +249,14 @@ def _upload(folder: Path, arguments: dict[str, Any]) -> None:
 def _streamed_class(cls: Any) -> Any:
     """Return the class of a streamed model.
 
-    Its name, module and signatures are those of the original class, because trainers and transformers look at them.
+    Its name, module and signatures are those of the original class, because trainers and transformers inspect them.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._horizon.forward(args, kwargs)
 
     def new(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return cls(*args, **kwargs)  # a new model is a plain one
+        return cls(*args, **kwargs)  # a new model is not streamed
 
     for name in functools.WRAPPER_ASSIGNMENTS:
         if hasattr(cls.forward, name):
@@ -272,14 +276,14 @@ def _streamed_class(cls: Any) -> Any:
 def attach(
     parts: ModelParts, store: Store, device: Device, options: EngineOptions, path: ChunkedPath | None, images: bool
 ) -> Any:
-    """Make a model streamed. Its parameters must be views into ``store`` already.
+    """Make a model streamed. Its parameters must already be views into ``store``.
 
     Args:
         parts: the model's units.
         store: host memory with its weights.
         device: the device that computes.
         options: settings of the engine.
-        path: the way from hidden states to the loss in chunks; None for ``head="whole"``.
+        path: the path from hidden states to the loss in chunks; None for ``head="whole"``.
         images: accept images, video and audio.
     """
     model = parts.model
@@ -292,7 +296,7 @@ def attach(
         assert ref.param.data_ptr() == store.weight(name).data_ptr() or ref.param.numel() == 0
         adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)
     cls = type(model)
-    parts.refer_weakly()  # the model owns the engine, which has the parts
+    parts.refer_weakly()  # the model owns the engine, which refers to the parts
     model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), images)
     model.__class__ = _streamed_class(cls)  # type: ignore[arg-type]
     return model

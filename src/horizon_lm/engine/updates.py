@@ -13,14 +13,14 @@ from horizon_lm.schedule.ops import EMBED, Kind, Op, Stream
 
 
 class TableUpdate(Protocol):
-    """The update of the embedding in one step. It can begin with the rows of the next batch; each row is updated once."""
+    """The embedding's update in one step. It can begin with the rows of the next batch; each row is updated once."""
 
     def rows(self, rows: torch.Tensor) -> Sequence[Move]:
         """Return the update of these rows."""
         ...
 
     def rest(self) -> Sequence[Move]:
-        """Return the update of all rows that have not been updated yet when it runs."""
+        """Return the update of the rows that are not yet updated when it runs."""
         ...
 
 
@@ -31,7 +31,7 @@ class TableGrads(NamedTuple):
     rows: torch.Tensor | None
 
 
-class UpdatesInBackward(Protocol):
+class UnitOptimizer(Protocol):
     """An optimizer that updates each unit as soon as its gradient has landed."""
 
     def begin(self) -> None:
@@ -40,20 +40,32 @@ class UpdatesInBackward(Protocol):
 
     @property
     def pending(self) -> bool:
-        """True while gradients of an unfinished step have been applied, or are about to be."""
+        """True while gradients of an unfinished step have been applied, or are about to be applied."""
         ...
 
     def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
-        """Return the update of these parameters of a unit, whose gradient slab will be in ``grads``."""
+        """Return the update of these parameters of a unit; their gradients will be in the slab ``grads``."""
         ...
 
     def table(self, grads: TableGrads) -> TableUpdate | None:
-        """Return the update of the embedding; None if the optimizer does not train it."""
+        """Return the update of the embedding, or None if the optimizer does not train it."""
+        ...
+
+
+class RunningSave(Protocol):
+    """A checkpoint that is being written, as the engine knows it."""
+
+    def abandon(self) -> None:
+        """Stop writing soon; called when the device has failed, before updates change what is being written."""
+        ...
+
+    def discard(self) -> None:
+        """Remove what was written, once no thread writes any more."""
         ...
 
 
 class PartialUpdate:
-    """Records that some weights are new and some old, because an update failed inside a kernel."""
+    """A record that some weights are updated and some are not, because an update failed inside a kernel."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -63,7 +75,7 @@ class PartialUpdate:
         self.reason = f"{type(error).__name__}: {error}"
 
     def require_complete(self) -> None:
-        """Raise PartialUpdateError if an update failed half-way."""
+        """Raise PartialUpdateError if an update failed after it had begun."""
         if self.reason is not None:
             raise PartialUpdateError(
                 f"an optimizer update was not completed ({self.reason}), so some weights are new and some old. "
@@ -72,51 +84,67 @@ class PartialUpdate:
 
 
 class PendingUpdates:
-    """Updates that may still be running, and the embedding's, whose rows for the next batch are updated first.
+    """The running updates, and the update of the embedding, whose rows for the next batch are updated first.
 
     Attributes:
-        table: the part of the embedding's update that is still to be issued; None if there is none.
-        partial_update: records an update that failed half-way. Pieces of updates refer to it, and to nothing else here.
+        table: the part of the embedding's update that is not yet issued, or None.
+        partial_update: the record of an update that failed after it had begun. Pieces of updates refer only to this
+            record.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._running: list[Task] = []
-        self._in_backward: weakref.ref[UpdatesInBackward] | None = None  # weak, because it refers to the engine
+        self._unit_optimizer: weakref.ref[UnitOptimizer] | None = None  # weak, because it refers to the engine
         self.table: TableUpdate | None = None
         self.partial_update = PartialUpdate()
 
     @property
-    def in_backward(self) -> UpdatesInBackward | None:
+    def unit_optimizer(self) -> UnitOptimizer | None:
         """The optimizer that updates each unit when its gradient has landed; None if gradients are kept for a step."""
-        if self._in_backward is None:
+        if self._unit_optimizer is None:
             return None
-        optimizer = self._in_backward()
+        optimizer = self._unit_optimizer()
         if optimizer is None:
             raise StreamingError(
                 "the optimizer with update_in_backward is gone, and gradients are not kept; load the model again"
             )
         return optimizer
 
-    @in_backward.setter
-    def in_backward(self, optimizer: UpdatesInBackward) -> None:
-        self._in_backward = weakref.ref(optimizer)
+    @unit_optimizer.setter
+    def unit_optimizer(self, optimizer: UnitOptimizer) -> None:
+        self._unit_optimizer = weakref.ref(optimizer)
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Add updates that have been given to the device."""
-        self._running += tasks
+        unfinished = (task for task in self._running if not task.done or task.error is not None)
+        self._running = [*unfinished, *tasks]
 
     def finish(self) -> None:
-        """Block until every update is done, the embedding's included."""
-        running, self._running = self._running, []
-        self._device.wait(running)
+        """Block until every update is done, including the embedding's."""
+        if self._running:
+            self._device.wait(self._running)
+            failed = next((task.error for task in self._running if task.error is not None), None)
+            if failed is not None:  # its moves have not run, so the weights are not yet those of the step
+                raise failed
+            self._running = []
         if self.table is not None:
-            task = Task(Op(Kind.UPDATE, EMBED, Stream.HOST), [], self.table.rest())
+            task = self._rest_of_table(self.table)
             self._device.announce([task])
             self._device.issue(task)
             self._device.wait([task])
             self.table = None
 
+    def complete_without_device(self) -> None:
+        """Run every update to its end in host threads, the embedding's last; `Device.give_up` stops everything else."""
+        running = [*self._running, *(() if self.table is None else [self._rest_of_table(self.table)])]
+        self._device.give_up(running)
+        self._running, self.table = [], None
+
+    @staticmethod
+    def _rest_of_table(table: TableUpdate) -> Task:
+        return Task(Op(Kind.UPDATE, EMBED, Stream.HOST), [], table.rest())
+
     def wait(self, tasks: Sequence[Task]) -> None:
-        """Block until the added updates are done, and those of ``tasks`` that have been issued."""
+        """Block until the added updates are done, and those in ``tasks`` that have been issued."""
         self._device.wait([*self._running, *(task for task in tasks if task.issued)])

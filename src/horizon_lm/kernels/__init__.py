@@ -1,1 +1,3 @@
-"""Compiled loops over host memory: numpy arrays in, the GIL released, and the same bits on every machine."""
+"""Compiled loops over host memory. They take numpy arrays, release the GIL, and compute the same bits on
+every machine.
+"""

@@ -1,8 +1,8 @@
 """CPU AdamW in one pass over slabs: scale the gradient, update both moments, decay and move the weight.
 
 Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101, algorithm 2). The arithmetic is fp32
-whatever the formats of weights, gradients and moments. Each combination of formats is composed from small functions
-that numba inlines.
+for all formats of weights, gradients and moments. Each combination of formats is composed from small functions that
+numba inlines.
 """
 
 from functools import cache
@@ -33,7 +33,8 @@ class Scalars(NamedTuple):
     Attributes:
         clip: factor on the gradients.
         decay: 1 - lr * weight_decay.
-        one_minus_beta1, beta2, one_minus_beta2: 1 - beta is computed in double precision, or v would be off by 1e-5.
+        one_minus_beta1, beta2, one_minus_beta2: 1 - beta is computed in double precision; otherwise v would be off by
+            1e-5.
         step_size: lr / (1 - beta1**step).
         sqrt_correction2: sqrt(1 - beta2**step).
         eps: term of the denominator.
@@ -130,8 +131,8 @@ def _write_moment_bfloat16(array: Any, i: int, value: Any, noise: Any) -> None:
 
 # 8-bit moments: small floating-point numbers relative to the largest of their block. The first moment has a sign, 4
 # exponent and 3 mantissa bits, the second 5 and 3. They are rounded stochastically, because a slow average that is
-# rounded to the nearest would never move. A second moment is stored as 0 only if it is 0: dividing by a false 0 would
-# move the weight too far.
+# rounded to the nearest would never move. A second moment is stored as 0 only if it is exactly 0: dividing by a value
+# rounded to 0 would move the weight too far.
 _ONE = 0x3F800000 >> 20  # exponent and 3 mantissa bits of 1.0
 _FIRST = _ONE - 127  # code 127 is 1.0, code 1 about 2**-15
 _SECOND = _ONE - 255  # code 255 is 1.0, code 1 about 2**-31
@@ -178,7 +179,9 @@ _MOMENTS = {
 
 @inlined
 def _largest(values: Any, size: int) -> Any:
-    """Return the largest magnitude. Positive numbers are ordered like their bit patterns, which compare faster."""
+    """Return the largest magnitude. Positive numbers have the same order as their bit patterns, which
+    compare faster.
+    """
     largest = U32(0)
     for j in range(size):
         largest = max(largest, U32(bits_of(values[j]) & U32(0x7FFFFFFF)))
@@ -242,9 +245,9 @@ def update_kernel(weights: str, moments: str, grads: str) -> Any:
         grads: ``float32`` or ``bfloat16``.
 
     Returns:
-        ``update(weights, low, grads, first, second, scale1, scale2, number, scalars)``. The arrays have one length, except
-        for the scales, one for each `BLOCK` elements; bf16 is passed as uint16. An array that a mode does not use is
-        empty. ``number`` is the index of the first element, which the noise depends on.
+        ``update(weights, low, grads, first, second, scale1, scale2, number, scalars)``. All arrays have the same
+        length, except for the scales, which have one entry per `BLOCK` elements; bf16 is passed as uint16. An array
+        that a mode does not use is empty. ``number`` is the index of the first element, on which the noise depends.
     """
     update_span = _update(weights, moments, grads)
 
@@ -260,7 +263,7 @@ def update_kernel(weights: str, moments: str, grads: str) -> Any:
 
 @cache
 def rows_kernel(weights: str, moments: str, grads: str) -> Any:
-    """Compile the update of rows of a table. Blocks of 8-bit moments begin anew in each row.
+    """Compile the update of rows of a table. Blocks of 8-bit moments start at the beginning of each row.
 
     Returns:
         ``update(weights, low, grads, first, second, scale1, scale2, width, blocks, rows, grad_rows, scalars)``, which

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 U16, U32, F32, F64 = np.uint16, np.uint32, np.float32, np.float64
 
-# numpy's error model: a division by zero gives infinity. A check for it would prevent vectorization.
+# numpy's error model: division by zero gives infinity. A check for zero would prevent vectorization.
 kernel: Any = njit(nogil=True, error_model="numpy")
 inlined: Any = njit(nogil=True, error_model="numpy", forceinline=True)
 
@@ -46,7 +46,7 @@ def widen(half: Any) -> Any:
 
 @inlined
 def nan_bits(value: Any) -> Any:
-    """Return the bits that keep a NaN a NaN after rounding, and 0 for numbers."""
+    """Return the bits that preserve a NaN after rounding, and 0 for numbers."""
     return U32(0x7FC00000) if value != value else U32(0)
 
 

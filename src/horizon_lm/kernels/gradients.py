@@ -1,7 +1,7 @@
-"""Gradients landing in host memory: stored or added, with their sum of squares in the same pass.
+"""Landing of gradients in host memory: stored or added, with their sum of squares computed in the same pass.
 
-The sum is of the stored values, after rounding. Their squares are exact in fp64 and summed there: a long fp32 sum loses
-digits (1e-4 for 100M elements, 3% in bf16), and would depend on how a slab is cut.
+The squares are those of the stored values, after rounding. They are exact in fp64 and summed in fp64: a long fp32 sum
+loses digits (1e-4 for 100M elements, 3% in bf16), and would depend on how a slab is split.
 
 Shapes: V rows of a table, R rows of a batch, H hidden.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from horizon_lm.kernels.bits import F64, inlined, kernel, nearest, widen
 
-_LANES = 64  # partial sums, because a single one cannot be vectorized
+_LANES = 64  # partial sums, because a single sum cannot be vectorized
 
 
 @inlined

@@ -1,1 +1,3 @@
-"""Hugging Face models: opening them, finding their units, templates. The one place that knows their habits."""
+"""Hugging Face models: opening them, finding their units, and block templates. Only this package depends on their
+details.
+"""

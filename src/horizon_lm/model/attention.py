@@ -1,8 +1,8 @@
 """Attention over packed and padded rows without a mask: ``attn_implementation="varlen"``.
 
 Rows are divided into segments that do not attend to each other: packed documents, or the tokens of a padded row and its
-padding. The engine sets the segments of the rows that it computes; Hugging Face makes no mask for this implementation, so
-nothing of size (T, T) exists. Rows with a single segment use torch's scaled dot-product attention.
+padding. The engine sets the segments of the rows that it computes; Hugging Face makes no mask for this implementation,
+so no tensor of size (T, T) exists. Rows with a single segment use torch's scaled dot-product attention.
 
 Shapes: B batch, T tokens, D head dimension; queries are (B, heads, T, D).
 """
@@ -19,15 +19,15 @@ import torch
 from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
 from horizon_lm.model.compiling import mark_varying
 from horizon_lm.model.segment_attention import Offsets, causal, segment_attention, visible
-from horizon_lm.quantities import format_bytes
+from horizon_lm.quantities import counted, format_bytes
 
 NAME = "varlen"
-LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T): a boolean one for a single row of 32k tokens
+LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T): a boolean mask for a single row of 32k tokens
 _current = threading.local()  # segments of the rows that this thread computes
 
 
 class Segments:
-    """The segments of each row of a batch, with offsets for kernels, which are computed once per pass.
+    """The segments of each row of a batch, with their offsets for kernels, which are computed once per pass.
 
     Args:
         lengths: lengths of each row's segments, in order; their sum is T.
@@ -43,12 +43,14 @@ class Segments:
         return [length for row in self._lengths[start:stop] for length in row]
 
     def offsets(self, start: int, stop: int) -> Offsets:
-        """Return the start of each segment of these rows and the end of the last one, on the device and on the host."""
+        """Return the start of each segment of these rows and the end of the last segment, on the device and on the
+        host.
+        """
         if (start, stop) not in self._offsets:
             ends = torch.tensor([0, *self.of(start, stop)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             if self._device.type == "cuda":
                 ends = ends.pin_memory()
-            on_device = ends.to(self._device, non_blocking=True, copy=True)  # a second tensor even on a CPU
+            on_device = ends.to(self._device, non_blocking=True, copy=True)  # a separate tensor even on a CPU
             for tensor in (on_device, ends):
                 mark_varying(tensor, [0])
             self._offsets[start, stop] = on_device, ends
@@ -58,7 +60,7 @@ class Segments:
 def find_segments(
     attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, device: torch.device
 ) -> Segments | None:
-    """Return the segments of a batch; None if every row is a single segment.
+    """Return the segments of a batch, or None if every row is a single segment.
 
     A segment ends where the mask (B, T) changes between tokens and padding. In a batch without a mask it ends where
     positions (B, T) or (1, T) do not increase by one, which is Hugging Face's convention for packed rows.
@@ -79,7 +81,7 @@ def find_segments(
 
 
 def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments | None:
-    """Return the segments of a call of the model; raise ModelNotSupportedError for padded rows with a cache."""
+    """Return the segments in a call of the model; raise ModelNotSupportedError for padded rows with a cache."""
     segments = find_segments(call.get("attention_mask"), call.get("position_ids"), device)
     if segments is not None and (call.get("past_key_values") is not None or call.get("use_cache")):
         raise ModelNotSupportedError("attn_implementation='varlen' cannot generate from padded rows; choose 'sdpa'")
@@ -87,11 +89,11 @@ def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments 
 
 
 def reject_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: int, itemsize: int) -> None:
-    """Raise DoesNotFitError if a forward would make a mask larger than `LARGEST_MASK`.
+    """Raise DoesNotFitError if a forward pass would make a mask larger than `LARGEST_MASK`.
 
     Args:
         config: config of the text model.
-        call: arguments of its forward.
+        call: arguments of its forward method.
         rows, length: shape of its input, B and T.
         itemsize: bytes of an element of the hidden states.
     """
@@ -111,12 +113,12 @@ def reject_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: i
 def large_mask(
     config: Any, implementation: str, rows: int, length: int, itemsize: int, segmented: Callable[[], bool]
 ) -> str | None:
-    """Return why a batch would need a mask larger than `LARGEST_MASK`; None if it does not.
+    """Return the reason why a batch would need a mask larger than `LARGEST_MASK`, or None if it would not.
 
     Args:
         config, rows, length, itemsize: as in `reject_large_mask`.
         implementation: attention implementation.
-        segmented: function that returns whether rows have padding, or several documents.
+        segmented: function that returns whether rows have padding or several documents.
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
@@ -127,7 +129,7 @@ def large_mask(
     if implementation == "sdpa" and not windowed and not segmented():
         return None  # plain causal attention needs no mask
     return (
-        f"attn_implementation={implementation!r} makes a mask of {format_bytes(num_bytes)} for {rows} rows of {length} "
+        f"attn_implementation={implementation!r} makes a mask of {format_bytes(num_bytes)} for {counted(rows, 'row')} of {length} "
         f"tokens; the limit is {format_bytes(LARGEST_MASK)}. Choose 'varlen' or 'flash_attention_2', which need no mask, if "
         "the model supports them; otherwise use shorter rows, or fewer of them per step."
     )
@@ -135,7 +137,7 @@ def large_mask(
 
 @contextmanager
 def attending(segments: Segments | None, start: int, stop: int) -> Iterator[None]:
-    """Context manager: set the segments of rows [start, stop) of a batch for attention."""
+    """Context manager: let attention use the segments of rows [start, stop) of a batch."""
     before = getattr(_current, "rows", None)
     _current.rows = None if segments is None else segments.offsets(start, stop)
     try:
@@ -169,7 +171,7 @@ def varlen_attention(
         attention_mask: must be None.
         scaling: factor of the scores; None for 1 / sqrt(D).
         dropout: probability of dropping an attention weight.
-        sliding_window: number of tokens that a token attends to, itself included; None for all before it.
+        sliding_window: number of tokens that a token attends to, including itself; None for all earlier tokens.
 
     Returns:
         Output (B, T, heads, D), and None for attention weights.
@@ -185,12 +187,12 @@ def varlen_attention(
         )
     rows = getattr(_current, "rows", None)
     length = query.shape[2]
-    if key.shape[2] != length:  # with a cache, queries are the last tokens of longer rows
+    if key.shape[2] != length:  # with a cache, the queries are the last tokens of longer rows
         mask = visible(length, key.shape[2], sliding_window, query.device)
         output = causal(query, key, value, scaling, dropout, mask)
     elif rows is None and (sliding_window is None or sliding_window >= length):
         output = causal(query, key, value, scaling, dropout)
-    elif _wants_flash_attn(query):
+    elif _supports_flash_attn(query):
         return _by_flash_attn(rows, query, key, value, dropout, scaling, sliding_window), None
     else:
         plain = not torch.compiler.is_compiling() and getattr(_current, "plain", False)
@@ -207,7 +209,7 @@ def _flash_attn() -> Any:
     return flash_attn_varlen_func
 
 
-def _wants_flash_attn(query: torch.Tensor) -> bool:
+def _supports_flash_attn(query: torch.Tensor) -> bool:
     """Return whether flash-attn is installed and supports this query. Compiled blocks use torch's kernel."""
     if torch.compiler.is_compiling() or query.device.type != "cuda" or getattr(_current, "plain", False):
         return False
@@ -234,7 +236,7 @@ def _whole_rows(size: int, length: int, device: torch.device) -> Segments:
 
 
 def register() -> None:
-    """Register the implementation in transformers, which makes no masks for it, as there is no mask function of its name."""
+    """Register the implementation in transformers, which makes no masks because no mask function has this name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, varlen_attention)

@@ -1,7 +1,7 @@
 """Decoder blocks that compute with weights from a device buffer.
 
-The block's own module computes: while it runs, device tensors replace its parameters and buffers. So hooks, attributes,
-config and mode are always the current ones, and no copy has to be kept in sync.
+The block's own module computes: while it runs, device tensors replace its parameters and buffers. Hooks, attributes,
+config and mode are therefore always current, and no copy has to be kept in sync.
 """
 
 from collections import OrderedDict
@@ -30,8 +30,8 @@ class StreamedBlock:
         name: full name of the block in its model.
         module: the block.
         buffers: copies of buffers on the device.
-        compiled: compile its forward; blocks of one structure share their graphs.
-        written: names of weights that the forward may write.
+        compiled: compile its forward method; blocks of one structure share their graphs.
+        written: names of weights that the forward pass may write.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StreamedBlock:
         return list(self._places)
 
     def forward(self, *args: Any, uncompiled: bool, **kwargs: Any) -> Any:
-        """Compute with the bound parameters. ``uncompiled``: never the compiled code."""
+        """Compute with the bound parameters. ``uncompiled``: never run compiled code."""
         if self._instance_forward is not None:
             return self._instance_forward(*args, **kwargs)
         function = type(self.module).forward
@@ -68,15 +68,16 @@ class StreamedBlock:
 
     @contextmanager
     def bound(self, params: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Context manager: replace the block's parameters, by name, by device tensors, and its buffers by device copies.
+        """Context manager: replace the block's parameters, by name, by device tensors, and its buffers by device
+        copies.
 
         Raises:
             StreamingError: the block's parameters or modules have changed since it was streamed.
             ModelNotSupportedError: the block wrote one of its buffers or weights.
         """
         self._structure.require_unchanged(self.name)
-        # Plain tensors bypass register_parameter. They are fresh ones every time, because autocast and autograd identify
-        # tensors by object.
+        # Plain tensors bypass register_parameter. New ones are created every time, because autocast and autograd
+        # identify tensors by object.
         for name, tensor in params.items():
             owner, attribute = self._places[name]
             owner._parameters[attribute] = tensor  # type: ignore[assignment]
@@ -142,7 +143,9 @@ class StreamedBlock:
                 module.training = training
 
     def attributes(self) -> list[dict[str, Any]]:
-        """Return the attributes of all modules as comparable values; tensors and other objects are compared by identity."""
+        """Return the attributes of all modules as comparable values; tensors and other objects are compared by
+        identity.
+        """
         return [attributes.read() for attributes in self._attributes]
 
 
@@ -186,14 +189,14 @@ class _Attributes:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Return whether a value cannot change while it is the same object."""
+    """Return whether a value cannot change without being replaced."""
     if isinstance(value, tuple):
         return all(isinstance(item, _PLAIN) for item in value)
     return not isinstance(value, (list, set, frozenset, Mapping))
 
 
 class Structure:
-    """The children and parameters of some modules, by identity."""
+    """The identities of the children and parameters of some modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
@@ -216,7 +219,7 @@ class Structure:
 
 
 class _BufferCopy:
-    """A buffer on the host and its copy on the device, with their versions at the time of the copy."""
+    """A buffer on the host and its copy on the device, with their versions when copied."""
 
     __slots__ = ("device", "host", "host_version", "version")
 
@@ -226,14 +229,14 @@ class _BufferCopy:
 
 
 class DeviceBuffers:
-    """The blocks' buffers on the device, with equal ones stored once."""
+    """The blocks' buffers on the device; equal buffers are stored once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def copy(self, buffer: torch.Tensor) -> _BufferCopy:
-        """Return a device copy of a host buffer's present value."""
+        """Return a device copy of a host buffer's current value."""
         for host, version, copy in self._known:
             same = host.shape == buffer.shape and host.dtype == buffer.dtype and host._version == version
             if same and torch.equal(host, buffer):
@@ -256,7 +259,7 @@ def _without_hooks(modules: list[nn.Module]) -> Iterator[None]:
 
 
 def comparable(value: Any) -> Any:
-    """Return a value that is equal for equal plain values and containers of them; the identity of other objects."""
+    """Return an object that compares equal for equal plain values and containers; other objects compare by identity."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (list, tuple)):
@@ -269,7 +272,7 @@ def comparable(value: Any) -> Any:
 
 
 def structure_key(block: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for blocks of the same memory and time, which are measured only once."""
+    """Return a key that is equal for blocks with the same memory and time, so that only one of them is measured."""
     key: list[Any] = []
     for path, module in block.named_modules():
         plain = {

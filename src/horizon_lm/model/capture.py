@@ -1,8 +1,8 @@
 """Pass transformers' captured outputs (router logits, attentions) through a streamed block.
 
-Transformers records outputs of submodules through hooks that append to a collector in a context variable. A streamed
-block computes outside autograd, so the outputs of its submodules are collected there, passed through the block's autograd
-Function, and appended to the model's collector afterwards.
+transformers records outputs of submodules through hooks that append to a collector in a context variable. A streamed
+block computes outside of autograd, so the outputs of its submodules are collected there, passed through the block's
+autograd Function, and appended to the model's collector afterwards.
 """
 
 import contextvars
@@ -20,7 +20,7 @@ _OF_WHOLE_BLOCKS = "hidden_states"  # recorded by a hook on the block itself, wh
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install transformers' hooks, so that they are present before foreign hooks are searched for."""
+    """Install transformers' hooks, so that they are not mistaken for foreign hooks later."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             maybe_install_capturing_hooks(module)
@@ -32,7 +32,7 @@ def is_only_capturing(hooks: Mapping[int, Any]) -> bool:
 
 
 def requested_keys() -> tuple[str, ...]:
-    """Return the outputs of submodules that the model's forward wants to capture."""
+    """Return the names of the submodule outputs that the model captures."""
     collector = _active_collector.get()
     return tuple(k for k in collector or () if k != _OF_WHOLE_BLOCKS and not k.startswith("_"))
 
@@ -49,14 +49,14 @@ def capture(keys: tuple[str, ...]) -> Iterator[Captured]:
 
 
 def copy_context() -> contextvars.Context:
-    """Return the current context variables without the collector, which would make a reference cycle with the graph."""
+    """Return the current context variables without the collector, which would form a reference cycle with the graph."""
     context = contextvars.copy_context()
     context.run(_active_collector.set, None)
     return context
 
 
 def publish(captured: Captured) -> None:
-    """Append captured outputs to the collector of the model's forward."""
+    """Append captured outputs to the collector of the model."""
     collector = _active_collector.get()
     for key, tensors in captured.items():
         collector[key].extend(tensors)

@@ -22,7 +22,7 @@ def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _compile(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    # Each structure needs several graphs: with and without segments, for one row and for more.
+    # Each structure needs several graphs: with and without segments, for one row and for several.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     return torch.compile(function, backend=backend)
 
@@ -30,7 +30,7 @@ def _compile(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
 def mark_lengths(tensors: Iterable[torch.Tensor]) -> None:
     """Tell torch.compile that rows and tokens vary between batches, so that one graph serves all of them.
 
-    A single row needs a graph of its own, because torch.compile treats sizes of one as constants.
+    A single row needs a separate graph, because torch.compile treats sizes of one as constants.
 
     Args:
         tensors: inputs of the code; the first one is the hidden states (B, T, H).
@@ -45,11 +45,13 @@ def mark_lengths(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def mark_varying(tensor: torch.Tensor, dims: list[int]) -> None:
-    """Tell torch.compile that these dimensions vary. Code that specializes on one gets a graph for each size."""
+    """Tell torch.compile that these dimensions vary. Code that specializes on a dimension gets a graph for
+    each size.
+    """
     torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
-_current = threading.local()  # whether the block that this thread computes is compiled
+_current = threading.local()  # True if the block that this thread computes is compiled
 
 
 def chunk_mlps(block: nn.Module, tokens: int) -> int:
@@ -61,7 +63,7 @@ def chunk_mlps(block: nn.Module, tokens: int) -> int:
     layers = [part for part in block.modules() if type(part).__name__.endswith("MLP") and _treats_tokens_alike(part)]
     for part in layers:
         part._chunk_tokens = tokens  # type: ignore[assignment]
-        part.forward = MethodType(_forward, part)  # a method, so that a copy of the block chunks its own layers
+        part.forward = MethodType(_forward, part)  # a bound method, so that a copy of the block chunks its own layers
     return len(layers)
 
 
@@ -88,7 +90,7 @@ def compiling_chunks() -> Iterator[None]:
 
 @torch.compiler.disable  # otherwise each number of chunks would get a graph that contains all of them
 def _forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Run the layer's forward in chunks of tokens. ``hidden``: (B, T, H)."""
+    """Run the layer in chunks of tokens. ``hidden``: (B, T, H)."""
     function = type(self).forward
     if getattr(_current, "compiling", False):
         function = compile_function(function)
@@ -98,7 +100,8 @@ def _forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     bound = [(module, dict(module._parameters)) for module in self.modules()]
 
     def compute(piece: torch.Tensor) -> torch.Tensor:
-        # When the backward recomputes a piece, the layer has its host parameters again, so bind the device's once more.
+        # When the backward pass recomputes a chunk, the layer has its host parameters again, so bind the device tensors
+        # again.
         present = [(module, dict(module._parameters)) for module, _ in bound]
         try:
             for module, parameters in bound:
@@ -109,7 +112,7 @@ def _forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
             for module, parameters in present:
                 module._parameters.update(parameters)
 
-    # Pieces (B, size, H) of nearly equal length, because a last piece of a single token would need a graph of its own.
+    # Chunks (B, size, H) of nearly equal length, because a last chunk of a single token would need a separate graph.
     # Contiguous, because matmul rounds differently otherwise when there is no autograd graph.
     pieces = [piece.contiguous() for piece in hidden.tensor_split(-(-hidden.shape[1] // size), dim=1)]
     if not torch.is_grad_enabled():

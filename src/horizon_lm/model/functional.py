@@ -1,4 +1,4 @@
-"""Run modules with other tensors as parameters, look up embeddings, and compute log-probabilities from logits."""
+"""Run modules with other tensors as parameters, look up embeddings, and compute log-probabilities and statistics from logits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +52,7 @@ def look_up(
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a lookup's gradient is independent of the table's values, as found by trial."""
+    """Return whether a lookup's gradient is independent of the table's values, determined by a trial."""
     if type(module) is nn.Embedding:
         return True
     positions = torch.arange(_TRIAL[0])[None]
@@ -61,7 +61,7 @@ def is_linear(module: nn.Module) -> bool:
     grad = torch.randn((1, *_TRIAL), generator=generator)
     try:
         first, second = (_gradient(module, table, positions, grad) for table in tables)
-    except Exception:  # the embedding's own code requires other sizes: assume that the values matter
+    except Exception:  # the embedding requires other sizes: assume that the values matter
         return False
     return torch.equal(first, second)
 
@@ -90,3 +90,36 @@ def logprobs_of_logits(
         "entropy": lambda: -(logs.exp() * logs).sum(-1),
     }
     return [make[name]() for name in names]
+
+
+STATISTICS = ("entropy", "is_top1")
+_STATISTICS_BLOCK = 2**21  # logits of a block, 8 MiB in float32: few enough for a CPU's cache
+
+
+@torch.no_grad()
+def token_statistics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the `STATISTICS` of tokens, float32 (N,) each, without a graph.
+
+    Rows are computed in blocks, so that little memory is needed beside the logits.
+
+    Args:
+        logits: logits (N, V).
+        labels: labels (N,), none of them ignored.
+
+    Returns:
+        ``entropy`` in nats; ``is_top1``, 1 where the label has the largest logit.
+    """
+    size = max(1, _STATISTICS_BLOCK // logits.shape[-1])
+    blocks = [_block_statistics(*block) for block in zip(logits.split(size), labels.split(size), strict=True)]
+    return {name: torch.cat([block[name] for block in blocks]) for name in STATISTICS}
+
+
+def _block_statistics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    largest, top = logits.max(-1)  # (N,) each; on a CPU in half the time of argmax
+    probs = torch.softmax(logits, -1, dtype=torch.float32)  # (N, V)
+    # The largest probability is at least 1 / V, so its logarithm is finite, and gives that of the softmax's denominator.
+    log_sum = largest.float() - probs.amax(-1).log()
+    # entropy = -sum p log p = log_sum - sum p z, in place, since another (N, V) would double the memory. A logit of -inf
+    # gives 0 * -inf, which is NaN here and 0 in the sum.
+    entropy = log_sum - probs.mul_(logits).nansum(-1)
+    return {"entropy": entropy, "is_top1": (top == labels).float()}

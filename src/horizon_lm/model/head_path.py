@@ -1,7 +1,7 @@
 """Find whether a model's loss can be computed over chunks of tokens, by computing it both ways over a few tokens.
 
-The model's own forward runs from the hidden states on, with stand-ins for everything before. Its loss over all tokens must
-equal the sum of its losses over chunks; then training may compute it in chunks of real hidden states.
+The model's forward method runs with stand-ins for everything before the hidden states. If its loss over all tokens
+equals the sum of its losses over chunks, training may compute the loss in chunks of real hidden states.
 
 Shapes: B batch, T tokens, H hidden, V vocabulary.
 """
@@ -21,7 +21,7 @@ from horizon_lm.model.units import ModelParts
 
 _ROWS, _LENGTH, _CHUNK = 2, 5, 3
 _TOLERANCE = 1e-5
-AUXILIARY = ("output_router_logits",)  # arguments that make a forward add other terms to the head's loss
+AUXILIARY = ("output_router_logits",)  # arguments that make a model add other terms to the head's loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ChunkedPath:
     """A model's path from hidden states to its loss, token by token.
 
     Attributes:
-        trunk: module that the model's forward calls for hidden states.
+        trunk: module that the model calls for hidden states.
         norm_is_last: the trunk ends with the final norm, so the norm can be computed in chunks as well.
         loss_function: the model's loss function at the time of the trial.
     """
@@ -40,7 +40,9 @@ class ChunkedPath:
 
 
 def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
-    """Return the path for computing a model's loss in chunks, or the reason why it cannot be."""
+    """Return the path for computing a model's loss in chunks, or the reason why the loss cannot be computed
+    in chunks.
+    """
     if type(parts.head) is not nn.Linear:
         return f"the head is a {type(parts.head).__name__}, not a plain Linear"
     reason = "its forward does not call a decoder"
@@ -48,7 +50,7 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
         with torch.random.fork_rng(devices=[]), outer_leaves(parts) as outer:
             try:
                 reason = _difference(parts, trunk, outer)
-            except Exception as error:  # the model's own code may need more inputs than it gets here
+            except Exception as error:  # the model's code may need more inputs than it gets here
                 reason = f"its loss cannot be computed from hidden states alone ({type(error).__name__})"
         if not reason:
             trial = try_outer(parts)
@@ -58,7 +60,7 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
 
 
 def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) -> str:
-    """Return why the loss over chunks differs from the loss over all tokens; empty if it does not."""
+    """Return the reason why the loss over chunks differs from the loss over all tokens; empty if they are equal."""
     model, forward = parts.model, type(parts.model).forward
     accepted = inspect.signature(forward).parameters
     vocabulary = parts.sizes().vocabulary
@@ -69,7 +71,7 @@ def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) 
     ids = torch.randint(min(vocabulary, 1000), (_ROWS, _LENGTH), generator=generator)
     labels = ids.clone()
     labels[0, 2] = labels[1, :2] = IGNORE_INDEX
-    shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]  # (B, T), each the label of the next token
+    shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]  # (B, T), the labels of the next tokens
     trained = (shifted.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
     options = {"use_cache": False} | {name: False for name in AUXILIARY if name in accepted}
 

@@ -47,7 +47,7 @@ def local_folder(name: str | Path, **download: Any) -> Path:
 
 
 def folder_here(name: str | Path) -> Path | None:
-    """Return the folder of a model's weights on this machine; None if they would have to be downloaded."""
+    """Return the folder of a model's weights on this machine, or None if they would have to be downloaded."""
     if exists(str(name)) and (path := Path(name).expanduser()).is_dir():
         return path
     from huggingface_hub import try_to_load_from_cache
@@ -119,7 +119,7 @@ def gguf_path(folder: Path, gguf_file: str) -> Path:
 
 
 def fetch_config(name: str, trust_remote_code: bool) -> Any:
-    """Return the config of a hub id, fetched without the weights. Errors are those of `load_config`."""
+    """Return the config of a hub id, fetched without the weights. Raises the same errors as `load_config`."""
     from transformers import AutoConfig
 
     _require_hub_id(name)
@@ -131,7 +131,7 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
 
 
 def known_config(known: KnownModel) -> Any:
-    """Return the config of a known model without fetching anything."""
+    """Return the config of a known model without downloading anything."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**known.config)
@@ -167,7 +167,7 @@ def is_cached(name: str) -> bool:
 
 
 def config_bytes(config: Any) -> int:
-    """Return the bytes of an element of a checkpoint by its config; those of fp32 if old configs omit the dtype."""
+    """Return the bytes per element of a checkpoint, taken from its config; old configs without a dtype mean fp32."""
     import torch
 
     dtype = getattr(config.get_text_config(), "dtype", None)
@@ -176,7 +176,7 @@ def config_bytes(config: Any) -> int:
 
 
 def stored_bytes(folder: Path, config: Any) -> int:
-    """Return the bytes of an element of the checkpoint in a folder, by its first floating-point tensor."""
+    """Return the bytes per element of the checkpoint in a folder, taken from its first floating-point tensor."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -186,7 +186,7 @@ def stored_bytes(folder: Path, config: Any) -> int:
                     kind = tensors.get_slice(name).get_dtype()
                     if kind in ("F64", "F32", "F16", "BF16"):
                         return int(re.sub(r"\D", "", kind)) // 8
-    except (OSError, SafetensorError):  # the error comes when the weights are read
+    except (OSError, SafetensorError):  # the error is raised when the weights are read
         pass
     return config_bytes(config)
 
@@ -212,7 +212,7 @@ def _require_causal(config: Any, place: str) -> Any:
 
 
 def skeleton_of(config: Any, place: str, **options: Any) -> Any:
-    """Return a config's model without weights; raise ConfigError, naming ``place``, if it cannot be built."""
+    """Return the model of a config without weights; raise ConfigError, naming ``place``, if it cannot be built."""
     try:
         return build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
     except HorizonError:
@@ -231,7 +231,9 @@ def skeleton_of(config: Any, place: str, **options: Any) -> Any:
 
 
 def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
-    """Return a folder's model with its generation config, without weights; raise ConfigError if it cannot be built."""
+    """Return the model in a folder without weights, with its generation config; raise ConfigError if it cannot be
+    built.
+    """
     from transformers import GenerationConfig
 
     model = skeleton_of(config, str(folder), **options)
@@ -246,7 +248,7 @@ def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
 
 
 def load_gguf(folder: Path, gguf_file: str) -> Any:
-    """Return a GGUF model dequantized and whole in memory, to be converted once before training."""
+    """Return a GGUF model dequantized and entirely in memory, to be converted once before training."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -271,7 +273,7 @@ _FACTORIES = (torch.ones, torch.zeros, torch.full, torch.rand, torch.randn, torc
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Redirect ``torch.empty`` to the meta device: the experts of a single block may exceed host memory.
+    """A mode that allocates ``torch.empty`` on the meta device, as the experts of one block may exceed host memory.
 
     Buffers are computed, so an absurd size is rejected before it is allocated.
     """
@@ -333,11 +335,13 @@ def meta_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-_CHUNK = 1 << 22  # elements per chunk when counting those that are not finite
+_CHUNK = 1 << 22  # elements per chunk when counting non-finite values
 
 
 def require_finite(name: str, tensor: torch.Tensor, place: object) -> None:
-    """Check a weight in one pass without copies; raise ConfigError, naming ``place``, if it has NaN or infinite values."""
+    """Raise ConfigError, naming ``place``, if a weight has NaN or infinite values; check it in one pass
+    without copies.
+    """
     if not tensor.numel() or all(bound.isfinite() for bound in torch.aminmax(tensor)):  # aminmax propagates NaN
         return
     number = sum(int((~part.isfinite()).sum()) for part in tensor.reshape(-1).split(_CHUNK))

@@ -1,6 +1,6 @@
 """Run a model's outer code over a few tokens, with stand-ins for its blocks, embedding and head.
 
-The way in which this code uses the blocks cannot be derived from their names, so it is found by trial.
+How this code uses the blocks cannot be derived from their names, so it is found by a trial.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ class OuterTrial:
         order: indices of the blocks in the order of their calls.
         calls: arguments of the blocks, by index.
         rows_first: the first dimension of hidden states is B.
-        norm_is_last: the trunk returns its final norm's output for its last block's output.
+        norm_is_last: the trunk returns the final norm of its last block's output.
     """
 
     order: tuple[int, ...]
@@ -52,13 +52,13 @@ def require_each_block_once(parts: ModelParts, trial: OuterTrial | None) -> None
 
 
 def try_outer(parts: ModelParts) -> OuterTrial | None:
-    """Run a model's trunk on text, and return its behavior; None if it cannot be run."""
+    """Run a model's trunk on text and return its behavior, or None if it cannot be run."""
     for trunk in parts.trunks():
         for shape in (lambda t: t, lambda t: (t,), lambda t: (t, None), lambda t: (t, None, None)):
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]), outer_leaves(parts):
                     return _run(parts, trunk, shape)
-            except Exception:  # this module is no trunk, or its blocks return another structure
+            except Exception:  # this module is not a trunk, or its blocks return another structure
                 continue
     return None
 
@@ -100,7 +100,7 @@ def _run(parts: ModelParts, trunk: nn.Module, shape: Callable[[torch.Tensor], An
 
 
 class Decoded:
-    """A stand-in for any trunk's output, with hidden states only."""
+    """A stand-in for the output of any trunk, with hidden states only."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -122,7 +122,7 @@ def hidden_of(output: Any) -> torch.Tensor:
 
 @contextmanager
 def forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager: replace the forwards of modules by other functions."""
+    """Context manager: replace the forward methods of modules by other functions."""
     before = {module: module.__dict__.get("forward") for module in replaced}
     for module, forward in replaced.items():
         module.forward = forward  # type: ignore[method-assign]
@@ -138,7 +138,7 @@ def forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
 
 @contextmanager
 def outer_leaves(parts: ModelParts) -> Iterator[list[torch.Tensor]]:
-    """Context manager: replace parameters outside of blocks, table and head by small random fp32 leaves on the host."""
+    """Context manager: replace outer parameters by small random fp32 leaves on the host."""
     refs = parts.units[OUTER]
     leaves = [torch.randn(ref.param.shape).mul_(0.1).requires_grad_() for ref in refs]
     with in_place((m, a, leaf) for ref, leaf in zip(refs, leaves, strict=True) for m, a in ref.places):
@@ -146,5 +146,5 @@ def outer_leaves(parts: ModelParts) -> Iterator[list[torch.Tensor]]:
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same memory with the same shape."""
+    """Return whether two tensors have the same memory and shape."""
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -18,8 +18,8 @@ class Proof:
 
     Attributes:
         name: name of the model's class.
-        missing: why the model is not in the table; empty if it is.
-        features: features that were proven, besides training on text with the default settings.
+        missing: reason why the model is not in the table; empty if it is.
+        features: features that were proven, in addition to training on text with the default settings.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Proof:
     features: frozenset[str]
 
     def reason_against(self, *needed: str) -> str:
-        """Return why a model with these features is unproven; empty if it is proven."""
+        """Return the reason why a model with these features is unproven; empty if it is proven."""
         if self.missing:
             return self.missing
         lacking = [feature for feature in needed if feature not in self.features]
@@ -49,7 +49,7 @@ def find_proof(parts: ModelParts) -> Proof:
 
 
 def require_proven(reason: str) -> None:
-    """Raise ModelNotSupportedError if there is a reason against streaming a model."""
+    """Raise ModelNotSupportedError if there is a reason not to stream a model."""
     if reason:
         raise ModelNotSupportedError(
             f"{reason} (docs/models.md: compared with plain autograd, transformers {_table()['transformers']}). Set "

@@ -2,7 +2,7 @@
 
 Segments differ between batches. Only the operation reads their tensors, so they cause no recompilation, and one graph serves
 all batches of a structure. The kernel is chosen when the operation runs: torch's flash kernel on CUDA, which supports
-grouped-query attention, and segment by segment everywhere else.
+grouped-query attention, and segment by segment on other devices.
 
 Shapes: B batch, T tokens, D head dimension; queries, keys and values are (B, heads, T, D).
 """
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 Offsets = tuple[torch.Tensor, torch.Tensor]
-"""Start of each segment of some rows and end of the last one, int32: on the device, and on the host."""
+"""Start of each segment of some rows and end of the last segment, int32: on the device, and on the host."""
 
 
 def segment_attention(
@@ -29,7 +29,7 @@ def segment_attention(
         rows: segments of the rows; None if every row is a single segment.
         scaling: factor of the scores; None for 1 / sqrt(D).
         dropout: probability of dropping an attention weight.
-        window: number of tokens that a token attends to, itself included; None for all before it.
+        window: number of tokens that a token attends to, including itself; None for all earlier tokens.
         plain: compute segment by segment on any device; ignored in compiled code.
 
     Returns:
@@ -46,7 +46,9 @@ def by_segment(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: list[int], scaling: float | None,
     dropout: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Call torch's scaled dot-product attention for each segment, which is exact on any device; output (B, T, heads, D)."""
+    """Call torch's scaled dot-product attention for each segment, which is exact on any device; output (B, T, heads,
+    D).
+    """
     outputs = [
         causal(q, k, v, scaling, dropout, _mask(q, window))[0].transpose(0, 1)
         for q, k, v in _cut((query, key, value), borders)
@@ -72,7 +74,7 @@ def visible(length: int, keys: int, window: int | None, device: torch.device) ->
 
 
 def has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """Return whether torch's flash kernel for segments supports these inputs. It is not used with dropout."""
+    """Return whether torch's flash kernel for segments supports these inputs; it does not support dropout."""
     width = query.shape[-1]
     fits = width == value.shape[-1] and width % 8 == 0 and width <= 256
     halves = query.dtype in (torch.float16, torch.bfloat16)
@@ -84,7 +86,7 @@ def _has_flash(device: torch.device) -> bool:
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# The operation, and its backward as another one, because compiled graphs cannot depend on segments
+# The operation and its backward operation, because compiled graphs cannot depend on segments
 
 
 @torch.library.custom_op("horizon_lm::segment_attention", mutates_args=())
@@ -92,7 +94,9 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None,
     scaling: float | None, dropout: float, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the output (B, T, heads, D), log-sum-exps (heads, B·T) for the kernel's backward, and the dropout seed."""
+    """Return the output (B, T, heads, D), log-sum-exps (heads, B·T) for the kernel's backward pass, and the dropout
+    seed.
+    """
     seed, nothing = torch.zeros((), dtype=torch.int64), query.new_empty(0, dtype=torch.float32)
     if has_kernel(query, value, dropout):
         offsets, longest = _kernel_arguments(query, offsets, ends)
@@ -170,7 +174,7 @@ _attend.register_autograd(_grads, setup_context=_keep)
 
 
 def _cut(tensors: tuple[torch.Tensor, ...], borders: list[int]) -> list[tuple[torch.Tensor, ...]]:
-    """Cut tensors (B, heads, T, D) into segments (1, heads, length, D)."""
+    """Split tensors (B, heads, T, D) into segments (1, heads, length, D)."""
     flat = [_flat(t) for t in tensors]
     return [tuple(t[start:stop].transpose(0, 1)[None] for t in flat) for start, stop in pairwise(borders)]
 
@@ -189,7 +193,7 @@ def _borders(query: torch.Tensor, ends: torch.Tensor | None) -> list[int]:
 def _kernel_arguments(
     query: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None
 ) -> tuple[torch.Tensor, int]:
-    """Return offsets on the device, and the length of the longest segment."""
+    """Return the offsets on the device and the length of the longest segment."""
     rows, length = query.shape[0], query.shape[2]
     if offsets is None or ends is None:
         return _whole_rows(rows, length, query.device), length
@@ -207,7 +211,7 @@ def _mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None:
     return visible(length, length, window, query.device) if window is not None and window < length else None
 
 
-# One segment, written out for dropout and for the backward
+# One segment, written out for dropout and for the backward pass
 
 
 def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -232,7 +236,7 @@ def _generator(query: torch.Tensor, seed: torch.Tensor) -> torch.Generator:
 
 
 def _drawn(query: torch.Tensor, dropout: float, generator: torch.Generator) -> torch.Tensor:
-    """Return dropout factors for the weights of one segment (1, heads, length, length)."""
+    """Return dropout factors for the weights of one segment, (1, heads, length, length)."""
     shape = (*query.shape[:-1], query.shape[2])
     drawn = torch.rand(shape, generator=generator, device=query.device, dtype=_exact(query.dtype))
     return (drawn >= dropout) / (1 - dropout)
@@ -252,6 +256,6 @@ def _differentiate_segment(
     of_scores = (weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale).to(grad.dtype)
     of_query, of_keys = of_scores @ _repeated(key, query), of_scores.transpose(-1, -2) @ query
     heads = key.shape[1]
-    # Query heads that share a head of keys and values add their gradients to it.
+    # Query heads that share a key and value head add up their gradients.
     shared = [t.unflatten(1, (heads, -1)).sum(2) for t in (of_keys, of_values)]
     return tuple(t[0].transpose(0, 1) for t in (of_query, *shared))

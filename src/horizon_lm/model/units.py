@@ -20,7 +20,7 @@ _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "fin
 
 @dataclass(slots=True)
 class ParamRef:
-    """A parameter with all its places in the module tree."""
+    """A parameter with all of its places in the module tree."""
 
     name: str
     param: nn.Parameter
@@ -34,12 +34,12 @@ class ModelParts:
     Attributes:
         decoder: module that contains the list of blocks.
         blocks: list of decoder blocks.
-        block_prefix: name of that list in the model.
+        block_prefix: name of the list of blocks in the model.
         embed, head: input embedding and output projection.
         final_norm: norm between the last block and the head; None if it has no usual name.
         units: parameters by unit, in the order of the model; a tied table belongs to ``embed`` only.
         tied: the head uses the embedding table.
-        written: weights that a block's forward may write in training, by block.
+        written: weights that a block's forward pass may write in training, by block.
     """
 
     _model: Any
@@ -65,7 +65,7 @@ class ModelParts:
         return [self.model.get_submodule(".".join(names[:depth])) for depth in range(1, len(names) + 1)]
 
     def refer_weakly(self) -> None:
-        """Hold the model by a weak reference, because these parts now belong to it."""
+        """Refer to the model weakly, because the model now owns these parts."""
         self._model = weakref.ref(self.model)
 
     @property
@@ -74,12 +74,12 @@ class ModelParts:
 
     @property
     def head_width(self) -> int:
-        """Width of the head's input, which a projection may have changed from H."""
+        """Width of the head's input, which differs from H if a projection follows the blocks."""
         refs = self.units[EMBED] if self.tied else self.units[HEAD]
         return int(refs[0].param.shape[1])
 
     def first_differentiated(self) -> int:
-        """Return the first block with a gradient; the number of blocks if none has one."""
+        """Return the first block with a gradient, or the number of blocks if no block has one."""
         norm = {id(p) for p in self.final_norm.parameters()} if self.final_norm else set()
         before_blocks = (ref for unit in (EMBED, OUTER) for ref in self.units[unit] if id(ref.param) not in norm)
         if any(ref.param.requires_grad for ref in before_blocks):
@@ -88,7 +88,7 @@ class ModelParts:
         return next(trained, self.num_blocks)
 
     def sizes(self, trained_only: bool = False) -> ModelSizes:
-        """Return the numbers of elements of the model's parameters, or only of trainable ones."""
+        """Return the numbers of elements of the model's parameters, or only of trainable parameters."""
         numel = {
             unit: [ref.param.numel() for ref in refs if ref.param.requires_grad or not trained_only]
             for unit, refs in self.units.items()
@@ -174,7 +174,7 @@ def _find_units(
 
 
 def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the list of decoder blocks with its name, found by the classes of its entries, else by its length."""
+    """Return the list of decoder blocks and its name, found by the classes of its entries, otherwise by its length."""
     name = type(model).__name__
     if not len(getattr(decoder, "layers", [None])):
         raise ModelNotSupportedError(f"{name} has no decoder blocks")
@@ -206,7 +206,7 @@ def _reject_cross_layer_state(name: str, model: Any, prefix: str, blocks: nn.Mod
 
 
 def is_adapter_model(model: Any) -> bool:
-    """Return whether a model is PEFT's, or has adapters that transformers saves in PEFT's format."""
+    """Return whether a model is a PEFT model, or has adapters that transformers saves in PEFT's format."""
     return type(model).__module__.partition(".")[0] == "peft" or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 

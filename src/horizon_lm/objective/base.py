@@ -9,9 +9,29 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.loader import Batch
 from horizon_lm.device.base import Device
 from horizon_lm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSums:
+    """Sums of a statistic over the targets of R rows or pairs.
+
+    Attributes:
+        sums: shape (R,), on the device, so reading them waits for it.
+        counts: number of targets, shape (R,), on the host.
+    """
+
+    sums: torch.Tensor
+    counts: torch.Tensor
+
+    def means(self, num_rows: int) -> list[float]:
+        """Return the mean over the targets of each micro-batch of some rows; 0 without targets, as in TRL."""
+        sums = self.sums.double().cpu().split(num_rows)
+        counts = self.counts.split(num_rows)
+        return [float(s.sum()) / max(1, int(n.sum())) for s, n in zip(sums, counts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +42,18 @@ class Loss:
         value: scalar tensor with its graph, the mean over the batch's targets or pairs.
         weight: number of targets or pairs, which weights the batch in a mean over batches.
         metrics: sums over the same targets or pairs by name; they are logged as means.
+        token_metrics: sums over targets by name; they are logged as TRL does, as means of the means of micro-batches.
     """
 
     value: torch.Tensor
     weight: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    token_metrics: Mapping[str, TokenSums] = field(default_factory=dict)
+
+
+def num_targets(batch: Batch) -> torch.Tensor:
+    """Return the number of targets of each row, shape (B,)."""
+    return (batch.labels[:, 1:] != IGNORE_INDEX).sum(1)
 
 
 def add_aux_loss(loss: torch.Tensor, aux_loss: torch.Tensor | None) -> torch.Tensor:
@@ -59,7 +86,7 @@ def _random_states_restored(device: Device) -> Iterator[None]:
 
 
 class Objective(Protocol):
-    """A function from a model and a batch to a loss. The batch has all rows of a step, in however many micro-batches."""
+    """A function from a model and a batch to a loss. The batch has all rows of a step, regardless of micro-batches."""
 
     def __call__(self, model: Any, batch: Batch) -> Loss: ...
 
@@ -68,8 +95,8 @@ class CustomObjective:
     """The objective of a user's loss function.
 
     Args:
-        function: takes the streamed model and a `Batch`, and returns the loss as a scalar tensor, or the loss and a dict of
-            metrics.
+        function: function that takes the streamed model and a `Batch`, and returns the loss as a scalar tensor, or the
+            loss and a dict of metrics.
     """
 
     def __init__(self, function: Callable[[Any, Batch], Any]) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.config import DpoConfig
-from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.loader import Batch
 from horizon_lm.engine.chunked_losses import token_logprobs
-from horizon_lm.objective.base import Loss, add_aux_loss
+from horizon_lm.engine.token_statistics import collect_statistics
+from horizon_lm.objective.base import Loss, TokenSums, add_aux_loss, num_targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,11 @@ class Dpo:
 
     def __call__(self, model: Any, batch: Batch) -> Loss:
         beta = self._config.beta
-        logprobs, aux_loss = answer_logprobs(model, batch)
+        with collect_statistics(model) as statistics:
+            logprobs, aux_loss = answer_logprobs(model, batch)
         reference = torch.from_numpy(self._references(batch)).to(logprobs.device)
-        lengths = (batch.labels[:, 1:] != IGNORE_INDEX).sum(1).view(2, -1).to(logprobs.device)
-        ratios = Ratios(*(logprobs - reference), *lengths)
+        lengths = num_targets(batch).view(2, -1)
+        ratios = Ratios(*(logprobs - reference), *lengths.to(logprobs.device))
         terms = [
             weight * loss(ratios, beta, self._config.label_smoothing).mean()
             for loss, weight in zip(self._losses, self._weights, strict=True)
@@ -93,9 +94,14 @@ class Dpo:
             "rewards/chosen": rewards[0], "rewards/rejected": rewards[1], "rewards/margins": margins,
             "rewards/accuracies": (margins > 0).float(), "logps/chosen": logprobs[0], "logps/rejected": logprobs[1],
         }  # fmt: skip
+        by_answer = {name: values.sum(1).view(2, -1) for name, values in statistics.values.items()}
         names, sums = list(metrics), torch.stack([values.detach().sum() for values in metrics.values()]).tolist()
         return Loss(
             add_aux_loss(torch.stack(terms).sum(), aux_loss),
             float(margins.numel()),
             dict(zip(names, sums, strict=True)),
+            {  # as TRL's DPOTrainer: the entropy of both answers, the accuracy of the chosen one
+                "entropy": TokenSums(by_answer["entropy"].sum(0), lengths.sum(0)),
+                "mean_token_accuracy": TokenSums(by_answer["is_top1"][0], lengths[0]),
+            },
         )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_lm.data.loader import Batch, in_order
+from horizon_lm.data.loader import Batch, batches_in_order
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.base import evaluation_mode
@@ -24,10 +24,10 @@ _RECORD = np.dtype([("pair", "<f4", 2), ("checksum", "<u8")])
 
 
 class PairFile:
-    """A file of fp32 pairs (n, 2) that grows as they are computed. Several processes may write the same pairs.
+    """A file of fp32 pairs (n, 2) that grows during their computation. Several processes may write the same pairs.
 
-    The file is `_MAGIC` and one record per row. A record of zeros was never written. A record with a wrong checksum was altered
-    or partly written, and counts as missing, too.
+    The file consists of `_MAGIC` and one record per row. A record of zeros was never written. A record with a wrong
+    checksum was altered or partly written, and also counts as missing.
 
     Args:
         file: path of the file, or None to keep the pairs in memory only.
@@ -91,11 +91,11 @@ class PairFile:
         return x ^ (x >> np.uint64(31))
 
 
-VERSION = 3  # of the cached values; raise it when their computation changes
+VERSION = 3  # version of the cached values; increase it when their computation changes
 
 
 class ReferenceCache:
-    """A cache of reference log-probabilities by dataset and model. An interrupted computation continues where it stopped.
+    """A cache of reference log-probabilities by dataset and model. An interrupted computation resumes where it stopped.
 
     Args:
         model: the streamed model with its initial weights.
@@ -124,7 +124,7 @@ class ReferenceCache:
         Args:
             rows: preferences.
             batch_size: number of rows in one forward pass.
-            advance: called with the number of finished rows and of all rows.
+            advance: called with the number of finished rows and the number of all rows.
 
         Raises:
             NonFiniteError: some log-probabilities are NaN or infinite.
@@ -134,8 +134,7 @@ class ReferenceCache:
         kept = PairFile(file, len(rows), key)
         if kept.num_altered:
             self._say(
-                f"reference: {kept.num_altered:,} of {len(rows):,} rows in {file} are corrupted and will be computed "
-                "again"
+                f"reference: corrupted rows in {file}, which will be computed again: {kept.num_altered:,} of {len(rows):,}"
             )
         self._compute(kept, rows, batch_size, advance)
         if not np.isfinite(kept.values).all():
@@ -149,7 +148,7 @@ class ReferenceCache:
         if kept.known.all():
             return
         with evaluation_mode(self._model):
-            for batch in in_order(rows, batch_size):
+            for batch in batches_in_order(rows, batch_size):
                 first, stop = batch.rows[0], batch.rows[-1] + 1
                 if not kept.known[first:stop].all():
                     kept.put(first, answer_logprobs(self._model, batch)[0].T.cpu().numpy())
@@ -178,7 +177,7 @@ def model_key(model: Any) -> str:
 
 
 def _digest(unit: tuple[str, Any]) -> bytes:
-    """Return a hash of the names and weights of a unit, without the alignment gaps between them."""
+    """Return a hash of the names and weights of a unit, without the alignment gaps between the weights."""
     name, slabs = unit
     digest = hashlib.sha256(name.encode())
     for slab in (slabs.weights, slabs.low):

@@ -4,27 +4,37 @@ from typing import Any
 
 from horizon_lm.data.loader import Batch
 from horizon_lm.engine.chunked_losses import token_logprobs
-from horizon_lm.objective.base import Loss, add_aux_loss
+from horizon_lm.engine.token_statistics import TokenStatistics, collect_statistics
+from horizon_lm.objective.base import Loss, TokenSums, add_aux_loss, num_targets
+
+
+def _token_metrics(statistics: TokenStatistics, batch: Batch) -> dict[str, TokenSums]:
+    """Return the metrics of TRL's SFTTrainer."""
+    names, counts = {"entropy": "entropy", "mean_token_accuracy": "is_top1"}, num_targets(batch)
+    return {name: TokenSums(statistics.values[key].sum(1), counts) for name, key in names.items()}
 
 
 def nll(model: Any, batch: Batch) -> Loss:
     """Return the negative log-likelihood of the targets, as the Hugging Face model computes it."""
-    output = model(**batch.inputs(), labels=batch.labels, num_items_in_batch=batch.num_trained)
-    return Loss(output.loss, batch.num_trained)
+    with collect_statistics(model) as statistics:
+        output = model(**batch.inputs(), labels=batch.labels, num_items_in_batch=batch.num_trained)
+    return Loss(output.loss, batch.num_trained, token_metrics=_token_metrics(statistics, batch))
 
 
 def likelihood(model: Any, batch: Batch) -> Loss:
     """Return the negative log-likelihood for evaluation, without the auxiliary loss of a mixture of experts."""
     options = {"output_router_logits": False} if hasattr(model.config.get_text_config(), "output_router_logits") else {}
-    output = model(**batch.inputs(), **options, labels=batch.labels, num_items_in_batch=batch.num_trained)
-    return Loss(output.loss, batch.num_trained)
+    with collect_statistics(model) as statistics:
+        output = model(**batch.inputs(), **options, labels=batch.labels, num_items_in_batch=batch.num_trained)
+    return Loss(output.loss, batch.num_trained, token_metrics=_token_metrics(statistics, batch))
 
 
 def dft(model: Any, batch: Batch) -> Loss:
     """Return the dynamic fine-tuning loss, which weights each target by its probability (arXiv 2508.05629, equation 9)."""
-    output = token_logprobs(model, labels=batch.labels, **batch.inputs())
+    with collect_statistics(model) as statistics:
+        output = token_logprobs(model, labels=batch.labels, **batch.inputs())
     loss = -(output.logprobs * output.logprobs.exp().detach()).sum() / batch.num_trained
-    return Loss(add_aux_loss(loss, output.aux_loss), batch.num_trained)
+    return Loss(add_aux_loss(loss, output.aux_loss), batch.num_trained, token_metrics=_token_metrics(statistics, batch))
 
 
 class SmoothedNll:
@@ -38,7 +48,9 @@ class SmoothedNll:
         self._share = share
 
     def __call__(self, model: Any, batch: Batch) -> Loss:
-        output = token_logprobs(model, labels=batch.labels, **batch.inputs(), statistics=["mean"])
+        with collect_statistics(model) as statistics:
+            output = token_logprobs(model, labels=batch.labels, **batch.inputs(), statistics=["mean"])
         assert output.mean is not None
         total = (1 - self._share) * output.logprobs.sum() + self._share * output.mean.sum()
-        return Loss(add_aux_loss(-total / batch.num_trained, output.aux_loss), batch.num_trained)
+        loss = add_aux_loss(-total / batch.num_trained, output.aux_loss)
+        return Loss(loss, batch.num_trained, token_metrics=_token_metrics(statistics, batch))

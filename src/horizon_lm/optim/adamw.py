@@ -1,7 +1,8 @@
 """AdamW over slabs (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101).
 
-The update is torch.optim.AdamW's, in fp32, whatever the formats of weights, gradients and moments. It runs in threads on
-the host, unit by unit in the order in which the next forward needs them, and overlaps with that forward.
+The update equals that of torch.optim.AdamW, computed in fp32 for all formats of weights, gradients and moments. It runs
+in threads on the host, unit by unit in the order in which the next forward pass needs them, and overlaps with that
+pass.
 """
 
 import math
@@ -30,22 +31,23 @@ class AdamW(torch.optim.Optimizer):
         model: a streamed model.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
         max_grad_norm: global norm to which larger gradients are scaled down; None for no clipping.
-        params: parameters or parameter groups; None for all trainable ones in one group.
+        params: parameters or parameter groups; None for one group of all trainable parameters.
         seed: the seed of stochastic rounding, in precision ``bf16`` and for moments of fewer than 32 bits.
         moments: ``float32`` (8 bytes per parameter), ``bfloat16`` (4) or ``8bit`` (2, and 3% for the scales of blocks).
         non_finite: ``raise`` NonFiniteError for a NaN or infinite gradient, or ``skip`` that step with a warning.
         max_consecutive_skips: with ``skip``, the limit on consecutive skipped steps; the next one raises NonFiniteError.
             None for no limit.
         update_in_backward: update each unit as soon as its gradient has landed, and keep no gradients. This allows one
-            backward per step, no clipping and no skipping, and `step` only ends the step. An error in the backward leaves
-            the model partially updated.
+            backward pass per step, no clipping and no skipping, and `step` only ends the step. An error in the backward
+            pass leaves the model partially updated.
 
     Attributes:
         grad_norm: global norm of the gradients of the last step, before clipping.
-        unit_grad_norms: the norm of each unit's gradients, likewise.
+        unit_grad_norms: norm of each unit's gradients in the last step, before clipping.
+        non_finite_unit: the unit in which the gradient of the last rejected or skipped step was first not finite.
     """
 
-    updates_slabs = True  # other optimizers update parameters
+    updates_slabs = True  # unlike other optimizers, which update parameters
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
         self.unit_grad_norms: dict[str, float] = {}
+        self.non_finite_unit: str | None = None
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
         self._current: StepUpdate | None = None  # the step that is being applied
         self._moments = Moments(self._store, moments)
@@ -96,14 +99,14 @@ class AdamW(torch.optim.Optimizer):
         compile_kernels(self._arrays[EMBED])
 
     def _trainable(self) -> list[torch.nn.Parameter]:
-        # In the order of torch's optimizers, so that their states can be loaded into each other.
+        # Same order as in torch's optimizers, so that states can be exchanged between them.
         params = [param for param in self._engine.parts.model.parameters() if param.requires_grad]
         if not params:
             raise ConfigError("nothing is trainable: every parameter of the model is frozen")
         return params
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have a gradient. Return once the gradients are known to be finite.
+        """Update all parameters that have a gradient. Return once all gradients are known to be finite.
 
         The updates continue in threads, and every use of a weight waits for its update. To read ``p.data``, call
         `horizon_lm.synchronize` first.
@@ -117,13 +120,13 @@ class AdamW(torch.optim.Optimizer):
         engine.check_alive()
         if engine.grads.invalid:
             raise StreamingError(
-                "an error interrupted a backward of this step, so its gradients are incomplete; call "
+                "an error interrupted a backward pass of this step, so its gradients are incomplete; call "
                 "optimizer.zero_grad() and repeat the step"
             )
         engine.wait_for_grads()
         engine.foreign_writes.follow()
         present = {unit: self._present(unit) for unit in self._store.units}
-        if not (self.pending if self._in_backward else any(present.values())):  # no backward: do nothing, as torch
+        if not (self.pending if self._in_backward else any(present.values())):  # no gradients: do nothing, like torch
             return loss
         squared_norms = self._squared_norms(present)
         unit = first_non_finite_unit(squared_norms, self._engine.parts.num_blocks)
@@ -134,10 +137,15 @@ class AdamW(torch.optim.Optimizer):
         self.unit_grad_norms = {unit: square**0.5 for unit, square in squared_norms.items()}
         if self._in_backward:
             engine.grads.squared_norms.clear()
+            self._finish_step()
         else:
             self._issue_update(present, clip_factor(self.grad_norm, self.max_grad_norm))
-        self._finish_step()
         return loss
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps applied. A step counts as soon as nothing but its updates in host memory is left to do."""
+        return self._step
 
     @property
     def num_skipped(self) -> int:
@@ -151,19 +159,19 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
-        if self._engine.grads.invalid:  # with update_in_backward, a backward may have failed before its first update
+        if self._engine.grads.invalid:  # a backward pass with updates failed before its first update
             self._current = None
         self._engine.clear_grads()
 
     def _present(self, unit: str) -> list[str]:
-        """Return the parameters of a unit that have a gradient. Others are not updated, as in torch."""
+        """Return the parameters of a unit that have a gradient. Other parameters are not updated, as in torch."""
         layout = self._store.units[unit].grad_layout
         if self._in_backward:
             return list(layout)
         return [name for name in layout if not self._engine.grads.is_empty(name)]
 
     def _squared_norms(self, present: Mapping[str, list[str]]) -> dict[str, float]:
-        """Return the sum of squares of each unit's stored gradients, read again only where landing did not compute it."""
+        """Return the sum of squares of each unit's stored gradients, read again only if landing did not compute it."""
         squared_norms = {}
         for unit, slabs in self._store.units.items():
             names = present[unit]
@@ -175,6 +183,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _reject_step(self, unit: str) -> None:
         """Skip a step whose gradient is not finite, or raise NonFiniteError."""
+        self.non_finite_unit = unit
         reason = f"the gradient of {unit} is not finite at step {self._step + 1}"
         if not self._in_backward:
             self._skipped.skip(reason)
@@ -192,19 +201,21 @@ class AdamW(torch.optim.Optimizer):
         self._current = StepUpdate(self.param_groups, self._steps, self._seed, self._step + 1, clip)
 
     def _issue_update(self, present: Mapping[str, list[str]], clip: float) -> None:
-        """Issue the updates of all units, in the order in which the next forward streams them in."""
+        """Count the step, and issue the updates of all units, in the order in which the next forward pass streams them in."""
+        self._engine.updates.finish()
         self._start_step(clip)
         blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
         order = [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
         moves = {unit: self.moves(unit, present[unit], self._store.units[unit].grads) for unit in order}
-        table = None  # the embedding's update is left to the next forward, which knows which rows it needs first
+        table = None  # the embedding's update is left to the next forward pass, which knows which rows it needs first
         if present[EMBED]:
             table = self.table(TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
         schedule = build.update(self._engine.layout, [unit for unit, pieces in moves.items() if pieces])
+        self._finish_step()
         self._engine.run_update(schedule, moves, table)
 
     def _finish_step(self) -> None:
-        """Count the step, whose updates may still be running."""
+        """Count the step, whose updates may still be running, or are about to be issued."""
         assert self._current is not None
         for param in self._current.stepped:
             self._steps[param] += 1
@@ -219,13 +230,15 @@ class AdamW(torch.optim.Optimizer):
         return self._current.spans(unit, self._arrays[unit], params)
 
     def _guard(self, unit: str) -> Callable[[], bool]:
-        """Return a check of a unit's gradient, for use when its update runs: inside a backward it may not be finite."""
+        """Return a check of a unit's gradient to call when its update runs; before that, the gradient may be
+        incomplete.
+        """
         if not self._in_backward:
             return lambda: True
         squared_norms = self._engine.grads.squared_norms
         return lambda: math.isfinite(squared_norms.of(unit) or 0.0)
 
-    # The interface for updates in a backward (`engine.updates.UpdatesInBackward`)
+    # The interface for updates in a backward pass (`engine.updates.UnitOptimizer`)
 
     def begin(self) -> None:
         if self.pending:
@@ -252,7 +265,7 @@ class AdamW(torch.optim.Optimizer):
     # Parameter groups and state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does. Reject parameters of other models, which would never be updated."""
+        """Add a group, as in torch. Reject parameters of other models, which would never be updated."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -279,8 +292,56 @@ class AdamW(torch.optim.Optimizer):
                     self.state[param][LOW_HALF] = slabs.layout.view(slabs.low, name)
                 self._steps[param] = 0
 
+    @property
+    def moments(self) -> Moments:
+        """The moments of all units in host memory."""
+        return self._moments
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the state beside the moments as plain data: steps, settings of groups, the seed and skipped steps.
+
+        It is that of the steps that were issued, whose updates may still be running.
+        """
+        groups = []
+        for group in self.param_groups:
+            settings = {name: value for name, value in group.items() if name != "params"}
+            groups.append({**settings, "params": [self._names[id(param)] for param in group["params"]]})
+        return {
+            "step": self._step,
+            "steps": {self._names[id(param)]: count for param, count in self._steps.items()},
+            "groups": groups,
+            "seed": self._seed,
+            "skipped": self._skipped.state_dict(),
+            "grad_norm": self.grad_norm,
+            "unit_grad_norms": self.unit_grad_norms,
+        }
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Take over what `scalars` has returned.
+
+        Raises:
+            ConfigError: it belongs to other parameters or groups; nothing was changed.
+        """
+        own = [[self._names[id(param)] for param in group["params"]] for group in self.param_groups]
+        if [group["params"] for group in scalars["groups"]] != own:
+            raise ConfigError(
+                "the checkpoint's optimizer has other parameter groups than this one; train the same parameters, in the "
+                "same groups"
+            )
+        if scalars["steps"].keys() != {self._names[id(param)] for param in self._steps}:
+            raise ConfigError("the checkpoint's optimizer trains other parameters than this one; freeze the same ones")
+        for group, saved in zip(self.param_groups, scalars["groups"], strict=True):
+            settings = {name: value for name, value in saved.items() if name != "params"}
+            group.update({**settings, "betas": tuple(settings["betas"])})
+        for param in self._steps:
+            self._steps[param] = scalars["steps"][self._names[id(param)]]
+            self.state[param]["step"].fill_(self._steps[param])
+        self._step, self._seed = scalars["step"], scalars["seed"]
+        self._skipped.load_state_dict(scalars["skipped"])
+        self.grad_norm, self.unit_grad_norms = scalars["grad_norm"], dict(scalars["unit_grad_norms"])
+
     def state_dict(self) -> dict[str, Any]:
-        """Wait for all updates, and return the state as torch does, with the optimizer's number of steps as ``step``.
+        """Wait for all updates and return the state as torch does, with the optimizer's number of steps as ``step``.
 
         Moments, and the low halves of fp32 masters, are views and not copies.
         """

@@ -1,4 +1,6 @@
-"""The norm of a step's gradients: sums of squares, the clipping factor, and steps skipped for a norm that is not finite."""
+"""The gradient norm of a step: sums of squares, the clipping factor, and steps skipped because the norm is
+not finite.
+"""
 
 import math
 import warnings
@@ -7,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning
 from horizon_lm.kernels.gradients import squared_norm_kernel
+from horizon_lm.quantities import counted
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
 from horizon_lm.store.store import UnitSlabs, as_array
 
@@ -14,7 +17,7 @@ REMEDY = "Lower the learning rate, or look at the rows of this step."
 
 
 def squared_norm(slabs: UnitSlabs, names: Iterable[str]) -> float:
-    """Return the sum of squares of some gradients of a unit, read from host memory as they are stored."""
+    """Return the sum of squares of some gradients of a unit, as stored in host memory."""
     kernel = squared_norm_kernel(dtype_name(slabs.grads))
     return sum(kernel(as_array(slabs.grad_layout.view(slabs.grads, name).view(-1))) for name in names)
 
@@ -25,13 +28,13 @@ def clip_factor(grad_norm: float, max_grad_norm: float | None) -> float:
 
 
 def first_non_finite_unit(squared_norms: Mapping[str, float], num_blocks: int) -> str | None:
-    """Return the first unit in the order of the backward whose norm is not finite: the trouble spreads from there."""
+    """Return the first unit, in backward order, whose norm is not finite; non-finite values spread from there."""
     order = [HEAD, *map(block, reversed(range(num_blocks))), OUTER, EMBED]
     return next((unit for unit in order if not math.isfinite(squared_norms[unit])), None)
 
 
 class SkippedSteps:
-    """A counter of the steps that are skipped for a gradient that is NaN or infinite.
+    """A counter of steps skipped because of a NaN or infinite gradient.
 
     Args:
         non_finite: ``raise`` or ``skip``.
@@ -50,12 +53,14 @@ class SkippedSteps:
         self.num = self._num_consecutive = 0
 
     def skip(self, reason: str) -> None:
-        """Skip a step with a NonFiniteWarning. Raise NonFiniteError if steps may not be skipped, or too many were."""
+        """Skip a step with a NonFiniteWarning. Raise NonFiniteError if steps may not be skipped, or if too
+        many were.
+        """
         if not self._may_skip:
             raise NonFiniteError(f"{reason}; the weights are unchanged. {REMEDY}")
         if self._num_consecutive == self._limit:
             raise NonFiniteError(
-                f"{reason}, and the {self._limit} steps before it were skipped already, the limit of max_consecutive_skips; "
+                f"{reason}, after {counted(self._limit, 'skipped step')} in a row, the limit of max_consecutive_skips; "
                 f"the weights are unchanged. {REMEDY}"
             )
         self.num += 1
@@ -63,5 +68,13 @@ class SkippedSteps:
         warnings.warn(f"{reason}; this step was skipped", NonFiniteWarning, stacklevel=4)
 
     def reset(self) -> None:
-        """End a run of consecutive skipped steps: a step was applied."""
+        """End a run of consecutive skipped steps, because a step was applied."""
         self._num_consecutive = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts as plain data."""
+        return {"num": self.num, "num_consecutive": self._num_consecutive}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take over what `state_dict` has returned."""
+        self.num, self._num_consecutive = state["num"], state["num_consecutive"]

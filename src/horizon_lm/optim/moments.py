@@ -1,4 +1,4 @@
-"""AdamW's moments in host memory, in fp32 or fewer bits, and the slabs of a unit as the kernels read them."""
+"""AdamW's moments in host memory, in fp32 or fewer bits, and the slabs of a unit as passed to the kernels."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +9,16 @@ import torch
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError
+from horizon_lm.quantities import page_aligned
 from horizon_lm.schedule.ops import EMBED
-from horizon_lm.store.store import Arena, SlabLayout, Store, as_array, page_aligned
+from horizon_lm.store.store import Arena, SlabLayout, Store, as_array
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
 class UnitMoments:
-    """Both moments of a unit, laid out like its gradients; 8-bit moments also have the scales of their blocks.
+    """The moments of a unit, laid out like its gradients; 8-bit moments also have the scales of their blocks.
 
     Attributes:
         scale_starts: index of the first scale of each parameter.
@@ -31,7 +32,7 @@ class UnitMoments:
 
 
 class Moments:
-    """The moments of a model, initially zero.
+    """The AdamW moments of a model, initially zero.
 
     Args:
         store: the store of the model, with gradient layouts.
@@ -66,7 +67,9 @@ class Moments:
 
     @staticmethod
     def num_blocks(unit: str, layout: SlabLayout, name: str) -> int:
-        """Return the number of blocks of a parameter. Each row of the embedding starts a new one, as rows update alone."""
+        """Return the number of blocks of a parameter. Each row of the embedding starts a new block, as rows are updated
+        separately.
+        """
         entry = layout.entries[name]
         if unit == EMBED:
             return entry.shape[0] * -(-entry.shape[1] // BLOCK)
@@ -88,7 +91,7 @@ class Moments:
 
 
 class UnitArrays:
-    """The slabs of a unit as numpy arrays. Gradients are passed to each update instead: their memory may differ.
+    """The slabs of a unit as numpy arrays, except for gradients, whose memory may differ from update to update.
 
     Attributes:
         mergeable: whether one kernel call may span several parameters.
@@ -103,5 +106,5 @@ class UnitArrays:
         self.first, self.second = as_array(own.first), as_array(own.second)
         self.scale1, self.scale2 = as_array(own.scale1), as_array(own.scale2)
         self.scale_starts = own.scale_starts
-        self.mergeable = moments.kind != "8bit"  # whose blocks begin anew with each parameter
+        self.mergeable = moments.kind != "8bit"  # 8-bit blocks start at the beginning of each parameter
         self.modes = (store.precision.name, moments.kind, dtype_name(torch.empty(0, dtype=store.precision.grad_dtype)))

@@ -9,11 +9,11 @@ import torch
 
 from horizon_lm.errors import ConfigError
 
-STEPS = "step"  # number of steps of the whole optimizer, which the noise of rounding depends on
+STEPS = "step"  # number of steps of the whole optimizer, on which the rounding noise depends
 LOW_HALF = "low_half"
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
-_IGNORED_SETTINGS = ("foreach", "fused", "capturable", "differentiable")  # how torch's AdamW computes
-_FIXED_SETTINGS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}  # the only values supported
+_IGNORED_SETTINGS = ("foreach", "fused", "capturable", "differentiable")  # settings of torch's AdamW implementation
+_FIXED_SETTINGS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}  # the only supported values
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class SavedState:
     num_steps: int
 
     def copy_into(self, own: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Copy the entries into an optimizer's own, key by key. Reset the moments of a parameter without an entry."""
+        """Copy the entries into an optimizer's state, key by key. Reset the moments of a parameter without an entry."""
         for index, entry in self.entries.items():
             for key, tensor in own[index].items():
                 if entry is None and key != LOW_HALF:
@@ -56,7 +56,7 @@ def check_state(given: Any, own: Mapping[str, Any], moments: str) -> SavedState:
 
     Args:
         given: the state to load.
-        own: the present state of this optimizer.
+        own: the current state of this optimizer.
         moments: the kind of this optimizer's moments.
 
     Raises:
@@ -80,7 +80,7 @@ _PARTS = {"state": Mapping, "param_groups": Sequence}
 
 
 def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int]:
-    """Map the parameter numbers of a state to ours, by their positions in the groups, as torch does."""
+    """Map the parameter numbers of a state to ours by their positions in the groups, as in torch."""
     sizes = [[len(group.get("params", ())) for group in groups] for groups in (given, own)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
@@ -94,7 +94,7 @@ def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int
 
 
 def _check_group(number: int, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group that this optimizer has. Reject a group that needs others."""
+    """Return the settings of a group that this optimizer has. Reject a group that needs other settings."""
     if missing := [name for name in _SETTINGS if name not in group]:
         raise ConfigError(f"the optimizer state has no {', '.join(missing)} in group {number}; it is not from an AdamW")
     check_settings(group)
@@ -110,7 +110,9 @@ def _check_group(number: int, group: Mapping[str, Any]) -> dict[str, Any]:
 def _match_entries(
     given: Mapping[str, Any], own: Mapping[int, Any], index_of: Mapping[Any, int]
 ) -> dict[int, Mapping[str, Any] | None]:
-    """Return the given state of each of our parameters. Reject a state for other parameters, or with too few."""
+    """Return the saved state of each of our parameters. Reject a state for other parameters, or one that is
+    incomplete.
+    """
     states = given["state"]
     if unknown := [number for number in states if index_of.get(number) not in own]:
         raise ConfigError(
@@ -128,7 +130,7 @@ def _match_entries(
 
 
 def _check_entry(place: str, entry: Any, own: Mapping[str, Any], moments: str) -> None:
-    """Check the state of one parameter against ours: its keys, the dtypes and shapes of its tensors, its steps."""
+    """Check the state of one parameter against ours: its keys, the dtypes and shapes of its tensors, its step count."""
     if not isinstance(entry, Mapping) or entry.keys() - {LOW_HALF} != own.keys() - {LOW_HALF}:
         found = ", ".join(sorted(map(str, entry))) if isinstance(entry, Mapping) and entry else "nothing"
         raise ConfigError(
@@ -170,7 +172,7 @@ def _require_low_halves_of_all(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _as_num_steps(name: str, value: Any) -> int:
-    """Return a number of steps, given as a number or as a tensor with one element."""
+    """Convert a number of steps, which may be a tensor with one element, to an integer."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value % 1:

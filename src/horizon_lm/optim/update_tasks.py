@@ -1,4 +1,4 @@
-"""The update of one step: its hyperparameters, and the pieces of it that any thread may run.
+"""The update of one step: its hyperparameters, and its pieces, which any thread may run.
 
 A piece updates part of a span of a slab, or some rows of the embedding.
 """
@@ -20,12 +20,14 @@ from horizon_lm.kernels.adamw import Scalars, rows_kernel, update_kernel
 from horizon_lm.optim.moments import UnitArrays
 from horizon_lm.store.store import as_array
 
-_PIECE_ELEMENTS = 1 << 19  # a multiple of the blocks of 8-bit moments: about half a millisecond of work
+_PIECE_ELEMENTS = 1 << 19  # elements of a piece, a multiple of the 8-bit block size: about half a millisecond of work
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """The hyperparameters of one parameter in one step, copied when it begins because schedulers change them right after."""
+    """The hyperparameters of one parameter in one step, copied at its start because schedulers change them
+    right after.
+    """
 
     lr: float
     beta1: float
@@ -50,24 +52,24 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Adjacent parameters that are updated with the same scalars; with 8-bit moments a single one."""
+    """Adjacent parameters that are updated with the same scalars; with 8-bit moments, a single parameter."""
 
     names: Sequence[str]
     scalars: Scalars
 
 
 class StepUpdate:
-    """One step that is being applied: its hyperparameters, and the parameters updated so far.
+    """An update step in progress: its hyperparameters, and the parameters updated so far.
 
     Args:
         groups: the optimizer's parameter groups.
         steps: number of earlier steps of each parameter.
         seed: the seed of the noise of stochastic rounding.
-        step: number of this step, from 1; the noise depends on it, too.
+        step: number of this step, counted from 1; the noise also depends on it.
         clip: factor on all gradients.
 
     Attributes:
-        stepped: parameters that have been cut into spans.
+        stepped: parameters that have been grouped into spans.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class StepUpdate:
         self.stepped: list[torch.nn.Parameter] = []
 
     def spans(self, unit: str, arrays: UnitArrays, params: Mapping[str, torch.nn.Parameter]) -> list[Span]:
-        """Group parameters of a unit into spans. Parameters that the optimizer does not train are left out."""
+        """Group parameters of a unit into spans, leaving out parameters that the optimizer does not train."""
         order = {name: number for number, name in enumerate(arrays.layout)}
         spans: list[tuple[list[str], Scalars]] = []
         before: tuple[Any, ...] = ()
@@ -107,12 +109,14 @@ class StepUpdate:
 
 
 def noise_key(seed: int, step: int, unit: str) -> int:
-    """Return a key that differs by step and unit. An element's noise depends on it and on its place in the slab."""
+    """Return a key that differs by step and unit. The noise of an element depends on the key and on its position in the
+    slab.
+    """
     return zlib.crc32(f"{seed}/{step}/{unit}".encode())
 
 
 def compile_kernels(arrays: UnitArrays) -> None:
-    """Compile the kernels of an update, so that the first step takes no longer than the others."""
+    """Compile the kernels of an update, so that the first step takes no longer than later steps."""
     scalars = Hyperparameters(0.0, 0.9, 0.9, 1.0, 0.0).scalars(1, 1.0, 0)
     values = as_array(torch.empty(0, dtype=getattr(torch, arrays.modes[2])))
     slabs = [a[:0] for a in (arrays.weights, arrays.low, values, arrays.first, arrays.second)]
@@ -128,7 +132,9 @@ Guard = Callable[[], bool]
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """A piece of an update as a move. `Pieces` knows which are done, as an interrupted pass may issue a piece again."""
+    """A piece of an update as a move. `Pieces` records which pieces are done, as an interrupted pass may issue one
+    again.
+    """
 
     pieces: "Pieces"
     number: int
@@ -142,13 +148,13 @@ class _Piece:
 
 
 class Pieces(Sequence[Move]):
-    """An update in pieces. Each is made when a thread takes it: a large model has tens of thousands of them.
+    """An update in pieces. Each piece is created when a thread takes it, because a large model has tens of thousands.
 
     Args:
         count: number of pieces.
         function: runs the piece with a given number.
         record: called with an error raised inside a piece, which leaves a partial update.
-        guard: returns False if pieces must not run after all, because a gradient is not finite.
+        guard: function that returns False if pieces must not run because a gradient is not finite.
     """
 
     def __init__(self, count: int, function: Callable[[int], None], record: Record, guard: Guard) -> None:
@@ -162,7 +168,7 @@ class Pieces(Sequence[Move]):
         return _Piece(self, range(len(self))[number])
 
     def run(self, number: int) -> None:
-        """Run a piece, unless it has run already."""
+        """Run a piece unless it has already run."""
         if self._done[number]:
             return
         if self._guard():
@@ -177,7 +183,7 @@ class Pieces(Sequence[Move]):
 def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: Record, guard: Guard) -> Pieces:
     """Return the update of some spans of a unit, with its gradient slab as an array.
 
-    The padding between parameters is updated, too: zeros stay zeros.
+    The padding between parameters is also updated: zeros stay zeros.
     """
     kernel = update_kernel(*arrays.modes)
     places = [_place(arrays, span) for span in spans]
@@ -209,7 +215,7 @@ def _place(arrays: UnitArrays, span: Span) -> tuple[int, int, int]:
 
 
 class TableRows:
-    """One step's update of the embedding (V, H), a row at a time; see `engine.updates.TableUpdate`."""
+    """The update of the embedding (V, H) in one step, by row; see `engine.updates.TableUpdate`."""
 
     def __init__(self, arrays: UnitArrays, grads: TableGrads, scalars: Scalars, record: Record, guard: Guard) -> None:
         (place,) = arrays.layout.entries.values()

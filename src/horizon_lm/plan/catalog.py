@@ -22,22 +22,23 @@ _NEEDED = ("cores", "device_bandwidth", "link_in", "link_out", "link_both")
 class Hardware:
     """A machine with one device.
 
-    Rates are what a training step is expected to reach, not peaks; 0 means unknown.
+    Rates are those that a training step is expected to reach, not peak rates; 0 means unknown.
 
     Attributes:
         name: display name.
         device: ``cuda``, or ``cpu`` if the host's cores are the device.
-        gpu: the driver's name of the GPU; empty for a CPU.
+        gpu: the GPU's name as reported by the driver; empty for a CPU.
         device_memory: bytes of device memory; 0 for a CPU, which uses host memory.
-        host_memory: typical bytes of host memory of such a machine.
+        host_memory: typical host memory of such a machine, in bytes.
         cores: cores available to updates and computation.
         matmul: operations per second of large matrix products, by dtype.
         attention: operations per second of fused attention, by dtype; a causal mask halves the count.
         device_bandwidth: bytes per second read and written by elementwise operations on the device.
-        op_seconds: fixed overhead of an operation if nothing hides its launch.
-        link_in, link_out: bytes per second from host to device and back, each direction alone. On a CPU: of copies that
-            convert, in bytes of the host's tensor.
-        link_both: bytes per second of both directions at once. On a CPU, whose copies never overlap: of one after the other.
+        op_seconds: fixed overhead of an operation whose launch is not hidden.
+        link_in, link_out: bytes per second from host to device and back, one direction at a time. On a CPU: rates of
+            converting copies, in bytes of the host's tensor.
+        link_both: bytes per second of both directions together. On a CPU, whose copies never overlap: rate of
+            consecutive copies.
         host_bandwidth: bytes per second of host memory read and written in place, by number of threads.
         update_seconds: seconds per parameter of an AdamW update on all cores, by precision; estimated from the bandwidth
             if missing.
@@ -92,9 +93,14 @@ def read_profile(path: Path) -> Hardware:
 
 
 def parse_profile(content: Any, place: str) -> Hardware:
-    """Return the profile in a parsed JSON document; raise ConfigError if a field is missing, unknown or invalid."""
+    """Return the profile in a parsed JSON document; raise ConfigError if a field is missing, unknown or invalid.
+
+    Fields that are missing beside ``base``, the name of a published profile, are taken from that profile.
+    """
     hints = get_type_hints(Hardware)
     names = [each.name for each in fields(Hardware)]
+    if isinstance(content, dict) and "base" in content:
+        content = _extend_base(content, place)
     if not isinstance(content, dict) or (unknown := content.keys() - set(names)):
         what = f"{sorted(unknown)[0]} is not a field" if isinstance(content, dict) else "not a JSON object"
         raise ConfigError(f"{place}: {what}; a profile has {', '.join(names)}")
@@ -104,11 +110,24 @@ def parse_profile(content: Any, place: str) -> Hardware:
                 raise ConfigError(f"{place}: {name} is missing")
         elif problem := _problem(name, hints[name], content[name]):
             raise ConfigError(f"{place}: {name} is {content[name]!r}; {problem}")
-    return Hardware(**content)
+    whole: dict[str, Any] = {
+        name: int(content[name]) for name, hint in hints.items() if hint is int
+    }  # JSON's 128e9 is a float
+    return Hardware(**{**content, **whole})
+
+
+def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a profile's fields over those of the published profile that its field ``base`` names."""
+    base, own = content["base"], {name: value for name, value in content.items() if name != "base"}
+    if not isinstance(base, str) or base not in published():
+        raise ConfigError(f"{place}: base is {base!r}; choose one of {', '.join(published())}")
+    inherited = asdict(published()[base])
+    sources = {name: source for name, source in inherited.pop("sources").items() if name not in own}
+    return {**inherited, "sources": sources, **own}
 
 
 def _problem(name: str, hint: Any, value: Any) -> str:
-    """Return why a field's value is invalid; empty if it is valid."""
+    """Return the reason why a field's value is invalid; empty if it is valid."""
     if hint is str:
         fits = isinstance(value, str) and (name != "device" or value in ("cuda", "cpu"))
         return "" if fits else "it must be cuda or cpu" if name == "device" else "it must be a string"
@@ -144,20 +163,21 @@ def published() -> Mapping[str, Hardware]:
 
 
 def find_profile(name: str) -> Hardware:
-    """Return the published profile of that name, or the profile in a file; raise ConfigError if there is neither."""
+    """Return the published profile of that name, or the profile in that file; raise ConfigError if neither exists."""
     if name.lower() in published():
         return published()[name.lower()]
     if name.endswith(".json"):
         return read_profile(Path(name).expanduser())
     raise ConfigError(
-        f"device {name!r} is not known; choose one of {', '.join(published())}, or a profile written by horizon-lm doctor"
+        f"device {name!r} is not known; choose one of {', '.join(published())}, or name a file with a profile, "
+        "MACHINE.json (docs/planning.md)"
     )
 
 
 def match_profile(gpu: str) -> Hardware | None:
-    """Return the published profile of a GPU by the driver's name for it; None if it has none.
+    """Return the published profile of a GPU by the name that its driver reports, or None.
 
-    Only the full name matches: laptop chips, cards with less power and MIG instances have names that merely extend it.
+    Only the full name matches: the names of laptop chips, cards with less power and MIG instances merely extend it.
     """
     return next((profile for profile in published().values() if profile.gpu.lower() == gpu.strip().lower()), None)
 
@@ -176,7 +196,8 @@ class KnownModel:
         aliases: releases with the same shapes, for example instruction-tuned ones.
         parameters: parameters of the causal language model in transformers. A tied table counts once; modules for
             multi-token prediction and router biases without a gradient do not count.
-        config: its config.json, "model_type" included. A copy, because transformers modifies the dict it is given.
+        config: its config.json, including "model_type". A copy, because transformers modifies the dict that it
+            receives.
     """
 
     name: str
@@ -196,7 +217,7 @@ def _read() -> tuple[KnownModel, ...]:
 
 
 def known_models() -> tuple[KnownModel, ...]:
-    """Return all known models, the smallest first."""
+    """Return all known models, smallest first."""
     return deepcopy(_read())
 
 

@@ -16,19 +16,19 @@ from horizon_lm.plan.residency import Residency, head_chunk_tokens, spend
 from horizon_lm.plan.step import Step, StepSettings
 from horizon_lm.quantities import format_bytes
 
-_ENOUGH_TOKENS = 32 * 1024  # of a device micro-batch; larger ones are no faster
+_ENOUGH_TOKENS = 32 * 1024  # maximum tokens of a device micro-batch; larger micro-batches are no faster
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A step with all its settings. ``reasons`` explains them in sentences for the log."""
+    """A step with all its settings. ``reasons`` explains the choices in sentences for the log."""
 
     step: Step
     reasons: tuple[str, ...]
 
 
 def device_room(request: Request, machine: Machine) -> int | None:
-    """Return the device bytes available to a step; None if device memory is host memory, or has no limit."""
+    """Return the device bytes available to a step, or None if device memory is host memory or has no limit."""
     if machine.on_host or not machine.device_limits:
         return None
     room = int(min(limit.num_bytes for limit in machine.device_limits) * (1 - DEVICE_MARGIN))
@@ -38,7 +38,7 @@ def device_room(request: Request, machine: Machine) -> int | None:
 def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:
     """Choose the settings that a request leaves open.
 
-    If nothing fits, choose the smallest step; the plan's budgets then show the deficit.
+    If no step fits, choose the smallest step; the budgets of the plan then show the deficit.
     """
     room = device_room(request, machine)
     step, batch_reason = _choose_micro_batch(outline, request, machine, room)
@@ -89,7 +89,7 @@ def _choose_micro_batch(
 
 
 def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterator[int]:
-    """Yield micro-batch sizes to try, the largest first; only the run's own size if activations are unknown."""
+    """Yield micro-batch sizes to try, largest first; only the run's own size if activations are unknown."""
     per_device = request.per_device_train_batch_size * request.sequences
     if outline.unknown:
         yield per_device
@@ -108,8 +108,8 @@ def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> b
     needed = device_use(step).total
     if machine.on_host and machine.host_limits:
         kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
-        held = sum(kept.values()) + machine.process_bytes
-        return held + needed <= min(limit.num_bytes for limit in machine.host_limits)
+        used = sum(kept.values()) + machine.process_bytes
+        return used + needed <= min(limit.num_bytes for limit in machine.host_limits)
     return room is None or needed <= room
 
 
@@ -117,7 +117,7 @@ def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> b
 
 
 def _smallest_residency(outline: ModelOutline, request: Request, room: int | None) -> Residency:
-    """Return the residency that the request asks for, and nothing beyond it if device memory is limited."""
+    """Return the residency that the request asks for, and no more than that if device memory is limited."""
     return Residency(*request.residency(outline.num_blocks, auto_on_device=room is None))
 
 
@@ -129,8 +129,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
         return requested, _describe(requested, num_blocks, "as configured")
     if room is None:
         return requested, _describe(requested, num_blocks, "device memory is host memory")
-    # Buffers while every activation checkpoint is offloaded: their ring is dropped only once none is.
-    # Buffers as they are when no boundary stays; the ring for boundaries is left out once all of them do.
+    # First the buffers while every activation checkpoint is offloaded: the ring is dropped only once none is offloaded.
     buffers = sum(device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained).values())
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
     why = f"{format_bytes(left)} of device memory available"
@@ -149,10 +148,14 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
 def _describe(residency: Residency, num_blocks: int, why: str) -> str:
     where = "on the device" if residency.boundaries == num_blocks else "in host memory"
     if 0 < residency.boundaries < num_blocks:
-        where = f"of the last {residency.boundaries} of {num_blocks} blocks on the device, the others in host memory"
+        where = f"of the {_last(residency.boundaries)} of {num_blocks} on the device, the others in host memory"
     parts = [f"activation checkpoints {where}"]
     if residency.weights:
-        parts.append(f"weights of the last {residency.weights} blocks resident (loaded once per step)")
+        parts.append(f"weights of the {_last(residency.weights)} resident (loaded once per step)")
     if residency.graphs:
-        parts.append(f"the last {residency.graphs} blocks not recomputed")
+        parts.append(f"the {_last(residency.graphs)} not recomputed")
     return f"{'; '.join(parts)} ({why})"
+
+
+def _last(num_blocks: int) -> str:
+    return "last block" if num_blocks == 1 else f"last {num_blocks} blocks"

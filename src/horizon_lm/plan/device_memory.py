@@ -1,4 +1,6 @@
-"""Device bytes of a step: the engine's buffers exactly, the peak of temporary activations, and their course over time."""
+"""Device memory of a step: the engine's buffers exactly, the peak of temporary activations, and the course
+over time.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,21 +23,21 @@ def working(
     head_chunk_tokens: int | None,
     first: int = 0,
 ) -> Working:
-    """Return the bytes that computations need, without weights and gradients.
+    """Return the bytes that computations need, excluding weights and gradients.
 
     Args:
-        footprints: footprints of the blocks, for each micro-batch, the largest first.
+        footprints: footprints of the blocks for each micro-batch, largest first.
         boundary: bytes of a block's input for the whole batch.
         tokens: tokens of the whole batch.
-        head_peak: peak bytes of norm, head and loss, by tokens.
-        head_chunk_tokens: tokens of a chunk of logits; None if all logits are computed at once by Hugging Face's code.
+        head_peak: peak bytes of norm, head and loss, as a function of tokens.
+        head_chunk_tokens: tokens per chunk of logits; None if Hugging Face's code computes all logits together.
         first: the first block with a gradient.
     """
     # The head also needs the last block's output and, in chunks, the output's gradient and a copy of the chunk's states.
     at_once = tokens if head_chunk_tokens is None else min(tokens, head_chunk_tokens)
     hidden = boundary if head_chunk_tokens is None else 2 * boundary + at_once * (boundary // tokens)
-    # Several micro-batches are concatenated: a block's output in the forward, its input's gradient in the backward. The
-    # output of a single micro-batch is itself the next block's boundary or the head's input.
+    # Several micro-batches are concatenated: the output of a block in the forward pass, the gradient of its input in
+    # the backward pass. The output of a single micro-batch is already the next block's boundary or the head's input.
     together, output = (2 * boundary, 0) if len(footprints) > 1 else (0, boundary)
     graphs = [sum(each.graph for each in of_block) for of_block in zip(*footprints, strict=True)]
     return Working(
@@ -50,11 +52,11 @@ def working(
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Bytes of a step on the device.
+    """Device memory of a step in bytes.
 
     Attributes:
         buffers: the engine's buffers, by kind.
-        checkpoints: activation checkpoints that stay on the device between forward and backward.
+        checkpoints: activation checkpoints that stay on the device between the forward and backward pass.
         activations: peak of computations and resident graphs on top of them.
         shared: masks and rotary tables.
     """
@@ -83,7 +85,7 @@ def step_working(step: Step) -> Working:
 
 
 def device_use(step: Step) -> DeviceUse:
-    """Return the bytes of a step on the device."""
+    """Return the device memory of a step in bytes."""
     residency = step.settings.residency
     checkpoints = step.staying * step.boundary
     in_training = step_working(step).most(residency.boundaries, residency.graphs)
@@ -97,7 +99,7 @@ def device_use(step: Step) -> DeviceUse:
 
 
 def _forward(step: Step, batch: ForwardBatch) -> int:
-    """Return the bytes of a batch without gradients: it keeps no boundary, and runs in micro-batches as in training."""
+    """Return the bytes of a batch without gradients: it keeps no boundary, and uses the micro-batches of training."""
     outline, settings = step.outline, step.settings
     share = batch.length / outline.length  # relative to an outlined sequence
     # Eager attention materializes the scores, (T, T) per head.
@@ -119,7 +121,7 @@ def weights_of_blocks(step: Step) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Bytes at moments of a step, in order; each value holds until the next moment.
+    """Memory in use at successive moments of a step; each value holds until the next moment.
 
     Attributes:
         seconds: time since the start of the step.
@@ -134,13 +136,14 @@ class Curve:
 def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
     """Return the memory in use during a step.
 
-    Buffers exist throughout. Activation checkpoints are added in the forward and freed in the backward; activations exist
-    while they are computed with. Host memory is constant: a checkpoint's host buffer is reused by the next step.
+    Buffers exist throughout. Activation checkpoints are added in the forward pass and freed in the backward pass;
+    activations exist while they are in use. Host memory is constant: a checkpoint's host buffer is reused by the next
+    step.
 
     Args:
         step: the step.
         spans: spans of the step, which starts at 0.
-        host_base: bytes of host memory, activation checkpoints included.
+        host_base: bytes of host memory, including activation checkpoints.
     """
     changes: list[tuple[float, int]] = []
     needed, residency = step_working(step), step.settings.residency

@@ -1,15 +1,15 @@
-"""Bytes of the engine's device buffers and of the store's host memory, from the sizes of a model's units."""
+"""Sizes of the engine's device buffers and of the store's host memory, computed from the sizes of a model's units."""
 
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from horizon_lm.constants import MOMENT_BLOCK, SLAB_ALIGNMENT
+from horizon_lm.quantities import page_aligned
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Numbers of elements of a model's parameters, or of its trainable ones.
+    """Numbers of elements of a model's parameters, or of its trainable parameters.
 
     Attributes:
         blocks: elements of each tensor, for each decoder block.
@@ -30,12 +30,12 @@ class ModelSizes:
 
     @property
     def head(self) -> Sequence[int]:
-        """The tensors that the head multiplies by."""
+        """The tensors by which the head multiplies."""
         return self.table if self.tied else self.own_head
 
     @property
     def units(self) -> Sequence[Sequence[int]]:
-        """The tensors of each unit that has slabs of its own."""
+        """The tensors of each unit that has its own slabs."""
         return [self.table, *self.blocks, self.own_head, self.outer]
 
     @property
@@ -53,9 +53,9 @@ class BufferSettings:
         micro_batches: a device micro-batch is set, so gradients are accumulated in fp32.
         chunked_head: the head runs in chunks, with an fp32 gradient buffer.
         offloaded: number of blocks whose boundaries pass through a ring on the device.
-        held: number of last blocks with resident weights.
-        table_rows, forward_table_rows: distinct table rows read by a step at most, and by a batch without gradients; None
-            for one per token.
+        resident: number of last blocks with resident weights.
+        table_rows, forward_table_rows: maximum number of distinct table rows read by a step, and by a batch without
+            gradients; None for one per token.
     """
 
     tokens: int
@@ -64,7 +64,7 @@ class BufferSettings:
     micro_batches: bool = False
     chunked_head: bool = True
     offloaded: int = 0
-    held: int = 0
+    resident: int = 0
     table_rows: int | None = None
     forward_table_rows: int = 0
 
@@ -75,12 +75,12 @@ def slab_elements(tensors: Sequence[int]) -> int:
 
 
 def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSizes | None = None) -> Mapping[str, int]:
-    """Return the bytes of each kind of buffer of a training step, in the worst case over the tokens of a batch.
+    """Return the bytes of each kind of buffer in a training step, for the worst case of the tokens in a batch.
 
     Args:
         sizes: sizes of the model.
         settings: settings of the step.
-        trained: sizes of its trainable parameters; None if all are trainable.
+        trained: sizes of the trainable parameters; None if all parameters are trainable.
     """
     trained = trained or sizes
     largest = max(slab_elements(block) for block in sizes.blocks)
@@ -90,10 +90,10 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
     compute, grad = settings.compute_bytes, settings.grad_bytes
     accumulates = settings.micro_batches and grad < 4
     grad_slots = largest if any(map(sum, trained.blocks)) else 0
-    first_held = len(sizes.blocks) - settings.held
+    first_resident = len(sizes.blocks) - settings.resident
     buffers = {
-        "weight_slots": 2 * largest * compute if first_held else 0,
-        "held_weights": sum(map(slab_elements, sizes.blocks[first_held:])) * compute,
+        "weight_slots": 2 * largest * compute if first_resident else 0,
+        "resident_weights": sum(map(slab_elements, sizes.blocks[first_resident:])) * compute,
         "grad_slots": (1 if accumulates else 2) * grad_slots * grad,
         "grad_accumulator": grad_slots * 4 if accumulates else 0,
         "head_weights": head * compute,
@@ -108,27 +108,27 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
 
 
 def smallest_device_capacity(sizes: ModelSizes, settings: BufferSettings) -> int:
-    """Return the smallest ``device_memory`` for a step with these settings, whatever its tokens are.
+    """Return the smallest ``device_memory`` that suffices for a step with these settings, for any tokens.
 
     Activations of one block and of one chunk of logits are not included: the framework's allocator holds them.
     """
     return sum(device_buffers(sizes, settings).values())
 
 
-WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # of the streamed half
+WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # bytes of the streamed half
 LOW_HALF_BYTES = {"fp32_master": 2, "bf16": 0, "float32": 0}
-MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # of each of the two moments
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # bytes of each of the two moments
 
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """The settings that determine the bytes in host memory.
+    """The settings that determine the host memory of a run.
 
     Attributes:
         precision, moments: as in a run's settings.
         grad_bytes: bytes per element of the gradient store.
         update_in_backward: there is no gradient store.
-        rows: distinct table rows read by a step at most.
+        rows: maximum number of distinct table rows read by a step.
         boundary: bytes of one block's input for the whole batch.
         offloaded: number of boundaries in host memory.
     """
@@ -143,11 +143,11 @@ class HostSettings:
 
 
 def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> Mapping[str, int]:
-    """Return the bytes in host memory, by kind.
+    """Return the host memory of a run in bytes, by kind.
 
     Args:
         sizes: sizes of the model.
-        trained: sizes of its trainable parameters.
+        trained: sizes of the trainable parameters.
         settings: settings of the run.
     """
     kept = trained.units
@@ -166,22 +166,22 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
 
 
 def _slabs(units: Sequence[Sequence[int]], itemsize: int) -> int:
-    return sum(_pages(slab_elements(tensors) * itemsize) for tensors in units)
-
-
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return sum(page_aligned(slab_elements(tensors) * itemsize) for tensors in units)
 
 
 def _scales(trained: ModelSizes) -> int:
-    """Return the bytes of the scales of one 8-bit moment. Table rows are updated one by one, so each starts new blocks."""
+    """Return the bytes of the scales of one 8-bit moment. Each table row starts a new block, as rows are updated
+    separately.
+    """
     of_table = trained.vocabulary * -(-trained.hidden // MOMENT_BLOCK) if trained.table else 0
     others = [sum(-(-numel // MOMENT_BLOCK) for numel in unit) for unit in trained.units[1:]]
-    return sum(_pages(4 * count) for count in (of_table, *others))
+    return sum(page_aligned(4 * count) for count in (of_table, *others))
 
 
 def _landing(trained: ModelSizes, settings: HostSettings) -> int:
-    """Return the bytes of landing slots: two for blocks, one for each other unit; a tied table has a gradient slab instead."""
+    """Return the bytes of the landing slots: two for blocks, one for each other unit. A tied table has a gradient slab
+    instead.
+    """
     elements = 2 * max(map(slab_elements, trained.blocks)) + slab_elements(trained.outer)
     if not trained.tied:
         elements += slab_elements(trained.own_head)

@@ -1,4 +1,4 @@
-"""A model as the planner sees it: sizes of its units and the cost of their computations, as plain data."""
+"""A model as seen by the planner: sizes of its units and costs of their computations, as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -9,11 +9,11 @@ from horizon_lm.plan.memory import ModelSizes
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one computation of a block, without its weights, gradient slots and inputs.
+    """Memory of one computation of a block in bytes, without its weights, gradient slots and inputs.
 
     Attributes:
-        graph: activations kept for a later backward, outputs included.
-        peak: peak of forward and backward.
+        graph: activations kept for a later backward pass, including outputs.
+        peak: peak of the forward and backward pass.
     """
 
     graph: int
@@ -22,7 +22,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Cost of a computation, added up over its operations.
+    """The cost of a computation, summed over its operations.
 
     Attributes:
         products: operations of matrix products (2 for each multiply-add).
@@ -53,7 +53,7 @@ T = TypeVar("T", int, Work)
 
 @dataclass(frozen=True, slots=True)
 class Linear(Generic[T]):
-    """A quantity that is linear in the number of rows (or tokens), given for one and for two."""
+    """A quantity that is linear in the number of rows (or tokens), given by its values for one and for two."""
 
     one: T
     two: T
@@ -70,8 +70,8 @@ class BlockKind:
     Attributes:
         indices: indices of these blocks.
         graph, peak: bytes as in `Footprint`.
-        forward_peak: peak bytes of a forward without a graph.
-        forward, backward: work of a forward, and of a backward that has its graph.
+        forward_peak: peak bytes of a forward pass without a graph.
+        forward, backward: work of a forward pass, and of a backward pass with an existing graph.
     """
 
     indices: Sequence[int]
@@ -94,19 +94,21 @@ class ModelOutline:
         name: display name.
         sizes: elements of all units.
         trained: elements of the trainable parameters.
-        active: parameters multiplied with each token: no table lookups, and only the experts a token is routed to.
+        active: number of parameters used per token: no table lookups, and only the experts that a token is routed to.
         length: tokens of a sequence, T.
         compute_bytes: bytes of an element on the device.
-        kinds: structures of the blocks; each block has one.
+        kinds: structures of the blocks; each block has one structure.
         shared: bytes of the inputs shared by all blocks, such as masks and rotary tables.
-        head_peak: peak bytes of norm, head and loss by tokens, for the heads ``chunked`` and ``whole``.
-        head_forward, head_backward: work of norm, head and loss, by tokens. The weights are read once for any number.
+        head_peak: peak bytes of norm, head and loss per token count, for the heads ``chunked`` and ``whole``.
+        head_forward, head_backward: work of norm, head and loss per token count. The weights are read once, regardless
+            of the count.
         attention: name of the attention implementation.
         first_differentiated: the first block with a gradient.
-        whole_head_only: why the loss cannot be computed in chunks of tokens; empty if it can.
+        whole_head_only: reason why the loss cannot be computed in chunks of tokens; empty if it can.
         whole_batch_only: the batch must not be split into micro-batches, because the model was not proven with them.
-        unproven: why the model may differ from plain autograd; empty if the two were compared.
-        unknown: why the computations could not be tried without weights, so that their costs are 0; empty if they could.
+        unproven: reason why the model may differ from plain autograd; empty if the two were compared.
+        unknown: reason why computations could not be tried without weights, so that their costs are 0; empty if they
+            could.
     """
 
     name: str
@@ -141,7 +143,9 @@ class ModelOutline:
         return [found[id(self.kind(index))] for index in range(self.num_blocks)]
 
     def step_flops(self, tokens: int) -> float:
-        """Return the model's operations in a training step: three forwards, not counting recomputation."""
+        """Return the model's operations in a training step: those of three forward passes, not counting
+        recomputation.
+        """
         rows = tokens / self.length
         blocks = [kind.forward.at(rows) * len(kind.indices) for kind in self.kinds]
         attention = sum(work.attention for work in blocks)

@@ -1,4 +1,4 @@
-"""The plan of a run: every byte on host, device and disk, the settings that were chosen, and the time of a step."""
+"""The plan of a run: every byte on host, device and disk, the chosen settings, and the time of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ from horizon_lm.plan.memory import host_bytes, slab_elements
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.request import Budget, Item, Limit, Machine, Request
 from horizon_lm.plan.step import Step
-from horizon_lm.plan.step_time import StepTime, staged, step_time
-from horizon_lm.quantities import format_bytes
+from horizon_lm.plan.step_time import SaveTime, StepTime, save_time, staged, step_time
+from horizon_lm.quantities import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,14 @@ class Plan:
     """The resources that a run needs, and whether they are available.
 
     Attributes:
-        request, machine: input of the plan.
+        request, machine: inputs of the plan.
         step: a step with all settings chosen.
-        reasons: why the open settings were chosen, as sentences.
-        host, device, disk: budgets. If the device computes in host memory, its bytes are in the host's budget.
+        reasons: reasons for the chosen settings, as sentences.
+        host, device, disk: budgets. If the device computes in host memory, its bytes are in the host budget.
         buffers: the engine's buffers on the device, which ``device_memory`` may limit.
-        download: the checkpoint to fetch, if it goes to another disk.
+        download: budget of the checkpoint download, if it goes to another disk.
         time: time of a step; None if the machine's rates are unknown.
+        save: time of a checkpoint; None if there are none, or the rate of the disk is unknown.
         problems: other obstacles, as sentences.
     """
 
@@ -40,6 +41,7 @@ class Plan:
     buffers: Budget
     download: Budget
     time: StepTime | None
+    save: SaveTime | None = None
     problems: Sequence[str] = ()
 
     @property
@@ -52,7 +54,7 @@ class Plan:
 
     @property
     def memory_deficit(self) -> bool:
-        """True if memory, and not only the disk, is too small."""
+        """True if memory is too small, not just the disk."""
         return any(budget.deficit for budget in self.budgets if budget.place not in ("disk", "download"))
 
     @property
@@ -64,7 +66,7 @@ class Plan:
 
     @property
     def load_seconds(self) -> float | None:
-        """Expected seconds of reading the weights, at most; None if unknown."""
+        """Maximum expected seconds for reading the weights; None if unknown."""
         hardware = self.machine.hardware
         if hardware is None or not hardware.disk_read:
             return None
@@ -94,19 +96,21 @@ def make_plan(
         outline: the model with the longest sequences of the run.
         request: settings of the run.
         machine: the machine.
-        priced: simulate a step, which takes a moment; without it the plan has bytes only.
-        usual: the model with sequences of the usual length, for times; None for ``outline``.
+        priced: simulate a step, which takes a moment; otherwise the plan has no times.
+        usual: the model with sequences of typical length, for times; None for ``outline``.
     """
     choice = choose(outline, request, machine)
     step, use = choice.step, device_use(choice.step)
     on_device = [*_device_items(step, use), *_reserved_items(machine)]
     host = _host_items(step, use, request, machine)
     typical = step if usual is None else replace(step, outline=usual)
-    hardware, time = machine.hardware, None
+    hardware, time, save = machine.hardware, None, None
     if hardware is not None and machine.page_lock_error:
         hardware = staged(hardware)
     if priced and hardware is not None and not outline.unknown:
         time = step_time(typical, hardware, machine.computing_threads, request.tokens_per_step)
+        if request.saves.num and not request.saves.only_model and hardware.disk_write:
+            save = save_time(typical, hardware, machine.computing_threads)
     download = Item("download", request.download_bytes, "the checkpoint to start from")
     return Plan(
         request,
@@ -125,7 +129,10 @@ def make_plan(
         device=Budget("device", [] if machine.on_host else on_device, [] if machine.on_host else machine.device_limits),
         disk=Budget(
             "disk",
-            [*_disk_items(step, request), *([] if machine.download_limits or not download.num_bytes else [download])],
+            [
+                *_disk_items(step, request, host),
+                *([] if machine.download_limits or not download.num_bytes else [download]),
+            ],
             machine.disk_limits,
         ),
         download=Budget(
@@ -137,13 +144,14 @@ def make_plan(
             [Limit("device_memory", request.device_memory)] if request.device_memory is not None else [],
         ),
         time=time,
+        save=save,
     )
 
 
 def _shorter_step_reasons(
     step: Step, hardware: Hardware | None, computing_threads: int | None, time: StepTime | None
 ) -> list[str]:
-    """Return the change that would shorten a step limited by its optimizer updates, if there is one."""
+    """Return a change that would shorten a step limited by its optimizer updates, if there is one."""
     if hardware is None or time is None or time.limited_by != "update" or step.settings.moments != "float32":
         return []
     lighter = replace(step, settings=replace(step.settings, moments="bfloat16"))
@@ -155,18 +163,18 @@ def _shorter_step_reasons(
 
 
 _NOTABLE_SHARE = 0.02  # of a step's duration
-_WORKER_BYTES = 96 * 2**20  # of a compiler process: torch, without the libraries of a run
+_WORKER_BYTES = 96 * 2**20  # bytes of a compiler process: torch, without the libraries of a run
 
 _DEVICE_NAMES = {
     "weight_slots": ("weight slots", "double-buffered, sized for the largest block"),
-    "held_weights": ("resident weights", "blocks that stay on the device"),
+    "resident_weights": ("resident weights", "blocks that stay on the device"),
     "grad_slots": ("gradient slots", "sized for the largest block"),
     "grad_accumulator": ("gradient accumulator", "fp32, sized for the largest block"),
     "head_weights": ("head weights", ""),
     "head_grads": ("head gradients", ""),
     "outer_weights": ("outer weights", "final norm and other small parameters"),
     "outer_grads": ("outer gradients", ""),
-    "table_rows": ("embedding rows", "the most a step can read"),
+    "table_rows": ("embedding rows", "maximum that a step can read"),
     "table_row_grads": ("embedding row gradients", ""),
     "boundary_ring": ("activation checkpoint ring", "double buffer of transfers to and from the host"),
 }
@@ -176,7 +184,7 @@ def _device_items(step: Step, use: DeviceUse) -> list[Item]:
     residency, settings = step.settings.residency, step.settings
     rows = settings.slices[0]
     named = [Item(*_named(kind, num_bytes)) for kind, num_bytes in use.buffers.items()]
-    stay = f"inputs of {step.staying} blocks, {format_bytes(step.boundary)} each"
+    stay = f"inputs of {counted(step.staying, 'block')}, {format_bytes(step.boundary)} each"
     return [
         *named,
         *([Item("activation checkpoints", use.checkpoints, stay)] if use.checkpoints else []),
@@ -184,7 +192,7 @@ def _device_items(step: Step, use: DeviceUse) -> list[Item]:
             "activations and head workspace",
             use.activations,
             f"peak, {rows} × {step.outline.length:,} tokens in a block"
-            + (f", {residency.graphs} resident graphs" if residency.graphs else "")
+            + (f", {counted(residency.graphs, 'resident graph')}" if residency.graphs else "")
             + (f", logits of {settings.head_chunk_tokens:,} tokens" if settings.chunked_head else ", all logits"),
         ),
         Item("masks and positions", use.shared, f"for {step.outline.attention} attention"),
@@ -197,7 +205,7 @@ def _named(kind: str, num_bytes: int) -> tuple[str, int, str]:
 
 
 def _reserved_items(machine: Machine) -> list[Item]:
-    """Return the device bytes that are not the step's own."""
+    """Return the device memory that is not used by the step itself."""
     limits = [limit.num_bytes for limit in machine.device_limits]
     margin = int(min(limits) * DEVICE_MARGIN) if limits else 0
     return [
@@ -213,7 +221,7 @@ _HOST_NAMES = {
     "grads": ("gradients", ""),
     "moments": ("moments", "two per parameter (AdamW)"),
     "landing": ("landing slots", "gradients until their update"),
-    "boundaries": ("activation checkpoints", "block inputs, kept for the backward"),
+    "boundaries": ("activation checkpoints", "block inputs, kept for the backward pass"),
 }
 
 
@@ -224,7 +232,7 @@ def _host_items(step: Step, use: DeviceUse, request: Request, machine: Machine) 
         items += [Item(f"device: {item.name}", item.num_bytes, item.note) for item in _device_items(step, use)]
     workers = machine.compile_workers if request.compiled else 0
     largest = max(map(slab_elements, step.outline.sizes.units)) * request.export_bytes
-    # The export comes after the last step, when the memory of activations is free again.
+    # The export follows the last step, when the memory of activations is free again.
     export = max(0, largest - (use.activations if machine.on_host else 0))
     return [
         *items,
@@ -248,10 +256,14 @@ def _staging_reasons(host: Sequence[Item], machine: Machine) -> list[str]:
 _TRANSFERRED = ("weights", "grads", "landing", "boundaries")
 
 
-def _disk_items(step: Step, request: Request) -> list[Item]:
+def _disk_items(step: Step, request: Request, host: Sequence[Item]) -> list[Item]:
     exported = step.outline.sizes.num_parameters * request.export_bytes
     items = [Item("exported model", exported, f"{request.export_bytes} bytes per parameter")]
-    if request.num_checkpoints:
-        note = f"{request.num_checkpoints} kept; save_total_limit keeps fewer"
-        items.append(Item("checkpoints", request.num_checkpoints * exported, note))
+    saves = request.saves
+    if saves.num:
+        state = {_HOST_NAMES[kind][0] for kind in ("weights", "low_halves", "moments")}
+        each = exported if saves.only_model else sum(item.num_bytes for item in host if item.name in state)
+        count = min(saves.num, saves.kept + 1)  # the oldest is deleted once the newest is complete
+        note = f"{count} at once; {saves.num} x {format_bytes(each)} = {format_bytes(saves.num * each)} written over the run"
+        items.append(Item("checkpoints", count * each, note))
     return items

@@ -1,4 +1,4 @@
-"""Find the changes of settings with which a run would fit, and state the cost of each."""
+"""Find the changes of settings with which a run would fit, and state the cost of each change."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from horizon_lm.quantities import parse_bytes
 OutlineFor = Callable[..., ModelOutline]
 """Outline the same model again, with another ``length`` or ``mlp_chunk_tokens``."""
 
-_MOST = 3  # remedies to report, and changes in one remedy
+_MOST = 3  # maximum number of remedies, and of changes per remedy
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of a run's settings.
+    """A change of a run's settings.
 
     Attributes:
         settings: changed settings by their names in a run file.
@@ -50,10 +50,10 @@ class Remedy:
 
 
 def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
-    """Return up to three smallest sets of changes with which a run fits into memory; none if there are none.
+    """Return up to three smallest sets of changes with which a run fits into memory; empty if no set suffices.
 
-    Try sets of up to three changes, then all changes together, without those that turn out to be unnecessary. No setting
-    helps against a full disk.
+    Sets of up to three changes are tried, then all changes together, without unnecessary ones. No setting helps if the
+    disk is full.
     """
     if not plan.memory_deficit:
         return []
@@ -82,7 +82,7 @@ def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
 
 
 def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> list[Remedy]:
-    """Take the strongest change of each setting, and drop unnecessary ones, the costliest first."""
+    """Take the strongest change of each setting, and drop unnecessary changes, starting with the costliest."""
     parts: list[Change] = []
     for change in reversed(changes):
         if not any(change.settings.keys() & part.settings.keys() for part in parts):
@@ -100,7 +100,7 @@ def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineF
 
 
 def smallest(plan: Plan) -> Remedy:
-    """Return the same run with the fewest bytes per parameter, whether it fits or not."""
+    """Return the same run with the fewest bytes per parameter, even if it does not fit."""
     settings: dict[str, Any] = {"precision": "bf16", "moments": "8bit"}
     in_backward = not plan.request.skips_steps
     if in_backward:
@@ -122,7 +122,7 @@ def _try(request: Request, machine: Machine, parts: list[Change], outline_for: O
 
 
 def _changes(plan: Plan) -> Iterator[Change]:
-    """Yield changes that may help, the cheapest first."""
+    """Yield changes that may help, cheapest first."""
     on_device = plan.device.deficit or plan.buffers.deficit or plan.machine.on_host
     if on_device:
         yield from _less_at_once(plan)
@@ -199,7 +199,7 @@ def _shorter_rows(plan: Plan) -> Iterator[Change]:
     length = plan.step.outline.length
     for tokens in (4096, 1024):
         if length > tokens:
-            cost = "feed-forward layers run in chunks of tokens, and once more in the backward"
+            cost = "feed-forward layers run in chunks of tokens, and again in the backward pass"
             yield Change({"mlp_chunk_tokens": tokens}, cost, {}, {"mlp_chunk_tokens": tokens})
             break
     if length >= 512:

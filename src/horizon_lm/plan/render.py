@@ -1,27 +1,23 @@
 """Render a plan as text for people and as JSON for programs."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from horizon_lm.disk import Disk, write_file
 from horizon_lm.plan.device_memory import Curve
 from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.remedies import Remedy, smallest
 from horizon_lm.plan.request import Budget
 from horizon_lm.plan.step_time import StepTime
-from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.quantities import counted, format_bytes, format_seconds
+from horizon_lm.schedule.ops import CAUSE_TITLES, STREAM_TITLES
 from horizon_lm.schedule.trace import write_chrome
 
-_CAUSES = {
-    "copy_in": "host-to-device copies",
-    "copy_out": "device-to-host copies",
-    "update": "optimizer",
-    "compute": "compute",
-    "host": "host",
-}
 _TITLES = {
     "host": "host memory",
     "device": "device memory",
@@ -37,7 +33,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     outline, request = plan.step.outline, plan.request
     active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.sizes.num_parameters else ""
     yield (
-        f"{outline.name}: {_billions(outline.sizes.num_parameters)} parameters{active} in {outline.num_blocks} blocks; "
+        f"{outline.name}: {_billions(outline.sizes.num_parameters)} parameters{active} in {counted(outline.num_blocks, 'block')}; "
         f"{request.precision}, {request.rows} × {outline.length:,} tokens per step"
     )
     yield f"on {plan.machine.name}"
@@ -79,19 +75,40 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     yield f"time, simulated with the rates of {hardware.name}"
     yield (
         f"  {_seconds(time.seconds)}/step, {time.tokens_per_second:,.0f} tokens/s, {time.model_tflops:,.1f} model TFLOP/s; "
-        f"bottleneck: {_CAUSES[time.limited_by]}"
+        f"bottleneck: {CAUSE_TITLES[time.limited_by]}"
     )
     stalls = ", ".join(
-        f"{_CAUSES[cause]} {_seconds(s)}" for cause, s in time.exposed_seconds.items() if s > 5e-4 * time.seconds
+        f"{CAUSE_TITLES[cause]} {_seconds(s)}" for cause, s in time.exposed_seconds.items() if s > 5e-4 * time.seconds
     )
     yield f"  compute stalls: {stalls or 'none'}"
-    yield "  stream utilization: " + ", ".join(f"{stream} {share:.0%}" for stream, share in time.busy.items())
+    yield "  stream utilization: " + ", ".join(
+        f"{title} {time.busy[stream]:.0%}" for stream, title in STREAM_TITLES.items() if stream in time.busy
+    )
     for what, tokens in time.hidden_from_tokens.items():
-        yield f"  {_CAUSES[what]} fully overlapped from {tokens:,} tokens/step; this run has {plan.step.tokens:,}"
+        yield f"  {CAUSE_TITLES[what]} fully overlapped from {tokens:,} tokens/step; this run has {plan.step.tokens:,}"
+    if plan.save is not None:
+        yield (
+            f"  a checkpoint: {format_bytes(plan.save.num_bytes)} in {format_seconds(plan.save.seconds)}, while training goes on; "
+            f"the steps lose {_seconds(plan.save.stall_seconds)}{_save_advice(plan)}"
+        )
     if plan.load_seconds is not None:
         yield f"  loading the weights: {format_seconds(plan.load_seconds)}"
     if plan.run_seconds is not None:
         yield f"  all {plan.request.num_steps:,} steps: {format_seconds(plan.run_seconds)}"
+
+
+_SAVE_SHARE = 0.02  # of a run's time that checkpoints may cost without a remark
+
+
+def _save_advice(plan: Plan) -> str:
+    """Return the distance of checkpoints from which they cost less than a fiftieth of the time; empty if they do already."""
+    assert plan.save is not None
+    assert plan.time is not None
+    apart = math.ceil(plan.save.stall_seconds / (_SAVE_SHARE * plan.time.seconds))
+    steps, num = plan.request.num_steps, plan.request.saves.num
+    if steps is None or apart <= steps / (num + 1):
+        return ""
+    return f"; save_steps: {apart} would keep that below {_SAVE_SHARE:.0%} of the time"
 
 
 def summary_lines(plan: Plan) -> Iterator[str]:
@@ -105,7 +122,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
             )
     if plan.time is not None and plan.run_seconds is not None:
         yield (
-            f"expected: {_seconds(plan.time.seconds)}/step, bottleneck: {_CAUSES[plan.time.limited_by]}; "
+            f"expected: {_seconds(plan.time.seconds)}/step, bottleneck: {CAUSE_TITLES[plan.time.limited_by]}; "
             f"{format_seconds(plan.run_seconds)} for all steps, without evaluation, sample prompts and exports"
         )
 
@@ -166,6 +183,7 @@ def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> di
         "run": _run(plan, device),
         **{budget.place: _budget(budget) for budget in plan.budgets},
         "hardware": None if plan.machine.hardware is None else asdict(plan.machine.hardware),
+        "save": None if plan.save is None else asdict(plan.save),
         "step": None if plan.time is None else {**_step(plan.time), "run_seconds": plan.run_seconds},
         "memory": _memory(plan.curve),
         "problems": list(plan.problems),
@@ -244,7 +262,7 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 def write_plan(plan: Plan, device: str, folder: Path) -> None:
     """Write ``plan.json`` and, for a simulated step, ``predicted_trace.json`` into a run's folder."""
-    (folder / "plan.json").write_text(json.dumps(plan_as_json(plan, device), indent=2) + "\n", encoding="utf-8")
+    write_file(Disk(), folder / "plan.json", (json.dumps(plan_as_json(plan, device), indent=2) + "\n").encode())
     if plan.time is None:
         return
     curve = plan.curve

@@ -1,4 +1,4 @@
-"""The input of a plan: settings of the run, the machine, and the bytes available in each place."""
+"""The input of a plan: the settings of the run, the machine, and the bytes available in each place."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -10,7 +10,7 @@ from horizon_lm.streaming_options import StreamingOptions
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Bytes with one purpose. ``note``: an explanation, if the name does not suffice."""
+    """A number of bytes with one purpose. ``note``: an explanation, if the name does not suffice."""
 
     name: str
     num_bytes: int
@@ -19,7 +19,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """An upper bound on the bytes of a place."""
+    """An upper bound on the bytes in one place."""
 
     name: str
     num_bytes: int
@@ -27,7 +27,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes of one place.
+    """The bytes needed and available in one place.
 
     Attributes:
         place: ``host``, ``device``, ``buffers`` (the engine's, on the device), ``disk`` or ``download``.
@@ -45,7 +45,7 @@ class Budget:
 
     @property
     def limit(self) -> Limit | None:
-        """The smallest limit; None if there is none."""
+        """The smallest limit, or None if there is no limit."""
         return min(self.limits, key=lambda limit: limit.num_bytes, default=None)
 
     @property
@@ -66,7 +66,7 @@ class ForwardBatch:
         rows: number of sequences.
         length: tokens of the longest sequence.
         setting: the setting that can reduce the rows; empty if there is none.
-        kept_bytes: bytes of keys and values that stay on the device meanwhile.
+        kept_bytes: bytes of keys and values that stay on the device during the batch.
     """
 
     rows: int
@@ -97,21 +97,36 @@ class FixedSettings:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fixed settings alone, by name."""
+        """The fixed settings, by name."""
         return {each.name: getattr(self, each.name) for each in fields(FixedSettings)}
+
+
+@dataclass(frozen=True, slots=True)
+class Saves:
+    """The checkpoints of a run.
+
+    Attributes:
+        num: checkpoints that are written over the run.
+        kept: maximum number of complete checkpoints on disk; one more is being written beside them.
+        only_model: they are exports of the model, without the optimizer's state.
+    """
+
+    num: int = 0
+    kept: int = 0
+    only_model: bool = False
 
 
 @dataclass(frozen=True)
 class Request(StreamingOptions, FixedSettings):
-    """Settings of a run by their names there; None leaves the choice to the planner.
+    """Settings of a run, with the names used there; None leaves the choice to the planner.
 
     Attributes:
         sequences: sequences of an example: two in a preference pair.
         tokens_per_step: tokens of a typical step, without padding; None for a step without padding.
         num_steps: optimizer steps of the run; None if unknown.
-        export_bytes, stored_bytes: bytes of an element of the exported model, and of the checkpoint to start from.
-        num_checkpoints: number of intermediate exports kept at once.
-        download_bytes: bytes of the checkpoint to start from; 0 if it is on this machine.
+        export_bytes, stored_bytes: bytes per element of the exported model, and of the initial checkpoint.
+        saves: checkpoints of the run.
+        download_bytes: bytes of the initial checkpoint; 0 if it is on this machine.
         skips_steps: steps with non-finite gradients are skipped.
     """
 
@@ -122,7 +137,7 @@ class Request(StreamingOptions, FixedSettings):
     num_steps: int | None = None
     export_bytes: int = 2
     stored_bytes: int = 2
-    num_checkpoints: int = 0
+    saves: Saves = Saves()
     download_bytes: int = 0
     skips_steps: bool = False
 
@@ -138,15 +153,15 @@ class Machine:
 
     Attributes:
         name: display name.
-        on_host: the device is the host's cores, and uses host memory.
-        hardware: rates; None if unknown, and then the plan has no times.
+        on_host: the device is the host's CPU and uses host memory.
+        hardware: rates; None if unknown, in which case the plan has no times.
         host_limits, device_limits, disk_limits: upper bounds on the total bytes of the run.
-        download_limits: the same for the disk of fetched checkpoints, if that is another one.
+        download_limits: upper bounds on the disk of downloaded checkpoints, if that is a different disk.
         process_bytes: host bytes of the process: interpreter, libraries and dataset.
         device_context_bytes: device bytes of the driver and its libraries.
-        scratch_bytes: device bytes for transfers, at most.
+        scratch_bytes: maximum device bytes for transfers.
         staging_bytes: bytes of page-locked host memory for transfers.
-        page_lock_error: why host memory cannot be page-locked, so that transfers are staged; empty if it can.
+        page_lock_error: reason why host memory cannot be page-locked, so that transfers are staged; empty if it can.
         notes: further remarks for the run's log, as sentences.
         compile_workers: number of compiler processes, if blocks are compiled.
         computing_threads: number of host threads that compute; None for all cores.

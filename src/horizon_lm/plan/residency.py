@@ -1,4 +1,4 @@
-"""Choose the blocks whose activation checkpoints, weights and graphs stay on the device between forward and backward."""
+"""Choose the blocks whose activation checkpoints, weights and graphs stay on the device until the backward pass."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -6,12 +6,12 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Number of last blocks that keep data on the device between forward and backward.
+    """Number of last blocks that keep data on the device between the forward and backward pass.
 
     Attributes:
-        boundaries: blocks with their activation checkpoint (their input) on the device; earlier ones offload it.
-        weights: blocks with resident weights, which are loaded once per update and not again for the backward.
-        graphs: blocks with a resident graph, which are not recomputed; they need boundary and weights as well.
+        boundaries: blocks with their activation checkpoint (their input) on the device; earlier blocks offload it.
+        weights: blocks with resident weights, which are loaded once per update and not again for the backward pass.
+        graphs: blocks with a resident graph, which are not recomputed; they also need a resident boundary and weights.
     """
 
     boundaries: int
@@ -36,11 +36,11 @@ class BatchSize:
     is_masked: bool = False
 
     def covers(self, other: "BatchSize") -> bool:
-        """Return whether memory planned for this batch suffices for the other."""
-        return self.together_with(other) == self
+        """Return whether memory planned for this batch suffices for the other batch."""
+        return self.merge(other) == self
 
-    def together_with(self, other: "BatchSize") -> "BatchSize":
-        """Return the elementwise maximum of both."""
+    def merge(self, other: "BatchSize") -> "BatchSize":
+        """Return the elementwise maximum of two batch sizes."""
         return BatchSize(*map(max, astuple(self), astuple(other)))
 
 
@@ -57,7 +57,7 @@ class ExpectedBatch:
     distinct_tokens: int | None = None
 
     def table_rows(self, tokens: int, vocabulary: int) -> int:
-        """Return an upper bound on the distinct rows of the embedding table that a batch of this many tokens reads."""
+        """Return an upper bound on the number of distinct embedding rows read by a batch of this many tokens."""
         return min(tokens, vocabulary, self.distinct_tokens or vocabulary)
 
 
@@ -73,21 +73,21 @@ class DevicePlan:
     residency: Residency
     peak: int
 
-    def together_with(self, other: "DevicePlan") -> "DevicePlan":
-        """Return a plan that suits the batches of both."""
+    def merge(self, other: "DevicePlan") -> "DevicePlan":
+        """Return a plan that is valid for the batches of both plans."""
         residency = Residency(*map(min, astuple(self.residency), astuple(other.residency)))
         return DevicePlan(residency, max(self.peak, other.peak))
 
 
-_LOGIT_BYTES = 12  # of a logit with its log-probability and gradients
+_LOGIT_BYTES = 12  # bytes of a logit with its log-probability and gradients
 _CHUNK_SHARE, _MOST_CHUNK_BYTES = (
     16,
     4 * 2**30,
-)  # share of spare memory for a chunk of logits; larger ones are no faster
+)  # share of spare memory for a chunk of logits; larger chunks are no faster
 
 
 def head_chunk_tokens(spare: int | None, vocabulary: int) -> int:
-    """Return the tokens of a chunk of logits; about 64 MiB of fp32 logits if memory has no limit of its own."""
+    """Return the tokens per chunk of logits: about 64 MiB of fp32 logits if memory is not limited."""
     if spare is None:
         return max(64, 64 * 2**20 // (4 * vocabulary))
     num_bytes = min(spare // _CHUNK_SHARE, _MOST_CHUNK_BYTES)
@@ -100,8 +100,8 @@ class Working:
 
     Attributes:
         graphs: activations kept by each block, without its input and output.
-        peaks: peak of each block's forward and backward.
-        backward_peaks: peak of each block's backward on top of a resident graph.
+        peaks: peak of each block's forward and backward pass.
+        backward_peaks: peak of each block's backward pass, in addition to a resident graph.
         head: peak of the head.
         boundary: bytes of a block's input.
         first: the first block with a gradient; earlier blocks keep nothing.
@@ -115,9 +115,10 @@ class Working:
     first: int = 0
 
     def most(self, boundaries: int, graphs: int = 0) -> int:
-        """Return the peak of a step in which this many last blocks keep their boundary, and their graph.
+        """Return the peak of a step in which these numbers of last blocks keep their boundaries and their graphs.
 
-        Everything kept exists while the head computes. During a block's backward, its own and earlier blocks' data does.
+        All kept data exists while the head computes. During the backward pass of a block, only that of the block and of
+        earlier blocks exists.
         """
         num_blocks = len(self.graphs)
         kept = most = 0
@@ -133,11 +134,12 @@ class Working:
 def spend(spare: int, weights: Sequence[int], working: Working) -> Residency:
     """Choose what stays in spare device memory.
 
-    A boundary on the device saves its transfer to the host and back. A resident graph saves a quarter of its block's work
-    and one load of its weights, which it needs as well; the boundary is part of it. Resident weights alone save the load.
+    A boundary on the device saves its transfer to the host and back. A resident graph saves a quarter of its block's
+    work and one load of its weights, which must also be resident; the boundary is part of the graph. Resident weights
+    without a graph save only the load.
 
     Args:
-        spare: bytes that nothing else needs.
+        spare: bytes not needed for anything else.
         weights: bytes of each block's weights.
         working: bytes that computations need.
     """
@@ -145,14 +147,14 @@ def spend(spare: int, weights: Sequence[int], working: Working) -> Residency:
     boundaries = next((n for n in range(num_blocks, 0, -1) if working.most(n) <= spare), 0)
     if boundaries < num_blocks:
         return Residency(boundaries, 0, 0)
-    held = graphs = 0
+    resident = graphs = 0
     for num_bytes in reversed(weights):
         if spare - num_bytes < working.most(num_blocks, graphs + 1):
             break
-        spare, held, graphs = spare - num_bytes, held + 1, graphs + 1
+        spare, resident, graphs = spare - num_bytes, resident + 1, graphs + 1
     spare -= working.most(num_blocks, graphs)
-    for num_bytes in reversed(weights[: num_blocks - held]):
+    for num_bytes in reversed(weights[: num_blocks - resident]):
         if spare < num_bytes:
             break
-        spare, held = spare - num_bytes, held + 1
-    return Residency(boundaries, held, graphs)
+        spare, resident = spare - num_bytes, resident + 1
+    return Residency(boundaries, resident, graphs)

@@ -1,10 +1,10 @@
-"""A training step as the engine runs it: its settings, its passes, and the cost of each operation."""
+"""A training step as run by the engine: its settings, its passes, and the cost of each operation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from horizon_lm.plan.catalog import Hardware
-from horizon_lm.plan.memory import MOMENT_BYTES, WEIGHT_BYTES, BufferSettings, HostSettings, ModelSizes
+from horizon_lm.plan.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES, BufferSettings, HostSettings, ModelSizes
 from horizon_lm.plan.outline import ModelOutline, Work
 from horizon_lm.plan.request import FixedSettings
 from horizon_lm.plan.residency import Residency
@@ -13,7 +13,7 @@ from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Kind, Op, Pass,
 from horizon_lm.schedule.simulate import Rates
 
 FUSED = 0.4
-"""Share of elementwise traffic that remains when blocks are compiled: an assumption, as chains of operations are fused."""
+"""Share of elementwise traffic that remains when compiled blocks fuse chains of operations: an assumption."""
 _WEIGHT_TRAFFIC = {"fp32_master": 8, "bf16": 4, "float32": 8}  # bytes read and written by an update, per parameter
 
 
@@ -23,7 +23,7 @@ class StepSettings(FixedSettings):
 
     Attributes:
         rows: sequences of the step, B.
-        micro_batch: sequences of a device micro-batch; None for all.
+        micro_batch: sequences of a device micro-batch; None for all sequences.
         chunked_head: the loss is computed over chunks of tokens.
         head_chunk_tokens: tokens of a chunk.
         residency: data that stays on the device.
@@ -55,7 +55,7 @@ class Step:
 
     @property
     def table_rows(self) -> int:
-        """Upper bound on the distinct rows of the table that the step reads."""
+        """Upper bound on the number of distinct table rows that the step reads."""
         return self._distinct(self.tokens)
 
     def _distinct(self, tokens: int) -> int:
@@ -69,12 +69,12 @@ class Step:
 
     @property
     def offloaded(self) -> int:
-        """Number of first blocks with their boundary in host memory, as the schedule counts them."""
+        """Number of first blocks with their boundary in host memory, as in the schedule."""
         return self.outline.num_blocks - self.settings.residency.boundaries
 
     @property
     def waiting(self) -> int:
-        """Number of boundaries in host memory: blocks without a gradient have none."""
+        """Number of boundaries in host memory, not counting blocks without a gradient, which keep none."""
         return max(0, self.offloaded - self.outline.first_differentiated)
 
     @property
@@ -92,7 +92,7 @@ class Step:
             micro_batches=settings.micro_batch is not None,
             chunked_head=settings.chunked_head,
             offloaded=self.waiting,
-            held=settings.residency.weights,
+            resident=settings.residency.weights,
             table_rows=self.table_rows,
             forward_table_rows=max((self._distinct(each.rows * each.length) for each in settings.forwards), default=0),
         )
@@ -110,18 +110,22 @@ class Step:
             offloaded=self.waiting,
         )
 
-    def passes(self) -> list[Pass]:
-        """Return the forward, backward and update passes of one step among many."""
-        settings, trained = self.settings, self.outline.trained
-        accumulate = settings.micro_batch is not None and settings.grad_bytes < 4
-        layout = build.Layout(
+    @property
+    def layout(self) -> build.Layout:
+        """The properties of the step that shape its schedule."""
+        settings = self.settings
+        return build.Layout(
             num_blocks=self.outline.num_blocks,
-            tied=trained.tied,
+            tied=self.outline.trained.tied,
             offloaded=self.offloaded,
-            held=settings.residency.weights,
-            accumulate=accumulate,
+            resident=settings.residency.weights,
+            accumulate=settings.micro_batch is not None and settings.grad_bytes < 4,
             update_in_backward=settings.update_in_backward,
         )
+
+    def passes(self) -> list[Pass]:
+        """Return the forward, backward and update passes of one step among many."""
+        settings, trained, layout = self.settings, self.outline.trained, self.layout
         blocks = range(self.outline.first_differentiated, layout.num_blocks)
         units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
         is_trained = {unit: bool(_sizes_of(unit, trained)) for unit in (EMBED, *units)}
@@ -132,6 +136,10 @@ class Step:
             layout, blocks=blocks, trainable=[u for u in (EMBED, *units) if is_trained[u]], head_grads=head_grads
         )
         return [forward, backward, *([] if settings.update_in_backward else [build.update(layout, updated)])]
+
+    def save_pass(self) -> Pass:
+        """Return the pass that writes a checkpoint between two steps."""
+        return build.save(self.layout, table_update=bool(self.outline.trained.table))
 
     def cost(self, hardware: Hardware) -> "StepCost":
         """Return the costs of the step's operations on a machine, for `schedule.simulate`."""
@@ -160,10 +168,14 @@ class StepCost:
             return self._update(op)
         if op.stream == Stream.COMPUTE:
             return self._compute(op)
+        if op.kind == Kind.SAVE:
+            return float(self._saved(op.unit))
         return float(self._transfer(op))
 
     def blocks_seconds(self, tokens: float, backward: bool) -> float:
-        """Return the seconds of all blocks' forward, or of recomputation and backward, over this many tokens."""
+        """Return the seconds of the forward pass, or of recomputation and backward pass, of all blocks over this many
+        tokens.
+        """
         rows, total = tokens / self._outline.length, 0.0
         for kind in self._outline.kinds:
             work = kind.forward.at(rows)
@@ -183,11 +195,20 @@ class StepCost:
             return self._step.table_rows * self._outline.sizes.hidden * itemsize
         return sum(_sizes_of(op.unit, self._outline.trained if outgoing else self._outline.sizes)) * itemsize
 
+    # Checkpoints
+
+    def _saved(self, unit: str) -> int:
+        """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
+        settings, sizes = self._settings, self._outline.sizes
+        per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
+        per_trained = 2 * MOMENT_BYTES[settings.moments]
+        return int(sum(_sizes_of(unit, sizes)) * per_weight + sum(_sizes_of(unit, self._outline.trained)) * per_trained)
+
     # Updates
 
     def _update(self, op: Op) -> float:
         parameters = sum(_sizes_of(op.unit, self._outline.trained))
-        if op.unit == EMBED:  # UPDATE_ROWS takes the rows that the batch reads, UPDATE the others
+        if op.unit == EMBED:  # UPDATE_ROWS updates the rows that the batch reads, UPDATE the others
             rows = self._step.table_rows * self._outline.sizes.hidden
             parameters = rows if op.kind == Kind.UPDATE_ROWS else parameters - rows
         return parameters * update_bytes(self._settings, self._hardware)
@@ -211,7 +232,7 @@ class StepCost:
         return self._known[key]
 
     def _block(self, what: Kind, index: int, has_graph: bool) -> Work:
-        """Return the work of a block's own code, added up over micro-batches."""
+        """Return the work of a block's own code, summed over micro-batches."""
         kind, total = self._outline.kind(index), Work()
         for rows in self._settings.slices if what != Kind.STAGE else ():
             if what == Kind.FORWARD or not has_graph:
@@ -221,7 +242,9 @@ class StepCost:
         return total
 
     def _around_block(self, what: Kind, index: int) -> float:
-        """Return the device bytes that the engine moves: gradients into their slot, micro-batches into whole tensors."""
+        """Return the device bytes that the engine moves: gradients into their slot, micro-batches into
+        whole tensors.
+        """
         parameters, grad = sum(self._outline.sizes.blocks[index]), self._settings.grad_bytes
         if what == Kind.STAGE:
             return parameters * (4 + grad)
@@ -240,7 +263,7 @@ class StepCost:
         forward, backward = outline.head_forward, outline.head_backward
         if not settings.chunked_head:
             return (forward if op.kind == Kind.FORWARD else backward).at(tokens)
-        if op.kind == Kind.BACKWARD and trained:  # the forward computed the gradients, which are only scaled here
+        if op.kind == Kind.BACKWARD and trained:  # the forward pass computed the gradients, which are only scaled here
             return Work(moved_bytes=8.0 * weights + 2 * self._step.boundary)
         chunks = -(-tokens // settings.head_chunk_tokens)
         work = forward.at(tokens / chunks) * chunks
@@ -261,7 +284,7 @@ class StepCost:
 
 
 def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
-    """Return the host traffic of an update per parameter, or the bytes that its measured seconds correspond to."""
+    """Return the host traffic of an update per parameter, or the bytes corresponding to its measured seconds."""
 
     def traffic(moments: str) -> int:
         return settings.grad_bytes + _WEIGHT_TRAFFIC[settings.precision] + 4 * MOMENT_BYTES[moments]
@@ -277,16 +300,17 @@ def rates(hardware: Hardware, computing_threads: int | None = None) -> Rates:
 
     Args:
         hardware: the machine.
-        computing_threads: threads of computation, if it shares the cores with updates; None for all cores.
+        computing_threads: threads of computation, if updates share the cores; None for all cores.
     """
+    disk = hardware.disk_write or float("inf")
     if not hardware.on_host:
-        return Rates(hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both)
+        return Rates(hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both, disk=disk)
     computing = computing_threads or hardware.cores
     updating = max(1, hardware.cores - computing)
-    share = min(1.0, hardware.cores / (computing + updating))  # threads take turns if there are more than cores
+    share = min(1.0, hardware.cores / (computing + updating))  # more threads than cores share them
     known = [bandwidth for threads, bandwidth in hardware.host_bandwidth.items() if int(threads) <= updating]
     alone = max(known, default=hardware.host_rate)
     return Rates(
         hardware.link_in, hardware.link_out, hardware.host_rate, inline=True, compute_share=share,
-        update_share=share * alone / hardware.host_rate,
+        update_share=share * alone / hardware.host_rate, disk=disk,
     )  # fmt: skip

@@ -13,8 +13,9 @@ from horizon_lm.schedule.trace import Span, busy_seconds, exposed_seconds
 def staged(hardware: Hardware) -> Hardware:
     """Return the rates of a machine whose transfers are staged.
 
-    Host copies run at half the memory bandwidth, because they read and write. On the way in, one staging buffer is filled
-    while the other is sent; on the way out, a buffer is emptied after the transfer. Both directions share host memory.
+    Host copies run at half the memory bandwidth, because they read and write. Toward the device, one staging buffer is
+    filled while the other is sent; toward the host, a buffer is emptied after the transfer. Both directions share the
+    host memory bandwidth.
     """
     copying = hardware.host_rate / 2
     return replace(
@@ -26,7 +27,7 @@ def staged(hardware: Hardware) -> Hardware:
 
 
 _MOST_TOKENS = 2**30
-_STEPS = 4  # to simulate: after these, a step takes as long as the one before
+_STEPS = 4  # steps to simulate: after these, the duration of a step no longer changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,16 @@ class StepTime:
     """The simulated time of one step among many.
 
     Attributes:
-        seconds: time from one step's last computation to the next one's.
+        seconds: time from the last computation of one step to that of the next step.
         tokens_per_second: throughput in tokens without padding.
         model_tflops: the model's operations (6·N·T and attention) per second, not counting recomputation.
-        limited_by: whichever of ``copy_in``, ``copy_out`` and ``update`` costs most, if a step would be more than 5% shorter
-            without it; else ``compute``.
+        limited_by: the most expensive of ``copy_in``, ``copy_out`` and ``update``, if a step would be more than 5%
+            shorter without it; otherwise ``compute``.
         exposed_seconds: time without computation, by its cause.
         exposed_update_seconds: time that updates add to the step.
         busy: utilization of each stream.
-        hidden_from_tokens: tokens per step from which updates, and loads, are fully overlapped; no loads if they cannot be.
+        hidden_from_tokens: tokens per step from which updates and loads are fully overlapped; without loads if that is
+            impossible.
         spans: spans of all operations of one step, which starts at 0.
     """
 
@@ -60,7 +62,7 @@ class StepTime:
 def step_time(
     step: Step, hardware: Hardware, computing_threads: int | None = None, tokens: float | None = None
 ) -> StepTime:
-    """Simulate a step among many on a machine.
+    """Simulate one of many consecutive steps on a machine.
 
     Args:
         step: the step.
@@ -90,8 +92,50 @@ def step_time(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SaveTime:
+    """The simulated time of writing one checkpoint while training goes on.
+
+    Attributes:
+        num_bytes: bytes of weights, low halves and moments.
+        seconds: time until the checkpoint is written.
+        stall_seconds: time that the steps lose, because updates wait for their units to be written.
+    """
+
+    num_bytes: int
+    seconds: float
+    stall_seconds: float
+
+
+def save_time(step: Step, hardware: Hardware, computing_threads: int | None = None) -> SaveTime:
+    """Simulate a checkpoint between two of many consecutive steps.
+
+    Args:
+        step: the step.
+        hardware: the machine, with the rate of its disk.
+        computing_threads: as in `plan.step.rates`.
+    """
+    passes, save, cost = step.passes(), step.save_pass(), step.cost(hardware)
+    speed = rates(hardware, computing_threads)
+    before, after = passes * _STEPS, passes * 2
+    with_save = simulate([*before, save, *after], cost, speed)
+    without_save = simulate([*before, *after], cost, speed)
+    saved = [span for span in with_save.passes[len(before)] if span.op.kind == Kind.SAVE]
+
+    def computed(timeline: Timeline) -> float:
+        return max(span.end for span in timeline.spans if span.op.stream == Stream.COMPUTE)
+
+    return SaveTime(
+        num_bytes=round(sum(cost(span.op) for span in saved)),
+        seconds=max(span.end for span in saved) - min(span.start for span in saved),
+        stall_seconds=max(0.0, computed(with_save) - computed(without_save)),
+    )
+
+
 def _last_step(timeline: Timeline, num_passes: int) -> tuple[list[Span], float, float]:
-    """Return the spans of the last forward and backward and of the updates before them, their start and their duration."""
+    """Return the spans of the last forward and backward pass and the updates before them, their start and their
+    duration.
+    """
 
     def computed(passes: Sequence[Sequence[Span]]) -> float:
         return max(span.end for spans in passes for span in spans if span.op.stream == Stream.COMPUTE)
@@ -104,7 +148,7 @@ def _last_step(timeline: Timeline, num_passes: int) -> tuple[list[Span], float, 
 
 def _busy(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:
     shares = {}
-    for stream in Stream:
+    for stream in set(Stream) - {Stream.DISK}:  # checkpoints come between few steps
         spans = [
             Span(s.op, max(s.start, begin), min(s.end, begin + seconds), s.reached)
             for s in timeline.spans
@@ -127,14 +171,14 @@ def _limited_by(saved: Mapping[str, float], seconds: float) -> str:
     return cause if most > _NOTABLE_SHARE * seconds else "compute"
 
 
-_NOTABLE_SHARE = 0.05  # of a step's duration
+_NOTABLE_SHARE = 0.05  # share of a step's duration
 
 
 def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates) -> dict[str, int]:
     """Return the tokens per step from which transfers and updates are fully overlapped by computation.
 
-    Seconds of loads and updates do not depend on the tokens. Seconds of computation grow with them, but less than in
-    proportion while matrix products wait for weights. Inline transfers cannot be overlapped.
+    The time of loads and updates does not depend on the tokens. The time of computation grows with them, but less than
+    proportionally while matrix products wait for weights. Inline transfers cannot be overlapped.
     """
     in_backward = step.settings.update_in_backward
     loaded = sum(cost(op) for op in passes[0].ops if op.kind == Kind.STREAM_IN and is_block(op.unit))
@@ -147,7 +191,7 @@ def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates
 
 
 def _tokens_for(seconds: float, computed: Callable[[float], float]) -> int:
-    """Return the fewest tokens whose computation takes this long."""
+    """Return the smallest number of tokens whose computation takes this long."""
     low, high = 0.0, 1.0
     while computed(high) < seconds:
         low, high = high, 2 * high

@@ -1,1 +1,3 @@
-"""Checks before a run: the resources it needs, and whether they are available, from its settings and model config."""
+"""Checks before a run, from its settings and model config: the resources that it needs, and whether they are
+available.
+"""

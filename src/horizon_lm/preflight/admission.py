@@ -1,4 +1,4 @@
-"""Plan a run, apply what the plan chose, and reject the run if it cannot fit."""
+"""Plan a run, apply the choices of the plan, and reject the run if it cannot fit."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -12,11 +12,12 @@ from horizon_lm.plan.outline import ModelOutline
 from horizon_lm.plan.plan import Plan, describe_deficit, make_plan
 from horizon_lm.plan.remedies import Remedy, find_remedies
 from horizon_lm.plan.render import remedy_lines
-from horizon_lm.plan.request import ForwardBatch, Machine, Request
+from horizon_lm.plan.request import ForwardBatch, Machine, Request, Saves
 from horizon_lm.preflight.inputs import RowShape, Source, open_source
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.streaming_options import StreamingOptions
 
+_NO_SAVES = Saves()
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -27,7 +28,7 @@ def plan_run(
     *,
     rows: RowShape | None = None,
     num_steps: int | None = None,
-    num_checkpoints: int = 0,
+    saves: Saves = _NO_SAVES,
     priced: bool = True,
 ) -> Plan:
     """Return the plan of a run.
@@ -36,9 +37,9 @@ def plan_run(
         run: settings of the run; ``device`` is not ``auto``.
         source: model of the run.
         machine: machine of the run.
-        rows: shape of the examples; None for the longest that the settings allow.
+        rows: shape of the examples; None for the longest examples that the settings allow.
         num_steps: optimizer steps of the run; None if unknown.
-        num_checkpoints: number of intermediate exports kept at once.
+        saves: checkpoints of the run.
         priced: simulate a step, if the machine's rates are known.
 
     Raises:
@@ -52,7 +53,7 @@ def plan_run(
     usual = None
     if rows.usual_length and machine.hardware is not None:
         usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
-    request = make_request(run, source, rows, outline.sizes.num_parameters, num_steps, num_checkpoints)
+    request = make_request(run, source, rows, outline.sizes.num_parameters, num_steps, saves)
     if outline.whole_head_only:
         request = replace(request, head="whole", head_chunk_tokens=None)
     if outline.whole_batch_only and request.device_micro_batch_size is None:
@@ -62,7 +63,7 @@ def plan_run(
 
 
 def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
-    """Return the reasons for which the engine would reject the first step."""
+    """Return the reasons why the engine would reject the first step."""
     from horizon_lm.model.attention import large_mask
 
     outline, config = plan.step.outline, source.config.get_text_config()
@@ -74,9 +75,9 @@ def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
 
 
 def make_request(
-    run: RunConfig, source: Source, rows: RowShape, num_parameters: int, num_steps: int | None, num_checkpoints: int
+    run: RunConfig, source: Source, rows: RowShape, num_parameters: int, num_steps: int | None, saves: Saves
 ) -> Request:
-    """Return a run's settings as a request to the planner."""
+    """Convert the settings of a run to a request to the planner."""
     grad = run.grad_dtype or ("float32" if run.precision == "float32" else "bfloat16")
     return Request(
         **StreamingOptions.of(run),
@@ -92,7 +93,7 @@ def make_request(
         distinct_tokens=rows.distinct_tokens,
         tokens_per_step=rows.tokens,
         num_steps=num_steps,
-        num_checkpoints=num_checkpoints,
+        saves=saves,
         export_bytes=_ITEMSIZE[run.exported_dtype] if run.exported_dtype else source.stored_bytes,
         stored_bytes=source.stored_bytes,
         download_bytes=0 if source.is_local else num_parameters * source.stored_bytes,
@@ -104,7 +105,7 @@ def _sequences(run: RunConfig) -> int:
 
 
 def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[ForwardBatch]:
-    """Yield the batches of a run that have no gradients."""
+    """Yield the batches of a run that are computed without gradients."""
     sequences = _sequences(run)
     if run.has_held_out:
         size = run.per_device_eval_batch_size * sequences
@@ -113,14 +114,14 @@ def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[Forwar
         size = run.reference_batch_size * sequences
         yield ForwardBatch(size, rows.length, "precompute_ref_batch_size")
     if run.sample_prompts:
-        # The tokenizer is not loaded yet, so count characters: tokens are rarely shorter.
+        # The tokenizer is not loaded yet, so count characters, which tokens are rarely shorter than.
         longest = rows.prompt_length or max(map(len, run.sample_prompts))
         length = longest + run.sample_max_new_tokens
         yield ForwardBatch(1, length, kept_bytes=length * source.cache_bytes_per_token(run))
 
 
 def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
-    """Return the changes of settings that would make a plan fit."""
+    """Return the changes of settings with which the run of a plan would fit."""
     if plan.fits:
         return []
     length = plan.step.outline.length
@@ -140,7 +141,8 @@ def does_not_fit(plan: Plan, remedies: Sequence[Remedy]) -> DoesNotFitError:
 def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
     """Return the run with the planner's choice for each setting that was left open.
 
-    If the planner could not try the blocks, settings of residency stay open: the engine chooses them with the first batch.
+    If the planner could not try the blocks, the residency settings stay open: the engine chooses them with the first
+    batch.
     """
     settings = plan.step.settings
     rows = None if plan.step.outline.whole_batch_only and not run.device_micro_batch_size else settings.micro_batch
@@ -173,18 +175,18 @@ def _require_known_tokens(rows: TokenTable, vocabulary: int | None) -> None:
             )
 
 
-_USUAL_LENGTH = 1024  # tokens of an example, if max_length does not limit it
+_USUAL_LENGTH = 1024  # assumed tokens of an example if max_length is not set
 
 
 class Admission:
-    """The check whether a run fits before it starts. ``run.device`` must be a device, not ``auto``."""
+    """The check before a run starts that it fits. ``run.device`` must be a device, not ``auto``."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run, self._source = run, open_source(run)
         self._vocabulary: int | None = None
 
     def reject_if_impossible(self) -> None:
-        """Raise DoesNotFitError, before examples are read, if the run would not fit even with the shortest examples."""
+        """Raise DoesNotFitError before examples are read if not even the shortest examples would fit."""
         run, machine = self._run, this_machine(self._run)
         length = run.max_length or _USUAL_LENGTH
         plan = plan_run(run, self._source, machine, rows=RowShape(length, length), priced=False)
@@ -194,7 +196,7 @@ class Admission:
             self._reject(plan)
 
     def admit(
-        self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, num_checkpoints: int, prompt_length: int
+        self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, saves: Saves, prompt_length: int
     ) -> Plan:
         """Return the plan for these examples.
 
@@ -209,7 +211,7 @@ class Admission:
         shape = RowShape.of(loader, held_out, prompt_length)
         plan = plan_run(
             self._run, self._source, this_machine(self._run), rows=shape, num_steps=num_steps,
-            num_checkpoints=num_checkpoints,
+            saves=saves,
         )  # fmt: skip
         if not plan.fits:
             self._reject(plan)

@@ -19,9 +19,9 @@ class Source:
     """A model with a known config.
 
     Attributes:
-        name: name as given in the settings.
+        name: name of the model in the settings.
         config: Hugging Face config.
-        stored_bytes: bytes of an element of the checkpoint.
+        stored_bytes: bytes per element of the checkpoint.
         is_local: the weights are on this machine.
     """
 
@@ -47,7 +47,7 @@ class Source:
     def outline(
         self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
     ) -> ModelOutline:
-        """Return the model's outline for a run. Arguments as in `cost.model_outline.outline_config`."""
+        """Return the model's outline for a run. The arguments are those of `cost.model_outline.outline_config`."""
         from horizon_lm.cost.model_outline import outline_config
 
         accelerated = run.device != "cpu"
@@ -78,7 +78,7 @@ def _compute_dtype(run: RunConfig) -> Any:
 
 
 def _head_values(run: RunConfig) -> tuple[str, ...]:
-    """Return the per-token values that the run's loss is computed from; empty for Hugging Face's own loss."""
+    """Return the per-token values from which the loss is computed; empty for Hugging Face's own loss."""
     if isinstance(run, TextConfig) and run.label_smoothing_factor:
         return "logprobs", "mean"
     return ("logprobs",) if run.objective == "dpo" or (isinstance(run, SftConfig) and run.loss_type == "dft") else ()
@@ -108,13 +108,13 @@ def open_source(run: RunConfig) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """The properties of a run's examples that determine memory.
+    """The properties of a run's examples that determine its memory.
 
     Attributes:
-        length, eval_length: tokens of the longest training example, and of the longest one in the eval set.
+        length, eval_length: tokens of the longest training example, and of the longest example in the eval set.
         usual_length: tokens of the longest example of an average step; None for ``length``.
         tokens: tokens of an average step without padding; None if unknown.
-        prompt_length: tokens of the longest sample prompt; 0 if there is none, or if it is unknown.
+        prompt_length: tokens of the longest sample prompt; 0 if there is no prompt, or if the length is unknown.
         masked: attention needs a mask, because examples are padded or packed.
         distinct_tokens: number of distinct tokens in all examples; None if unknown.
     """
@@ -129,14 +129,14 @@ class RowShape:
 
     @classmethod
     def of(cls, loader: Loader, held_out: Iterable[TokenTable], prompt_length: int = 0) -> "RowShape":
-        """Return the shape of tokenized examples in the steps of their loader."""
+        """Return the shape of tokenized examples, given the loader of their steps."""
         rows, held_out, present = loader.rows, list(held_out), np.zeros(1, dtype=bool)
         assert isinstance(rows, TokenTable)
         for ids in (ids for table in (rows, *held_out) for ids in table.token_ids() if len(ids)):
             if (largest := int(ids.max())) >= len(present):
                 present = np.pad(present, (0, 2 * largest + 1 - len(present)))
             present[ids] = True
-        # One more for the padding token.
+        # One additional token for padding.
         distinct = int(present.sum()) + 1 + prompt_length
         steps = [rows.lengths[loader.sampler.rows(step)] for step in range(loader.sampler.steps_per_epoch)]
         usual = sum(step.max() * len(step) for step in steps) / sum(map(len, steps))

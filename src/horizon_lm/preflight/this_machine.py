@@ -1,4 +1,4 @@
-"""Describe the machine of a run: this one in its present state, or another one by its profile."""
+"""Describe the machine of a run: this machine in its current state, or another machine by its profile."""
 
 import gc
 from pathlib import Path
@@ -9,13 +9,16 @@ from horizon_lm.plan.catalog import Hardware, match_profile, own_profile_path, r
 from horizon_lm.plan.request import Limit, Machine
 from horizon_lm.quantities import format_bytes
 
-LIBRARIES_BYTES = 2**30  # of a process on another machine: interpreter, torch, transformers
+LIBRARIES_BYTES = 2**30  # bytes of a process on another machine: interpreter, torch, transformers
 FIRST_STEPS_BYTES = 160 * 2**20  # growth of the process in its first steps: compiled kernels, threads, library caches
-CONTEXT_BYTES = 2**30  # of a CUDA context on another machine
-# Beyond an existing context: cuBLAS workspaces, 32 MiB each on Hopper for each computing thread, and those of other libraries.
+CONTEXT_BYTES = 2**30  # bytes of a CUDA context on another machine
+# In addition to an existing context: cuBLAS workspaces, 32 MiB on Hopper for each computing thread, and those of other
+# libraries.
 WORKSPACE_BYTES = 2**28
-SCRATCH_BYTES = 2**27  # as in device.cuda, for both directions
-STAGING_BYTES = 2**28
+# Both links of a CUDA device, one for each direction. device/cuda_link.py allocates these sizes; they are repeated here
+# because that module imports torch, which this one imports late. tests/numerics/test_cuda_memory.py compares them.
+SCRATCH_BYTES = 2**27  # device memory in which copies change their dtype
+STAGING_BYTES = 2**28  # page-locked host memory through which copies of memory that is not page-locked pass
 _TRIAL_BYTES = 2**26  # more than RLIMIT_MEMLOCK usually allows
 _ADDRESS_BYTES = 2**29  # address space that libraries and threads reserve and never touch
 
@@ -52,10 +55,11 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
 
 
 def _host_limits(host_memory: int | None) -> tuple[list[Limit], list[str]]:
-    """Return the limits on the run's host memory, the smallest first, and notes about them.
+    """Return the limits on the run's host memory, smallest first, and notes about them.
 
     ``host_memory`` overrides estimates of free memory, which are not enforced: memory may be added on demand, or other
-    processes may release theirs. Limits of control groups and of the process are enforced, so it does not override them.
+    processes may release memory. Limits of control groups and of the process are enforced, so ``host_memory`` does not
+    override them.
     """
     from horizon_lm.resources import memory_limits
 
@@ -75,9 +79,10 @@ def _host_limits(host_memory: int | None) -> tuple[list[Limit], list[str]]:
 
 
 def _probe_device(device: str) -> tuple[str, list[Limit], str]:
-    """Return a GPU's name, the bytes that torch can allocate on it, and why host memory cannot be page-locked, or "".
+    """Return a GPU's name, the bytes torch can allocate on it, and why host memory cannot be page-locked (or an empty
+    text).
 
-    A trial decides about page-locking, because RLIMIT_MEMLOCK does not bind every driver.
+    Page-locking is tried, because some drivers ignore RLIMIT_MEMLOCK.
     """
     import torch
 
@@ -106,12 +111,12 @@ def _disk_limits(output_dir: Path) -> tuple[list[Limit], list[Limit]]:
         cache = Path(HF_HUB_CACHE)
         same = file_system(cache) == file_system(output_dir)
         return disk, [] if same else [Limit(f"free in {cache}", disk_free(cache))]
-    except OSError:  # not accessible: the error comes when something is written there
+    except OSError:  # not accessible: the error is raised when something is written there
         return [], []
 
 
 def other_machine(hardware: Hardware, host_memory: int | None) -> Machine:
-    """Return another machine by its profile; ``host_memory`` overrides the profile's."""
+    """Return another machine, described by its profile; ``host_memory`` overrides the profile's host memory."""
     host = host_memory or hardware.host_memory
     on_host = hardware.on_host
     return Machine(
@@ -128,9 +133,11 @@ def other_machine(hardware: Hardware, host_memory: int | None) -> Machine:
 
 
 def own_profile(device: str, gpu: str = "") -> Hardware | None:
-    """Return the profile that ``horizon-lm doctor`` measured on this machine; None if it has none for this device."""
+    """Return the profile that ``horizon-lm doctor`` measured on this machine, or None without a profile for this
+    device.
+    """
     try:
         profile = read_profile(own_profile_path())
-    except ConfigError:  # no profile, or one of another version: the plan has no times then
+    except ConfigError:  # no profile, or one of another version: the plan has no times
         return None
     return profile if profile.device == device and profile.gpu == gpu else None

@@ -1,1 +1,1 @@
-"""A run's files as one HTML page. Nothing here imports torch, so that the command takes a second."""
+"""Write the files of a run as one HTML page. Nothing here imports torch, so that the command takes only a second."""

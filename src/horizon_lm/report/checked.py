@@ -28,7 +28,7 @@ def check_json(adapter: TypeAdapter[T], content: bytes, place: str) -> T:
 
     Raises:
         NotJsonError: the content is not JSON.
-        ConfigError: a field is missing or has another type; the message names the first one.
+        ConfigError: a field is missing or has the wrong type; the message names the first such field.
     """
     try:
         return adapter.validate_json(content, strict=True)
@@ -45,7 +45,7 @@ def check_lines(path: Path, adapter_of: Callable[[bytes], TypeAdapter[T]]) -> It
 
     Args:
         path: the file.
-        adapter_of: returns the type that a line must have.
+        adapter_of: function that returns the type that a line must have.
 
     Raises:
         ConfigError: another line is invalid; the message has its number.

@@ -4,15 +4,16 @@ import html
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from plotly.graph_objects import Bar, Figure, Scatter, Waterfall
+from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
 from horizon_lm.quantities import format_bytes
 from horizon_lm.report.run_files import MetricsFile, Place, Plan
 from horizon_lm.report.trace_file import Part
-from horizon_lm.schedule.ops import Kind, Stream
+from horizon_lm.schedule.ops import STREAM_TITLES, Kind, Stream
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -33,14 +34,9 @@ KINDS = {
     Kind.STREAM_OUT: "#e45756",
     Kind.UPDATE: "#d0a829",
     Kind.UPDATE_ROWS: "#8d7518",
+    Kind.SAVE: "#79706e",
 }
 
-STREAMS = {
-    Stream.COPY_IN: "host-to-device",
-    Stream.COMPUTE: "compute",
-    Stream.COPY_OUT: "device-to-host",
-    Stream.HOST: "host",
-}
 NOT_FROM_ZERO = "axis not from 0"
 
 
@@ -67,7 +63,7 @@ def apply_style(figure: "Figure", height: int, top: int = 32, right: int = 24) -
 
 
 def as_text(text: str, width: int | None = None) -> str:
-    """Escape text for a figure, where Plotly reads angle brackets as markup; with ``width``, wrap it."""
+    """Escape text for a figure, where Plotly reads angle brackets as markup; with ``width``, also wrap it."""
     lines = [text] if width is None else textwrap.wrap(text, width) or [""]
     return "<br>".join(html.escape(line, quote=False) for line in lines)
 
@@ -88,7 +84,7 @@ def time_scale(seconds: float) -> tuple[float, str]:
     return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
 
 
-_MAX_MARKED_POINTS = 60  # longer lines have no markers
+_MAX_MARKED_POINTS = 60  # lines with more points have no markers
 
 
 def loss_figure(metrics: MetricsFile) -> Figure:
@@ -129,7 +125,7 @@ def preferences_figure(metrics: MetricsFile) -> Figure:
 
 
 def tokens_figure(metrics: MetricsFile) -> Figure:
-    """Plot tokens per second: all tokens, and trained ones."""
+    """Plot the tokens per second, for all tokens and for trained tokens."""
     steps = [line.step for line in metrics.training]
     total = [line.tokens_per_second for line in metrics.training]
     trained = [line.trained_tokens_per_second for line in metrics.training]
@@ -164,22 +160,23 @@ def run_memory_figure(metrics: MetricsFile, plan: Plan | None) -> Figure:
 
 
 def waterfall_figure(place: Place) -> Figure:
-    """Plot how the items of a plan add up, with a line at the available bytes. Bars are numbered: names may repeat."""
+    """Plot how the items of a plan add up, with a line at the available bytes. Bars are numbered, because names may
+    repeat.
+    """
     largest = max(place.bytes, sum(item.bytes for item in place.items), 1)
     unit, name = byte_scale([largest])
     sizes = [item.bytes for item in place.items] + [place.bytes]
+    starts = [*accumulate(sizes[:-2], initial=0), 0] if place.items else [0]
     texts = [f"{item.name}: {format_bytes(item.bytes)}. {item.note}" for item in place.items]
     figure = Figure(
-        Waterfall(
+        Bar(  # not Waterfall, which Plotly's basic bundle does not have
             orientation="h",
-            measure=["relative"] * len(place.items) + ["absolute"],
             y=list(range(len(sizes))),
+            base=[start / unit for start in starts],
             x=[size / unit for size in sizes],
             hovertext=[as_text(text, 60) for text in [*texts, f"total: {format_bytes(place.bytes)}"]],
             hovertemplate="%{hovertext}<extra></extra>",
-            increasing={"marker": {"color": FIRST}},
-            totals={"marker": {"color": SECOND}},
-            connector={"line": {"color": GRID, "width": 1}},
+            marker={"color": [FIRST] * len(place.items) + [SECOND]},
             width=0.7,
         )
     )
@@ -229,7 +226,9 @@ def _line(name: str, steps: Sequence[int], values: Sequence[float | None], colou
 
 
 def _axis_values(used: Sequence[float], place: Place | None) -> list[float]:
-    """Return the values that an axis must include. A limit far above the others is left out: it would flatten them."""
+    """Return the values that an axis must include. A limit far above the others is left out, as it would
+    flatten them.
+    """
     if place is None:
         return list(used)
     shown = [*used, place.bytes]
@@ -238,7 +237,7 @@ def _axis_values(used: Sequence[float], place: Place | None) -> list[float]:
 
 
 def _add_limits(figure: Figure, row: int, used: Sequence[float], place: Place | None, unit: float) -> None:
-    """Add lines at the planned and available bytes. If the available bytes are far above, add a note instead."""
+    """Add lines at the planned and available bytes, or a note if the available bytes are far above."""
     if place is None:
         return
     figure.add_hline(
@@ -264,7 +263,7 @@ def _add_limits(figure: Figure, row: int, used: Sequence[float], place: Place | 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """A step in the figures.
+    """A step to plot.
 
     Attributes:
         name: Predicted or Measured.
@@ -272,7 +271,7 @@ class StepView:
         colour: colour of its lines.
         seconds: length of the step.
         parts: its operations.
-        memory: ``device`` and ``host``: seconds from the start of the step, and the bytes in use from then on.
+        memory: ``device`` and ``host``: seconds from the start of the step, and the bytes in use since that moment.
     """
 
     name: str
@@ -292,7 +291,10 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
         subplot_titles=[view.title for view in views],
     )  # fmt: skip
     figure.update_annotations(x=0, xanchor="left", font={"size": 14})
-    rows = {stream: row for row, stream in enumerate(STREAMS)}
+    used = {part.span.op.stream for view in views for part in view.parts}
+    # A row for checkpoints only if one was being written.
+    titles = {stream: title for stream, title in STREAM_TITLES.items() if stream in used or stream != Stream.DISK}
+    rows = {stream: row for row, stream in enumerate(titles)}
     in_legend = set()
     for number, view in enumerate(views, start=1):
         for kind, colour in KINDS.items():
@@ -314,7 +316,7 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
         figure.add_vline(view.seconds / unit, row=number, col=1, line={"color": MUTED, "dash": "dot", "width": 1.5})
     figure.update_layout(barmode="overlay", bargap=0.2)
     figure.update_yaxes(
-        tickvals=list(rows.values()), ticktext=list(STREAMS.values()), range=[len(rows) - 0.5, -0.5], fixedrange=True,
+        tickvals=list(rows.values()), ticktext=list(titles.values()), range=[len(rows) - 0.5, -0.5], fixedrange=True,
         showgrid=False,
     )  # fmt: skip
     figure.update_xaxes(range=[0, longest * 1.01 / unit])

@@ -1,4 +1,4 @@
-"""Build HTML as a tree of elements, so that text is escaped in one place: when the page is written."""
+"""Build HTML as a tree of elements, so that text is escaped in a single place, when the page is written."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ Child = Element | str
 
 
 def node(tag: str, *children: Child, **attributes: str) -> Element:
-    """Return an element. Attribute names drop a final underscore and turn others into dashes: class_, data_x."""
+    """Return an element. In attribute names, a final underscore is dropped and others become dashes: class_, data_x."""
     element = Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
     for child in children:
         if isinstance(child, Element):
@@ -26,7 +26,7 @@ def node(tag: str, *children: Child, **attributes: str) -> Element:
 
 
 def code(tag: str, text: str, **attributes: str) -> Element:
-    """Return a script or style element, whose text HTML does not escape. Raise ValueError if it has an end tag."""
+    """Return a script or style element, whose text HTML does not escape. Raise ValueError if it contains an end tag."""
     if f"</{tag}" in text.lower():
         raise ValueError(f"the text of a {tag} element must not contain its end tag")
     return node(tag, text, **attributes)
@@ -34,13 +34,13 @@ def code(tag: str, text: str, **attributes: str) -> Element:
 
 def data(identifier: str, text: str) -> Element:
     """Return a script element with JSON. Angle brackets are encoded, so that no text can end the element."""
-    for character in "<>&":  # JSON has them in strings only
+    for character in "<>&":  # in JSON they occur only in strings
         text = text.replace(character, f"\\u{ord(character):04x}")
     return code("script", text, type="application/json", id=identifier)
 
 
 def chart(name: str, figure: "Figure") -> Element:
-    """Return the element of a figure with its data, drawn by the script of the page."""
+    """Return the element of a figure with its data, which the script of the page draws."""
     return node("figure", node("div", data_figure=f"figure-{name}"), data(f"figure-{name}", figure.to_json()))
 
 
@@ -72,7 +72,7 @@ def missing(name: str) -> Element:
 
 
 def nothing_logged() -> Element:
-    """Return a note about a run without a line of metrics."""
+    """Return a note about a run without metrics."""
     return absent(node("code", run_files.METRICS), " has no training step yet: the first line comes with step 1.")
 
 

@@ -1,7 +1,9 @@
 """Draw ``loss.png``, the loss curve in the folder of a run."""
 
+import io
 from pathlib import Path
 
+from horizon_lm.disk import Disk, write_file
 from horizon_lm.report.figures import FIRST, GRID, MUTED, NOT_FROM_ZERO, SECOND, THIRD
 from horizon_lm.report.run_files import read_metrics
 
@@ -23,7 +25,7 @@ def write_loss_png(metrics_file: Path, png: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     rates = axes.twinx()
-    axes.set_zorder(rates.get_zorder() + 1)  # draw losses over the learning rate
+    axes.set_zorder(rates.get_zorder() + 1)  # draw losses on top of the learning rate
     axes.patch.set_visible(False)
 
     steps = [line.step for line in metrics.training]
@@ -44,4 +46,6 @@ def write_loss_png(metrics_file: Path, png: Path) -> None:
     rates.set_ylim(bottom=0)
     rates.ticklabel_format(axis="y", scilimits=(0, 0))
     figure.legend(handles=lines[::-1], loc="outside upper center", ncols=3, frameon=False)
-    figure.savefig(png, format="png")
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_file(Disk(), png, image.getvalue())

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from plotly.offline import get_plotlyjs
-
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError
-from horizon_lm.quantities import format_bytes
+from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.report import run_files
 from horizon_lm.report.figures import (
     DARK,
@@ -28,6 +26,8 @@ from horizon_lm.report.run_files import Place, Run, load_run
 from horizon_lm.report.step_sections import step_memory_section, timeline_section
 from horizon_lm.report.summary import count, summarise
 
+PLOTLY = "plotly-basic.min.js"  # of the npm package plotly.js-basic-dist-min; the bundle in the Python package has three times the size
+
 
 def loss_section(run: Run) -> list[Element]:
     """Return the figure of loss and learning rate."""
@@ -39,7 +39,7 @@ def loss_section(run: Run) -> list[Element]:
 
 
 def preferences_section(run: Run) -> list[Element]:
-    """Return the figure of reward margins and accuracy; nothing for runs that do not learn preferences."""
+    """Return the figure of reward margins and accuracy; empty for runs that do not learn preferences."""
     if run.metrics is None or not run.metrics.of_preferences:
         return []
     return [chart("preferences", preferences_figure(run.metrics))]
@@ -86,7 +86,7 @@ def bytes_section(run: Run) -> list[Element]:
 def _place(name: str, place: Place) -> list[Element]:
     heading = node("h3", f"{name}: {format_bytes(place.bytes)}")
     if not place.is_used:
-        return [heading, absent("Nothing is planned here. On a CPU, device memory is part of host memory.")]
+        return [heading, absent("No memory is planned here. On a CPU, device memory is part of host memory.")]
     rows = [[item.name, format_bytes(item.bytes), item.note] for item in place.items]
     details = node("details", node("summary", "as a table"), table(["item", "bytes", "note"], rows, "bytes"))
     figure = chart(f"bytes-{name.partition(',')[0].lower()}", waterfall_figure(place))
@@ -102,12 +102,12 @@ def _available(place: Place) -> str:
 
 
 def settings_section(run: Run) -> list[Element]:
-    """Return all settings of the run, and the reasons for those that the plan chose."""
+    """Return all settings of the run, and the reasons for the settings chosen by the plan."""
     settings = run.settings or {}
     planned, reasons = ({}, []) if run.plan is None else (run.plan.run.settings, run.plan.run.reasons)
     parts = [missing(run_files.SETTINGS)] if run.settings is None else []
     if reasons:
-        parts.append(node("p", "Reasons for the settings that the plan chose:"))
+        parts.append(node("p", "Reasons for the settings chosen by the plan:"))
         parts.append(node("ul", *(node("li", reason) for reason in reasons)))
     rows = [[_name(name), _values(name, settings, planned)] for name in dict.fromkeys([*settings, *planned])]
     if rows:
@@ -116,7 +116,7 @@ def settings_section(run: Run) -> list[Element]:
 
 
 def _name(name: str) -> Element:
-    """Return the name of a setting with its description, if this version has it."""
+    """Return the name of a setting with its description, if this version has the setting."""
     field = RunConfig.model_fields.get(name)
     description = "" if field is None else field.description or ""
     return node("div", node("small", description), node("code", name))
@@ -169,7 +169,7 @@ def write_report(folder: Path, output: Path) -> None:
 def build_page(run: Run) -> str:
     """Return the page of a run as text."""
     name, about = _about(run)
-    plotly, script = get_plotlyjs(), _asset("page.js")
+    plotly, script = _asset(PLOTLY), _asset("page.js")
     contents = {title: section(run) for title, section in _SECTIONS.items()}
     sections = [node("section", node("h2", title), *parts) for title, parts in contents.items() if parts]
     head = node(
@@ -202,7 +202,7 @@ def _about(run: Run) -> tuple[str, str]:
         model_name, precision = model.name, run.plan.run.precision
         active = "" if model.active_parameters == model.parameters else f", {count(model.active_parameters)} active"
         facts.append(f"{count(model.parameters)} parameters{active}")
-        facts.append(f"{model.num_blocks} blocks")
+        facts.append(counted(model.num_blocks, "block"))
         facts.append(f"{run.plan.run.rows} × {run.plan.run.length:,} tokens a step")
     if precision is not None:
         facts.append(str(precision))
@@ -226,7 +226,7 @@ def _strip(run: Run) -> Element:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Return a content security policy: browsers run only the page's own scripts and fetch nothing."""
+    """Return a content security policy that lets browsers run only the page's own scripts and fetch nothing."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
@@ -237,7 +237,7 @@ def _policy(scripts: list[str]) -> str:
 
 
 def _compress(script: str) -> str:
-    """Return a script as base64 of gzip, which page.js unpacks: 2 MB for Plotly instead of 5."""
+    """Compress a script to base64-encoded gzip, which page.js unpacks: 0.5 MB for Plotly instead of 1.2."""
     return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
 
 

@@ -50,7 +50,7 @@ class MetricsFile:
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """The steps that have a loss, with the loss."""
+        """The steps with a loss, and their losses."""
         return [(line.step, line.loss) for line in self.training if line.loss is not None]
 
     @property
@@ -60,12 +60,12 @@ class MetricsFile:
 
     @property
     def loss_title(self) -> str:
-        """The axis title of a loss: its mean is per pair or per token."""
+        """The axis title of a loss, which is a mean per pair or per token."""
         return "loss per pair" if self.of_preferences else "loss per token"
 
     @property
     def step_seconds(self) -> float | None:
-        """The median seconds of a step, without evaluation and exports; None without two lines."""
+        """The median seconds of a step, without evaluation and exports; None with fewer than two lines."""
         spans = [
             (after.tokens_total - before.tokens_total) / after.tokens_per_second / (after.step - before.step)
             for before, after in pairwise(self.training)
@@ -119,7 +119,7 @@ class Place:
 
     @property
     def is_used(self) -> bool:
-        """True if anything is planned. A CPU has no device memory: its buffers are planned on the host."""
+        """True if any bytes are planned. A CPU has no device memory, so its buffers are planned on the host."""
         return bool(self.items)
 
 
@@ -135,7 +135,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """The shape of a step and the settings that the plan chose, with its reasons."""
+    """The shape of a step and the settings chosen by the plan, with the reasons."""
 
     rows: int
     length: int
@@ -149,7 +149,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The simulated step: its seconds, stalls of compute by cause, and the busy share of each stream."""
+    """The simulated step: its duration, stalls of compute by cause, and the busy share of each stream."""
 
     seconds: float
     tokens_per_second: float
@@ -163,7 +163,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory:
-    """The bytes in use over a step, each from its moment in ``seconds`` on."""
+    """The memory in use over a step; each value holds from its moment in ``seconds`` on."""
 
     seconds: list[float]
     device: list[float]
@@ -176,7 +176,7 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The content of ``plan.json``. ``buffers`` is the engine's part of the device if a run limits it."""
+    """The content of ``plan.json``. ``buffers`` is the engine's share of the device, if the run limits it."""
 
     version: Literal[1]
     model: PlannedModel
@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def device_peak(self) -> Place | None:
-        """The planned bytes to compare ``device_bytes_peak`` with; None if there are none."""
+        """The planned bytes to compare with ``device_bytes_peak``, or None if no bytes are planned."""
         if self.buffers is not None and self.buffers.is_used:
             return self.buffers
         return self.device if self.device.is_used else None
@@ -201,7 +201,7 @@ _PLAN = TypeAdapter(Plan)
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan. Raise ConfigError with the field that is wrong."""
+    """Read a plan. Raise ConfigError with the invalid field."""
     return check_json(_PLAN, read_bytes(path), str(path))
 
 

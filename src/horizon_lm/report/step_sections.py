@@ -1,20 +1,20 @@
-"""Sections about one step, predicted and measured."""
+"""Sections of the page about one step, predicted and measured."""
 
 from collections.abc import Mapping, Sequence
 from xml.etree.ElementTree import Element
 
 from horizon_lm.report import run_files
-from horizon_lm.report.figures import FIRST, KINDS, SECOND, STREAMS, StepView, step_memory_figure, timeline_figure
+from horizon_lm.report.figures import FIRST, KINDS, SECOND, StepView, step_memory_figure, timeline_figure
 from horizon_lm.report.html import absent, chart, missing, node, table
 from horizon_lm.report.run_files import PlannedStep, Run
 from horizon_lm.report.summary import count, duration
 from horizon_lm.report.trace_file import Step, TraceFile, busy_shares
-from horizon_lm.schedule.ops import Kind
+from horizon_lm.schedule.ops import CAUSE_TITLES, STREAM_TITLES, Kind
 from horizon_lm.schedule.trace import exposed_seconds
 
 
 def timeline_section(run: Run) -> list[Element]:
-    """Return the timeline of the streams, and tables of how busy they are."""
+    """Return the timeline of the streams, and tables of their utilization."""
     notes = _missing_traces(run)
     planned = None if run.plan is None else run.plan.step
     if planned is not None:
@@ -71,13 +71,13 @@ def _missing_traces(run: Run) -> list[Element]:
 
 
 def _verdict(planned: PlannedStep) -> str:
-    """Return the plan's prediction of a step as text."""
+    """Return the plan's prediction for a step as text."""
     text = (
         f"The plan expects {duration(planned.seconds)} per step, {planned.tokens_per_second:,.0f} tokens per second and "
-        f"{planned.model_tflops:.3g} model TFLOP/s, limited by {_CAUSES.get(planned.limited_by, planned.limited_by)}."
+        f"{planned.model_tflops:.3g} model TFLOP/s, limited by {CAUSE_TITLES.get(planned.limited_by, planned.limited_by)}."
     )
     hidden = [
-        f"{_CAUSES.get(cause, cause)} from {count(tokens)}"
+        f"{CAUSE_TITLES.get(cause, cause)} from {count(tokens)}"
         for cause, tokens in planned.hidden_from_tokens.items()
         if tokens is not None
     ]
@@ -95,7 +95,9 @@ def _tables(views: Sequence[StepView], planned: PlannedStep | None) -> list[Elem
     shares |= {view.name.lower(): busy_shares([part.span for part in view.parts], view.seconds) for view in views}
     if shares:
         rows = [
-            [words, *(f"{share.get(stream, 0):.1%}" for share in shares.values())] for stream, words in STREAMS.items()
+            [words, *(f"{share.get(stream, 0):.1%}" for share in shares.values())]
+            for stream, words in STREAM_TITLES.items()
+            if any(stream in share for share in shares.values())
         ]
         streams.append(table(["busy share of stream", *shares], rows, "numbers"))
     exposed = {view.name.lower(): exposed_seconds([part.span for part in view.parts]) for view in views}
@@ -103,7 +105,9 @@ def _tables(views: Sequence[StepView], planned: PlannedStep | None) -> list[Elem
         exposed = {"predicted": dict(planned.exposed_seconds), **exposed}
     if exposed:
         causes = next(iter(exposed.values()))
-        rows = [[_CAUSES.get(cause, cause), *(duration(each[cause]) for each in exposed.values())] for cause in causes]
+        rows = [
+            [CAUSE_TITLES.get(cause, cause), *(duration(each[cause]) for each in exposed.values())] for cause in causes
+        ]
         streams.append(table(["compute stalls, by cause", *exposed], rows, "numbers"))
     if views:
         found = {part.span.op.kind for view in views for part in view.parts}
@@ -116,6 +120,3 @@ def _kind_total(view: StepView, kind: Kind) -> str:
     """Return the total time of the operations of a kind, and their number, as text."""
     spans = [part.span for part in view.parts if part.span.op.kind == kind]
     return f"{duration(sum(span.end - span.start for span in spans))} ({len(spans)})" if spans else "none"
-
-
-_CAUSES = {**{str(stream): name for stream, name in STREAMS.items()}, "update": "optimizer"}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from statistics import median
 
-from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.quantities import counted, format_bytes, format_seconds
 from horizon_lm.report.run_files import Run
 
 
@@ -17,7 +17,7 @@ class Statistic:
 
 
 def summarise(run: Run) -> list[Statistic]:
-    """Return the statistics for the top of the page. Unknown ones are left out."""
+    """Return the statistics for the top of the page, without unknown ones."""
     return [*_losses(run), *_speeds(run), *_memory(run)]
 
 
@@ -41,7 +41,7 @@ def count(number: float) -> str:
 
 
 def _three_digits(number: float) -> float:
-    """Round to three digits. Done before the unit is chosen: 999.9 ms is 1 s."""
+    """Round to three digits. This is done before choosing the unit, since 999.9 ms is 1 s."""
     return float(f"{number:.3g}")
 
 
@@ -61,7 +61,7 @@ def _losses(run: Run) -> list[Statistic]:
             statistics.append(Statistic("Eval loss", f"{first.eval_loss:.4f}", f"step {first.step:,}"))
         else:
             value = f"{first.eval_loss:.4g} → {last.eval_loss:.4g}"
-            statistics.append(Statistic("Eval loss", value, f"before → after {last.step:,} steps"))
+            statistics.append(Statistic("Eval loss", value, f"before → after {counted(last.step, 'step')}"))
     return statistics
 
 

@@ -13,7 +13,7 @@ from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.schedule.trace import Span, busy_seconds
 
 _COUNTERS = {"device bytes": "device", "host bytes": "host"}
-_SECONDS = 1e-6  # of a microsecond, the unit of time in these files
+_SECONDS = 1e-6  # seconds per microsecond, the unit of time in these files
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of an operation inside a step, in seconds from the step's start, and the length of the whole operation."""
+    """The part of an operation inside a step, in seconds from the step's start, and the length of the whole
+    operation.
+    """
 
     span: Span
     seconds: float
@@ -39,11 +41,11 @@ class Part:
 
 @dataclass(slots=True)
 class TraceFile:
-    """The content of a trace; all times are seconds of one clock.
+    """The content of a trace; all times are in seconds on one clock.
 
     Attributes:
         spans: the operations.
-        memory: ``device`` and ``host``: moments, and the bytes in use from then on.
+        memory: ``device`` and ``host``: moments, and the bytes in use since then.
         steps: the traced steps.
     """
 
@@ -52,12 +54,12 @@ class TraceFile:
     steps: list[Step] = field(default_factory=list)
 
     def median_step(self) -> Step | None:
-        """Return the step of median length, the shorter of two; None if nothing was traced."""
+        """Return the step of median length, or the shorter of two; None if nothing was traced."""
         by_length = sorted(self.steps, key=lambda step: step.seconds)
         return by_length[(len(by_length) - 1) // 2] if by_length else None
 
     def within(self, step: Step) -> list[Part]:
-        """Return the operations in a step, cut at its start and end."""
+        """Return the operations in a step, cut off at its start and end."""
         return [
             Part(_cut(span, step), span.end - span.start)
             for span in self.spans
@@ -80,12 +82,14 @@ def _cut(span: Span, step: Step) -> Span:
 
 def busy_shares(spans: Sequence[Span], seconds: float) -> dict[str, float]:
     """Return the share of a step in which each stream is busy."""
-    return {stream: busy_seconds([s for s in spans if s.op.stream == stream]) / seconds for stream in Stream}
+    used = {s.op.stream for s in spans}  # few steps write a checkpoint
+    streams = [stream for stream in Stream if stream in used or stream != Stream.DISK]
+    return {stream: busy_seconds([s for s in spans if s.op.stream == stream]) / seconds for stream in streams}
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The file, with the names of Chrome's trace format."""
+    """The content of a trace file, with the field names of Chrome's trace format."""
 
     traceEvents: list[dict[str, Any]]  # noqa: N815
     otherData: dict[str, Any] = field(default_factory=dict)  # noqa: N815
@@ -114,7 +118,7 @@ def read_trace(path: Path) -> TraceFile:
 
 
 def _add(trace: TraceFile, event: dict[str, Any], rows: dict[int, Stream]) -> None:
-    """Add an event. ``rows`` maps rows to streams; the file names them before their events."""
+    """Add an event. ``rows`` maps rows to streams; the file names rows before their events."""
     if event["ph"] == "M" and event["name"] == "thread_name":
         rows[event["tid"]] = Stream(event["args"]["name"])
     elif event["ph"] == "X":
@@ -130,7 +134,7 @@ def _add(trace: TraceFile, event: dict[str, Any], rows: dict[int, Stream]) -> No
 
 
 def _steps(other: dict[str, Any], spans: Sequence[Span]) -> list[Step]:
-    """Return the steps named in the file; without any, the whole trace is one step."""
+    """Return the steps named in the file; if no steps are named, the whole trace is one step."""
     steps = [
         Step(int(each["step"]), float(each["start"]) * _SECONDS, float(each["end"]) * _SECONDS)
         for each in other.get("steps", [])

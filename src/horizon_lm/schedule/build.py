@@ -1,8 +1,8 @@
 """Build the passes of a training step as lists of operations, in the order in which one thread issues them.
 
-Weights are prefetched one unit ahead into a double buffer: they travel while the block before them computes. Block ``u``
-uses weight slot ``u % 2``, gradient slot ``u % 2`` and ring slot ``u % 2``; head, outer parameters and embedding rows have
-buffers of their own.
+Weights are prefetched one unit ahead into a double buffer: they are copied while the previous block computes. Block
+``u`` uses weight slot ``u % 2``, gradient slot ``u % 2`` and ring slot ``u % 2``; head, outer parameters and embedding
+rows have separate buffers.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ from horizon_lm.schedule.ops import (
 )
 from horizon_lm.schedule.waits import derive_waits
 
-_CACHED = 32  # passes of each kind: deriving the waits of a deep model takes tens of milliseconds
+_CACHED = 32  # cached passes of each kind: deriving the waits of a deep model takes tens of milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,10 @@ class Layout:
     Attributes:
         num_blocks: number of decoder blocks.
         tied: the head reads the embedding table's slab.
-        offloaded: number of first blocks whose boundary (activation checkpoint) is offloaded between forward and backward.
-        held: number of last blocks whose weights stay resident until an update changes them.
-        accumulate: micro-batches are added in an fp32 accumulator, which is sent to the host through a staging slot.
+        offloaded: number of first blocks whose boundary (activation checkpoint) is offloaded between the forward and
+            backward pass.
+        resident: number of last blocks whose weights stay resident until an update changes them.
+        accumulate: micro-batches are added in an fp32 accumulator, which is landed through a staging slot.
         update_in_backward: each unit is updated as soon as its gradient has landed. Blocks share two landing slots in host
             memory; only a tied table has a gradient slab, because two gradients are added there.
     """
@@ -45,7 +46,7 @@ class Layout:
     num_blocks: int
     tied: bool = False
     offloaded: int = 0
-    held: int = 0
+    resident: int = 0
     accumulate: bool = False
     update_in_backward: bool = False
 
@@ -53,13 +54,13 @@ class Layout:
         """Return whether a block's boundary is offloaded."""
         return index < self.offloaded
 
-    def is_held(self, index: int) -> bool:
+    def is_resident(self, index: int) -> bool:
         """Return whether a block's weights are resident."""
-        return index >= self.num_blocks - self.held
+        return index >= self.num_blocks - self.resident
 
     def weights(self, index: int) -> Buffer:
         """Return the device buffer of a block's weights."""
-        return Buffer(Buf.HELD, index) if self.is_held(index) else Buffer(Buf.WEIGHTS, index % 2)
+        return Buffer(Buf.RESIDENT, index) if self.is_resident(index) else Buffer(Buf.WEIGHTS, index % 2)
 
 
 def _host(kind: Buf, unit: str, layout: Layout) -> Buffer:
@@ -78,9 +79,11 @@ def _landing(unit: str, layout: Layout) -> Buffer:
 
 
 def _stream_out(unit: str, source: Buffer, layout: Layout) -> list[Op]:
-    """Return the landing of a gradient and, in the backward, its update. The table is updated in the next forward."""
+    """Return the landing of a gradient and, in the backward pass, its update. The table is updated in the next forward
+    pass.
+    """
     landing = _landing(unit, layout)
-    # A landing is added to the gradients in the slab, so it reads the slab as well.
+    # A landing is added to the gradients in the slab, so it also reads the slab.
     reads = (source, landing) if landing.kind == Buf.HOST_GRADS else (source,)
     ops = [Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (landing,))]
     if layout.update_in_backward and unit != EMBED and not (layout.tied and unit == HEAD):
@@ -94,7 +97,7 @@ def _update(unit: str, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream 
 
 
 def _compute(kind: Kind, unit: str, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...] = ()) -> Op:
-    # The model's own code runs between our operations and may read outer parameters at any time.
+    # The model's code runs between our operations and may read outer parameters at any time.
     return Op(kind, unit, Stream.COMPUTE, (*reads, Buffer(Buf.OUTER)), writes)
 
 
@@ -113,13 +116,13 @@ def forward(
     Args:
         layout: layout of the schedule.
         keeps: blocks whose boundary is kept for a backward pass (none in evaluation).
-        embed: the table is read (false if the caller passes ``inputs_embeds``).
-        changed: weights have changed since the last forward, or are about to. Only then are outer parameters and resident
-            blocks streamed in; otherwise they are still on the device.
-        table_update: the table's update is pending. Rows that this forward reads are updated first, the others after all
-            other units.
+        embed: the table is read (False if the caller passes ``inputs_embeds``).
+        changed: weights have changed since the last forward pass, or are about to change. Only then are outer
+            parameters and resident blocks streamed in; otherwise they are still on the device.
+        table_update: the table's update is pending. Rows that this pass reads are updated first, the other rows after
+            all other units.
         head: the output projection is used.
-        head_grads: the head's gradients are computed in the forward, with the loss.
+        head_grads: the head's gradients are computed in the forward pass, together with the loss.
     """
     return _forward(layout, frozenset(keeps), embed, changed, table_update, head, head_grads)
 
@@ -142,7 +145,7 @@ def _forward(
         ops.append(_compute(Kind.FORWARD, EMBED, (Buffer(Buf.TABLE_ROWS),)))
 
     def load(u: int) -> list[Op]:
-        stays = layout.is_held(u) and not changed
+        stays = layout.is_resident(u) and not changed
         return [] if stays else [_stream_in(block(u), layout.weights(u), layout)]
 
     ops.extend(load(0))
@@ -172,14 +175,14 @@ def backward(
     head: bool = True,
     head_grads: bool = False,
 ) -> Pass:
-    """Return a backward pass over the blocks that the forward kept.
+    """Return a backward pass over the blocks that the forward pass kept.
 
     Args:
         layout: layout of the schedule.
-        blocks: blocks that the forward kept, in any order.
-        trainable: units with at least one trainable parameter; others only pass gradients on.
+        blocks: blocks whose boundary the forward pass kept, in any order.
+        trainable: units with at least one trainable parameter; other units only propagate gradients.
         head: the head takes part.
-        head_grads: the head's gradients were computed in the forward and only have to be scaled.
+        head_grads: the head's gradients were computed in the forward pass and only need to be scaled.
     """
     return _backward(layout, frozenset(blocks), frozenset(trainable), head, head_grads)
 
@@ -203,14 +206,14 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
             Kind.FETCH, block(u), Stream.COPY_IN, (Buffer(Buf.HOST_BOUNDARY, u),), (Buffer(Buf.RING, u % 2),)
         )  # fmt: skip
         # The boundary comes first, so that waiting for the weights implies both.
-        weights = [] if layout.is_held(u) else [_stream_in(block(u), layout.weights(u), layout)]
+        weights = [] if layout.is_resident(u) else [_stream_in(block(u), layout.weights(u), layout)]
         return [*([fetch] if layout.is_offloaded(u) else []), *weights]
 
     if order:
         ops.extend(load(order[0]))
     for position, u in enumerate(order):
         if position + 1 < len(order):
-            ops.extend(load(order[position + 1]))  # prefetch, as in the forward
+            ops.extend(load(order[position + 1]))  # prefetch, as in the forward pass
         inputs = [layout.weights(u), *([Buffer(Buf.RING, u % 2)] if layout.is_offloaded(u) else [])]
         if block(u) not in trainable:
             ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs)))
@@ -234,7 +237,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
 
 
 def update(layout: Layout, units: Iterable[str]) -> Pass:
-    """Return the optimizer's pass over these units in this order: the order in which the next forward needs them."""
+    """Return the optimizer's pass over these units in this order, which is that of the next forward pass."""
     return _update_pass(layout, tuple(units))
 
 
@@ -242,3 +245,26 @@ def update(layout: Layout, units: Iterable[str]) -> Pass:
 def _update_pass(layout: Layout, units: tuple[str, ...]) -> Pass:
     ops = [_update(unit, layout) for unit in units]
     return Pass("update", derive_waits(ops))
+
+
+def save(layout: Layout, *, table_update: bool = False) -> Pass:
+    """Return the pass that writes a checkpoint, after an update and before the next step.
+
+    The update of a unit in the next step waits until the unit is saved, so units are saved in the order of these updates.
+
+    Args:
+        layout: layout of the schedule.
+        table_update: the embedding's update is pending. It comes first, so that the table can be saved.
+    """
+    return _save_pass(layout, table_update)
+
+
+@lru_cache(_CACHED)
+def _save_pass(layout: Layout, table_update: bool) -> Pass:
+    blocks = [block(u) for u in range(layout.num_blocks)]
+    head = [] if layout.tied else [HEAD]
+    # In the order of the next updates. Rows of the table are updated by the forward pass that follows them.
+    units = [*head, *reversed(blocks), OUTER, EMBED] if layout.update_in_backward else [OUTER, EMBED, *blocks, *head]
+    ops = [_update(EMBED, layout)] if table_update else []
+    ops += [Op(Kind.SAVE, unit, Stream.DISK, (_host(Buf.HOST_WEIGHTS, unit, layout),)) for unit in units]
+    return Pass("save", derive_waits(ops))

@@ -1,6 +1,6 @@
 """The vocabulary of a schedule: operations, the buffers that they access, and their waits.
 
-A pass (forward, backward, update) is a list of operations. Each runs on one *stream*; a stream runs its operations in
+A pass (forward, backward, update, save) is a list of operations. Each runs on one *stream*; a stream runs its operations in
 list order, and different streams run concurrently. Only waits order operations of different streams, so the waits of a
 schedule determine whether it is correct. Nothing here depends on torch: a schedule is plain data that can be checked,
 simulated and drawn.
@@ -18,12 +18,32 @@ class _Word(StrEnum):
 
 
 class Stream(_Word):
-    """A queue of operations that runs in order, concurrently with the others."""
+    """A queue of operations that run in order, concurrently with other streams."""
 
     COPY_IN = "copy_in"
     COMPUTE = "compute"
     COPY_OUT = "copy_out"
-    HOST = "host"  # the optimizer's workers
+    HOST = "host"  # the host threads of the optimizer
+    DISK = "disk"  # the writers of a checkpoint
+
+
+STREAM_TITLES = {
+    Stream.COPY_IN: "host-to-device",
+    Stream.COMPUTE: "compute",
+    Stream.COPY_OUT: "device-to-host",
+    Stream.HOST: "host",
+    Stream.DISK: "disk",
+}
+"""Names of the streams in plans and reports."""
+
+CAUSE_TITLES = {
+    "copy_in": "host-to-device copies",
+    "copy_out": "device-to-host copies",
+    "update": "optimizer",
+    "compute": "compute",
+    "host": "host",
+}
+"""Names of what limits or stalls a step, in plans and reports."""
 
 
 class Kind(_Word):
@@ -37,17 +57,18 @@ class Kind(_Word):
     STAGE = "stage"  # fp32 accumulator -> staging slot, in the dtype of the gradient store
     STREAM_OUT = "stream_out"  # device gradients -> host
     UPDATE = "update"  # optimizer, on the host
-    UPDATE_ROWS = "update_rows"  # the same for the rows of the embedding table that the next batch reads
+    UPDATE_ROWS = "update_rows"  # optimizer, for the rows of the embedding table that the next batch reads
+    SAVE = "save"  # weights and moments in host memory -> a file of a checkpoint
 
 
 UPDATES = (Kind.UPDATE, Kind.UPDATE_ROWS)
 
 
 class Buf(_Word):
-    """Kinds of memory that the waits protect. Device memory has capital letters, host memory ``host_``."""
+    """Kinds of memory protected by waits. Device memory has capital letters, host memory the prefix ``host_``."""
 
     WEIGHTS = "W"  # two slots for blocks
-    HELD = "K"  # resident weights, by block
+    RESIDENT = "K"  # resident weights, by block
     GRADS = "G"  # two slots for blocks; ACCUMULATOR and STAGING with several micro-batches
     ACCUMULATOR = "A"
     STAGING = "S"
@@ -58,15 +79,15 @@ class Buf(_Word):
     OUTER = "O"
     OUTER_GRADS = "OG"
     RING = "R"  # two slots for boundaries in transfer to or from the host
-    HOST_WEIGHTS = "host_w"  # by unit
+    HOST_WEIGHTS = "host_w"  # by unit, with low halves and moments, which only updates and saves access
     HOST_GRADS = "host_g"  # by unit
     HOST_LANDING = "host_l"  # gradients until their update: two slots for blocks, one for each other unit
-    HOST_BOUNDARY = "host_b"  # by block and forward
+    HOST_BOUNDARY = "host_b"  # by block and forward pass
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One buffer: its kind, and a slot, block or unit."""
+    """A buffer: its kind, and a slot, block or unit."""
 
     kind: Buf
     index: int | str = 0
@@ -77,7 +98,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """Wait for the operation at this position of the same pass."""
+    """A wait for the operation at this position of the same pass."""
 
     index: int
 
@@ -87,7 +108,7 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class LastUse:
-    """Wait for the last access to this buffer on ``stream`` in earlier passes."""
+    """A wait for the last access to this buffer on ``stream`` in earlier passes."""
 
     buffer: Buffer
     stream: Stream
@@ -101,7 +122,7 @@ Wait = After | LastUse
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: its kind and unit, its stream, the buffers that it accesses, and its waits."""
+    """An operation: its kind and unit, its stream, the buffers that it accesses, and its waits."""
 
     kind: Kind
     unit: str
@@ -116,7 +137,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Pass:
-    """One traversal of the units. ``keeps``: blocks whose boundary a forward keeps for its backward."""
+    """A traversal of the units. ``keeps``: blocks whose boundary a forward pass keeps for its backward pass."""
 
     name: str
     ops: tuple[Op, ...]
@@ -146,7 +167,7 @@ def uses(op: Op) -> tuple[LastUse, ...]:
 
 
 class ScheduleError(HorizonError, AssertionError):
-    """A schedule would race, deadlock or read the wrong unit: an internal error, never the user's."""
+    """A schedule would race, deadlock or read the wrong unit. This is an internal error, never the user's."""
 
 
 def block(index: int) -> str:

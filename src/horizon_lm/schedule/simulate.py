@@ -1,9 +1,9 @@
 """Simulate the duration of a sequence of passes on given hardware.
 
-A fluid model, advanced from event to event. Each operation runs on its stream in list order once its waits are over.
-Computations take fixed seconds. Transfers run at the link's rate and take their bytes from host memory bandwidth; updates
-share the rest of it. If the device is the host, transfers run in the computing thread, and updates and computation slow
-each other down. Nothing else takes time: no latencies, no issuing thread, no caches.
+This is a fluid model, advanced from event to event. Each operation runs on its stream in list order once its waits are
+over. Computations take fixed seconds. Transfers run at the link's rate and take their bytes from host memory bandwidth;
+updates share the rest. If the device is the host, transfers run in the computing thread, and updates and
+computation slow each other down. Nothing else takes time: latencies, the issuing thread and caches are not modeled.
 """
 
 from collections import deque
@@ -14,20 +14,21 @@ from horizon_lm.schedule.ops import UPDATES, After, Kind, Op, Pass, ScheduleErro
 from horizon_lm.schedule.trace import Span
 
 Cost = Callable[[Op], float]
-"""Seconds of a computation, link bytes of a transfer, or host bytes (read and written) of an update."""
+"""Seconds of a computation, link bytes of a transfer, host bytes (read and written) of an update, or bytes of a save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes per second, all positive.
+    """Rates in bytes per second, all positive.
 
     Attributes:
-        link_in, link_out: link from host to device, and back.
-        host: host memory, reads and writes together.
-        link_both: both directions of the link together; None if each keeps its full rate.
+        link_in, link_out: rate of the link from host to device, and back.
+        host: rate of host memory, reads and writes together.
+        link_both: rate of both directions of the link together; None if each direction keeps its full rate.
         inline: transfers run in the computing thread.
-        compute_share: share of its speed that computation keeps during an update.
-        update_share: share of the host memory's rate that updates get during computation.
+        compute_share: fraction of its speed that computation keeps during an update.
+        update_share: fraction of the host memory rate available to updates during computation.
+        disk: rate at which checkpoints are written.
     """
 
     link_in: float
@@ -37,21 +38,22 @@ class Rates:
     inline: bool = False
     compute_share: float = 1.0
     update_share: float = 1.0
+    disk: float = float("inf")
 
     def lane(self, op: Op) -> Stream:
         """Return the lane of an operation. Operations in one lane run one after the other."""
-        return Stream.COMPUTE if self.inline and op.stream != Stream.HOST else op.stream
+        return Stream.COMPUTE if self.inline and op.stream not in (Stream.HOST, Stream.DISK) else op.stream
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Spans of a simulated sequence, in seconds from its start: for each pass, one per operation."""
+    """Spans of a simulated sequence of passes, in seconds from its start: for each pass, one span per operation."""
 
     passes: tuple[tuple[Span, ...], ...]
 
     @property
     def spans(self) -> list[Span]:
-        """All spans in the order of their ends, as in a `Trace`."""
+        """All spans, ordered by their ends as in a `Trace`."""
         return sorted((span for schedule in self.passes for span in schedule), key=lambda span: span.end)
 
     @property
@@ -116,7 +118,7 @@ def _resolve(sequence: Sequence[Pass]) -> list[list[int]]:
 def step_seconds(step: Sequence[Pass], cost: Cost, rates: Rates, num_steps: int = 4) -> float:
     """Return the seconds of one step among many, between the last computations of the last two steps.
 
-    Steps overlap, so the first ones differ from the others; after a few, the timeline repeats itself.
+    Steps overlap, so the first steps differ from later ones; after a few steps the timeline repeats.
     """
     passes = simulate(list(step) * num_steps, cost, rates).passes
 
@@ -134,7 +136,7 @@ def without(cost: Cost, *kinds: Kind) -> Cost:
 def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     """Return the speed of each running operation: seconds of computation per second, or bytes per second."""
     links = {Stream.COPY_IN: rates.link_in, Stream.COPY_OUT: rates.link_out}
-    transfers = [op for op in running if op.stream != Stream.COMPUTE and op.kind not in UPDATES]
+    transfers = [op for op in running if op.stream in links and op.kind not in UPDATES]
     wanted = sum(links[op.stream] for op in transfers)
     both = rates.link_both if len(transfers) > 1 and rates.link_both is not None else wanted
     # Directions may share a link, and a link may be faster than the memory behind it.
@@ -146,6 +148,8 @@ def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     def speed(op: Op) -> float:
         if op.stream == Stream.COMPUTE:
             return rates.compute_share if num_updates else 1.0
+        if op.stream == Stream.DISK:
+            return rates.disk
         if op.kind in UPDATES:
             return max(0.0, for_updates) / num_updates
         return links[op.stream] * share

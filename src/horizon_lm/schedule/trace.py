@@ -1,4 +1,4 @@
-"""Record the operations of a step as they ran, and measure their overlap."""
+"""Record the operations of a step as they run, and measure their overlap."""
 
 import json
 import time
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from horizon_lm.disk import Disk, write_file
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 
 Interval = tuple[float, float]
@@ -19,7 +20,7 @@ class Span:
     Attributes:
         op: the operation.
         start, end: its first and last moment.
-        reached: moment when its stream had finished everything before it; until ``start`` the stream waits.
+        reached: moment at which its stream had finished all earlier operations; until ``start`` the stream waits.
     """
 
     op: Op
@@ -55,7 +56,7 @@ class Trace:
             self.samples.append((time.perf_counter(), self._sample()))
 
     def drop_before(self, moment: float) -> None:
-        """Drop spans that ended and samples taken before a moment."""
+        """Drop the spans that ended and the samples taken before a moment."""
         self.spans = [span for span in self.spans if span.end > moment]
         self.samples = [(at, sample) for at, sample in self.samples if at > moment]
 
@@ -102,11 +103,11 @@ def write_chrome(
     ]
     marks = [{"step": number, "start": micros(start), "end": micros(end)} for number, start, end in steps]
     content = {"traceEvents": names + events + counters, "otherData": {"steps": marks}}
-    path.write_text(json.dumps(content), encoding="utf-8")
+    write_file(Disk(), path, json.dumps(content).encode())
 
 
 def _row(op: Op) -> Stream:
-    """Return the row of an operation. Updates of rows are ordered in the copy-in stream, but are work of the host."""
+    """Return the row of an operation. Updates of rows are ordered in the copy-in stream, but are host work."""
     return Stream.HOST if op.kind in UPDATES else op.stream
 
 
@@ -132,8 +133,9 @@ def overlap_seconds(spans: Sequence[Span], others: Sequence[Span]) -> float:
 def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
     """Return the time between the first and the last computation in which nothing was computed, by cause.
 
-    A computation that was enqueued in time waited for a copy in, or for the update before that copy. One that was enqueued
-    late was delayed by the host: by gradients that had to land before the step could end, or by Python.
+    A computation that was enqueued in time waited for a copy to the device, or for the update before that copy. A
+    computation that was enqueued late was delayed by the host: by gradients that had to land before the step could end,
+    or by Python.
 
     Args:
         spans: spans of one or more steps.
@@ -166,7 +168,7 @@ def _divide(gap: Interval, causes: Mapping[str, Sequence[Span]], found: dict[str
 
 
 def _without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of the intervals outside of all others."""
+    """Return the parts of the intervals that lie outside of all others."""
     for begin, end in others:
         intervals = [
             part

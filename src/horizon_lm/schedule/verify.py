@@ -1,8 +1,8 @@
 """Prove that a schedule is correct for a sequence of passes, and that none of its waits is superfluous.
 
-A sequence is unrolled into one list of operations. Vector clocks over the streams tell which operations precede each one;
-any two accesses to a buffer, at least one of them a write, must be ordered. The contents of buffers are tracked in program
-order: a computation must find its own unit in the slot that it reads.
+A sequence is unrolled into one list of operations. Vector clocks over the streams show which operations precede each
+operation; any two accesses to a buffer, at least one of them a write, must be ordered. The contents of buffers are
+tracked in program order: a computation must find its own unit in the slot that it reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Pass, Stream, Wait, uses
 
-# Number of instances of each kind of buffer, which must not depend on the number of blocks.
+# Maximum number of buffers of each kind, which must not depend on the number of blocks.
 SLOTS = {Buf.WEIGHTS: 2, Buf.GRADS: 2, Buf.RING: 2, Buf.HOST_LANDING: 5}  # two for blocks, then HEAD, EMBED and OUTER
 
 
@@ -29,7 +29,7 @@ class Problem:
 
 @dataclass(slots=True)
 class _Node:
-    """One operation of the unrolled sequence. ``clock``: for each stream, the last operation that precedes this one."""
+    """An operation of the unrolled sequence. ``clock``: for each stream, the last operation that precedes it."""
 
     pass_index: int
     op: Op
@@ -49,7 +49,7 @@ class _Unrolled:
         self._last_use: dict[Wait, int] = {}
 
     def add_pass(self, pass_index: int, schedule: Pass, scope: int) -> None:
-        """Append a pass. ``scope``: number of the forward that its boundaries belong to."""
+        """Append a pass. ``scope``: number of the forward pass that its boundaries belong to."""
         first = len(self.nodes)
         earlier = dict(self._last_use)
         for position, op in enumerate(schedule.ops):
@@ -73,7 +73,7 @@ class _Unrolled:
                 clock[stream] = max(known, clock.get(stream, -1))
         self.nodes.append(_Node(pass_index, op, clock))
 
-        # A read must follow the last write; a write must follow the last write and all reads since.
+        # A read must follow the last write; a write must follow the last write and all later reads.
         for buffer in op.reads:
             self._require_order(index, buffer, self._writer.get(buffer))
             self._check_content(pass_index, op, buffer)
@@ -110,11 +110,11 @@ class _Unrolled:
 def check(sequence: Sequence[Pass]) -> list[Problem]:
     """Return all mistakes in passes that run one after the other; empty if they are correct.
 
-    Boundaries of different forwards are different buffers. A backward is taken to be that of the last pending forward: this
-    requires more order than an earlier one would.
+    Boundaries of different forward passes are different buffers. A backward pass is assumed to belong to the last
+    pending forward pass, which requires more order than an earlier one.
     """
     unrolled = _Unrolled()
-    pending: list[int] = []  # forwards without their backward yet
+    pending: list[int] = []  # forward passes that wait for their backward pass
     for index, schedule in enumerate(sequence):
         if schedule.name == "forward" and schedule.keeps:
             pending.append(index)
@@ -160,14 +160,17 @@ class Passes(NamedTuple):
     """The passes of one model, from which legal sequences are built.
 
     Attributes:
-        first: training forward right after an update, before the update of the table.
-        again: training forward without an update since the last forward.
-        second: as ``again``, while a pending forward occupies the head's gradient buffer.
-        evaluating: forward that keeps nothing, right after an update.
-        evaluation: forward that keeps nothing, without an update since the last forward.
-        backward: backward of `first` and `again`.
-        recomputing: backward that computes the head's gradients itself, for `second` or a forward that lost the buffer.
-        update: the optimizer's pass; None if units are updated in the backward.
+        first: training forward pass right after an update, before the update of the table.
+        again: training forward pass without an update since the last forward pass.
+        second: like ``again``, while a pending forward pass occupies the head's gradient buffer.
+        evaluating: forward pass that keeps nothing, right after an update.
+        evaluation: forward pass that keeps nothing, without an update since the last forward pass.
+        backward: backward pass of `first` and `again`.
+        recomputing: backward pass that computes the head's gradients, for `second` or a forward pass that lost the
+            buffer.
+        update: the optimizer's pass; None if units are updated in the backward pass.
+        save: writes a checkpoint right after an update, and updates the table first.
+        after_save: like ``first``, with the table updated already.
     """
 
     first: Pass
@@ -178,12 +181,14 @@ class Passes(NamedTuple):
     backward: Pass
     recomputing: Pass
     update: Pass | None
+    save: Pass
+    after_save: Pass
 
 
 def sequences(passes: Passes) -> dict[str, list[Pass]]:
     """Return legal sequences of passes that together contain every hazard."""
-    first, again, second, evaluating, evaluation, backward, recomputing, update = passes
-    if update is None:  # only one backward per step, because the second would see weights that the first has updated
+    first, again, second, evaluating, evaluation, backward, recomputing, update, save, after_save = passes
+    if update is None:  # only one backward pass per step, because a second would see weights that the first has updated
         step = [first, backward]
         return {
             "steps": step * 3,
@@ -191,15 +196,16 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
             "evaluation first": [*step, evaluating, again, backward, evaluating, evaluation, again, backward, *step],
             "abandoned forward": [first, again, backward, *step],
             "abandoned twice": [first, again, again, backward, first, again, backward],
-            "two forwards, last one abandoned": [first, second, backward] * 3,
-            "two forwards, first one abandoned": [first, second, recomputing] * 3,
+            "two forward passes, last one abandoned": [first, second, backward] * 3,
+            "two forward passes, first one abandoned": [first, second, recomputing] * 3,
+            "saved": [*step, save, *[after_save, backward, save] * 2, after_save, backward, *step],
         }
     step = [first, backward, update]
     return {
         "steps": step * 3,
         "accumulation": [first, backward, again, backward, again, backward, update] * 2,
-        "two forwards, last one first": [first, second, recomputing, recomputing, update] * 2,
-        "two forwards, first one first": [first, second, backward, recomputing, update] * 2,
+        "two forward passes, last one first": [first, second, recomputing, recomputing, update] * 2,
+        "two forward passes, first one first": [first, second, backward, recomputing, update] * 2,
         "evaluation between": [first, evaluation, backward, evaluation, update] * 2,
         "evaluation before update": [first, backward, evaluation, evaluation, update] * 2,
         "evaluation first": [
@@ -217,6 +223,7 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
         "abandoned forward": [first, again, backward, again, update, *step],
         "abandoned twice": [first, again, again, backward, update, *step],
         "evaluation after update": [*step, first, evaluation, evaluation],
+        "saved": [*step, save, *[after_save, backward, update, save] * 2, after_save, backward, update, *step],
     }
 
 

@@ -1,11 +1,11 @@
 """Derive the waits of operations from the buffers that they read and write.
 
 `derive_waits` gives every operation the smallest set of waits that orders it after each conflicting access on another
-stream. Inside a pass this is a transitive reduction over vector clocks. Across passes an operation waits for the last use
-of its own buffers and nothing else: a unit streams in as soon as its update is done, and into a slot as soon as the last
-block has released it. The preceding passes are not known here, so some waits across passes are implied by others, at no
-cost. `schedule.verify.check` proves, by unrolling sequences of passes, that the waits suffice, that none inside a pass can be
-dropped, and that no rule of the table can.
+stream. Inside a pass this is a transitive reduction over vector clocks. Across passes, an operation waits only for the
+last use of its own buffers: a unit is streamed in as soon as its update is done and the slot is released by its last
+block. The preceding passes are not known here, so some waits across passes are implied by others, at no cost.
+`schedule.verify.check` proves, by unrolling sequences of passes, that the waits suffice, that no wait inside a pass and
+no rule of the table can be dropped.
 """
 
 from dataclasses import replace
@@ -13,12 +13,12 @@ from dataclasses import replace
 from horizon_lm.schedule.ops import After, Buf, LastUse, Op, Stream, Wait
 
 # (stream of an operation, kind of buffer that it accesses) -> the stream whose last use of that buffer, in earlier passes,
-# it waits for. Pairs that are missing are implied by these.
+# it waits for. Missing pairs are implied by these.
 ACROSS: dict[tuple[Stream, Buf], Stream] = {
     (Stream.COPY_IN, Buf.WEIGHTS): Stream.COMPUTE,
     (Stream.COPY_IN, Buf.HEAD): Stream.COMPUTE,
     (Stream.COPY_IN, Buf.TABLE_ROWS): Stream.COMPUTE,
-    (Stream.COPY_IN, Buf.OUTER): Stream.COMPUTE,  # every computation reads them, so this frees resident blocks as well
+    (Stream.COPY_IN, Buf.OUTER): Stream.COMPUTE,  # every computation reads them, so this also frees resident blocks
     (Stream.COPY_IN, Buf.RING): Stream.COMPUTE,
     (Stream.COPY_IN, Buf.HOST_BOUNDARY): Stream.COPY_OUT,
     (Stream.COPY_IN, Buf.HOST_WEIGHTS): Stream.HOST,
@@ -34,11 +34,18 @@ ACROSS: dict[tuple[Stream, Buf], Stream] = {
     (Stream.COPY_OUT, Buf.HOST_LANDING): Stream.HOST,
     (Stream.HOST, Buf.HOST_WEIGHTS): Stream.COPY_IN,
     (Stream.HOST, Buf.HOST_GRADS): Stream.COPY_OUT,
+    (Stream.HOST, Buf.HOST_LANDING): Stream.COPY_OUT,  # the embedding's update before a save
+    (Stream.DISK, Buf.HOST_WEIGHTS): Stream.HOST,
 }
+
+# The same for writes alone: weights are streamed in while they are being saved, but not updated.
+ACROSS_WRITES: dict[Buf, Stream] = {Buf.HOST_WEIGHTS: Stream.DISK}
 
 
 class _Clock:
-    """The operations known to be finished when an operation starts: a position for each stream, and waits across passes."""
+    """The operations known to be finished when an operation starts: a position for each stream, and waits across
+    passes.
+    """
 
     def __init__(self) -> None:
         self.position: dict[Stream, int] = {}
@@ -53,13 +60,15 @@ class _Clock:
         return self.position.get(stream, -1) >= index
 
     def implies(self, wait: LastUse) -> bool:
-        """Return whether a wait is satisfied: after any operation of this pass, its stream is done with earlier passes."""
+        """Return whether a wait is satisfied: after any operation of this pass, its stream is done with
+        earlier passes.
+        """
         return wait.stream in self.position or wait in self.across
 
 
 def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
     """Return the same operations with their waits filled in."""
-    clocks: list[_Clock] = []  # at the end of each operation
+    clocks: list[_Clock] = []  # the clock at the end of each operation
     last_on_stream: dict[Stream, int] = {}
     result: list[Op] = []
     for index, op in enumerate(ops):
@@ -68,15 +77,16 @@ def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
             clock.merge(clocks[last_on_stream[op.stream]])
 
         needed = [other for other in _conflicts(ops, index) if not clock.knows(ops[other].stream, other)]
-        # A wait is dropped if another one implies it.
+        # A wait is dropped if another wait implies it.
         waits: list[Wait] = [
             After(i) for i in needed if not any(j != i and clocks[j].knows(ops[i].stream, i) for j in needed)
         ]
         for other in needed:
             clock.merge(clocks[other])
 
-        for buffer in op.reads + op.writes:
-            earlier = ACROSS.get((op.stream, buffer.kind))
+        accesses = [(buffer, ACROSS.get((op.stream, buffer.kind))) for buffer in op.reads + op.writes]
+        accesses += [(buffer, ACROSS_WRITES.get(buffer.kind)) for buffer in op.writes]
+        for buffer, earlier in accesses:
             if earlier is not None and not clock.implies(LastUse(buffer, earlier)):
                 waits.append(LastUse(buffer, earlier))
                 clock.across.add(LastUse(buffer, earlier))

@@ -1,4 +1,4 @@
-"""Check a checkpoint against a model by its headers alone, then load it into the store one tensor at a time."""
+"""Check a checkpoint against a model using only its headers, then load it into the store one tensor at a time."""
 
 import re
 import warnings
@@ -48,7 +48,7 @@ def check_headers(model: Any, checkpoint: Checkpoint, conversion: Conversion) ->
     """Check names, dtypes and shapes of a checkpoint, and return warnings.
 
     Raises:
-        ConfigError: a parameter is missing, duplicated, of another shape, or not of floating-point numbers; or the checkpoint
+        ConfigError: a parameter is missing, duplicated, of another shape, or not in floating point; or the checkpoint
             has more blocks than the model.
     """
     headers, expected = checkpoint.headers(), model.state_dict()
@@ -77,13 +77,13 @@ def check_headers(model: Any, checkpoint: Checkpoint, conversion: Conversion) ->
 
 
 def parameter_names(model: Any) -> dict[str, str]:
-    """Map every name of every parameter to its first name: a tied parameter has several."""
+    """Map every name of every parameter to its first name, because a tied parameter has several names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: Checkpoint) -> None:
-    """Reject weights that cannot be trained, or that the checkpoint has twice."""
+    """Reject weights that cannot be trained, or that occur twice in the checkpoint."""
     for name in target.sources:
         if headers[name].dtype not in _FLOATING:
             raise ConfigError(
@@ -107,7 +107,7 @@ def _described(
     }
     try:
         return target.convert(model, described)
-    except Exception as error:  # transformers' conversions raise anything
+    except Exception as error:  # transformers' conversions may raise any exception
         raise ConfigError(
             f"{checkpoint.folder}: {next(iter(target.sources))} and related tensors cannot be converted to {target.name} "
             f"({first_line(error)}); config.json does not belong to these weights"
@@ -123,7 +123,7 @@ def _require_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
 
 
 def _unused(model: Any, folder: Path, unused: Mapping[str, str]) -> Iterator[str]:
-    """Yield warnings about tensors that the model does not have; reject those of blocks that it does not have."""
+    """Yield warnings about tensors that the model does not have; reject tensors of missing blocks."""
     buffers = {name for name, _ in model.named_buffers()}
     rest = {name: target for name, target in unused.items() if target not in buffers and name not in buffers}
     known = [name for name, target in rest.items() if is_ignored(model, name) or is_ignored(model, target)]
@@ -164,7 +164,7 @@ __all__ = ["Checkpoint", "load_weights"]
 
 
 def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> None:
-    """Check a checkpoint, and load every parameter of a model into the store. CheckpointWarning names ignored tensors.
+    """Check a checkpoint and load it into the store. Emit a CheckpointWarning for ignored tensors.
 
     Raises:
         ConfigError: the headers do not match the model (see `check_headers`), weights are NaN or infinite, or a tied head
@@ -189,7 +189,7 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> Non
                 if own not in written:
                     store.source_dtypes[own] = tensor.dtype
                     store.write(own, tensor)
-                elif not _is_stored(store, own, tensor):  # a tied parameter: transformers would untie it
+                elif not _is_stored(store, own, tensor):  # a tied parameter, which transformers would untie
                     raise ConfigError(
                         f"{written[own]} and {name} have different values in {checkpoint.folder}, but its config.json says "
                         "that they are one parameter; set tie_word_embeddings: false in it"

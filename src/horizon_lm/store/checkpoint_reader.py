@@ -1,4 +1,4 @@
-"""Read a folder of safetensors files: headers, and tensors by name."""
+"""Read the headers and tensors of a folder of safetensors files."""
 
 import json
 import math
@@ -86,7 +86,9 @@ class Checkpoint:
         return found
 
     def read(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Return these tensors. Close the files, so that their mapped pages do not count as this process's memory."""
+        """Return these tensors. Close the files, so that their mapped pages do not count toward this
+        process's memory.
+        """
         tensors = {}
         for file_name, wanted in self._by_file(names).items():
             with _opened(self._path(file_name)) as file:
@@ -115,10 +117,10 @@ class Checkpoint:
 def read_headers(path: Path) -> dict[str, Header]:
     """Return the tensors in a file's header (https://github.com/huggingface/safetensors, "Format").
 
-    The library is not used, because it maps the whole file, for which a planning process may lack memory.
+    The library is not used, because it maps the whole file, and a planning process may not have enough memory for that.
 
     Raises:
-        ConfigError: the file has no header, or not the size that the header says.
+        ConfigError: the file has no header, or its size differs from that in the header.
     """
     try:
         with path.open("rb") as stream:

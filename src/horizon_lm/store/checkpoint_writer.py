@@ -1,19 +1,19 @@
 """Write a Hugging Face folder from the store, one tensor at a time.
 
-The safetensors format (https://github.com/huggingface/safetensors, "Format") is a JSON header followed by raw bytes. The
-library's writer takes all tensors of a file at once, which would be a second copy of the model; here each tensor goes from
-its slab directly to the file.
+The safetensors format (https://github.com/huggingface/safetensors, "Format") is a JSON header followed by raw bytes.
+The library's writer takes all tensors of a file together, which would be a second copy of the model; here each tensor
+is written from its slab directly to the file.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from horizon_lm.disk import Disk, new_file, part_of, sync_tree, write_file
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.units import ModelParts
 from horizon_lm.quantities import parse_bytes
@@ -33,24 +33,27 @@ def save_pretrained(
     max_shard_size: int | str = "50GB",
     values: Mapping[str, torch.Tensor] | None = None,
     variant: str | None = None,
+    disk: Disk | None = None,
 ) -> None:
-    """Write config, generation config and weights as ``transformers`` reads them (see `StreamedModel`).
+    """Write config, generation config and weights in the format that transformers reads (see `StreamedModel`).
 
-    Files appear under their names only when complete. ``values`` override the store's.
+    Files appear under their names only when complete, and are durable on return. ``values`` override the store's.
     """
+    disk = disk or Disk()
     folder = Path(folder)
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; save_pretrained needs a folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(folder)
     exporter = _Exporter(parts, store, dtype, values or {})
     files = _split(exporter.plan(), parse_bytes(max_shard_size), variant)
     for name, group in files.items():
-        _write_file(folder / name, group, exporter)
-    _write_index(folder, files, store, variant)
+        _write_file(disk, folder / name, group, exporter)
+    _write_index(disk, folder, files, store, variant)
     for stale in folder.glob("model*.safetensors") if variant is None else ():
         if stale.name not in files:
-            stale.unlink()
-    _write_configs(parts.model, folder, exporter.main_dtype)
+            disk.remove(stale)
+    write_configs(disk, parts.model, folder, exporter.main_dtype)
+    disk.sync(folder)
 
 
 class _Exporter:
@@ -74,7 +77,7 @@ class _Exporter:
         self.main_dtype = dtype or next(iter(store.source_dtypes.values()))
 
     def plan(self) -> list[dict[str, torch.Tensor]]:
-        """Return meta tensors for each unit, with the shapes and dtypes of those from `unit`."""
+        """Return meta tensors for each unit, with the shapes and dtypes of the tensors that `unit` returns."""
         return [self._convert({name: self._describe(name) for name in names}) for names in self._units]
 
     def unit(self, index: int) -> dict[str, torch.Tensor]:
@@ -91,7 +94,7 @@ class _Exporter:
     def _describe(self, name: str) -> torch.Tensor:
         if name in self._buffers:
             return self._buffers[name].to("meta")
-        return torch.empty(self._store.weight(name).shape, dtype=self._dtype_of(name), device="meta")
+        return torch.empty(self._store.shape(name), dtype=self._dtype_of(name), device="meta")
 
     def _value(self, name: str) -> torch.Tensor:
         if name in self._buffers:
@@ -106,7 +109,9 @@ Shard = list[tuple[int, dict[str, torch.Tensor]]]  # unit index, and meta tensor
 
 
 def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | None) -> dict[str, Shard]:
-    """Assign tensors to files, and return each file's tensors by file name. A tensor over the limit gets a file of its own."""
+    """Assign tensors to files and return each file's tensors by file name. A tensor above the limit gets a separate
+    file.
+    """
     shards: list[Shard] = [[]]
     used = 0
     for index, tensors in enumerate(plan):
@@ -127,11 +132,11 @@ def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | N
 
 
 def _file_name(name: str, variant: str | None) -> str:
-    """Return a file name with its variant, as transformers builds it."""
+    """Return a file name with its variant, in the format of transformers."""
     return name if variant is None else name.replace("model", f"model.{variant}", 1)
 
 
-def _write_file(path: Path, shard: Shard, exporter: _Exporter) -> None:
+def _write_file(disk: Disk, path: Path, shard: Shard, exporter: _Exporter) -> None:
     """Write a safetensors file: length of the header, header, tensors in the header's order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -144,7 +149,7 @@ def _write_file(path: Path, shard: Shard, exporter: _Exporter) -> None:
             position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _atomically(path) as file:
+    with new_file(disk, path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for index, tensors in shard:
@@ -153,37 +158,16 @@ def _write_file(path: Path, shard: Shard, exporter: _Exporter) -> None:
                 file.write(values[name].contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-class _atomically:  # noqa: N801  (reads as a function)
-    """Context manager: write a file that gets its name once it is complete and on disk."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._part = path, path.with_name(path.name + ".part")
-
-    def __enter__(self) -> BinaryIO:
-        self._file = self._part.open("wb")
-        return self._file
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        if kind is None:
-            self._part.replace(self._path)
-        else:
-            self._part.unlink()
-
-
-def _write_index(folder: Path, files: dict[str, Shard], store: Store, variant: str | None) -> None:
+def _write_index(disk: Disk, folder: Path, files: dict[str, Shard], store: Store, variant: str | None) -> None:
     index = folder / ("model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json")
     if len(files) == 1:
-        index.unlink(missing_ok=True)
+        disk.remove(index)
         return
     weight_map = {name: file for file, shard in files.items() for name in _names(shard)}
     total = sum(t.numel() * t.element_size() for shard in files.values() for _, ts in shard for t in ts.values())
     num_params = sum(slabs.layout.num_params for slabs in store.units.values())
     content = {"metadata": {"total_parameters": num_params, "total_size": total}, "weight_map": weight_map}
-    with _atomically(index) as file:
-        file.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+    write_file(disk, index, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _names(shard: Shard) -> Iterator[str]:
@@ -191,13 +175,21 @@ def _names(shard: Shard) -> Iterator[str]:
         yield from tensors
 
 
-def _write_configs(model: Any, folder: Path, dtype: torch.dtype) -> None:
+def write_configs(disk: Disk, model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Let transformers write its files into a folder of their own, from which they get their names once they are durable."""
     config, before = model.config, model.config.dtype
+    part = part_of(folder / "config")
+    disk.remove(part)
+    disk.make_folder(part)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     try:
-        config.save_pretrained(folder)
+        config.save_pretrained(part)
+        if model.can_generate():
+            model.generation_config.save_pretrained(part)
+        sync_tree(disk, part)
+        for file in part.iterdir():
+            disk.rename(file, folder / file.name)
     finally:
         config.dtype = before
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        disk.remove(part)

@@ -1,7 +1,7 @@
 """Map the tensors of a checkpoint to those of a model.
 
 Names and layouts of checkpoints differ from those of modules, for example one tensor per expert, or old prefixes.
-transformers' own conversions are applied, to one target at a time.
+The conversions of transformers are applied to one target at a time.
 """
 
 import copy
@@ -20,8 +20,8 @@ class Target:
     """A tensor of the model, and its sources in the checkpoint.
 
     Attributes:
-        name: name of the tensor; the first one if a conversion returns several.
-        sources: source tensors by name, each with the pattern of the conversion that it matches; None for a plain copy.
+        name: name of the tensor; the first name if a conversion returns several tensors.
+        sources: source tensors by name, each with the matching pattern of the conversion; None for a plain copy.
         converter: conversion; None for a plain copy.
     """
 
@@ -31,11 +31,11 @@ class Target:
 
     @property
     def is_ambiguous(self) -> bool:
-        """True if two tensors of the checkpoint are the same one of the model."""
+        """True if two tensors of the checkpoint are the same tensor of the model."""
         return len(self.sources) > 1 and None in self.sources.values()
 
     def convert(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert tensors of the checkpoint to the model's, by name. Meta tensors give meta tensors."""
+        """Convert tensors of the checkpoint to tensors of the model, by name. Meta tensors give meta tensors."""
         if self.converter is None:
             return {self.name: next(iter(tensors.values()))}
         own = copy.deepcopy(self.converter)  # as in transformers, because it accumulates tensors
@@ -51,7 +51,7 @@ class Conversion:
 
     Attributes:
         targets: tensors of the model.
-        unused: tensors of the checkpoint without a target, with their names in the model's terms.
+        unused: tensors of the checkpoint without a target, with the names that they would have in the model.
     """
 
     targets: list[Target]
@@ -83,5 +83,5 @@ def find_conversion(model: Any, names: Iterable[str]) -> Conversion:
 
 
 def _natural(name: str) -> list[Any]:
-    """Return a sort key that orders layer 10 after layer 9: experts are stacked in this order."""
+    """Return a sort key that orders layer 10 after layer 9, because experts are stacked in this order."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

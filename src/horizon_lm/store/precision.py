@@ -35,7 +35,9 @@ PRECISIONS = {
 
 
 def get_precision(name: str, grad_dtype: torch.dtype | None = None) -> Precision:
-    """Return the mode of that name, with another gradient dtype if given; raise ConfigError if either is not supported."""
+    """Return the mode of that name, with another gradient dtype if given; raise ConfigError if either is not
+    supported.
+    """
     if name not in PRECISIONS:
         raise ConfigError(f"precision {name!r} is not known; choose one of {', '.join(PRECISIONS)}")
     if grad_dtype not in (None, torch.bfloat16, torch.float32):
@@ -48,7 +50,7 @@ def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
     """Write fp32 ``master`` as a bf16 ``high`` half and 16 ``low`` bits (int16), all of one shape.
 
     ``high`` is the nearest bf16 value, ties away from zero, because one signed addition undoes this rounding:
-    ``master_bits == (high_bits << 16) + low``. NaN stays NaN, both in ``high`` alone and joined again, but with other bits.
+    ``master_bits == (high_bits << 16) + low``. NaN stays NaN, both in ``high`` and after joining, but with other bits.
     """
     bits, halves = master.view(torch.int32), high.view(torch.int16)
     halves.copy_((bits + 0x8000).bitwise_right_shift_(16))
@@ -59,6 +61,6 @@ def split_master(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
 
 
 def join_master(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the fp32 master that `split_master` split, bit for bit."""
+    """Join the halves written by `split_master` to the fp32 master, bit for bit."""
     bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low)
     return bits.view(torch.float32) if out is None else out.copy_(bits.view(torch.float32))

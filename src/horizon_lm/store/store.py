@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_lm.constants import SLAB_ALIGNMENT
+from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
+from horizon_lm.quantities import page_aligned
 from horizon_lm.store.precision import Precision, join_master, split_master
-
-PAGE = mmap.PAGESIZE
 
 
 class Arena:
-    """A memory mapping of exactly the bytes asked for, whose pages are allocated when first written.
+    """A memory mapping of exactly the requested size, whose pages are allocated when first written.
 
     torch's own allocators round up (pinned memory to powers of two), which would break the byte budget.
     """
@@ -46,19 +45,14 @@ class Arena:
         return self._used
 
     def at(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``numel`` elements from byte ``start`` on, as a 1-D tensor with a storage of its own."""
+        """Return ``numel`` elements from byte ``start`` on, as a 1-D tensor with a separate storage."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
 
 
-def page_aligned(num_bytes: int) -> int:
-    """Round ``num_bytes`` up to whole pages."""
-    return -(-num_bytes // PAGE) * PAGE
-
-
 def as_array(tensor: torch.Tensor) -> Any:
-    """Return the same memory as a numpy array; numpy has no bf16, so its 16 bits appear as uint16."""
+    """Return the same memory as a numpy array; numpy has no bf16, so bf16 appears as uint16."""
     if tensor.dtype == torch.bfloat16:
         return tensor.detach().view(torch.int16).numpy().view(np.uint16)
     return tensor.detach().numpy()
@@ -99,7 +93,7 @@ class SlabLayout:
         return sum(entry.numel for entry in self.entries.values())
 
     def restrict(self, names: Iterable[str]) -> "SlabLayout":
-        """Return the layout of a slab that holds only the given tensors, in this layout's order."""
+        """Return the layout of a slab that holds only the given tensors, in the order of this layout."""
         names = set(names)
         return SlabLayout({name: entry.shape for name, entry in self.entries.items() if name in names})
 
@@ -140,7 +134,7 @@ class Store:
         self.units = {unit: UnitSlabs(SlabLayout(tensors)) for unit, tensors in shapes.items()}
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
         self.source_dtypes: dict[str, torch.dtype] = {}
-        self.version = 0  # of the weights, incremented by every update
+        self.version = 0  # version of the weights, incremented by every update
         self.has_grads = False
 
         weights = self.new_arena([s.layout for s in self.units.values()], precision.weight_dtype)
@@ -158,7 +152,7 @@ class Store:
         return Arena(sum(page_aligned(layout.numel * dtype.itemsize) for layout in layouts))
 
     def allocate_grads(self, trainable: Iterable[str], units: Collection[str]) -> None:
-        """Allocate gradient slabs of these units for these parameters (full names).
+        """Allocate gradient slabs of these units for these parameters, given by full name.
 
         Gradients can be allocated only once, because the slots and moments of all units have the same layout.
         """
@@ -172,10 +166,14 @@ class Store:
         self.num_bytes["grads"] = arena.num_bytes
         self.has_grads = True
 
-    def weight(self, name: str) -> torch.Tensor:
-        """Return the streamed half of a parameter: its part of the slab, as a tensor with a storage of its own.
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a parameter."""
+        return self.units[self.unit_of[name]].layout.entries[name].shape
 
-        Parameters with a shared storage would be saved as one by safetensors, accelerate and torch.save.
+    def weight(self, name: str) -> torch.Tensor:
+        """Return the streamed half of a parameter: its part of the slab, as a tensor with a separate storage.
+
+        safetensors, accelerate and torch.save would save parameters with a shared storage as one tensor.
         """
         slabs = self.units[self.unit_of[name]]
         entry, dtype = slabs.layout.entries[name], self.precision.weight_dtype
@@ -203,7 +201,7 @@ class Store:
             slabs.layout.view(slabs.low, name).zero_()
 
     def weights_changed(self) -> None:
-        """Note that the weights are new, or will be when the pending updates are done."""
+        """Record that the weights are new, or will be once the pending updates are done."""
         self.version += 1
 
     def reset_low(self, name: str) -> None:
@@ -213,7 +211,7 @@ class Store:
         slabs.layout.view(slabs.low, name).zero_()
 
     def master(self, name: str) -> torch.Tensor:
-        """Return a parameter's value in fp32, as exactly as it is stored. A new tensor, except in mode ``float32``."""
+        """Return a parameter's stored value in fp32, without rounding. A new tensor, except in mode ``float32``."""
         slabs = self.units[self.unit_of[name]]
         weight = slabs.layout.view(slabs.weights, name)
         return weight.float() if slabs.low is None else join_master(weight, slabs.layout.view(slabs.low, name))

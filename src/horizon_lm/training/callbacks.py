@@ -1,12 +1,18 @@
-"""Call transformers callbacks, those of ``report_to`` and the user's, as a Trainer would."""
+"""Call transformers callbacks, both the user's and those of ``report_to``, as a Trainer would."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.training.callback_state import (
+    callback_state,
+    restore_callbacks,
+    restore_trainer_state,
+    resumed_trackers,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +26,10 @@ class Control:
 
 
 class Callbacks:
-    """The callbacks of a run: forward events to them and return what they request. Import nothing if there are none.
+    """The callbacks of a run: forward events to them and return their requests. Without callbacks, import nothing.
 
-    Requests to end an epoch early are ignored: the rows of a step follow from its number.
+    Requests to end an epoch early are ignored: the rows of a step follow from its number. A tracker that fails is reported
+    and not called again. An error of a user's callback stops the training after the step, and is kept for the loop.
 
     Args:
         config: settings of the run.
@@ -34,9 +41,9 @@ class Callbacks:
 
     def __init__(self, config: RunConfig, callbacks: Sequence[Any]) -> None:
         self._steps_per_epoch = 1
-        self._callbacks = [*_report_to_callbacks(config.report_to), *callbacks]
+        self._trackers, self._callbacks = _report_to_callbacks(config.report_to), list(callbacks)
         self._handler: Any = None
-        if not self._callbacks:
+        if not (self._trackers or self._callbacks):
             return
         from transformers import TrainingArguments
 
@@ -48,33 +55,43 @@ class Callbacks:
             raise ConfigError(f"callbacks: transformers' TrainingArguments reject these settings: {error}") from error
 
     def begin(
-        self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, num_steps: int, steps_per_epoch: int
-    ) -> None:
-        """Signal the start of training."""
-        if not self._callbacks:
+        self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, num_steps: int, steps_per_epoch: int,
+        report: Callable[[str], None], resumed: Mapping[str, Any] | None = None, step: int = 0,
+    ) -> None:  # fmt: skip
+        """Signal the start of training.
+
+        Args:
+            model, tokenizer, optimizer, scheduler, num_steps, steps_per_epoch: those of the run.
+            report: called with a line about a tracker that fails.
+            resumed: what `state_dict` had returned when the run was interrupted; None for a new run.
+            step: the number of steps that are done.
+        """
+        if not (self._trackers or self._callbacks):
             return
         from transformers import TrainerControl, TrainerState
-        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-        class LoopFlow(DefaultFlowCallback):  # type: ignore[misc]
-            """Request nothing: the loop decides when to log, evaluate and save."""
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-                return control
-
-            def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-                return control
+        from horizon_lm.training.callback_handler import Handler
 
         self._steps_per_epoch = steps_per_epoch
         self._state, self._control = TrainerState(max_steps=num_steps, log_history=[]), TrainerControl()
-        self._handler = CallbackHandler([LoopFlow(), *self._callbacks], model, tokenizer, optimizer, scheduler)
+        self._handler = Handler(self._trackers, self._callbacks, model, tokenizer, optimizer, scheduler, report)
         self._call("on_init_end")
-        try:
+        if resumed:
+            restore_trainer_state(resumed, self._state)
+            for name in restore_callbacks(resumed, self._handler.callbacks, step):
+                report(f"resume: the callback {name} has no state(), so it begins anew")
+        with resumed_trackers(resumed):
             self._call("on_train_begin")
-        except AssertionError as error:  # how transformers' own callbacks reject a run
+        if isinstance(self.error, AssertionError):  # how transformers' own callbacks reject a run
             raise ConfigError(
-                f"callbacks: {error}; set eval_strategy: steps or epoch, and add eval_datasets or test_split_size"
-            ) from error
+                f"callbacks: {self.error}; set eval_strategy: steps or epoch, and add eval_datasets or test_split_size"
+            ) from self.error
+        if self.error is not None:  # nothing was trained that could be lost
+            raise self.error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the callbacks and trackers as plain data."""
+        return {} if self._handler is None else callback_state(self._state, self._handler.callbacks)
 
     def before_step(self, step: int) -> None:
         """Signal the start of a step, counted from 1."""
@@ -87,16 +104,22 @@ class Callbacks:
         self._call("on_pre_optimizer_step")
 
     def after_update(self) -> None:
-        """Signal an update; gradients and learning rate are still the ones that it used."""
+        """Signal an update; gradients and learning rate still have the values used in the update."""
         self._call("on_optimizer_step")
 
     @property
     def control(self) -> Control:
-        """The actions requested now; any event may change them."""
+        """The currently requested actions; any event may change them."""
         if self._handler is None:
             return Control()
         control = self._control
-        return Control(control.should_log, control.should_evaluate, control.should_save, control.should_training_stop)
+        stop = control.should_training_stop or self.error is not None
+        return Control(control.should_log, control.should_evaluate, control.should_save, stop)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error of a user's callback, which stops the training; None if there is none."""
+        return None if self._handler is None else self._handler.error
 
     def after_step(self, step: int) -> None:
         """Signal the end of a step."""
@@ -116,11 +139,13 @@ class Callbacks:
         self._call("on_log", logs=logs)
         if "eval_loss" in line:
             self._call("on_evaluate", metrics=logs)
-            if line["step"]:  # a Trainer does not count the evaluation before training either
+            if line["step"]:  # a Trainer does not count the evaluation before training, either
                 self._remember_best(logs)
 
     def _remember_best(self, logs: Mapping[str, float]) -> None:
-        """Keep the best eval loss. Like a Trainer, only after the callbacks have run: early stopping compares with it."""
+        """Keep the best eval loss. As in a Trainer, this happens after the callbacks, because early stopping compares
+        with it.
+        """
         state, value = self._state, logs["eval_loss"]
         if state.best_metric is None or value < state.best_metric:
             state.best_metric, state.best_global_step = value, state.global_step
@@ -156,14 +181,16 @@ def _report_to_callbacks(report_to: str | Sequence[str]) -> list[Any]:
 
 
 def _training_arguments(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of a run that transformers' TrainingArguments have, too."""
+    """Return the settings of a run that transformers' TrainingArguments also have."""
     from transformers import TrainingArguments
 
     known = {field.name for field in fields(TrainingArguments) if field.init}
     shared = {name: value for name, value in config.model_dump().items() if name in known and value is not None}
+    for name in ("resume_from_checkpoint", "load_best_model_at_end", "greater_is_better", "save_only_model"):
+        shared.pop(name, None)
     shared |= {"report_to": "none", "push_to_hub": False, "use_cpu": config.device == "cpu"}  # left to the loop
     if config.has_held_out:
-        shared["metric_for_best_model"] = "loss"
+        shared.setdefault("metric_for_best_model", "loss")
     else:
         shared["eval_strategy"] = "no"
     return {**shared, "output_dir": str(Path(config.output_dir).expanduser())}

@@ -1,14 +1,14 @@
-"""Forward passes between steps: the eval sets and the answers to sample prompts."""
+"""Forward passes between steps: evaluation of the eval sets, and answers to the sample prompts."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from horizon_lm.config import RunConfig
-from horizon_lm.data.loader import in_order
+from horizon_lm.data.loader import batches_in_order
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, NonFiniteError, first_line
-from horizon_lm.objective.base import Objective, evaluation_mode
+from horizon_lm.objective.base import Loss, Objective, evaluation_mode
 
 
 class SamplePrompts:
@@ -31,7 +31,7 @@ class SamplePrompts:
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest prompt; 0 without prompts."""
+        """The number of tokens in the longest prompt; 0 without prompts."""
         return max((inputs["input_ids"].shape[1] for inputs in self._inputs), default=0)
 
     def answer(self, model: Any, step: int) -> dict[str, Any]:
@@ -55,10 +55,11 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None) -> Any
     Args:
         tokenizer: the model's tokenizer.
         prompt: the user's message.
-        system: the system prompt; None for none.
+        system: the system prompt, or None.
 
     Raises:
-        ConfigError: the chat template rejects the messages, or drops the system prompt; or there is no template for it.
+        ConfigError: the chat template rejects the messages, drops the system prompt, or is missing although there is
+            one.
     """
     if tokenizer.chat_template is None:
         if system is not None:
@@ -71,7 +72,7 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None) -> Any
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-    except Exception as error:  # a template is a program and may raise anything
+    except Exception as error:  # a template is a program and may raise any exception
         raise ConfigError(f"the chat template rejects the prompt: {first_line(error)}") from error
     if system is not None and system.strip() not in text:
         raise ConfigError("the chat template drops the system prompt; remove it, or put it into the prompt")
@@ -79,7 +80,7 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None) -> Any
 
 
 def padding_id(tokenizer: Any) -> int | None:
-    """Return the padding token of a tokenizer, else its end-of-sequence token."""
+    """Return the padding token of a tokenizer, otherwise its end-of-sequence token."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
@@ -91,7 +92,7 @@ def evaluate_rows(
     step: int,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any] | None:
-    """Evaluate all eval sets and return their mean losses as a line of metrics; None without eval sets.
+    """Evaluate all eval sets and return their mean losses as a line of metrics, or None without eval sets.
 
     Args:
         model: the streamed model.
@@ -99,11 +100,12 @@ def evaluate_rows(
         eval_sets: the rows of each eval set, by name.
         batch_size: rows of one forward pass.
         step: steps trained so far.
-        advance: called with the number of rows done and of all rows.
+        advance: called with the number of finished rows and the number of all rows.
 
     Returns:
-        ``eval_loss`` over all rows and the objective's other metrics, prefixed with ``eval_``; with several eval sets also
-        for each, prefixed with ``eval_NAME_``. A loss per token adds ``eval_perplexity`` and ``eval_tokens``.
+        ``eval_loss`` over all rows and the objective's other metrics, prefixed with ``eval_``; with several eval sets
+        also the same for each set, prefixed with ``eval_NAME_``. A loss per token adds ``eval_perplexity`` and
+        ``eval_tokens``. Token metrics are means of the means of batches, as in TRL.
 
     Raises:
         NonFiniteError: a loss is NaN or infinite.
@@ -130,22 +132,24 @@ class _Total:
     def __init__(self) -> None:
         self.loss = self.weight = 0.0
         self.metrics: dict[str, float] = {}
+        self.token_means: dict[str, list[float]] = {}  # of each batch
         self.per_token = True
 
-    def add(self, loss: float, weight: float, metrics: Mapping[str, float], num_trained: int) -> None:
-        self.loss += loss * weight
-        self.weight += weight
-        self.per_token &= weight == num_trained
-        for name, value in metrics.items():
+    def add(self, loss: Loss, num_trained: int) -> None:
+        self.loss += float(loss.value) * loss.weight
+        self.weight += loss.weight
+        self.per_token &= loss.weight == num_trained
+        for name, value in loss.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
+        for name, sums in loss.token_metrics.items():
+            self.token_means.setdefault(name, []).extend(sums.means(len(sums.counts)))
 
 
 def _evaluate_set(total: _Total, model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> Iterator[int]:
     """Add the losses of an eval set to its total, batch by batch; yield the number of rows of each batch."""
     with evaluation_mode(model):
-        for batch in in_order(rows, batch_size):
-            loss = objective(model, batch)
-            total.add(float(loss.value), loss.weight, loss.metrics, batch.num_trained)
+        for batch in batches_in_order(rows, batch_size):
+            total.add(objective(model, batch), batch.num_trained)
             yield len(batch.places)
 
 
@@ -157,4 +161,7 @@ def _means(totals: Sequence[_Total], prefix: str) -> dict[str, float]:
         line |= {f"{prefix}perplexity": math.exp(min(loss, 700.0)), f"{prefix}tokens": int(weight)}
     for name in totals[0].metrics:
         line[f"{prefix}{name}"] = sum(total.metrics[name] for total in totals) / weight
+    for name in totals[0].token_means:
+        means = [mean for total in totals for mean in total.token_means[name]]
+        line[f"{prefix}{name}"] = sum(means) / len(means)
     return line

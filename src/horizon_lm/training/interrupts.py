@@ -1,53 +1,109 @@
-"""Stop a run on SIGINT or SIGTERM."""
+"""End a run on a signal."""
 
 import os
+import queue
 import signal
+import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from horizon_lm.constants import STOP_SIGNALS
 from horizon_lm.errors import InterruptedRunError
+
+_REPEATS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+)  # the others come again by themselves, when a terminal closes or a limit has passed
+_REPEAT_SECONDS = (
+    3.0  # until a signal is repeated whose KeyboardInterrupt Python has dropped, as it does in destructors
+)
+_EXIT_SECONDS = 10.0  # for cleaning up after the second signal, which waits for a device that may hang
 
 
 class Interrupts:
-    """Context manager: turn SIGINT and SIGTERM into an end of the run, immediately or after the current step.
+    """Context manager: turn the signals that ask for an end into InterruptedRunError, at once or after the current step.
 
-    The first signal stops immediately until `finish_steps` is called, at the end of a step afterwards. A second one always
-    stops immediately. Python delivers signals to the main thread only; in other threads this does nothing.
+    A signal ends the run at once until `finish_steps` is called, and at the next `check` afterwards. A second SIGINT or
+    SIGTERM always ends it at once. Ignored signals stay ignored (nohup). Python delivers signals to the main thread only;
+    in other threads this does nothing.
 
     Attributes:
-        requested: a signal has arrived.
+        requested: the name of the signal that has arrived; empty if there was none.
     """
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
     def __init__(self) -> None:
-        self._previous: list[Any] = []
-        self._finishes_steps = self.requested = False
+        self._previous: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
+        self._finishes_steps = self._leaves = False
+        self._orders: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # may be used by a signal handler
+        self._left, self._lock = threading.Event(), threading.Lock()
+        self._kept: Callable[[], str] = lambda: "Nothing was trained yet."
+        self.requested = ""
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._previous = [signal.signal(number, self._handle) for number in self._SIGNALS]
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._previous[number] = signal.signal(number, self._handle)
+            threading.Thread(target=self._insist, name="horizon-interrupts", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in zip(self._SIGNALS, self._previous, strict=False):
+        self._leaves = True
+        self._orders.put(None)
+        with self._lock:
+            self._left.set()
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if not self.requested or error is None or isinstance(error, InterruptedRunError):
+            return
+        # While the data is prepared, libraries turn KeyboardInterrupt into errors of their own.
+        if isinstance(error, KeyboardInterrupt) or not self._finishes_steps:
+            raise InterruptedRunError(f"interrupted by {self.requested}. {self._kept()}") from None
 
-    def finish_steps(self) -> None:
-        """From now on, let a signal take effect at the next `check`."""
-        self._finishes_steps = True
+    def finish_steps(self, kept: Callable[[], str]) -> None:
+        """Defer signals to the next `check`. ``kept`` returns a sentence about what the run leaves."""
+        self._finishes_steps, self._kept = True, kept
+        self.check("before the first step")
 
-    def check(self, step: int, num_steps: int, kept: str) -> None:
-        """Raise InterruptedRunError if a signal has arrived. ``kept`` says what the run leaves."""
+    def check(self, when: str) -> None:
+        """Raise InterruptedRunError if a signal has arrived. ``when`` is the place in the run, for the message."""
         if self.requested:
-            raise InterruptedRunError(f"interrupted after step {step} of {num_steps}. {kept}")
+            raise InterruptedRunError(f"interrupted {when} by {self.requested}. {self._kept()}")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._finishes_steps or self.requested:
+        if os.getpid() != self._process:  # a forked child: the signal does what it does without us
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self._leaves:
+            return
+        first, self.requested = not self.requested, self.requested or signal.Signals(number).name
+        if first and self._finishes_steps:
+            _write(f"\n{self.requested}: stopping after this step; interrupt again to stop at once\n")
+        elif not self._finishes_steps or number in _REPEATS:
+            self._orders.put(signal.Signals(number))
             raise KeyboardInterrupt
-        self.requested = True
-        # Not print(), which is not reentrant: the signal may have interrupted one.
-        os.write(2, b"\nstopping after this step; interrupt again to stop immediately\n")
+
+    def _insist(self) -> None:
+        """Make sure that the run ends after a KeyboardInterrupt."""
+        number = self._orders.get()
+        if number is None:
+            return
+        if self._finishes_steps and not self._left.wait(_EXIT_SECONDS):
+            os._exit(InterruptedRunError.exit_code)
+        while not self._left.wait(_REPEAT_SECONDS):
+            with self._lock:  # once the handlers are restored, the signal would end the process
+                if not self._left.is_set():
+                    signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def _write(text: str) -> None:
+    """Write to standard error. Not print(), which is not reentrant: the signal may have interrupted one."""
+    with suppress(OSError, ValueError, AttributeError):  # closed, or replaced by something that is no file
+        os.write(sys.stderr.fileno(), text.encode())

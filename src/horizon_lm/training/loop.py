@@ -1,24 +1,43 @@
 """A training run, from its settings to an exported model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from horizon_lm.checkpoints.checkpoint import ARRAYS, read_tensors, restore
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import as_config
 from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.loader import Batch
+from horizon_lm.device.faults import is_device_fault
+from horizon_lm.errors import DeviceFaultError, InterruptedRunError, first_line
 from horizon_lm.plan.render import summary_lines
+from horizon_lm.plan.request import Saves
 from horizon_lm.preflight.admission import Admission, apply_plan
+from horizon_lm.quantities import format_seconds
+from horizon_lm.training.best_model import BestModel
 from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
 from horizon_lm.training.interrupts import Interrupts
+from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
-from horizon_lm.training.non_finite import finite_loss, update
+from horizon_lm.training.non_finite import NonFinite
+from horizon_lm.training.resume import (
+    ResumePoint,
+    apply_settings,
+    data_position,
+    find_resume_point,
+    model_settings,
+    require_same_model,
+    require_same_rows,
+    settings_of,
+)
 from horizon_lm.training.rows import RunData, load_data
+from horizon_lm.training.run_checkpoints import RunCheckpoints, write_side_files
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.setup import (
     Objectives,
@@ -34,12 +53,14 @@ from horizon_lm.training.setup import (
     reserve_buffers,
 )
 from horizon_lm.training.tracing import Tracing
+from horizon_lm.training.watchdog import watching
 
 
 def step_seed(seed: int, step: int) -> int:
     """Return the seed of a step: the first 32-bit word of numpy's ``SeedSequence((seed, step))``.
 
-    After `transformers.set_seed` with it, plain Hugging Face draws the same dropout in a step of one micro-batch.
+    After `transformers.set_seed` with this seed, plain Hugging Face draws the same dropout in a step of one
+    micro-batch.
 
     Args:
         seed: the seed of the run.
@@ -67,12 +88,14 @@ class Intervals:
         return step in (1, self.num_steps) or step % self._interval(self.config.logging_steps) == 0
 
     def evaluates(self, step: int) -> bool:
-        """Return whether to evaluate after a step. False at the last one, after which every run evaluates."""
+        """Return whether to evaluate after a step. False after the last step, when every run evaluates."""
         config = self.config
         return self._due(config.eval_strategy, config.eval_steps or config.logging_steps, step)
 
     def saves(self, step: int) -> bool:
-        """Return whether to export a checkpoint after a step. False at the last one, after which every run exports its model."""
+        """Return whether to export a checkpoint after a step. False after the last step, when every run exports its
+        model.
+        """
         return self._due(self.config.save_strategy, self.config.save_steps, step)
 
     def samples(self, step: int) -> bool:
@@ -80,19 +103,21 @@ class Intervals:
             step == self.num_steps or step % self._interval(self.config.sample_steps) == 0
         )
 
-    def num_saves(self) -> int:
-        """Return the largest number of checkpoints that are on disk at once."""
-        config = self.config
-        if config.save_strategy == "no":
-            return 0
-        every = self.steps_per_epoch if config.save_strategy == "epoch" else self._interval(config.save_steps)
-        count = (self.num_steps - 1) // every  # after the last step, the run exports its model instead
-        return min(count, config.save_total_limit or count)
+    def planned_saves(self) -> Saves:
+        """Return the checkpoints that the run writes and keeps."""
+        config, num = self.config, 0
+        if config.save_strategy != "no":
+            num = (self.num_steps - 1) // self._steps_between(config.save_strategy, config.save_steps)
+        best = 1 if config.load_best_model_at_end and num else 0
+        return Saves(num, min(num, (config.save_total_limit or num) + best), config.save_only_model)
 
     def _due(self, strategy: str, interval: float, step: int) -> bool:
         if strategy == "no" or step == self.num_steps:
             return False
-        return step % (self.steps_per_epoch if strategy == "epoch" else self._interval(interval)) == 0
+        return step % self._steps_between(strategy, interval) == 0
+
+    def _steps_between(self, strategy: str, interval: float) -> int:
+        return self.steps_per_epoch if strategy == "epoch" else self._interval(interval)
 
     def _interval(self, number_or_share: float) -> int:
         return max(1, num_steps_of(number_or_share, self.num_steps))
@@ -131,8 +156,9 @@ def train(
 
     Args:
         run: the settings, or the path of a YAML file with them.
-        objective: a custom loss; the ``objective`` of the run then only says how rows are read. A function of the streamed
-            model and a `horizon_lm.data.loader.Batch` that returns a scalar tensor, or a tuple of it and a dict of metrics.
+        objective: a custom loss; the ``objective`` of the run then only determines how rows are read. A function of the
+            streamed model and a `horizon_lm.data.loader.Batch` that returns a scalar tensor, or a tuple of a scalar
+            tensor and a dict of metrics.
         callbacks: transformers callbacks, instances or classes, called as a Trainer would call them.
         print_fn: called with each line of progress; None prints to standard output.
         settings: overrides of ``run``, such as ``max_steps=20``.
@@ -141,14 +167,20 @@ def train(
         ConfigError, DataError, DoesNotFitError: before the first step.
         NonFiniteError: a loss or gradient is NaN or infinite; its step is not applied. If it is the last evaluation, the
             model has been exported.
-        InterruptedRunError: SIGINT or SIGTERM arrived; the current step was finished.
+        InterruptedRunError: SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGXCPU arrived; the current step was finished.
+        Exception: the first error of a callback, after the weights were exported.
     """
     config = as_config(run, settings)
     require_callable(objective)
     config = config.model_copy(update={"device": choose_device(config.device)})
-    run_dir = RunDir(config)
+    given, (point, lines) = config, find_resume_point(config)
+    if point is not None:
+        config, changes = apply_settings(config, point)
+        lines += changes
+    run_dir = RunDir(config, resumes=point is not None)
     handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
-    with Interrupts() as interrupts, Reporter(print_fn) as reporter:
+    with run_dir, Interrupts() as interrupts, Reporter(print_fn) as reporter:
+        reporter.print(*lines)
         admission = Admission(config)
         admission.reject_if_impossible()
         tokenizer = load_tokenizer(config)
@@ -158,24 +190,42 @@ def train(
             reporter.print(*prepared.lines())
             reject_errors(prepared.findings)
         sampler = data.loader.sampler
+        if point is not None:
+            position = data_position(data.training.packed, sampler, point.step)
+            reporter.print(*require_same_rows(point, position, config))
         num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
         intervals = Intervals(config, num_steps, sampler.steps_per_epoch)
         prompts = SamplePrompts(config, tokenizer)
-        plan = admission.admit(data.loader, data.eval_sets.values(), num_steps, intervals.num_saves(), prompts.longest)
+        plan = admission.admit(
+            data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest
+        )
         reporter.print(*summary_lines(plan))
         config = apply_plan(config, plan)
-        run_dir.begin(config, plan)
+        run_dir.take()
         reporter.print(f"run folder: {run_dir.path}")
-        model = load_model(config)
+        model = load_model(config, reads_weights=point is None)
         reserve_buffers(model, plan)
-        objectives = make_objectives(config, model, data, reporter, objective)
-        check_gradients(model, objectives, data.loader.batch(0), config, reporter)
+        if point is not None:
+            reporter.print(*require_same_model(point, model_settings(model), config))
         optimizer, scheduler = build_optimizer(model, config, num_steps)
-        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan)
+        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan, config.per_device_train_batch_size)
+        reference = None
+        if point is not None:
+            restore(point.folder, point.manifest, model, optimizer)
+            reference = read_tensors(point.folder / ARRAYS)
+            scheduler.load_state_dict(point.state["scheduler"])
+            metrics.load_state_dict(point.state["metrics"])
+        run_dir.begin(config, plan)
+        objectives = make_objectives(config, model, data, reporter, objective, reference)
+        check_gradients(model, objectives, data.loader.batch(0), config, reporter)
+        checkpoints = RunCheckpoints(
+            config, run_dir.path, reporter.print, model, optimizer, lambda part: write_side_files(part, tokenizer, config),
+            objectives.reference, resumed=point is not None,
+        )  # fmt: skip
         result = _Loop(
-            config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
-            metrics,
-        ).run(interrupts)  # fmt: skip
+            given, config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
+            metrics, interrupts, checkpoints, BestModel(config),
+        ).run(point)  # fmt: skip
         if config.push_to_hub:
             reporter.print(run_dir.push(config))
         warning = growth_warning("training", metrics.first_loss, metrics.last_loss)
@@ -188,7 +238,8 @@ def train(
 class _Loop:
     """The steps of a run whose parts have all been built."""
 
-    config: RunConfig
+    given: RunConfig  # as the user has set it
+    config: RunConfig  # with the plan's choices
     run_dir: RunDir
     reporter: Reporter
     callbacks: Callbacks
@@ -201,48 +252,191 @@ class _Loop:
     optimizer: Any
     scheduler: Any
     metrics: Metrics
+    interrupts: Interrupts
+    checkpoints: RunCheckpoints
+    best: BestModel
     last_eval: tuple[int, float | None] = (-1, None)  # step and loss of the last evaluation
+    loss_before: float | None = None  # eval loss before the first step
+    finished: bool = True  # logging, evaluating and saving are over after the last step
 
-    def run(self, interrupts: Interrupts) -> RunResult:
-        """Run all steps and export the model."""
+    def __post_init__(self) -> None:
+        self.non_finite = NonFinite(
+            self.model, self.objectives.training, self.tokenizer, self.config, self.run_dir, self.reporter
+        )
+
+    def run(self, point: ResumePoint | None) -> RunResult:
+        """Run all steps, those after a checkpoint if there is one, and export the model."""
         run_dir, callbacks, num_steps = self.run_dir, self.callbacks, self.intervals.num_steps
         tracing = Tracing(self.model, self.config.trace_steps, num_steps, run_dir.trace_file)
-        self.reporter.begin(run_dir.metrics_file, num_steps)
+        self.metrics_file = LineFile(run_dir.metrics_file)
+        step = 0 if point is None else self.restore(point)
+        self.reporter.begin(self.metrics_file, num_steps)
         callbacks.begin(
-            self.model, self.tokenizer, self.optimizer, self.scheduler, num_steps, self.intervals.steps_per_epoch
-        )
-        interrupts.finish_steps()
-        loss_before, step = self.evaluate(0), 0
-        while step < num_steps and not callbacks.control.stop:
-            if interrupts.requested:
-                self.log(step)
-            interrupts.check(step, num_steps, run_dir.kept_artifacts())
+            self.model, self.tokenizer, self.optimizer, self.scheduler, num_steps, self.intervals.steps_per_epoch,
+            self.reporter.print, None if point is None else point.state["callbacks"], step,
+        )  # fmt: skip
+        self.interrupts.finish_steps(self.kept_artifacts)
+        if point is None:
+            self.loss_before = self.evaluate(0)
+        elif not self.finished:
+            self.finish_step(step)
+        while step < num_steps and not callbacks.control.stop and not self.best.stops:
+            self.stop_if_interrupted(step)
             step += 1
-            tracing.before_step(step)
+            with self.reporter.attempt("trace.json"):
+                tracing.before_step(step)
             callbacks.before_step(step)
-            self.train_step(self.data.loader.batch(step - 1), step)
+            with (
+                self.saving_on_fault(step - 1),
+                watching(f"step {step}", self.config.step_timeout, self.model._horizon.engine.pending_operations),
+            ):
+                self.train_step(self.data.loader.batch(step - 1), step)
             callbacks.after_step(step)
             self.finish_step(step)
-        tracing.finish(step)
+        with self.reporter.attempt("trace.json"):
+            tracing.finish(step)
         self.log(step)
-        run_dir.export(self.model, self.tokenizer)
+        if callbacks.error is not None and step < num_steps:
+            self.save(step)
+            self.checkpoints.wait()
+            self.raise_callback_error(step, callbacks.error)
+        if self.config.load_best_model_at_end:
+            self.load_best_model(step)
+        self.checkpoints.wait()
+        run_dir.export(
+            self.model, self.tokenizer, self.reporter.print, lambda: bool(self.interrupts.requested), self.save_on_fault
+        )
         loss_after = self.evaluate(step)
         callbacks.end()
-        run_dir.draw_loss()
+        with self.reporter.attempt("loss.png"):
+            run_dir.draw_loss()
         self.reporter.stop_bar()
-        return RunResult(run_dir.path, run_dir.model_dir, step, loss_before, loss_after, self.optimizer.num_skipped)
+        if callbacks.error is not None:
+            self.raise_callback_error(step, callbacks.error)
+        return RunResult(
+            run_dir.path, run_dir.model_dir, step, self.loss_before, loss_after, self.optimizer.num_skipped
+        )
+
+    def restore(self, point: ResumePoint) -> int:
+        """Take over the state of the loop from a checkpoint, and return the number of steps that are done."""
+        state = point.state
+        self.loss_before, self.last_eval = state["loss_before"], tuple(state["last_eval"])
+        self.finished = state["finished"]
+        self.best.load_state_dict(state["best"])
+        if self.best.step and (best := self.checkpoints.path(self.best.step)).exists():
+            self.checkpoints.best = best
+        for file in (self.metrics_file, self.run_dir.samples):
+            if not file.cut_to(state["files"][file.path.name]):
+                self.reporter.print(f"resume: {file.path} has changed since, so its lines are set aside")
+                file.set_aside()
+        return point.step
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state of the loop after a step as plain data, for `restore`."""
+        return {
+            "step": step,
+            "num_steps": self.intervals.num_steps,
+            "finished": self.finished,
+            "config": settings_of(self.given),
+            "settled": settings_of(self.config),
+            "model_config": model_settings(self.model),
+            "data": data_position(self.data.training.packed, self.data.loader.sampler, step),
+            "scheduler": self.scheduler.state_dict(),
+            "metrics": self.metrics.state_dict(),
+            "files": {file.path.name: file.position() for file in (self.metrics_file, self.run_dir.samples)},
+            "callbacks": self.callbacks.state_dict(),
+            "loss_before": self.loss_before,
+            "last_eval": self.last_eval,
+            "best": self.best.state_dict(),
+        }
+
+    def save(self, step: int, best: bool = False) -> None:
+        """Begin to write a checkpoint, or export the model with ``save_only_model``."""
+        with self.metrics.exclude_from_timing(), self.reporter.attempt(f"saving checkpoint-{step}"):
+            if self.config.save_only_model:
+                self.run_dir.save(self.model, self.tokenizer, step)
+            else:
+                self.checkpoints.save(step, self.state(step), best)
+
+    def stop_if_interrupted(self, step: int) -> None:
+        """Save, log the steps so far and raise InterruptedRunError if a signal has arrived."""
+        if self.interrupts.requested:
+            if self.config.save_on_signal and step > 0 and not self.run_dir.is_exported:
+                self.save_before_deadline(step)
+            self.log(step)
+            self.interrupts.check(f"after step {step} of {self.intervals.num_steps}")
+
+    def save_before_deadline(self, step: int) -> None:
+        """Write a checkpoint after a signal, unless it would take longer than ``save_on_signal_seconds``."""
+        limit, expected = self.config.save_on_signal_seconds, self.checkpoints.seconds()
+        if limit is not None and expected is not None and expected > limit:
+            self.reporter.print(
+                f"no checkpoint of step {step}: it would take about {format_seconds(expected)}, and save_on_signal_seconds is "
+                f"{limit:g}"
+            )
+            return
+        self.save(step)
+        self.checkpoints.wait(limit)
+
+    def load_best_model(self, step: int) -> None:
+        """Load the weights of the best evaluation, unless they are the last ones."""
+        self.evaluate(step)
+        if self.best.step == step or self.checkpoints.best is None:
+            return
+        self.reporter.print(f"loading the best model, that of step {self.best.step}")
+        self.checkpoints.load_best()
+
+    def kept_artifacts(self) -> str:
+        """Return a sentence about what is kept when the run ends early."""
+        return self.run_dir.kept_artifacts(self.checkpoints.last)
+
+    def save_on_fault(self) -> str:
+        """Return a sentence about what is kept after a fault."""
+        return self.kept_artifacts()
+
+    @contextmanager
+    def saving_on_fault(self, done: int) -> Iterator[None]:
+        """Context manager: if a step fails, save the state after the steps that are done, without a device that has failed.
+
+        Raises:
+            DeviceFaultError: the device has failed. Other errors are raised with a note about what is kept.
+        """
+        optimizer, before = self.optimizer, (self.optimizer.num_steps, self.optimizer.num_skipped)
+        try:
+            yield
+        except Exception as error:
+            lost = is_device_fault(error)
+            with self.reporter.attempt("saving after the fault"):
+                if lost:
+                    self.model._horizon.engine.settle_without_device()
+                # A step whose update has begun is neither done nor undone for the loop.
+                is_whole = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
+                if done and is_whole:
+                    self.save(done)
+                    self.checkpoints.wait()
+            if lost:
+                problem = f"the device failed in step {done + 1} ({type(error).__name__}: {first_line(error)})"
+                raise DeviceFaultError(f"{problem}. {self.kept_artifacts()}") from error
+            if not isinstance(error, InterruptedRunError):
+                error.add_note(self.kept_artifacts())
+            raise
+
+    def raise_callback_error(self, step: int, error: BaseException) -> NoReturn:
+        """Raise the error of a user's callback with a note about what is kept."""
+        error.add_note(f"The training ended after step {step} of {self.intervals.num_steps}. {self.save_on_fault()}")
+        raise error
 
     def train_step(self, batch: Batch, step: int) -> None:
         """Run the forward pass, the backward pass and the update of a step."""
         seed_step(self.config.seed, step)
         loss = self.objectives.training(self.model, batch)
         if self.config.update_in_backward:  # the backward pass changes weights, so check the loss before it
-            finite_loss(loss, step, batch, self.config, self.run_dir)
+            self.non_finite.finite_loss(loss, step, batch)
         loss.value.backward()
         # Reading the loss waits for the device. Do so after the backward pass is queued, so that the device stays busy.
-        value = finite_loss(loss, step, batch, self.config, self.run_dir)
+        value = self.non_finite.finite_loss(loss, step, batch)
         self.callbacks.before_update()
-        update(self.optimizer, step, batch, self.config, self.run_dir, self.reporter)
+        self.non_finite.update(self.optimizer, step, batch)
         self.callbacks.after_update()
         self.metrics.add(value, loss, batch, self.scheduler.get_last_lr()[0])
         self.scheduler.step()
@@ -250,33 +444,44 @@ class _Loop:
         self.reporter.advance(value)
 
     def finish_step(self, step: int) -> None:
-        """Log, evaluate, answer prompts and save after a step, where an interval or a callback says so."""
+        """Log, evaluate, answer prompts and save after a step, as requested by intervals and callbacks."""
         intervals, callbacks = self.intervals, self.callbacks
+        self.finished = False
         if intervals.logs(step) or callbacks.control.log:
             self.log(step)
         if intervals.evaluates(step) or callbacks.control.evaluate:
             self.evaluate(step)
         if intervals.samples(step) or (callbacks.control.stop and self.config.sample_prompts):
-            with self.metrics.exclude_from_timing():
+            self.stop_if_interrupted(step)
+            with self.metrics.exclude_from_timing(), self.reporter.attempt("answering sample_prompts"):
                 answers = self.prompts.answer(self.model, step)
-            self.run_dir.append_samples(answers)
-            self.reporter.show(answers)
+                self.reporter.show(answers)
+                self.run_dir.append_samples(answers)
+        self.finished = True
         if intervals.saves(step) or callbacks.control.save:
-            with self.metrics.exclude_from_timing():
-                self.run_dir.save(self.model, self.tokenizer, step)
+            self.save(step)
             callbacks.saved()
+        self.checkpoints.report()
 
     def evaluate(self, step: int) -> float | None:
-        """Evaluate unless this step was already evaluated, and return the eval loss; None without an eval set."""
+        """Evaluate unless this step was already evaluated. Return the eval loss, or None without an eval set."""
         if self.last_eval[0] != step:
             with self.metrics.exclude_from_timing(), self.reporter.progress("eval set") as advance:
+
+                def between_batches(done: int, total: int) -> None:
+                    advance(done, total)
+                    if done < total:
+                        self.stop_if_interrupted(step)
+
                 line = evaluate_rows(
                     self.model, self.objectives.eval_sets, self.data.eval_sets, self.config.per_device_eval_batch_size,
-                    step, advance,
+                    step, between_batches,
                 )  # fmt: skip
             self.last_eval = step, None if line is None else line["eval_loss"]
             if line is not None:
                 self.record(line)
+                if self.best.update(line) and self.config.load_best_model_at_end and step < self.intervals.num_steps:
+                    self.save(step, best=True)
         return self.last_eval[1]
 
     def log(self, step: int) -> None:

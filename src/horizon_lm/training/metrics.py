@@ -1,21 +1,27 @@
 """Measure and log a run: ``metrics.jsonl``, and a progress bar on a terminal or plain lines elsewhere."""
 
-import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from horizon_lm.data.loader import Batch
+from horizon_lm.errors import first_line
 from horizon_lm.objective.base import Loss
 from horizon_lm.plan.plan import Plan
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.resources import resident_bytes
+from horizon_lm.training.line_file import LineFile
+from horizon_lm.training.printing import Printer, encodable, print_to_stdout
 from horizon_lm.visible import visible
+
+_SUMS = (  # what a checkpoint holds of `Metrics`
+    "_learning_rate", "first_loss", "last_loss", "tokens_trained", "tokens_total", "_rows", "_losses", "_sums", "_token_means",
+    "_weight", "_window_steps", "_window_trained", "_window_total",
+)  # fmt: skip
 
 
 class Metrics:
@@ -25,9 +31,11 @@ class Metrics:
         num_steps: steps of the run.
         steps_per_epoch: steps of one epoch.
         plan: the plan of the run, which measured speed and memory are compared with.
+        micro_batch_rows: rows or pairs whose token metrics have a mean of their own, as in TRL.
     """
 
-    def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan) -> None:
+    def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan, micro_batch_rows: int) -> None:
+        self._micro_batch_rows = micro_batch_rows
         self._num_steps, self._steps_per_epoch, self._plan = num_steps, steps_per_epoch, plan
         self._learning_rate = 0.0
         self.first_loss: float | None = None  # of the first and of the last line with a loss
@@ -38,6 +46,7 @@ class Metrics:
         self._window_started, self._excluded_seconds = self.started, 0.0
         self._losses: list[float] = []
         self._sums: dict[str, float] = {}
+        self._token_means: dict[str, list[float]] = {}
         self._weight = 0.0
         self._window_steps = self._window_trained = self._window_total = 0
 
@@ -46,9 +55,24 @@ class Metrics:
         """True if there are steps that have not been logged."""
         return self._window_steps > 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums as plain data, with seconds instead of times."""
+        now = time.perf_counter()
+        sums = {name: getattr(self, name) for name in _SUMS}
+        window = now - self._window_started - self._excluded_seconds
+        return {"sums": sums, "seconds": now - self.started, "window_seconds": window}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` has returned. The time between the two does not count."""
+        for name in _SUMS:
+            setattr(self, name, state["sums"][name])
+        now = time.perf_counter()
+        self.started, self._window_started = now - state["seconds"], now - state["window_seconds"]
+        self._excluded_seconds = 0.0
+
     @contextmanager
     def exclude_from_timing(self) -> Iterator[None]:
-        """Context manager: leave the time spent inside out of the speed of steps."""
+        """Context manager: exclude the enclosed work from the speed of steps."""
         begun = time.perf_counter()
         yield
         self._excluded_seconds += time.perf_counter() - begun
@@ -61,16 +85,22 @@ class Metrics:
             self._weight += loss.weight
             for name, each in loss.metrics.items():
                 self._sums[name] = self._sums.get(name, 0.0) + each
+            for name, sums in loss.token_metrics.items():
+                self._token_means.setdefault(name, []).extend(sums.means(self._micro_batch_rows))
         self._window_steps += 1
         self._rows += len(batch.places)
         self._window_trained += batch.num_trained
         self._window_total += batch.num_tokens
 
     def line(self, step: int, optimizer: Any, model: Any, unit_norms: bool = False) -> dict[str, Any]:
-        """Return a line of ``metrics.jsonl`` for the steps since the last one, and start new sums.
+        """Return a line of ``metrics.jsonl`` for the steps since the last line, and start new sums.
 
         Returns:
-            - ``loss``: mean of the steps' losses, null if all were skipped; likewise the objective's other metrics.
+            - ``loss``: mean of the steps' losses, null if all were skipped; the objective's other metrics are logged in
+              the same way.
+            - ``entropy``, ``mean_token_accuracy``: as in TRL, means over the targets of each micro-batch of
+              ``per_device_train_batch_size`` rows, and then over micro-batches. The entropy is in nats; the accuracy is the
+              share of targets with the largest logit. For preferences, it is that of the chosen answers.
             - ``grad_norm``: norm of the last applied step before clipping; with ``unit_norms`` also ``grad_norm/UNIT``.
             - ``learning_rate``: rate of the last step. ``steps_skipped``: since the start of the run.
             - ``rows_seen``, ``tokens_trained``, ``tokens_total``: since the start of the run, without padding.
@@ -97,6 +127,7 @@ class Metrics:
             "epoch": round(step / self._steps_per_epoch, 4),
             "loss": loss,
             **{name: total / self._weight for name, total in self._sums.items()},
+            **{name: sum(means) / len(means) for name, means in self._token_means.items()},
             "grad_norm": optimizer.grad_norm,
             **({f"grad_norm/{unit}": norm for unit, norm in optimizer.unit_grad_norms.items()} if unit_norms else {}),
             "steps_skipped": optimizer.num_skipped,
@@ -119,7 +150,7 @@ class Metrics:
             "eta_seconds": round(seconds / self._window_steps * (self._num_steps - step), 1),
         }
         self._window_started, self._excluded_seconds = now, 0.0
-        self._losses, self._sums, self._weight = [], {}, 0.0
+        self._losses, self._sums, self._token_means, self._weight = [], {}, {}, 0.0
         self._window_steps = self._window_trained = self._window_total = 0
         return line
 
@@ -161,8 +192,10 @@ def _slow_note(of_planned: float | None) -> str:
 
 
 def _extra_metrics(line: dict[str, Any], prefix: str) -> str:
-    """Return the objective's most important metrics as text."""
-    labels = {"perplexity": "perplexity", "rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+    """Return the objective's most important metrics as text; for preferences those of pairs, else those of tokens."""
+    labels = {"perplexity": "perplexity", "mean_token_accuracy": "token accuracy", "entropy": "entropy"}
+    if prefix + "rewards/margins" in line:
+        labels = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
     return "".join(
         f"  {label} {_three_digits(line[prefix + key])}" for key, label in labels.items() if prefix + key in line
     )
@@ -193,54 +226,73 @@ class Reporter:
         self._bar: Any = None
         self._task: Any = None
         self._print_fn = print_fn
-        self._file: TextIO | None = None
+        self._print: Printer | None = None
+        self._file: LineFile | None = None
         self._num_steps = 0
+        self._failed: set[str] = set()  # outputs whose failure was reported
 
     def __enter__(self) -> Self:
+        print_fn = self._print_fn or print_to_stdout
         if self._print_fn is None:
             from rich.console import Console
 
             console = Console()
             # rich wraps lines at the width of the window, which would break them in a file
-            self._print_fn = (
-                (lambda text: console.print(text, markup=False, highlight=False))
-                if console.is_terminal
-                else functools.partial(print, flush=True)
-            )
-            self._bar = _progress_bar(console) if console.is_terminal else None
+            if console.is_terminal:
+                print_fn = lambda text: console.print(  # noqa: E731
+                    encodable(text, console.encoding), markup=False, highlight=False
+                )
+                self._bar = _progress_bar(console)
+        self._print = Printer(print_fn)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop_bar()
-        if self._file is not None:
-            self._file.close()
+        if self._file is not None and self._file.num_waiting:
+            with suppress(OSError):
+                self._file.flush()
+            if self._file.num_waiting:
+                self.print(f"warning: {self._file.num_waiting} lines are missing in {self._file.path}")
 
     def print(self, *lines: str) -> None:
         """Print lines, above the progress bar if there is one."""
-        assert self._print_fn is not None
+        assert self._print is not None
         for line in lines:
-            self._print_fn(visible(line))
+            self._print(visible(line))
 
-    def begin(self, metrics_file: Path, num_steps: int) -> None:
-        """Open a new metrics file and start the progress bar."""
-        self._file, self._num_steps = metrics_file.open("x", encoding="utf-8"), num_steps
+    @contextmanager
+    def attempt(self, output: str) -> Iterator[None]:
+        """Context manager: make an output that the run can do without. Its first failure is reported, and the run goes on."""
+        try:
+            yield
+        except Exception as error:
+            if output not in self._failed:
+                self._failed.add(output)
+                self.print(f"warning: {output} failed ({first_line(error)}); the run goes on without it")
+
+    def begin(self, file: LineFile, num_steps: int) -> None:
+        """Write metrics into a file from now on, and start the progress bar."""
+        self._file, self._num_steps = file, num_steps
         if self._bar is not None:
-            self._task = self._bar.add_task("training", total=num_steps, loss="")
-            self._bar.start()
+            with self.attempt("the progress bar"):
+                self._task = self._bar.add_task("training", total=num_steps, loss="")
+                self._bar.start()
 
     def advance(self, loss: float) -> None:
         """Advance the progress bar by a step."""
         if self._task is not None:
-            self._bar.update(self._task, advance=1, loss=f"loss {loss:.4f}")
+            with self.attempt("the progress bar"):
+                self._bar.update(self._task, advance=1, loss=f"loss {loss:.4f}")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write a line of metrics to disk and show it."""
+        """Write a line of metrics to disk and show it. If the disk is full, the line is kept until it is not."""
         assert self._file is not None
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        self.show(line)
+        with self.attempt(str(self._file.path)):
+            self._file.append(json.dumps(line))
+        with self.attempt("the line of metrics"):
+            self.show(line)
 
     def show(self, line: dict[str, Any]) -> None:
         """Print a line of metrics or samples without writing it to ``metrics.jsonl``."""
@@ -254,22 +306,25 @@ class Reporter:
         def advance(done: int, total: int) -> None:
             nonlocal last_print, task
             if self._bar is not None:
-                if task is None:
-                    task = self._bar.add_task(label, total=total, loss="")
-                    self._bar.start()
-                self._bar.update(task, completed=done)
+                with self.attempt("the progress bar"):
+                    if task is None:
+                        task = self._bar.add_task(label, total=total, loss="")
+                        self._bar.start()
+                    self._bar.update(task, completed=done)
             elif time.perf_counter() - last_print > 10:
                 last_print = time.perf_counter()
                 self.print(f"{label}: {done:,} of {total:,}")
 
         yield advance
         if task is not None:
-            self._bar.remove_task(task)
+            with self.attempt("the progress bar"):
+                self._bar.remove_task(task)
 
     def stop_bar(self) -> None:
         """Remove the progress bar."""
         if self._bar is not None:
-            self._bar.stop()
+            with self.attempt("the progress bar"):
+                self._bar.stop()
 
 
 def _progress_bar(console: Any) -> Any:

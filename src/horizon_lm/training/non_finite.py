@@ -1,51 +1,107 @@
-"""Reject or skip steps whose loss or gradient is NaN or infinite, and name their rows."""
+"""Reject or skip steps whose loss or gradient is NaN or infinite, name the rows that cause it, and save the batch."""
 
 import math
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.errors import NonFiniteError, NonFiniteWarning
-from horizon_lm.objective.base import Loss
+from horizon_lm.objective.base import Loss, Objective
+from horizon_lm.training.bad_batches import save_bad_batch
+from horizon_lm.training.bad_rows import BadRows, find_bad_rows
 from horizon_lm.training.metrics import Reporter
 from horizon_lm.training.run_dir import RunDir
 
-
-def finite_loss(loss: Loss, step: int, batch: Batch, config: RunConfig, run_dir: RunDir) -> float:
-    """Return the loss as a number. Raise NonFiniteError if it is NaN or infinite, unless such steps are skipped."""
-    value = float(loss.value.item())
-    if not math.isfinite(value) and config.non_finite == "raise":
-        raise NonFiniteError(_message(f"the loss is {value}", step, batch, run_dir))
-    return value
+_MOST_SEARCHES = 10  # in a run that skips such steps: a search takes as long as a few steps
 
 
-def update(optimizer: Any, step: int, batch: Batch, config: RunConfig, run_dir: RunDir, reporter: Reporter) -> None:
-    """Run an optimizer step. If it rejects or skips a non-finite gradient, report the rows of the step."""
-    try:
-        skipped = optimizer.num_skipped
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NonFiniteWarning)  # reported below, with the rows
-            optimizer.step()
-    except NonFiniteError as error:
-        if optimizer.partial_update:
-            raise NonFiniteError(f"{error} Rows of this step: {_places(batch)}") from error
-        problem = "the gradient is not finite"
-        if config.non_finite == "skip":
-            problem += f", and {config.max_consecutive_skips} steps before it were skipped (max_consecutive_skips)"
-        raise NonFiniteError(_message(problem, step, batch, run_dir)) from error
-    if optimizer.num_skipped > skipped:
-        reporter.print(f"step {step}: skipped, because the gradient is not finite. Its rows: {_places(batch)}")
+@dataclass
+class NonFinite:
+    """The check of each step of a run.
+
+    Args:
+        model: the streamed model.
+        objective: the objective of its training.
+        tokenizer: decodes the rows of a saved batch.
+        config: settings of the run.
+        run_dir: the folder of the run.
+        reporter: prints a line for each skipped step.
+    """
+
+    model: Any
+    objective: Objective
+    tokenizer: Any
+    config: RunConfig
+    run_dir: RunDir
+    reporter: Reporter
+    _loss: float = 0.0
+    _num_searches: int = 0
+
+    def finite_loss(self, loss: Loss, step: int, batch: Batch) -> float:
+        """Return the loss as a number. Raise NonFiniteError if it is NaN or infinite, unless such steps are skipped."""
+        self._loss = float(loss.value.item())
+        if not math.isfinite(self._loss) and self.config.non_finite == "raise":
+            raise NonFiniteError(self._message(*self._explain(None, step, batch), step, batch))
+        return self._loss
+
+    def update(self, optimizer: Any, step: int, batch: Batch) -> None:
+        """Run an optimizer step. If it rejects or skips a non-finite gradient, report the rows of the step."""
+        try:
+            skipped = optimizer.num_skipped
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NonFiniteWarning)  # reported below, with the rows
+                optimizer.step()
+        except NonFiniteError as error:
+            problem, cause = self._explain(optimizer.non_finite_unit, step, batch)
+            if optimizer.partial_update:
+                raise NonFiniteError(f"{error} {cause} Rows of this step: {_places(batch)}") from error
+            if self.config.non_finite == "skip":
+                limit = self.config.max_consecutive_skips
+                problem += f", and {limit} steps before it were skipped (max_consecutive_skips)"
+            raise NonFiniteError(self._message(problem, cause, step, batch)) from error
+        if optimizer.num_skipped > skipped:
+            problem, cause = self._explain(optimizer.non_finite_unit, step, batch)
+            self.reporter.print(f"step {step}: skipped, because {problem}. {cause} Its rows: {_places(batch)}")
+
+    def _explain(self, unit: str | None, step: int, batch: Batch) -> tuple[str, str]:
+        """Return what is not finite, and sentences about its rows and the file in which they were saved."""
+        bad = self._search(batch, with_gradient=math.isfinite(self._loss))
+        if math.isfinite(self._loss):
+            problem = f"the gradient of {unit} is not finite"
+        else:
+            unit = None if bad is None else bad.unit
+            problem = f"the loss is {self._loss}" + (f", and {unit} is the first unit not to be finite" if unit else "")
+        sentences = [] if bad is None else [bad.describe(batch.places)]
+        try:
+            file = save_bad_batch(
+                self.run_dir.path / "bad-batches", step, batch, self.tokenizer, problem, unit, bad
+            )  # fmt: skip
+            sentences.append("" if file is None else f"The batch is in {file}.")
+        except OSError as error:
+            sentences.append(f"The batch could not be saved ({error.strerror}).")
+        return problem, " ".join(filter(None, sentences))
+
+    def _search(self, batch: Batch, with_gradient: bool) -> BadRows | None:
+        """Return the rows that cause it; None if they are unknown."""
+        self._num_searches += 1
+        if self._num_searches > _MOST_SEARCHES:
+            return None
+        try:
+            return find_bad_rows(self.model, self.objective, batch, with_gradient=with_gradient)
+        except Exception:  # the step is rejected anyway, and its error must not be replaced by one of the search
+            return None
+
+    def _message(self, problem: str, cause: str, step: int, batch: Batch) -> str:
+        weights = f"those after step {step - 1}" if step > 1 else "those that were loaded"
+        remedy = "lower learning_rate" if step > 1 else "check the weights of the model"
+        return (
+            f"step {step}: {problem}. {cause}{' ' if cause else ''}The weights are {weights}, no model was exported, and the "
+            f"metrics so far are in {self.run_dir.metrics_file}. Remedy: {remedy}, or check the rows of this step: "
+            f"{_places(batch)}"
+        )
 
 
 def _places(batch: Batch) -> str:
     return ", ".join(batch.places[:8]) + (", ..." if len(batch.places) > 8 else "")
-
-
-def _message(problem: str, step: int, batch: Batch, run_dir: RunDir) -> str:
-    weights = f"those after step {step - 1}" if step > 1 else "those that were loaded"
-    remedy = "lower learning_rate" if step > 1 else "check the weights of the model"
-    return (
-        f"step {step}: {problem}. The weights are {weights}, no model was exported, and the metrics so far are in "
-        f"{run_dir.metrics_file}. Remedy: {remedy}, or check the rows of this step: {_places(batch)}"
-    )

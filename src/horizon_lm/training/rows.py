@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
-from horizon_lm.data.checks import Finding, also_trained_on, audit
+from horizon_lm.data.checks import Finding, check_overlap, check_rows
 from horizon_lm.data.loader import Loader, Sampler
 from horizon_lm.data.preprocess import PreprocessConfig, Report, cut_rows, pack_rows, prepare, summary
 from horizon_lm.data.sources import open_source
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError
+from horizon_lm.quantities import counted
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class PreparedData:
     """An eval set, or all training rows.
 
     Attributes:
-        name: its name in messages.
-        report: counts of the rows that were read, cut and left out.
+        name: name of the data in messages.
+        report: numbers of rows that were read, truncated and left out.
         findings: likely mistakes in the rows.
         rows: the rows in use.
         packed: the same rows after packing; ``rows`` without packing.
@@ -47,7 +48,7 @@ class RunData:
     Attributes:
         training: the training rows.
         loader: batches of the training rows.
-        parts: the training rows and each eval set, with what was found in them.
+        parts: the training rows and each eval set, with their findings.
         eval_sets: the packed rows of each eval set, by name.
     """
 
@@ -58,7 +59,7 @@ class RunData:
 
 
 def preprocess_config(config: RunConfig) -> PreprocessConfig:
-    """Return the settings of a run that decide how its rows are tokenized and packed."""
+    """Return the settings of a run that determine how its rows are tokenized and packed."""
     return PreprocessConfig(
         objective=config.objective,
         train_on=config.train_on if isinstance(config, SftConfig) else None,
@@ -70,7 +71,7 @@ def preprocess_config(config: RunConfig) -> PreprocessConfig:
 
 
 def _eval_preprocess_config(config: RunConfig) -> PreprocessConfig:
-    """Return the same for eval sets, whose packing may be set separately."""
+    """Return the same settings for eval sets, whose packing may be set separately."""
     preprocess = preprocess_config(config)
     if not isinstance(config, TextConfig) or config.eval_packing is None:
         return preprocess
@@ -91,17 +92,17 @@ def load_data(config: RunConfig, tokenizer: Any) -> RunData:
     report = prepare(config.datasets or (), tokenizer, preprocess)
     rows, parts = report.rows, []
     if config.test_split_size is not None:
-        held, rows = _split(rows, config.test_split_size, _data_seed(config))
-        held = cut_rows(held, eval_preprocess)
-        found = also_trained_on(held, rows)
-        parts.append(PreparedData("held_out", Report(), found, held, pack_rows(held, eval_preprocess)))
-    training = PreparedData("training data", report, audit(report, tokenizer), rows, pack_rows(rows, preprocess))
+        eval_rows, rows = _split(rows, config.test_split_size, _data_seed(config))
+        eval_rows = cut_rows(eval_rows, eval_preprocess)
+        found = check_overlap(eval_rows, rows)
+        parts.append(PreparedData("held_out", Report(), found, eval_rows, pack_rows(eval_rows, eval_preprocess)))
+    training = PreparedData("training data", report, check_rows(report, tokenizer), rows, pack_rows(rows, preprocess))
     names = [each.name for each in parts]
     for dataset in config.eval_datasets or ():
         names.append(_unused_name(Path(dataset.path).stem, names))
         eval_report = prepare([dataset], tokenizer, eval_preprocess)
         packed = pack_rows(eval_report.rows, eval_preprocess)
-        found = [*audit(eval_report, tokenizer), *also_trained_on(eval_report.rows, rows)]
+        found = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows)]
         parts.append(PreparedData(names[-1], eval_report, found, eval_report.rows, packed))
     loader = Loader(training.packed, training_sampler(config, training.packed))
     return RunData(training, loader, [training, *parts], {each.name: each.packed for each in parts})
@@ -110,7 +111,9 @@ def load_data(config: RunConfig, tokenizer: Any) -> RunData:
 def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
     number = int(size) if size >= 1 else math.ceil(size * len(rows))
     if number >= len(rows):
-        raise ConfigError(f"test_split_size is {size:g}, but there are only {len(rows)} rows; set a smaller number")
+        raise ConfigError(
+            f"test_split_size is {size:g}, but the dataset has only {counted(len(rows), 'row')}; set a smaller number"
+        )
     held_out = np.zeros(len(rows), dtype=bool)
     held_out[np.random.default_rng((seed, 0)).permutation(len(rows))[:number]] = True
     return rows.split(held_out)
@@ -126,10 +129,14 @@ def training_sampler(config: RunConfig, rows: TokenTable) -> Sampler:
 
 
 def estimate_sampler(config: RunConfig) -> Sampler | None:
-    """Estimate the sampler without tokenizing. None if there are no rows yet, or if packing will change their number."""
+    """Estimate the sampler without tokenizing. None if there are no rows yet, or if packing will change
+    their number.
+    """
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):
         return None
-    held = config.test_split_size or 0
+    eval_size = config.test_split_size or 0
     sizes = [round(len(open_source(each)) * (each.fraction or 1)) for each in config.datasets]
-    sizes = [max(1, round(size * (1 - (held if held < 1 else held / max(1, sum(sizes)))))) for size in sizes]
+    sizes = [
+        max(1, round(size * (1 - (eval_size if eval_size < 1 else eval_size / max(1, sum(sizes)))))) for size in sizes
+    ]
     return Sampler(tuple(sizes), config.rows_per_step, 0, tuple(each.weight for each in config.datasets))

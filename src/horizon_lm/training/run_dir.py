@@ -1,49 +1,65 @@
-"""The output folder of a run. Existing files are kept until there is something to replace them."""
+"""The output folder of a run. Existing files are kept until something replaces them."""
 
+import errno
 import json
 import os
-import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from horizon_lm.config import RunConfig
-from horizon_lm.config.text import OF_A_RUN, to_yaml
-from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.config.text import RUN_CONFIG_HEADER, to_yaml
+from horizon_lm.disk import Disk, part_of, replace_folder, restore_folder, write_file
+from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, first_line
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.render import write_plan
+from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.resources import disk_free
+from horizon_lm.training.line_file import LineFile
+from horizon_lm.training.run_lock import RunLock
 
 _RUN_FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "samples.jsonl", "trace.json", "predicted_trace.json", "loss.png", "model",
 )  # fmt: skip
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_DISK_SECONDS = 600.0  # to make room on a full disk before the trained model is given up
+_RETRY_SECONDS = 5.0
 
 
 class RunDir:
-    """``output_dir`` with ``config.yaml``, ``plan.json``, ``metrics.jsonl`` and, after the last step, ``model/``.
+    """Context manager: ``output_dir`` with ``config.yaml``, ``plan.json``, ``metrics.jsonl`` and, at the end, ``model/``.
+
+    Args:
+        config: settings of the run.
+        resumes: the run goes on from a checkpoint.
+        disk: the file operations to use.
 
     Raises:
-        ConfigError: the folder holds a finished run or files that no run has written, or it is not writable.
+        ConfigError: the folder holds a finished run or files that no run has written, another run is writing into it, or it
+            is not writable.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.path = Path(config.output_dir).expanduser()
+    def __init__(self, config: RunConfig, resumes: bool = False, disk: Disk | None = None) -> None:
+        self.path, self._disk = Path(config.output_dir).expanduser(), disk or Disk()
+        self._lock = RunLock(self.path)
+        self._lock.require_free()
         self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
         self.trace_file = self.path / "trace.json"
-        self.samples_file = self.path / "samples.jsonl"
+        self.samples, self._resumes = LineFile(self.path / "samples.jsonl"), resumes
         self._foreign_checkpoints: list[Path] = []
         if not self._holds_a_run():
             self._reject_foreign_files()
             self._foreign_checkpoints += self.path.glob("checkpoint-*")
         self._save_total_limit, self._saved = config.save_total_limit, list[Path]()
-        self._dtype = config.exported_dtype
-        if self.model_dir.exists() and not config.overwrite_output_dir:
-            raise ConfigError(
-                f"output_dir: {self.path} holds a finished run; choose another folder, or set "
-                "overwrite_output_dir: true to replace its model once the new one is trained"
-            )
+        self._dtype, self._export_bytes, self._is_exported = config.exported_dtype, 0, False
+        self._overwrites = config.overwrite_output_dir
+        with suppress(OSError):  # a folder that cannot be written to is rejected below
+            restore_folder(self._disk, self.model_dir)
+        self._reject_finished_run()
         checkpoints = sorted(folder.name for folder in self.path.glob("checkpoint-*"))
-        if checkpoints and not config.overwrite_output_dir:
+        if checkpoints and not config.overwrite_output_dir and not resumes:
             raise ConfigError(
                 f"output_dir: {self.path} holds {checkpoints[0]} of another run; choose another folder, or set "
                 "overwrite_output_dir: true to write beside it"
@@ -54,11 +70,24 @@ class RunDir:
         if config.push_to_hub:
             _require_login()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def _reject_finished_run(self) -> None:
+        if self.model_dir.exists() and not self._overwrites:
+            raise ConfigError(
+                f"output_dir: {self.path} holds a finished run; choose another folder, or set "
+                "overwrite_output_dir: true to replace its model once the new one is trained"
+            )
+
     def _holds_a_run(self) -> bool:
         """Return whether the folder has the settings file of an earlier run."""
         try:
             with (self.path / "config.yaml").open(encoding="utf-8") as stream:
-                return stream.readline().strip() == OF_A_RUN
+                return stream.readline().strip() == RUN_CONFIG_HEADER
         except (OSError, UnicodeDecodeError):
             return False
 
@@ -70,69 +99,147 @@ class RunDir:
                     f"output_dir: {self.path / name} was not written by horizon-lm and would be overwritten; choose another folder"
                 )
 
-    def begin(self, config: RunConfig, plan: Plan) -> None:
-        """Create the folder, write settings and plan, and rename the metrics of an earlier run."""
+    def take(self) -> None:
+        """Create the folder, and lock it until the end of the run. Files of an earlier run are left as they are."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._disk.make_folder(self.path)
+            self._lock.take()
         except OSError as error:
-            raise ConfigError(f"output_dir: {self.path} cannot be created ({error.strerror})") from error
-        part = self.path / ".config.yaml.part"
-        part.write_text(to_yaml(config), encoding="utf-8")
-        part.rename(self.path / "config.yaml")
-        for stale in (self.trace_file, self.samples_file, self.path / "predicted_trace.json"):
-            stale.unlink(missing_ok=True)
-        write_plan(plan, config.device, self.path)
-        if self.metrics_file.exists():
-            number = 1
-            while (earlier := self.path / f"metrics-{number}.jsonl").exists():
-                number += 1
-            self.metrics_file.rename(earlier)
+            raise self._unwritable(error) from error
+        self._reject_finished_run()  # by a run that was faster
+
+    def begin(self, config: RunConfig, plan: Plan) -> None:
+        """Write settings and plan, and rename the metrics of an earlier run. The model must be loaded: nothing is left to fail."""
+        self._export_bytes = next(item.num_bytes for item in plan.disk.items if item.name == "exported model")
+        try:
+            write_file(self._disk, self.path / "config.yaml", to_yaml(config).encode())
+            for stale in (self.trace_file, self.path / "predicted_trace.json"):
+                self._disk.remove(stale)
+            write_plan(plan, config.device, self.path)
+            if not self._resumes:
+                self._disk.remove(self.samples.path)
+                LineFile(self.metrics_file).set_aside()
+            self._disk.sync(self.path)
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def append_samples(self, line: dict[str, Any]) -> None:
         """Append a line to ``samples.jsonl``."""
-        with self.samples_file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self.samples.append(json.dumps(line, ensure_ascii=False))
 
-    def export(self, model: Any, tokenizer: Any) -> None:
-        """Export the model. The folder gets its name once it is complete; only then is an old one deleted."""
-        self._write(model, tokenizer, self.model_dir)
+    def export(
+        self,
+        model: Any,
+        tokenizer: Any,
+        report: Callable[[str], None],
+        stopped: Callable[[], bool],
+        save_on_fault: Callable[[], str],
+    ) -> None:
+        """Export the model. The folder gets its name once it is complete and durable; only then is an old one deleted.
+
+        A full disk is reported, and the export is tried again while there is hope that somebody makes room.
+
+        Args:
+            model, tokenizer: the contents of the folder.
+            report: called with a line for people.
+            stopped: returns whether the run was asked to stop, which ends the waiting.
+            save_on_fault: saves what it can, and returns a sentence about what is kept.
+
+        Raises:
+            DoesNotFitError: the disk is full.
+            ConfigError: the folder cannot be written to.
+        """
+        until, waits = time.monotonic() + _FULL_DISK_SECONDS, False
+        while True:
+            try:
+                self._write(model, tokenizer, self.model_dir)
+                self._is_exported = True
+                return
+            except Exception as error:
+                failure = error
+            if stopped() or time.monotonic() > until or not self._is_full(failure):
+                break
+            if not waits:
+                waits = True
+                report(f"{self._unwritable(failure)} Trying again for {format_seconds(_FULL_DISK_SECONDS)}.")
+            time.sleep(_RETRY_SECONDS)
+        kept = save_on_fault()
+        if isinstance(failure, OSError):
+            raise type(problem := self._unwritable(failure))(f"{problem} {kept}") from failure
+        failure.add_note(kept)
+        raise failure
 
     def _write(self, model: Any, tokenizer: Any, target: Path) -> None:
         import torch
 
-        part, old = (target.with_name(f".{target.name}.{suffix}") for suffix in ("part", "old"))
-        if old.exists() and not target.exists():  # an earlier run was killed between the two renames below
-            old.rename(target)
-        for leftover in (part, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        model.save_pretrained(part, dtype=getattr(torch, self._dtype) if self._dtype else None)
-        tokenizer.save_pretrained(part)
-        if target.exists():
-            target.rename(old)
-        part.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        def fill(part: Path) -> None:
+            model.save_pretrained(part, dtype=getattr(torch, self._dtype) if self._dtype else None)
+            tokenizer.save_pretrained(part)
+
+        restore_folder(self._disk, target)
+        try:
+            replace_folder(self._disk, target, fill)
+        except BaseException:
+            with suppress(OSError):
+                restore_folder(self._disk, target)
+                self._disk.remove(part_of(target))
+            raise
+
+    def _is_full(self, error: Exception) -> bool:
+        """Return whether an export failed because there is no space. The tokenizer's writer raises an error of its own."""
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno in _NO_SPACE
+        with suppress(OSError):
+            return disk_free(self.path) < self._export_bytes
+        return False
+
+    def _unwritable(self, error: Exception) -> HorizonError:
+        """Return the error of a run whose folder cannot be written to."""
+        reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+        if not self._is_full(error):
+            return ConfigError(f"output_dir: {self.path} cannot be written to ({reason}).")
+        free = ""
+        with suppress(OSError):
+            free = f"; {format_bytes(disk_free(self.path))} are free"
+        needed = f"the exported model takes {format_bytes(self._export_bytes)}" if self._export_bytes else "make room"
+        return DoesNotFitError(f"output_dir: no space is left for {self.path} ({reason}): {needed}{free}.")
 
     def save(self, model: Any, tokenizer: Any, step: int) -> None:
-        """Export a checkpoint after a step, and delete the oldest ones beyond ``save_total_limit``."""
+        """Export a checkpoint after a step, and delete the oldest checkpoints beyond ``save_total_limit``."""
         target = self.path / f"checkpoint-{step}"
         if target in self._foreign_checkpoints:
-            target.rename(target.with_name(f"{target.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
+            self._disk.rename(target, target.with_name(f"{target.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         self._write(model, tokenizer, target)
         self._saved.append(target)
         while self._save_total_limit and len(self._saved) > self._save_total_limit:
-            shutil.rmtree(self._saved.pop(0), ignore_errors=True)
+            self._disk.remove(self._saved.pop(0))
 
-    def kept_artifacts(self) -> str:
-        """Return what an interrupted run leaves, and how to start it again."""
-        if not self._saved:
-            return f"Kept: {self.metrics_file}. No model was exported; run the same command again to start over"
-        return (
-            f"Kept: {self.metrics_file}, and the model after an earlier step in {self._saved[-1]}. A run cannot be resumed "
-            "yet; to start over, run the same command with --overwrite_output_dir true"
-        )
+    @property
+    def is_exported(self) -> bool:
+        """True once the trained model is in its folder."""
+        return self._is_exported
+
+    def kept_artifacts(self, checkpoint: Path | None) -> str:
+        """Return what an interrupted run leaves, and how to go on.
+
+        Args:
+            checkpoint: the newest checkpoint that the run can be resumed from; None if there is none.
+        """
+        if self._is_exported:
+            return f"The trained model is in {self.model_dir}"
+        if checkpoint is not None:
+            return f"Kept: {checkpoint}. Run the same command again to go on from there"
+        if self._saved:
+            return (
+                f"Kept: the model after an earlier step in {self._saved[-1]}. With save_only_model a run cannot be resumed; to start "
+                "over, run the same command with --overwrite_output_dir true"
+            )
+        return f"Kept: {self.metrics_file}. There is no checkpoint yet; run the same command again to start over"
 
     def push(self, config: RunConfig) -> str:
-        """Upload the exported model and return its address, or a message if this fails; the local model is kept."""
+        """Upload the exported model and return its address, or a message if the upload fails; the local model
+        is kept.
+        """
         from huggingface_hub import HfApi
 
         name = config.hub_model_id or self.path.resolve().name
@@ -147,18 +254,19 @@ class RunDir:
         return f"the trained model is at {repo}"
 
     def draw_loss(self) -> None:
-        """Draw ``loss.png``. Errors of writing it are ignored: they must not fail a finished run."""
+        """Draw ``loss.png``."""
         from horizon_lm.report.loss_png import write_loss_png
 
-        with suppress(OSError):
-            write_loss_png(self.metrics_file, self.path / "loss.png")
+        write_loss_png(self.metrics_file, self.path / "loss.png")
 
     def final_message(self, steps_done: int, num_steps: int, num_skipped: int, warning: str) -> str:
-        """Return the last lines of a run: early stop, skipped steps, a warning, the model's folder and how to use it."""
+        """Return the last lines of a run: early stop, skipped steps, a warning, the model's folder and how to
+        use it.
+        """
         early = f"stopped by a callback after step {steps_done} of {num_steps}\n" if steps_done < num_steps else ""
         skipped = ""
         if num_skipped:
-            skipped = f"{num_skipped} of {steps_done} steps were skipped, because their gradient was not finite"
+            skipped = f"steps skipped because their gradient was not finite: {num_skipped} of {steps_done}"
             skipped += "; the model is unchanged\n" if num_skipped == steps_done else "\n"
         return (
             f"{early}{skipped}{warning}\nThe trained model is in {self.model_dir}. Try it:\n"
@@ -171,7 +279,7 @@ class RunDir:
 
 
 def _require_login() -> None:
-    """Raise ConfigError before training if the model could not be uploaded after it."""
+    """Raise ConfigError before training if the model could not be uploaded afterwards."""
     from huggingface_hub import HfApi
 
     try:

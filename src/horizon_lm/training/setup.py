@@ -3,9 +3,12 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
 from horizon_lm.data.loader import Batch
@@ -15,6 +18,7 @@ from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.paths import exists
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.residency import ExpectedBatch
+from horizon_lm.quantities import counted
 from horizon_lm.streaming_options import StreamingOptions
 from horizon_lm.training.metrics import Reporter
 from horizon_lm.training.rows import RunData
@@ -23,15 +27,15 @@ _LARGEST_TOKEN = 2**31 - 1  # rows are kept as int32
 
 
 def choose_device(name: str) -> str:
-    """Return the device to use, with ``auto`` resolved. Raise ConfigError if this machine does not have it."""
-    import torch
-
+    """Return the device to use, resolving ``auto``. Raise ConfigError if this machine does not have it."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but torch finds no CUDA device; use cpu, or auto")
     if name != "cpu" and (torch.device(name).index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device is {name!r}, but there are only {torch.cuda.device_count()} CUDA devices")
+        raise ConfigError(
+            f"device is {name!r}, but torch finds only {counted(torch.cuda.device_count(), 'CUDA device')}"
+        )
     return name
 
 
@@ -39,8 +43,8 @@ def load_tokenizer(config: RunConfig) -> Any:
     """Load the tokenizer of the run's model, after checking that the model is supported.
 
     Raises:
-        ConfigError: there is no such model, or it has no tokenizer.
-        ModelNotSupportedError: it is not a causal language model.
+        ConfigError: the model does not exist, or has no tokenizer.
+        ModelNotSupportedError: the model is not a causal language model.
     """
     from horizon_lm.model import hub
 
@@ -116,8 +120,12 @@ def check_weights(config: RunConfig) -> list[str]:
     return check_folder(model, folder)
 
 
-def load_model(config: RunConfig) -> Any:
-    """Load the streamed model of a run, in training mode. Warnings that `check_weights` has returned are not repeated."""
+def load_model(config: RunConfig, reads_weights: bool = True) -> Any:
+    """Load the streamed model of a run in training mode. Warnings already returned by `check_weights` are
+    not repeated.
+
+    Without ``reads_weights``, the weights are left for a checkpoint to restore.
+    """
     import transformers
 
     from horizon_lm.model.units import freeze
@@ -125,23 +133,24 @@ def load_model(config: RunConfig) -> Any:
     transformers.set_seed(config.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
-        warnings.simplefilter("ignore", UnprovenModelWarning)  # in the plan's lines already
-        model = _open(config)
+        warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
+        model = _open(config, reads_weights)
     freeze(model, config.trainable)
-    # Evaluation mode is how a model trains without dropout: it changes nothing else.
+    # Evaluation mode makes a model train without dropout and changes nothing else.
     return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
 
 
 def reserve_buffers(model: Any, plan: Plan) -> None:
-    """Tell a streamed model the largest batch of its run, so that no buffer has to be replaced by a larger one later."""
+    """Announce the largest batch of a run, so that no buffer has to be replaced by a larger one later."""
     batch = ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens)
     model._horizon.engine.expect(batch)
 
 
-def _open(config: RunConfig) -> Any:
-    import horizon_lm
+def _open(config: RunConfig, reads_weights: bool) -> Any:
+    from horizon_lm.engine import loading
 
-    return horizon_lm.from_pretrained(
+    opened = loading.from_pretrained if reads_weights else loading.open_without_weights
+    return opened(
         config.model_name_or_path,
         device=choose_device(config.device),
         **StreamingOptions.of(config),
@@ -202,7 +211,9 @@ def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | Non
 
 
 def num_steps_of(number_or_share: float, num_steps: int) -> int:
-    """Return the steps of a setting by transformers' rule: a number of steps, or below 1 a share of all steps."""
+    """Return the number of steps in a setting by transformers' rule: a number of steps, or a fraction of all steps
+    below 1.
+    """
     return int(number_or_share) if number_or_share >= 1 else math.ceil(number_or_share * num_steps)
 
 
@@ -213,10 +224,12 @@ class Objectives:
     Attributes:
         training: the objective of the training rows.
         eval_sets: the objective of each eval set, by name.
+        reference: log-probabilities of DPO's reference, float32 (n, 2), by the content hash of their rows.
     """
 
     training: Objective
     eval_sets: Mapping[str, Objective]
+    reference: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def require_callable(custom_loss: Any) -> None:
@@ -229,7 +242,12 @@ def require_callable(custom_loss: Any) -> None:
 
 
 def make_objectives(
-    config: RunConfig, model: Any, data: RunData, reporter: Reporter, custom_loss: Callable[..., Any] | None = None
+    config: RunConfig,
+    model: Any,
+    data: RunData,
+    reporter: Reporter,
+    custom_loss: Callable[..., Any] | None = None,
+    reference: Mapping[str, torch.Tensor] | None = None,
 ) -> Objectives:
     """Return the objectives of a run. For DPO, compute the reference with ``model`` before it is trained.
 
@@ -237,11 +255,12 @@ def make_objectives(
         config: settings of the run.
         model: the streamed model.
         data: the rows.
-        reporter: shows the progress of the reference.
+        reporter: reporter that shows the progress of the reference.
         custom_loss: a user's function to train with, as for `CustomObjective`.
+        reference: DPO's reference from a checkpoint; None to compute it.
     """
     if isinstance(config, DpoConfig):
-        return _dpo_objectives(config, model, data, reporter, custom_loss)
+        return _dpo_objectives(config, model, data, reporter, custom_loss, reference)
     from horizon_lm.objective import sft
 
     training = CustomObjective(custom_loss) if custom_loss else _token_objective(config)
@@ -260,32 +279,55 @@ def _token_objective(config: RunConfig) -> Objective:
 
 
 def _dpo_objectives(
-    config: DpoConfig, model: Any, data: RunData, reporter: Reporter, custom_loss: Callable[..., Any] | None
+    config: DpoConfig,
+    model: Any,
+    data: RunData,
+    reporter: Reporter,
+    custom_loss: Callable[..., Any] | None,
+    saved: Mapping[str, torch.Tensor] | None,
 ) -> Objectives:
     from horizon_lm.objective.dpo import Dpo
     from horizon_lm.objective.reference import ReferenceCache, lookup
 
-    cache = ReferenceCache(model, reporter.print)
+    cache = ReferenceCache(model, reporter.print) if saved is None else None
+    values: dict[str, torch.Tensor] = {}
+
+    def reference(name: str, rows: TokenTable, batch_size: int) -> np.ndarray:
+        if cache is None:
+            return _saved_reference(saved or {}, name, rows)
+        with reporter.progress(f"reference of {name}") as advance:
+            return cache.logprobs(rows, batch_size, advance)
 
     def objective_of(name: str, rows: TokenTable, batch_size: int) -> Objective:
-        with reporter.progress(f"reference of {name}") as advance:
-            return Dpo(config, lookup(cache.logprobs(rows, batch_size, advance)))
+        found = reference(name, rows, batch_size)
+        values[rows.content_hash] = torch.from_numpy(found)
+        return Dpo(config, lookup(found))
 
-    if cache.problem:
+    if cache is not None and cache.problem:
         reporter.print(f"reference: {cache.problem}, so the next run will compute it again")
     if custom_loss:
         training: Objective = CustomObjective(custom_loss)
     else:
         training = objective_of("training data", data.training.packed, config.reference_batch_size)
     size = config.per_device_eval_batch_size
-    return Objectives(training, {name: objective_of(name, rows, size) for name, rows in data.eval_sets.items()})
+    eval_sets = {name: objective_of(name, rows, size) for name, rows in data.eval_sets.items()}
+    return Objectives(training, eval_sets, values)
+
+
+def _saved_reference(saved: Mapping[str, torch.Tensor], name: str, rows: TokenTable) -> np.ndarray:
+    """Return the reference of some rows from a checkpoint, whose weights are not those of the reference any more."""
+    if rows.content_hash not in saved:
+        raise ConfigError(
+            f"the rows of {name} are not in the checkpoint, so it has no reference for them; resume with the same rows"
+        )
+    return saved[rows.content_hash].numpy()
 
 
 def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: RunConfig, reporter: Reporter) -> None:
     """Compare the gradients of some blocks with plain autograd on a batch. The model is left unchanged.
 
     Raises:
-        GradientMismatchError: a gradient differs by more than rounding.
+        GradientMismatchError: a gradient differs by more than rounding errors.
     """
     if not config.check_gradients:
         return
@@ -293,5 +335,5 @@ def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: Ru
     objectives.training(model, batch).value.backward()
     model.zero_grad()
     reporter.print(
-        f"check_gradients: on this device, {config.check_gradients} blocks have the gradients of plain autograd"
+        f"check_gradients: the gradients of {counted(config.check_gradients, 'block')} equal those of plain autograd on this device"
     )

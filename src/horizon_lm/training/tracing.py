@@ -7,7 +7,7 @@ from typing import Any
 from horizon_lm.resources import resident_bytes
 from horizon_lm.schedule.trace import Trace
 
-_FIRST = 3  # the first two steps fault memory in and compile
+_FIRST = 3  # the first two steps touch memory for the first time and compile
 
 
 class Tracing:
@@ -28,7 +28,7 @@ class Tracing:
         self._started = 0.0
 
     def before_step(self, step: int) -> None:
-        """End the step before this one; start or finish recording where it is due."""
+        """End the previous step, and start or finish recording if it is time to."""
         if self._trace is not None:
             self._end_step(step - 1)
             if step > self._last:
@@ -36,13 +36,13 @@ class Tracing:
         elif step == max(1, self._first - 1) and self._first <= self._last:
             import horizon_lm
 
-            # Start one step early: its updates run during the first recorded step.
+            # Start one step early, because its updates run during the first recorded step.
             horizon_lm.synchronize(self._model)
             self._trace = self._device.trace = Trace(self._sample)
             self._started = time.perf_counter()
 
     def finish(self, step: int) -> None:
-        """End the last step of the run and write what was recorded, even if the run stopped early."""
+        """End the last step of the run and write the recorded steps, even if the run stopped early."""
         if self._trace is not None:
             self._end_step(step)
             self._write()
@@ -60,10 +60,10 @@ class Tracing:
     def _write(self) -> None:
         import horizon_lm
 
-        assert self._trace is not None
+        trace, self._trace = self._trace, None  # written once, also if this fails
+        assert trace is not None
         horizon_lm.synchronize(self._model)
         self._device.trace = None
-        if self._trace.steps:
-            self._trace.drop_before(self._trace.steps[0][1])
-            self._trace.write(self._path)
-        self._trace = None
+        if trace.steps:
+            trace.drop_before(trace.steps[0][1])
+            trace.write(self._path)

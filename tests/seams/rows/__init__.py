@@ -1,4 +1,4 @@
-"""Rows by section; importing this package fills the table."""
+"""The rows by section; importing this package fills the table."""
 
 from tests.seams.rows import (  # noqa: F401
     adapters,

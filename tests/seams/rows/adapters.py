@@ -1,4 +1,4 @@
-"""Adapters of PEFT."""
+"""PEFT adapters."""
 
 import tempfile
 from functools import partial
@@ -72,7 +72,7 @@ def disable(model: Any) -> Any:
     return [first, without, evaluated(model), gradients(model)]
 
 
-@row("W20.disable-before", SECTION, "`with model.disable_adapter():` before any other forward", cases=_LORA)
+@row("W20.disable-before", SECTION, "`with model.disable_adapter():` before any other forward pass", cases=_LORA)
 def disable_before(model: Any) -> Any:
     with model.disable_adapter():
         without = evaluated(model)

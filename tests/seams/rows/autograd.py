@@ -1,4 +1,4 @@
-"""Parameters in autograd, and other ways into it."""
+"""Parameters in autograd, and other uses of autograd."""
 
 import contextlib
 import tempfile
@@ -37,9 +37,9 @@ def parameter_hook(model: Any, name: str) -> Any:
 @row(
     "W11.post-accumulate",
     SECTION,
-    "`p.register_post_accumulate_grad_hook`: called once per backward for each parameter with a gradient, when `p.grad` is complete",
+    "`p.register_post_accumulate_grad_hook`: called once per backward pass for each parameter with a gradient, when `p.grad` is complete",
     cases={
-        "whole": Case(options={"head": "whole"}), "chunked": Case(), "held": Case(options={"resident_blocks": 3, "resident_graphs": 3}),
+        "whole": Case(options={"head": "whole"}), "chunked": Case(), "resident": Case(options={"resident_blocks": 3, "resident_graphs": 3}),
         "micro-batches": Case(options={"device_micro_batch_size": 1}), "tied": Case(partial(families.build, "gpt2")),
         "bf16": Case(options={"precision": "bf16", "grad_dtype": torch.float32}, arguments={"weights": False}),
     },
@@ -66,7 +66,7 @@ def post_accumulate(model: Any, weights: bool = True) -> Any:
     SECTION,
     "Layerwise optimizers: a post-accumulate hook updates each weight and drops its gradient",
     cases={"sgd": Case(arguments={"kind": "sgd"}), "adamw": Case(arguments={"kind": "adamw"}),
-           "held": Case(options={"resident_blocks": 3, "resident_graphs": 3}, arguments={"kind": "adamw"})},
+           "resident": Case(options={"resident_blocks": 3, "resident_graphs": 3}, arguments={"kind": "adamw"})},
 )  # fmt: skip
 def layerwise(model: Any, kind: str) -> Any:
     make = {"sgd": partial(torch.optim.SGD, lr=0.1), "adamw": partial(torch.optim.AdamW, lr=1e-2)}[kind]
@@ -125,7 +125,7 @@ def create_graph(model: Any) -> Any:
     return values
 
 
-@row("W11.twice", SECTION, "A second backward through the same forward, with `retain_graph=True`", EITHER)
+@row("W11.twice", SECTION, "A second backward pass through the same forward pass, with `retain_graph=True`", EITHER)
 def twice(model: Any) -> Any:
     value = loss(model)
     value.backward(retain_graph=True)
@@ -133,9 +133,9 @@ def twice(model: Any) -> Any:
     return copied_gradients(model)
 
 
-@row("autograd.two-forwards", SECTION, "Two forwards and then their backwards, in either order",
+@row("autograd.two-forwards", SECTION, "Two forward passes and then their backward passes, in either order",
      cases={f"{name}-{first}": Case(options=options, arguments={"first": first}) for first in (0, 1)
-            for name, options in (("whole", {"head": "whole"}), ("chunked", {}), ("held", {"resident_blocks": 3, "resident_graphs": 3}))})  # fmt: skip
+            for name, options in (("whole", {"head": "whole"}), ("chunked", {}), ("resident", {"resident_blocks": 3, "resident_graphs": 3}))})  # fmt: skip
 def two_forwards(model: Any, first: int) -> Any:
     values = [loss(model), model(**families.batch(seed=2)).loss]
     values[first].backward()
@@ -143,7 +143,7 @@ def two_forwards(model: Any, first: int) -> Any:
     return copied_gradients(model)
 
 
-@row("autograd.two-losses", SECTION, "Two forwards and one backward of the sum of their losses")
+@row("autograd.two-losses", SECTION, "Two forward passes and one backward pass of the sum of their losses")
 def two_losses(model: Any) -> Any:
     value = loss(model) + 2 * model(**families.batch(seed=2)).loss
     value.backward()
@@ -153,7 +153,7 @@ def two_losses(model: Any) -> Any:
 @row(
     "autograd.scaled",
     SECTION,
-    "A scaled loss, or a backward with a gradient: `(loss / 4).backward()`, `loss.backward(g)`",
+    "A scaled loss, or `backward` with a gradient: `(loss / 4).backward()`, `loss.backward(g)`",
 )
 def scaled(model: Any) -> Any:
     (loss(model) / 4).backward()
@@ -162,7 +162,7 @@ def scaled(model: Any) -> Any:
     return copied_gradients(model)
 
 
-@row("autograd.checkpointed", SECTION, "A forward inside `torch.utils.checkpoint`", EITHER)
+@row("autograd.checkpointed", SECTION, "A forward pass inside `torch.utils.checkpoint`", EITHER)
 def checkpointed(model: Any) -> Any:
     from torch.utils.checkpoint import checkpoint
 
@@ -237,7 +237,7 @@ def pruned(model: Any) -> Any:
         linear._parameters.update(before)
 
 
-@row("autograd.clip-later", SECTION, "Accumulate over several backwards, then step", cases={"ours": Case(), "bf16": Case(options={"precision": "bf16", "grad_dtype": torch.float32}, arguments={"precise": False})})  # fmt: skip
+@row("autograd.clip-later", SECTION, "Accumulate over several backward passes, then step", cases={"ours": Case(), "bf16": Case(options={"precision": "bf16", "grad_dtype": torch.float32}, arguments={"precise": False})})  # fmt: skip
 def accumulate(model: Any, precise: bool = True) -> Any:
     optimizer, losses = adamw(model), []
     for step in range(4):

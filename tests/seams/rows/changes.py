@@ -1,4 +1,4 @@
-"""Changing a model after it was streamed."""
+"""Changes to a model after it was streamed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -182,7 +182,7 @@ def replaced_in_evaluation(model: Any, what: str) -> Any:
         put_back()
 
 
-@row("W10.added-beside", SECTION, "Add a module that the model's forward does not use (a value head)", EITHER,
+@row("W10.added-beside", SECTION, "Add a module that the model does not use (a value head)", EITHER,
      cases={"outside": Case(arguments={"in_block": False}), "in-block": Case(arguments={"in_block": True})})  # fmt: skip
 def added_beside(model: Any, in_block: bool) -> Any:
     put_back = (_added_module if in_block else _added_outside)(model)
@@ -249,8 +249,8 @@ _WHERE: dict[str, Callable[[Any], Any]] = {
 
 
 def _places(how: str) -> tuple[str, ...]:
-    """Return the modules to try a change on: all of them if they may differ, else the model and one module."""
-    if how == "to-meta":  # on a module it replaces parameters, which the next forward rejects
+    """Return the modules to try a change on: all of them if they may differ, otherwise the model and one module."""
+    if how == "to-meta":  # on a module it replaces parameters, which the next forward pass rejects
         return ("model",)
     return tuple(_WHERE) if how in ("half", "to-dtype", "to_empty", "to-cpu") else ("model", "linear")
 

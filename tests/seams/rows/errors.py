@@ -1,4 +1,4 @@
-"""Errors of other code in between."""
+"""Errors of other code between calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def _late(model: Any) -> Any:
 
 
 def _raises(model: Any, kind: type[Exception], **arguments: Any) -> str:
-    """Return the name of the error that a forward or its backward raises, and drop the step."""
+    """Return the name of the error that a forward or backward pass raises, and drop the step."""
     try:
         loss(model, **arguments).backward()
         return "nothing"
@@ -72,11 +72,11 @@ def _fail(*args: Any) -> None:
 @row(
     "errors.hook",
     SECTION,
-    "An error in a hook of a module inside a block, in the forward or in the backward: it is raised, and training can continue",
+    "An error in a hook of a module inside a block, in the forward or backward pass: it is raised, and training can continue",
     cases={
         f"{how}-{name}": Case(options=options, arguments={"how": how})
         for how in ("forward", "backward")
-        for name, options in (("plain", {}), ("held", {"resident_blocks": 3, "resident_graphs": 3}))
+        for name, options in (("plain", {}), ("resident", {"resident_blocks": 3, "resident_graphs": 3}))
     },
 )
 def error_in_a_hook(model: Any, how: str) -> Any:
@@ -125,7 +125,7 @@ BAD: dict[str, Callable[[], dict[str, Any]]] = {
 @row(
     "errors.arguments",
     SECTION,
-    "A forward with unusual or invalid arguments: works if and only if a plain model accepts them",
+    "A call with unusual or invalid arguments: works if and only if a plain model accepts them",
     cases={
         f"{what}-{head}": Case(options={"head": head}, arguments={"what": what})
         for what in BAD
@@ -138,7 +138,7 @@ def bad_arguments(model: Any, what: str) -> Any:
     except Exception as error:
         if isinstance(error, AssertionError):
             raise
-        value = "an error"  # the kind of error is up to the model
+        value = "an error"  # the type of error depends on the model
     model.zero_grad()
     return [value, gradients(model)]
 
@@ -146,7 +146,7 @@ def bad_arguments(model: Any, what: str) -> Any:
 @row(
     "errors.flat-labels",
     SECTION,
-    "A forward with labels in another shape than `input_ids`, as many as tokens",
+    "A call with labels in another shape than `input_ids`, but as many as tokens",
     EITHER,
     cases={head: Case(options={"head": head}) for head in ("whole", "chunked")},
 )

@@ -1,4 +1,4 @@
-"""Evaluating between steps."""
+"""Evaluation between steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +47,7 @@ _SIZES = {"one-micro-batch": None, "micro-batches": 1}
 
 
 def _run(model: Any, interlude: Callable[[Any], Any]) -> dict[str, Any]:
-    """Train three steps with something in between, from the same weights and random state each time."""
+    """Train three steps with an interlude, starting each time from the same weights and random state."""
     torch.manual_seed(3)
     optimizer, losses = adamw(model), []
     for step in range(3):
@@ -104,7 +104,7 @@ def dropout(model: Any) -> Any:
 
 @row("inference-mode", SECTION, "Evaluate under `torch.inference_mode()` and train afterwards",
      cases={"before": Case(arguments={"first": True}), "between": Case(arguments={"first": False}),
-            "held": Case(options={"resident_blocks": 3, "activation_checkpoints": "device"}, arguments={"first": True}),
+            "resident": Case(options={"resident_blocks": 3, "activation_checkpoints": "device"}, arguments={"first": True}),
             "bf16": Case(options={"precision": "bf16"}, arguments={"first": True})},
      tolerance=2e-2)  # fmt: skip
 def inference_mode(model: Any, first: bool) -> Any:

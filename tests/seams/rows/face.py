@@ -1,4 +1,4 @@
-"""A streamed model as an object: its class, its modules called by themselves, copies, what is left after it."""
+"""A streamed model as an object: its class, calls of single modules, copies, and memory left after it is dropped."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ SECTION = "The model's modules"
 OBJECT = "The model as an object"
 
 
-@row("face.signature", OBJECT, "`inspect.signature` of the model's forward and of its class")
+@row("face.signature", OBJECT, "`inspect.signature` of the model's `forward` and of its class")
 def signature(model: Any) -> Any:
     init = list(inspect.signature(type(model).__init__).parameters)
     return [str(inspect.signature(model.forward)), list(inspect.signature(type(model).forward).parameters), init]
@@ -68,7 +68,7 @@ def positional(model: Any) -> Any:
     return [float(first), float(second), copied_gradients(model)]
 
 
-@row("face.unknown-argument", OBJECT, "An argument that the model's forward does not have", EITHER,
+@row("face.unknown-argument", OBJECT, "An argument that the model does not have", EITHER,
      cases={"llama": Case(), "gpt2": Case(partial(families.build, "gpt2"))})  # fmt: skip
 def unknown_argument(model: Any) -> Any:
     return float(model(**families.batch(), unknown_argument=1).loss)
@@ -164,13 +164,13 @@ def resize(model: Any, size: int) -> Any:
     return gradients(model)
 
 
-@row("face.resize-same", OBJECT, "`resize_token_embeddings()` to the present size", EITHER)
+@row("face.resize-same", OBJECT, "`resize_token_embeddings()` to the current size", EITHER)
 def resize_same(model: Any) -> Any:
     model.resize_token_embeddings(families.VOCABULARY)
     return gradients(model)
 
 
-# Modules by themselves
+# Single modules
 
 
 def _ids() -> torch.Tensor:
@@ -204,7 +204,7 @@ PARTS: dict[str, Callable[[Any], torch.Tensor]] = {
 @row(
     "face.part",
     SECTION,
-    "Call modules by themselves without gradients: `model.model(ids)`, `model.lm_head(h)`, `get_input_embeddings()(ids)`, a norm, "
+    "Call single modules without gradients: `model.model(ids)`, `model.lm_head(h)`, `get_input_embeddings()(ids)`, a norm, "
     "a block or a linear layer",
     EITHER,
     cases={each: Case(arguments={"part": each}) for each in PARTS},
@@ -220,7 +220,7 @@ def part_trained(model: Any, part: str) -> Any:
     return copied_gradients(model)
 
 
-@row("face.part-between", SECTION, "Call modules by themselves while an optimizer's updates are running", EITHER,
+@row("face.part-between", SECTION, "Call single modules while an optimizer's updates are running", EITHER,
      cases={each: Case(arguments={"part": each}) for each in ("decoder", "head", "embedding", "norm", "mlp")},
      edits=True)  # fmt: skip
 def part_between(model: Any, part: str) -> Any:
@@ -320,7 +320,7 @@ def dropped(model: Any, trained: bool) -> Any:
         threads, before = threading.active_count(), psutil.Process().memory_info().rss
         left = [_use_and_drop(streamed, trained) for _ in range(15)]
         grown = psutil.Process().memory_info().rss - before
-        for _ in range(100):  # threads end by themselves, soon after their device
+        for _ in range(100):  # threads end soon after their device
             if threading.active_count() <= threads:
                 break
             time.sleep(0.05)

@@ -17,7 +17,7 @@ Records = list[Any]
 
 
 def _recomputing(model: Any) -> Any:
-    """Make a plain model recompute its blocks, as a streamed one does."""
+    """Make a plain model recompute its blocks, like a streamed model."""
     if not is_streamed(model):
         model.gradient_checkpointing_enable({"use_reentrant": False, "early_stop": False})
     return model
@@ -82,7 +82,7 @@ def _listening(how: str) -> dict[str, Case]:
     "W11.listen",
     SECTION,
     "Listen to modules inside blocks: forward hooks, pre-hooks, full backward hooks. They are called as with gradient checkpointing, "
-    "in the forward and again in the recompute, with the module of their own block",
+    "in the forward pass and again in the recompute, with the module of their own block",
     cases={name: case for how in LISTENERS for name, case in _listening(how).items()},
 )
 def listen(model: Any, how: str) -> Any:
@@ -228,7 +228,7 @@ CAPTURED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "A loss on an activation that a hook inside a block captured",
     REJECTED,
     cases={f"{how}-{size}": Case(options=options, arguments={"how": how}) for how in CAPTURED
-           for size, options in (("whole", {"head": "whole"}), ("held", {"resident_blocks": 3, "resident_graphs": 3}))},
+           for size, options in (("whole", {"head": "whole"}), ("resident", {"resident_blocks": 3, "resident_graphs": 3}))},
 )  # fmt: skip
 def captured_loss(model: Any, how: str) -> Any:
     captured: list[torch.Tensor] = []

@@ -42,7 +42,7 @@ def _load(model: Any) -> None:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warns that the low halves are reset, which another row tests
+        warnings.simplefilter("ignore")  # a warning that the low halves are reset, which another row tests
         model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()})
 
 
@@ -71,7 +71,7 @@ def write(model: Any, how: str) -> Any:
     cases={"": Case(options=_MASTER)},
 )
 def write_one(model: Any) -> Any:
-    """Return the weights that changed."""
+    """Return the names of the changed weights."""
     train(model, adamw(model))
     before = _exported(model)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def resume(model: Any, precision: str) -> Any:
         saved = torch.load(path)
     other = _another(model, precision)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warns that the low halves are reset until the optimizer's state is loaded
+        warnings.simplefilter("ignore")  # a warning that the low halves are reset until the optimizer's state is loaded
         other.load_state_dict(saved["model"])
     its_optimizer = adamw(other)
     its_optimizer.load_state_dict(saved["optimizer"])

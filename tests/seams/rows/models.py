@@ -1,4 +1,4 @@
-"""Models with habits of their own."""
+"""Models with unusual behavior."""
 
 from collections.abc import Callable
 from functools import partial
@@ -85,7 +85,7 @@ def normed_embedding(model: Any) -> Any:
 @row(
     "W4.max-norm",
     SECTION,
-    "An embedding with `max_norm`, which writes its table in the forward",
+    "An embedding with `max_norm`, which writes its table in the forward pass",
     EITHER,
     cases={"": Case(lambda: _set(families.build("llama"), "model.embed_tokens", "max_norm", 0.1))},
 )
@@ -262,7 +262,7 @@ def _biased(family: str) -> Any:
     cases={
         f"{family}-{name}": Case(partial(_biased, family), options)
         for family in ("llama", "gpt2")
-        for name, options in (("chunked", {}), ("whole", {"head": "whole"}), ("held", {"resident_blocks": 3}))
+        for name, options in (("chunked", {}), ("whole", {"head": "whole"}), ("resident", {"resident_blocks": 3}))
     },
 )
 def tied_bias(model: Any) -> Any:
@@ -280,7 +280,7 @@ def sparse(model: Any) -> Any:
 
 
 def _loss_of_its_own(model: Any) -> Any:
-    """Set a loss function of a model, as trainers do."""
+    """Replace the loss function of a model, like a trainer."""
 
     def own(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
         return logits.float().pow(2).mean()

@@ -1,4 +1,4 @@
-"""Optimizers: Horizon-LM's own, and anybody else's."""
+"""Optimizers: Horizon-LM's own and others."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam-8bit": lambda model: Adam8bit(model.parameters(), lr=1e-2),
     "lion": lambda model: Lion(model.parameters(), lr=1e-3),
 }
-_HELD: dict[str, dict[str, Any]] = {
+_RESIDENT: dict[str, dict[str, Any]] = {
     "none-resident": {},
     "all-resident": {"resident_blocks": 3, "activation_checkpoints": "device"},
     "graphs-resident": {"resident_blocks": 3, "resident_graphs": 3, "activation_checkpoints": "device"},
@@ -41,13 +41,13 @@ _HELD: dict[str, dict[str, Any]] = {
 def _matrix(*precisions: str) -> dict[str, Case]:
     """Return cases of every optimizer, with and without resident blocks."""
     return {
-        f"{name}-{held}": Case(
+        f"{name}-{residency}": Case(
             options={"precision": precision, "head": "whole", **options}, arguments={"optimizer": name}
         )
         for precision in precisions
         for name in OPTIMIZERS
-        for held, options in _HELD.items()
-        if held != "graphs-resident" or name == "adamw"
+        for residency, options in _RESIDENT.items()
+        if residency != "graphs-resident" or name == "adamw"
     }
 
 
@@ -70,7 +70,7 @@ def foreign_optimizer(model: Any, optimizer: str) -> Any:
     cases=_matrix("bf16"),
 )
 def foreign_optimizer_in_bf16(model: Any, optimizer: str) -> Any:
-    """Return the difference between the loss and that of the weights that the model reports."""
+    """Return the difference between the loss and that of the weights as reported by the model."""
     made = OPTIMIZERS[optimizer](model)
     train(model, made, steps=9)
     model(**families.batch()).loss.backward()
@@ -96,7 +96,7 @@ def foreign_optimizer_in_fp32_master(model: Any, optimizer: str) -> Any:
 
 
 def _with_spare(where: str) -> Any:
-    """Return a model with a parameter that its forward does not use."""
+    """Return a model with a parameter that its forward method does not use."""
     model = families.build("llama")
     owner = {"block": model.model.layers[1].mlp, "outside": model.model}[where]
     owner.register_parameter("spare", nn.Parameter(torch.ones(8)))
@@ -128,7 +128,7 @@ _UNUSED = {
         ("outside-blocks", partial(_with_spare, "outside"), _ids, {}),
         ("embedding", partial(families.build, "llama"), _embedded, {}),
         ("embedding-now-and-then", partial(families.build, "llama"), _now_and_then, {}),
-        ("held", partial(_with_spare, "block"), _ids, {"resident_blocks": 3, "resident_graphs": 3}),
+        ("resident", partial(_with_spare, "block"), _ids, {"resident_blocks": 3, "resident_graphs": 3}),
         ("micro-batches", partial(_with_spare, "block"), _ids, {"device_micro_batch_size": 2}),
         ("vision-tower", partial(tiny, "muse_glimmer"), _ids, {}),
     )
@@ -163,9 +163,7 @@ def unused(model: Any, by: str, batch: Any, ours: dict[str, Any] | None) -> Any:
     return {"losses": losses, "empty": empty, "weights": copied_weights(model)}
 
 
-@row(
-    "W1.unused-head", SECTION, "Train with a loss on hidden states alone: the head has no gradient and does not change"
-)
+@row("W1.unused-head", SECTION, "Train with a loss on hidden states only: the head has no gradient and does not change")
 def unused_head(model: Any) -> Any:
     optimizer = adamw(model)
     for seed in range(2):
@@ -177,7 +175,11 @@ def unused_head(model: Any) -> Any:
     return copied_weights(model)
 
 
-@row("W1.first-without", SECTION, "Accumulate gradients when the first backward of a step does not reach a parameter")
+@row(
+    "W1.first-without",
+    SECTION,
+    "Accumulate gradients when the first backward pass of a step does not reach a parameter",
+)
 def first_backward_without(model: Any) -> Any:
     for batch in (_embedded(model, 1), _ids(model, 2), _embedded(model, 3)):
         model(**batch).loss.backward()
@@ -195,7 +197,7 @@ _STEPS = {
 }
 
 
-@row("step.without-backward", SECTION, "Call `optimizer.step()` without any backward: nothing happens", cases=_STEPS)
+@row("step.without-backward", SECTION, "Call `optimizer.step()` without a backward pass: nothing happens", cases=_STEPS)
 def step_without_backward(model: Any, ours: bool) -> Any:
     optimizer = adamw(model) if ours else torch.optim.AdamW(model.parameters())
     before = copied_weights(model)
@@ -217,7 +219,7 @@ def _in_backward(model: Any) -> Any:
     keeps_gradients=False,
 )
 def clip_in_backward(model: Any) -> Any:
-    optimizer = model.kept = _in_backward(model)  # keeps the optimizer alive as long as the model
+    optimizer = model.kept = _in_backward(model)  # keep the optimizer alive as long as the model
     model(**families.batch()).loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
@@ -227,7 +229,7 @@ def clip_in_backward(model: Any) -> Any:
 @row(
     "W18.read-in-backward",
     SECTION,
-    "Read `p.grad` after a backward with `update_in_backward`",
+    "Read `p.grad` after a backward pass with `update_in_backward`",
     REJECTED,
     edits=True,
     keeps_gradients=False,

@@ -1,4 +1,4 @@
-"""Accelerate, and losses and loops of other libraries. transformers' Trainer has tests of its own (test_trainer.py)."""
+"""Accelerate, and losses and loops of other libraries. transformers' Trainer is tested in test_trainer.py."""
 
 import tempfile
 from typing import Any
@@ -15,7 +15,7 @@ SECTION = "Trainers"
 
 
 def fresh_accelerator(**settings: Any) -> Accelerator:
-    """Return an Accelerator with fresh settings: those of an earlier one would hold for the whole process."""
+    """Return an Accelerator with fresh settings, because those of an earlier one would apply to the whole process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(cpu=True, **settings)
 

@@ -1,4 +1,4 @@
-"""Reading and writing weights from outside."""
+"""Reading and writing of weights by other code."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ EDITS: dict[str, Callable[[Any], None]] = {
 }  # fmt: skip
 PLACES = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight",
           "model.norm.weight", "lm_head.weight")  # fmt: skip
-_HELD = {"plain": {}, "held": {"resident_blocks": 3, "activation_checkpoints": "device"}}
+_RESIDENT = {"plain": {}, "resident": {"resident_blocks": 3, "activation_checkpoints": "device"}}
 
 
 def _edit(model: Any, how: str, place: str | None = None) -> None:
@@ -63,7 +63,9 @@ def _edit(model: Any, how: str, place: str | None = None) -> None:
 
 
 _EVERYWHERE = {
-    f"{how}-{held}": Case(options=options, arguments={"how": how}) for how in EDITS for held, options in _HELD.items()
+    f"{how}-{residency}": Case(options=options, arguments={"how": how})
+    for how in EDITS
+    for residency, options in _RESIDENT.items()
 }
 _PLACES = {place: Case(options={"resident_blocks": 3}, arguments={"place": place}) for place in PLACES}
 
@@ -97,9 +99,9 @@ _VIEWS: dict[str, Callable[[Any], Any]] = {
     "Edit weights through existing views: `p.data`, `p.view(-1)`; through numpy arrays and storages, unnoticed by torch, with "
     "`horizon_lm.synchronize(model)` afterwards",
     cases={
-        f"{how}-{held}": Case(options=options, arguments={"how": how})
+        f"{how}-{residency}": Case(options=options, arguments={"how": how})
         for how in _VIEWS
-        for held, options in _HELD.items()
+        for residency, options in _RESIDENT.items()
     },
     edits=True,
 )
@@ -116,7 +118,7 @@ def kept_view(model: Any, how: str) -> Any:
 @row(
     "W5.edit-one",
     SECTION,
-    "Edit one weight in place after a forward: in a block, a norm, the embedding, the head",
+    "Edit one weight in place after a forward pass: in a block, a norm, the embedding, the head",
     cases=_PLACES,
 )
 def edit_one(model: Any, place: str) -> Any:
@@ -140,7 +142,7 @@ def edit_between_steps(model: Any) -> Any:
 
 
 @row("W5.load-state-dict", SECTION, "`load_state_dict` of the model between steps, or of one of its modules",
-     cases={held: Case(options=options) for held, options in _HELD.items()})  # fmt: skip
+     cases={residency: Case(options=options) for residency, options in _RESIDENT.items()})  # fmt: skip
 def load_state_dict(model: Any) -> Any:
     first = gradients(model)
     model.load_state_dict(families.build("llama", seed=5).state_dict())
@@ -189,7 +191,7 @@ _BETWEEN = {
 @row(
     "W6.edit-before-backward",
     SECTION,
-    "Edit weights in place between a forward and its backward",
+    "Edit weights in place between a forward pass and its backward pass",
     REJECTED,
     cases=_BETWEEN,
     edits=True,
@@ -204,7 +206,7 @@ def edit_before_backward(model: Any, how: str, place: str) -> Any:
 @row(
     "W6.step-before-backward",
     SECTION,
-    "Step an optimizer between a forward and its backward",
+    "Step an optimizer between a forward pass and its backward pass",
     REJECTED,
     cases={"ours": Case(arguments={"ours": True}), "torch": Case(arguments={"ours": False})},
     edits=True,
@@ -264,7 +266,7 @@ def edit_pending(model: Any, how: str) -> Any:
     return [gradients(model), copied_weights(model)]
 
 
-@row("W6.edit-no-forward", SECTION, "Edit weights in place before the first forward")
+@row("W6.edit-no-forward", SECTION, "Edit weights in place before the first forward pass")
 def edit_before_all(model: Any) -> Any:
     _edit(model, "mul")
     return gradients(model)
@@ -292,7 +294,7 @@ def swap(model: Any) -> Any:
 @row(
     "weights.vector",
     SECTION,
-    "Write all weights at once: `nn.utils.vector_to_parameters`, which replaces their storages",
+    "Write all weights in one call: `nn.utils.vector_to_parameters`, which replaces their storages",
     EITHER,
 )
 def vector(model: Any) -> Any:

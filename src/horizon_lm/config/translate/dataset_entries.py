@@ -98,7 +98,7 @@ def _from_llamafactory(theirs: Mapping[str, Any], folder: Path, left_out: dict[s
 
 
 def _read_dataset_info(folder: Path, data_dir: Any) -> tuple[Path, Mapping[str, Any]]:
-    """Return LLaMA-Factory's list of datasets and the folder that has it, or an empty list if it is not found."""
+    """Return LLaMA-Factory's list of datasets and its folder; the list is empty if it is not found."""
     for place in (folder / str(data_dir), Path(str(data_dir)), folder):
         if exists(str(place / "dataset_info.json")):
             try:
@@ -178,7 +178,7 @@ def _from_axolotl(theirs: Mapping[str, Any], folder: Path, left_out: dict[str, s
 
 
 def _from_pretraining_entry(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry of ``pretraining_dataset`` in Axolotl's form of an entry of ``datasets``."""
+    """Convert an entry of ``pretraining_dataset`` to Axolotl's form of an entry of ``datasets``."""
     entry = {name: value for name, value in theirs.items() if name != "text_column"}
     return {"type": "completion", **entry, "field": theirs.get("text_column", "text")}
 
@@ -221,7 +221,7 @@ _UNSUPPORTED_IN_ENTRIES = {
 
 
 def _leave_out(where: str, theirs: Mapping[str, Any], known: Collection[str], left_out: dict[str, str]) -> None:
-    """Add to ``left_out`` the settings of an entry that are set but not known."""
+    """Add the unknown settings of an entry to ``left_out``."""
     for key in theirs:
         if key not in known and theirs[key] not in (None, False):
             left_out[f"{where}.{key}"] = _UNSUPPORTED_IN_ENTRIES.get(key, "unknown setting; see columns and format")

@@ -1,4 +1,4 @@
-"""Translate a run file of another trainer by the table of that trainer."""
+"""Translate a run file of another trainer, using the translation table of that trainer."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,14 +21,14 @@ _PER_EPOCH = {"evals_per_epoch": ("eval_strategy", "eval_steps"), "saves_per_epo
 
 @dataclass
 class Translation:
-    """A run file of another trainer as settings of ours.
+    """A run file of another trainer, translated to our settings.
 
     Attributes:
         trainer: name of the other trainer.
         objective: objective of the run.
         settings: our settings.
         left_out: their settings that were not translated, with the reason.
-        notes: differences that no setting shows.
+        notes: differences that are not visible in any setting.
     """
 
     trainer: str
@@ -38,7 +38,7 @@ class Translation:
     notes: list[str] = field(default_factory=list)
 
     def text(self, full: bool = False) -> str:
-        """Return our run file, headed by the notes and by what was left out. ``full``: see `start_file`."""
+        """Return our run file, headed by the notes and the settings that were left out. ``full``: see `start_file`."""
         heading = [
             f"Translated from a file of {self.trainer}. Check it with horizon-lm inspect, which shows what it trains on."
         ]
@@ -56,7 +56,7 @@ def translate_file(path: str, objective: str | None = None) -> Translation:
         objective: objective of the run, or None to take it from the file.
 
     Raises:
-        ConfigError: the file cannot be read, is of no known trainer, or has an objective or loss that is not supported.
+        ConfigError: the file cannot be read, belongs to no known trainer, or has an unsupported objective or loss.
     """
     theirs, _ = read_yaml(path)
     theirs = {key: value for key, value in theirs.items() if value is not None}
@@ -99,7 +99,7 @@ def _reject_own_file(theirs: Mapping[str, Any], path: str) -> None:
 
 
 def _find_table(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the table of the trainer whose own settings are most frequent in the file."""
+    """Return the translation table of the trainer that most settings in the file are specific to."""
     scores = {name: sum(key in theirs for key in table["recognized_by"]) for name, table in tables().items()}
     best = max(scores, key=lambda name: scores[name])
     if not scores[best] and "model_name_or_path" not in theirs:
@@ -123,7 +123,7 @@ def _objective(theirs: Mapping[str, Any], table: Mapping[str, Any]) -> str:
 
 
 def _effective(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Translation) -> dict[str, Any]:
-    """Return their settings without those that another setting or the objective makes ineffective."""
+    """Return their settings, excluding those that another setting or the objective makes ineffective."""
     effective = dict(theirs)
     for key, objective in table.get("only_for_objective", {}).items():
         if key in effective and result.objective != objective:
@@ -161,7 +161,7 @@ def _translate_setting(
     elif key.startswith("lora_"):
         result.left_out[key] = "adapters are not supported yet"
     elif value is False:
-        # A setting that is off needs no mention, except for those in the table.
+        # A setting that is switched off needs no mention, unless it is in the table.
         if key in table.get("unsupported_if_false", {}):
             result.left_out[key] = table["unsupported_if_false"][key]
     elif key not in table.get("objective", {}):
@@ -192,7 +192,7 @@ def _leave_out_invalid(result: Translation, defaults: Mapping[str, Any], path: s
     """Leave out settings that our validation rejects, with its message, so that the file can be used without edits.
 
     Raises:
-        ConfigError: the loss is not supported; leaving it out would silently train with another one.
+        ConfigError: the loss is not supported; leaving it out would silently train with another loss.
     """
     settings = result.settings
     kept = {"datasets", "eval_datasets", "model_name_or_path"}  # they may name files of another machine
@@ -228,12 +228,12 @@ def _is_set(theirs: Mapping[str, Any], key: str) -> bool:
 
 
 def _table_key(value: Any) -> Any:
-    """Return a value in the form that it has as a key of a table."""
+    """Return a value in the form used as a key of a table."""
     return value if isinstance(value, bool | str) else str(value)
 
 
 def _parse_text(value: Any) -> Any:
-    """Return the value that YAML 1.1 and lenient parsers read from a text: yes, on, and numbers in quotes."""
+    """Parse a text as YAML 1.1 and lenient parsers do, including yes, on, and quoted numbers."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("yes", "on", "true", "no", "off", "false"):

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 @cache
 def tables() -> dict[str, Mapping[str, Any]]:
-    """Return the translation table of each trainer by the stem of its file."""
+    """Return the translation table of each trainer, by the stem of its file."""
     folder, yaml = files("horizon_lm.config.translate"), YAML(typ="safe", pure=True)
     return {
         name: yaml.load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -19,7 +19,7 @@ def tables() -> dict[str, Mapping[str, Any]]:
 
 
 def our_name(theirs: str) -> str | None:
-    """Return our name of another trainer's setting, or None if no table renames it."""
+    """Return our name for another trainer's setting, or None if no table renames it."""
     return next((table["rename"][theirs] for table in tables().values() if theirs in table.get("rename", {})), None)
 
 
@@ -33,8 +33,6 @@ _KERNELS = "not supported; remove it"
 _LOSS = "this variant of the loss is not supported; remove it, or pass train() an objective of your own"
 _LOGS = "logging_steps decides when metrics are written; remove it"
 _EVALUATION = "the eval set is evaluated before and after training and as eval_strategy says; remove it"
-_BEST = "runs export the last weights, and checkpoints as save_strategy says; pick the best by eval_loss in metrics.jsonl; remove it"
-_RESUME = "resuming a run is not supported yet; remove it"
 _HUB = "the finished model is uploaded once, with the account that is logged in; remove it"
 _TRACKIO = "set it in trackio's own environment variables; remove it"
 
@@ -91,8 +89,7 @@ UNSUPPORTED = {  # the replacement or remedy, by name
         ),
         _EVALUATION,
     ),
-    **dict.fromkeys(("greater_is_better", "load_best_model_at_end", "metric_for_best_model"), _BEST),
-    **dict.fromkeys(("restore_callback_states_from_checkpoint", "resume_from_checkpoint", "save_only_model"), _RESUME),
+    "restore_callback_states_from_checkpoint": "states of callbacks are always restored; remove it",
     **dict.fromkeys(("hub_always_push", "hub_revision", "hub_strategy", "hub_token"), _HUB),
     **dict.fromkeys(("project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"), _TRACKIO),
     "assistant_only_loss": "use train_on: assistant, which is the default for conversations",

@@ -1,0 +1,1 @@
+"""Checkpoints of a training: its whole state on disk, written while it goes on."""

@@ -1,0 +1,103 @@
+"""Turn a checkpoint into an ordinary Hugging Face folder, one tensor at a time."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from horizon_lm.checkpoints.checkpoint import ARRAYS, BUFFERS, read_state, read_tensors
+from horizon_lm.checkpoints.manifest import Manifest, read_manifest, verify
+from horizon_lm.checkpoints.saving import STATE, UNITS
+from horizon_lm.checkpoints.unit_file import LOW
+from horizon_lm.disk import Disk, replace_folder
+from horizon_lm.errors import ConfigError
+from horizon_lm.model import hub
+from horizon_lm.model.units import find_parts
+from horizon_lm.store.checkpoint_writer import save_pretrained
+from horizon_lm.store.precision import join_master
+from horizon_lm.store.store import SlabLayout
+
+_OWN = (STATE, BUFFERS, ARRAYS, "config.json", "generation_config.json", "run.yaml", "plan.json")
+
+
+class _Unit:
+    """The tensors of a unit in its file."""
+
+    def __init__(self, path: Path, shapes: dict[str, torch.Size]) -> None:
+        self.path, self.layout = path, SlabLayout(shapes)
+
+
+class _CheckpointStore:
+    """The weights of a checkpoint on disk, with the interface of `Store` that exporting needs."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        shapes: dict[str, dict[str, torch.Size]] = {}
+        for each in manifest.tensors:
+            if each.tensor in manifest.dtypes:
+                shapes.setdefault(each.file, {})[each.tensor] = torch.Size(each.shape)
+        self.units = {file.removeprefix(f"{UNITS}/"): _Unit(folder / file, found) for file, found in shapes.items()}
+        self.unit_of = {name: unit for unit, each in self.units.items() for name in each.layout}
+        self.source_dtypes = {name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()}
+        self._has_low = manifest.precision == "fp32_master"
+
+    def shape(self, name: str) -> torch.Size:
+        return self.units[self.unit_of[name]].layout.entries[name].shape
+
+    def weight(self, name: str) -> torch.Tensor:
+        return self._read(name)
+
+    def master(self, name: str) -> torch.Tensor:
+        weight = self._read(name)
+        return join_master(weight, self._read(name + LOW, name)) if self._has_low else weight.float()
+
+    def _read(self, tensor: str, name: str | None = None) -> torch.Tensor:
+        with safe_open(self.units[self.unit_of[name or tensor]].path, "pt") as file:
+            found: torch.Tensor = file.get_tensor(tensor)
+        return found
+
+
+def export_checkpoint(
+    checkpoint: str | Path, folder: str | Path, dtype: str | None = None, max_shard_size: int | str = "50GB"
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder. Memory is needed for one tensor at a time.
+
+    Args:
+        checkpoint: the folder of a checkpoint; its files are verified first.
+        folder: the folder to write; it must not exist.
+        dtype: ``bfloat16``, ``float16`` or ``float32``, which is exactly the fp32 master; None for that of the run's export.
+        max_shard_size: the largest size of a file.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or the folder exists.
+        ModelNotSupportedError: the model needs code that the checkpoint does not have.
+    """
+    checkpoint, folder = Path(checkpoint), Path(folder)
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; choose another folder")
+    manifest = read_manifest(checkpoint)
+    verify(checkpoint, manifest)
+    config = hub.load_config(checkpoint, trust_remote_code=False)
+    model = hub.open_skeleton(checkpoint, config)
+    for name, value in read_tensors(checkpoint / BUFFERS).items():
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path).register_buffer(attribute, value)
+    store: Any = _CheckpointStore(checkpoint, manifest)
+    chosen = dtype or _exported_dtype(read_state(checkpoint))
+
+    def fill(part: Path) -> None:
+        save_pretrained(find_parts(model), store, part, getattr(torch, chosen) if chosen else None, max_shard_size)
+        for file in manifest.files:
+            if "/" not in file and file not in _OWN:
+                shutil.copyfile(checkpoint / file, part / file)
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    replace_folder(Disk(), folder, fill)
+
+
+def _exported_dtype(state: dict[str, Any]) -> str | None:
+    """Return the dtype in which the run of a checkpoint would export its model; None for the dtype it was loaded with."""
+    settings = state["state"].get("settled", {})
+    dtype: str | None = settings.get("export_dtype") or ("float32" if settings.get("precision") == "float32" else None)
+    return dtype

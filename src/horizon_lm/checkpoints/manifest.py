@@ -1,0 +1,175 @@
+"""The manifest of a checkpoint: every file with its size and hash, and where each tensor lies.
+
+It is written last, so a folder without one is not a checkpoint. Its own checksum covers everything in it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import xxhash
+
+from horizon_lm.checkpoints.unit_file import hash_file
+from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.resources import usable_cores
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "horizon-lm checkpoint", 1
+_PACKAGES = ("horizon-lm", "torch", "transformers", "numpy", "numba", "datasets", "trl", "tokenizers")
+_MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of a checkpoint: its size in bytes and its xxh3-128."""
+
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a checkpoint: elements ``start`` to ``start + length`` of ``tensor``, and where their bytes lie.
+
+    Attributes:
+        file: path of the file inside the checkpoint.
+        tensor: name of the parameter, with a suffix for low halves and moments.
+        start, length: the elements of the flat tensor that the file holds; all of them, unless it is sharded.
+        dtype: in safetensors' terms.
+        shape: of the whole tensor.
+        offset: position of the first byte in the file.
+        xxh3_64: hash of the bytes.
+    """
+
+    file: str
+    tensor: str
+    start: int
+    length: int
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    xxh3_64: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The contents of a checkpoint.
+
+    Attributes:
+        step: optimizer steps that were done.
+        precision: storage mode of the weights.
+        moments: kind of the optimizer's moments; None without an optimizer.
+        dtypes: dtype of each parameter in the model that was trained, for export.
+        files: all files but the manifest, by path inside the checkpoint.
+        tensors: all tensors of the units' files.
+        packages: installed versions.
+    """
+
+    step: int
+    precision: str
+    moments: str | None
+    dtypes: Mapping[str, str]
+    files: Mapping[str, FileEntry]
+    tensors: Iterable[TensorEntry]
+    packages: Mapping[str, str] = field(default_factory=lambda: installed_packages())
+
+    def to_json(self) -> bytes:
+        """Return the manifest as the contents of its file."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        text = json.dumps(content, separators=(",", ":"), sort_keys=True)
+        return f'{{"xxh3_128": "{xxhash.xxh3_128_hexdigest(text.encode())}",\n"checkpoint": {text}}}\n'.encode()
+
+
+def installed_packages() -> dict[str, str]:
+    """Return the installed versions of the packages that numbers depend on."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a complete checkpoint, or a damaged one: whether it has a manifest."""
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint, after checking that its files exist and have their sizes.
+
+    Raises:
+        ConfigError: the folder is no checkpoint, or it is damaged or of another format version.
+    """
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path} is damaged: it is larger than any manifest")
+        outer = json.loads(path.read_bytes())
+        content = outer["checkpoint"]
+        text = json.dumps(content, separators=(",", ":"), sort_keys=True)
+        if outer["xxh3_128"] != xxhash.xxh3_128_hexdigest(text.encode()):
+            raise ConfigError(f"{path} is damaged: its checksum is wrong")
+        if content.pop("format") != FORMAT:
+            raise ConfigError(f"{path} is not the manifest of a checkpoint")
+        number = content.pop("version")
+        if number != VERSION:
+            raise ConfigError(
+                f"{folder} has format version {number}, and this is horizon-lm {installed_packages()['horizon-lm']}, which reads "
+                f"version {VERSION}; use the release that wrote it ({content['packages'].get('horizon-lm')})"
+            )
+        files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
+        tensors = [TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in content.pop("tensors")]
+        manifest = Manifest(**content, files=files, tensors=tensors)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{folder} is not a checkpoint of horizon-lm: it has no {MANIFEST}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
+    _require_files(folder, manifest)
+    return manifest
+
+
+def _require_files(folder: Path, manifest: Manifest) -> None:
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"{folder / MANIFEST} names {name}, which is outside of the checkpoint")
+        if not path.is_file():
+            raise ConfigError(f"{path} is missing; the checkpoint is damaged")
+        if path.stat().st_size != entry.size:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size:,} bytes instead of {entry.size:,}; the checkpoint is damaged"
+            )
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Read every file of a checkpoint, and compare it with its hash.
+
+    Raises:
+        ConfigError: a file is damaged; the message names it and the first damaged tensor.
+    """
+    names = list(manifest.files)
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        for name, found in zip(names, threads.map(lambda name: hash_file(folder / name), names), strict=True):
+            require_hash(folder, manifest, name, found)
+
+
+def require_hash(folder: Path, manifest: Manifest, name: str, found: str) -> None:
+    """Raise ConfigError with the first damaged tensor if the hash of a file is not the manifest's."""
+    if found != manifest.files[name].xxh3_128:
+        tensor = next((each for each in manifest.tensors if each.file == name and _is_damaged(folder, each)), None)
+        place = f" at {tensor.tensor}" if tensor else ""
+        raise ConfigError(f"{folder / name} is damaged{place}: its contents do not have the checksum in {MANIFEST}")
+
+
+def _is_damaged(folder: Path, tensor: TensorEntry) -> bool:
+    size = {"F32": 4, "BF16": 2, "I16": 2, "U8": 1}[tensor.dtype]
+    with (folder / tensor.file).open("rb") as file:
+        file.seek(tensor.offset)
+        return xxhash.xxh3_64_hexdigest(file.read(tensor.length * size)) != tensor.xxh3_64

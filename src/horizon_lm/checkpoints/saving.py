@@ -1,0 +1,248 @@
+"""Write a checkpoint in the background, from the slabs in which the model lives.
+
+Nothing is copied: a unit's slabs do not change until its next update, and the schedule lets that update wait for the unit's
+file (`schedule.build.save`). Files are written under a temporary name; the folder gets its own name once everything in it
+is on disk.
+"""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from horizon_lm.checkpoints.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
+from horizon_lm.checkpoints.unit_file import LOW, WEIGHT, Part, Section, UnitFile, hash_file
+from horizon_lm.device.transfers import Link, Move
+from horizon_lm.disk import Disk, part_of, publish_folder
+from horizon_lm.errors import StreamingError
+from horizon_lm.optim.moments import Moments
+from horizon_lm.store.store import SlabLayout, Store
+
+STATE = "training_state.json"
+UNITS = "units"  # the folder of the units' files
+
+
+def unit_file(store: Store, moments: Moments | None, unit: str) -> UnitFile:
+    """Return the layout of a unit's file."""
+    slabs = store.units[unit]
+    sections = [Section(WEIGHT, slabs.weights, _parts(slabs.layout))]
+    if slabs.low is not None:
+        sections.append(Section(LOW, slabs.low, _parts(slabs.layout)))
+    if moments is not None:
+        own, layout = moments.units[unit], slabs.grad_layout
+        scales = {name: Part(s, (moments.num_blocks(unit, layout, name),)) for name, s in own.scale_starts.items()}
+        sections += [
+            Section(".exp_avg", own.first, _parts(layout)),
+            Section(".exp_avg_sq", own.second, _parts(layout)),
+            Section(".exp_avg_scale", own.scale1, scales),
+            Section(".exp_avg_sq_scale", own.scale2, scales),
+        ]
+    return UnitFile(sections)
+
+
+def _parts(layout: SlabLayout) -> dict[str, Part]:
+    return {name: Part(entry.offset, tuple(entry.shape)) for name, entry in layout.entries.items()}
+
+
+class RateLimit:
+    """A limit on the bytes that several threads write per second. None for no limit."""
+
+    def __init__(self, bytes_per_second: int | None) -> None:
+        self._rate, self._lock, self._free_at = bytes_per_second, threading.Lock(), 0.0
+
+    def wait(self, num_bytes: int) -> None:
+        """Wait until these bytes may be written."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + num_bytes / self._rate
+        time.sleep(max(0.0, start - now))
+
+
+@dataclass
+class Saving:
+    """A checkpoint that is being written.
+
+    Attributes:
+        folder: the folder that it will have.
+        num_bytes: bytes of the units' files.
+        error: the reason why it could not be written; its files are removed, and earlier checkpoints are intact.
+        seconds: time from the beginning to the end.
+    """
+
+    folder: Path
+    num_bytes: int = 0
+    error: BaseException | None = None
+    seconds: float = 0.0
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def done(self) -> bool:
+        """True once the checkpoint is on disk, or could not be written."""
+        return self._done.is_set()
+
+    def wait_until_done(self, timeout: float | None = None) -> bool:
+        """Wait until the checkpoint is on disk or could not be written. Return false if the timeout came first."""
+        return self._done.wait(timeout)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is on disk, and raise the error if it could not be written."""
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class CheckpointWriter:
+    """Writes one checkpoint: units in several threads, then the other files, the manifest, and the folder's name.
+
+    Args:
+        folder: the folder to write.
+        files: the layout of each unit's file.
+        describe: returns the manifest for these files and tensors.
+        fill: writes the other files into the folder, in the thread that finishes last.
+        published: called when the checkpoint is on disk.
+        disk: file operations.
+        rate_limit: limits the bytes per second.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Mapping[str, UnitFile],
+        describe: Callable[[Mapping[str, FileEntry], Sequence[TensorEntry]], Manifest],
+        fill: Callable[[Path], None],
+        published: Callable[[], None],
+        disk: Disk,
+        rate_limit: RateLimit,
+    ) -> None:
+        self.saving = Saving(folder, sum(file.num_bytes for file in files.values()))
+        self._part = part_of(folder)
+        self._files, self._describe, self._fill, self._published = files, describe, fill, published
+        self._disk, self._rate_limit = disk, rate_limit
+        self._entries: dict[str, FileEntry] = {}
+        self._tensors: dict[str, list[TensorEntry]] = {}
+        self._lock, self._left, self._began = threading.Lock(), len(files), time.perf_counter()
+
+    def prepare(self, add_files: Callable[[Path], None]) -> None:
+        """Create the folder under its temporary name, and add files that must be written before the training goes on."""
+        self._disk.remove(self._part)
+        self._disk.make_folder(self._part / UNITS)
+        add_files(self._part)
+
+    def abandon(self) -> None:
+        """Stop writing at the next chunk."""
+        self.saving.error = self.saving.error or StreamingError("the device has failed meanwhile")
+
+    def discard(self) -> None:
+        """Remove an abandoned checkpoint, once no thread writes any more."""
+        if not self.saving.done:
+            self._remove()
+            self.saving._done.set()
+
+    def moves(self) -> dict[str, list[Move]]:
+        """Return the moves that write each unit's file."""
+        return {unit: [_WriteUnit(self._write(unit, file))] for unit, file in self._files.items()}
+
+    def _write(self, unit: str, file: UnitFile) -> Iterator[None]:
+        """Write a unit's file, a chunk at a time. An error is kept: it must not reach the update that waits for this."""
+        name = f"{UNITS}/{unit}.safetensors"
+        try:
+            digest = xxhash.xxh3_128()
+            with self._disk.create(self._part / name, direct=True) as output:
+                for chunk in file.chunks():
+                    if self.saving.error is not None:
+                        break
+                    self._rate_limit.wait(len(chunk))
+                    output.write(chunk)
+                    digest.update(chunk)
+                    yield
+            self._entries[name] = FileEntry(file.num_bytes, digest.hexdigest())
+            self._tensors[unit] = list(_tensor_entries(name, file))
+        except Exception as error:
+            self.saving.error = error
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._finish()
+
+    def _finish(self) -> None:
+        saving = self.saving
+        try:
+            if saving.error is None:
+                self._publish()
+        except Exception as error:
+            saving.error = error
+        if saving.error is not None:
+            self._remove()
+        saving.seconds = time.perf_counter() - self._began
+        saving._done.set()
+
+    def _publish(self) -> None:
+        """Write the other files and the manifest, make everything durable, and give the folder its name."""
+        part, disk, folder = self._part, self._disk, self.saving.folder
+        self._fill(part)
+        for path in sorted(path for path in part.rglob("*") if path.is_file()):
+            name = path.relative_to(part).as_posix()
+            if name not in self._entries:
+                self._entries[name] = FileEntry(path.stat().st_size, hash_file(path))
+        tensors = [entry for unit in self._files for entry in self._tensors[unit]]
+        with disk.create(part / MANIFEST) as output:
+            output.write(self._describe(self._entries, tensors).to_json())
+        publish_folder(disk, folder)
+        self._published()
+
+    def _remove(self) -> None:
+        try:
+            self._disk.remove(self._part)
+        except OSError:
+            return  # the next checkpoint of this name removes it
+
+
+class _WriteUnit:
+    """The writing of one file, as a move: whole, or one chunk at a time on a simulated device."""
+
+    host_bytes = 0  # nothing crosses the link
+
+    def __init__(self, chunks: Iterator[None]) -> None:
+        self._chunks = chunks
+
+    def run(self, link: Link) -> None:
+        for _ in self._chunks:
+            pass
+
+    def split(self, parts: int) -> list[Move]:
+        return [*(_WriteChunk(self._chunks) for _ in range(parts)), self]
+
+
+@dataclass(frozen=True, slots=True)
+class _WriteChunk:
+    chunks: Iterator[None]
+    host_bytes: int = 0
+
+    def run(self, link: Link) -> None:
+        next(self.chunks, None)
+
+    def split(self, parts: int) -> list[Move]:
+        return [self]
+
+
+def _tensor_entries(name: str, file: UnitFile) -> Iterable[TensorEntry]:
+    hashes = file.hashes()
+    for tensor, entry in file.entries.items():
+        length = math.prod(entry.shape)
+        yield TensorEntry(name, tensor, 0, length, entry.dtype, entry.shape, entry.start, hashes[tensor])
+
+
+def write_json(disk: Disk, path: Path, content: Any) -> None:
+    """Write a JSON file."""
+    with disk.create(path) as output:
+        output.write((json.dumps(content, indent=1) + "\n").encode())

@@ -1,0 +1,47 @@
+"""``horizon-lm checkpoints``: list the checkpoints of a run, and verify their files."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from horizon_lm.cli.common import exits
+from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.quantities import format_bytes
+
+
+@exits
+def checkpoints(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run, or one checkpoint.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Compare sizes only, without reading the files.")] = False,
+) -> None:
+    from horizon_lm.checkpoints.manifest import is_checkpoint, read_manifest, verify
+
+    found = [folder] if is_checkpoint(folder) else sorted(folder.glob("checkpoint-*"), key=_step)
+    if not found:
+        raise ConfigError(f"{folder} has no checkpoints")
+    damaged = 0
+    for path in found:
+        if not is_checkpoint(path):
+            print(f"{path.name}  a model without the optimizer's state; a run cannot be resumed from it")
+            continue
+        try:
+            manifest = read_manifest(path)
+            if not quick:
+                verify(path, manifest)
+        except ConfigError as error:
+            damaged += 1
+            print(f"{path.name}  DAMAGED: {first_line(error)}")
+            continue
+        size = format_bytes(sum(each.size for each in manifest.files.values()))
+        written = datetime.fromtimestamp((path / "manifest.json").stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+        state = "complete" if quick else "verified"
+        print(f"{path.name}  step {manifest.step}  {size}  {written}  {manifest.precision}  {state}")
+    if damaged:
+        raise ConfigError(f"{damaged} of {len(found)} checkpoints in {folder} cannot be used; remove them")
+
+
+def _step(path: Path) -> tuple[int, str]:
+    number = path.name.removeprefix("checkpoint-")
+    return (int(number) if number.isdigit() else 0, path.name)

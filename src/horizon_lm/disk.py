@@ -1,0 +1,209 @@
+"""Durable writes: after a crash or a power cut, a folder is either the old one or the new one, and complete.
+
+A file is durable once it is synced, and its name once its folder is synced. Everything that must survive goes through a
+`Disk`, so that a test can record each operation and replay every prefix of them without what was not yet synced.
+"""
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+class OutputFile(Protocol):
+    """A new file. It is synced when the context manager ends without an error."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def write(self, data: Any) -> None:
+        """Append a bytes-like object."""
+        ...
+
+
+class Disk:
+    """The file operations of the operating system."""
+
+    def create(self, path: Path, *, direct: bool = False) -> OutputFile:
+        """Create a file.
+
+        Args:
+            path: its path; an existing file is replaced.
+            direct: bypass the page cache, where the file system can (O_DIRECT). Each write must then be whole pages at a
+                page-aligned address.
+        """
+        return _File(path, direct)
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder and its missing parents."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename a file or a folder. An existing file is replaced."""
+        source.replace(target)
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        """Exchange two folders in one operation. Return false if the system cannot."""
+        return _exchange(one, other)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a folder tree, if it exists. What cannot be removed is renamed, so that its name is free."""
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError:  # files of another user in it, say
+            others = (path.with_name(f".{path.name.lstrip('.')}.horizon-left-{number}") for number in count(1))
+            path.rename(next(other for other in others if not os.path.lexists(other)))
+
+    def sync(self, path: Path) -> None:
+        """Make a file's contents, or the names in a folder, durable."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:  # some file systems cannot sync a folder
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(descriptor)
+
+
+class _File:
+    def __init__(self, path: Path, direct: bool) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._direct = getattr(os, "O_DIRECT", 0) if direct else 0
+        try:
+            self._descriptor = os.open(path, flags | self._direct, 0o666)
+        except OSError as error:
+            if not self._direct or error.errno != errno.EINVAL:
+                raise
+            self._direct = 0  # a file system without it, such as an older tmpfs
+            self._descriptor = os.open(path, flags, 0o666)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        while len(view):
+            view = view[self._write(view) :]
+
+    def _write(self, view: memoryview) -> int:
+        try:
+            return os.write(self._descriptor, view)
+        except OSError as error:
+            if not self._direct or error.errno != errno.EINVAL:
+                raise
+            import fcntl
+
+            self._direct = 0  # after a short write, or on a device with larger sectors
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)
+            return os.write(self._descriptor, view)
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+
+def sync_tree(disk: Disk, folder: Path) -> None:
+    """Make everything in a folder durable, for files that a library has written."""
+    for path, _, files in os.walk(folder):
+        for name in files:
+            disk.sync(Path(path) / name)
+        disk.sync(Path(path))
+
+
+@contextmanager
+def new_file(disk: Disk, path: Path) -> Iterator[OutputFile]:
+    """Context manager: write a file that gets its name once it is complete. After an error nothing of it is left."""
+    part = part_of(path)
+    try:
+        with disk.create(part) as file:
+            yield file
+    except BaseException:
+        with suppress(OSError):
+            disk.remove(part)
+        raise
+    disk.rename(part, path)
+
+
+def write_file(disk: Disk, path: Path, data: bytes) -> None:
+    """Write a small file that gets its name once it is complete. The name is durable once its folder is synced."""
+    with new_file(disk, path) as file:
+        file.write(data)
+
+
+def part_of(target: Path) -> Path:
+    """Return the temporary path of a file or folder that is being written."""
+    return target.with_name(f".{target.name}.horizon-part")
+
+
+def replace_folder(disk: Disk, target: Path, fill: Callable[[Path], None]) -> None:
+    """Write a folder that gets its name once it is complete and durable; only then is an old one removed.
+
+    Args:
+        disk: the operations to use.
+        target: the path of the folder.
+        fill: a function that writes the files into an empty folder.
+    """
+    part = part_of(target)
+    disk.remove(part)
+    disk.make_folder(part)
+    fill(part)
+    publish_folder(disk, target)
+
+
+def publish_folder(disk: Disk, target: Path) -> None:
+    """Make a folder that was written as `part_of` its name durable, and give it that name."""
+    part = part_of(target)
+    sync_tree(disk, part)
+    old: Path | None = None
+    if not target.exists():
+        disk.rename(part, target)
+    elif disk.exchange(part, target):
+        old = part
+    else:
+        old = _old(target)
+        disk.remove(old)
+        disk.rename(target, old)  # `restore_folder` undoes a crash before the next line
+        disk.rename(part, target)
+    disk.sync(target.parent)
+    if old is not None:
+        disk.remove(old)
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.horizon-old")
+
+
+def restore_folder(disk: Disk, target: Path) -> None:
+    """Give an old folder its name back, if `replace_folder` was interrupted where folders cannot be exchanged."""
+    old = _old(target)
+    if old.exists() and not target.exists():
+        disk.rename(old, target)
+        disk.sync(target.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):  # not Linux, or an old C library
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(one))

@@ -1,0 +1,56 @@
+"""Statistics of a forward's trained tokens, computed from each chunk's logits while they exist.
+
+Shapes: B batch rows, T tokens of a row, N tokens of a chunk, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from horizon_lm.model.functional import STATISTICS, token_statistics
+
+_SELECTED_TOKENS = 64  # tokens whose logits are copied at once, if the logits of a whole batch exist
+
+
+class TokenStatistics:
+    """The statistics of one forward, of the distributions that the model's own logits define.
+
+    Attributes:
+        values: `STATISTICS` by name, float32 (B, T) on the device: at position t, of the distribution of the token that
+            follows it. 0 at positions that are not trained; empty before a forward with labels.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+        self._labels: torch.Tensor
+
+    def begin(self, labels: torch.Tensor) -> None:
+        """Start with zeros for a batch with these labels (B, T), already shifted by one."""
+        self._labels = labels.reshape(-1)
+        self.values = {name: labels.new_zeros(labels.shape, dtype=torch.float32) for name in STATISTICS}
+
+    def add(self, index: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add the tokens at positions (N,) of the flattened batch, from their logits (N, V)."""
+        for name, part in token_statistics(logits, self._labels[index]).items():
+            self.values[name].view(-1)[index] = part
+
+    def add_batch(self, trained: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add the trained tokens (N,) of a batch from all of its logits (B, T, V)."""
+        flat = logits.detach().flatten(0, 1)
+        for index in trained.split(_SELECTED_TOKENS) if len(trained) else ():
+            self.add(index, flat[index])
+
+
+@contextmanager
+def collect_statistics(model: Any) -> Iterator[TokenStatistics]:
+    """Context manager: collect the statistics of a streamed model's next forward with labels.
+
+    Loss and gradients have the same bits with and without. Nothing waits for the device.
+    """
+    model._horizon.statistics = statistics = TokenStatistics()
+    try:
+        yield statistics
+    finally:
+        model._horizon.statistics = None

@@ -1,0 +1,159 @@
+"""Find the rows of a step that make its loss or its gradient NaN or infinite, by computing parts of the batch again."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.data.loader import Batch
+from horizon_lm.objective.base import CustomObjective, Objective
+from horizon_lm.schedule.ops import EMBED, HEAD, block
+
+_MOST_SHOWN = 8
+_MOST_PASSES = 32  # over the model; one bad row among 64 takes 13
+
+
+@dataclass(frozen=True, slots=True)
+class BadRows:
+    """The rows of a step that are not finite by themselves.
+
+    Attributes:
+        rows: their positions in the batch, from 0.
+        micro_batches: the device micro-batches that hold their sequences, from 0.
+        num_micro_batches: the number of device micro-batches in the step.
+        is_complete: every row was tried, alone or with others.
+        unit: the first unit whose output is not finite, for a loss; None for a gradient, or if no single row is at fault.
+    """
+
+    rows: Sequence[int]
+    micro_batches: Sequence[int]
+    num_micro_batches: int
+    is_complete: bool
+    unit: str | None = None
+
+    def describe(self, places: Sequence[str]) -> str:
+        """Return a sentence about the rows, whose ``places`` are those of the whole batch."""
+        if not self.rows:
+            return "No single row causes it by itself." if self.is_complete else ""
+        shown = ", ".join(f"{row + 1} ({places[row]})" for row in self.rows[:_MOST_SHOWN])
+        more = "" if self.is_complete and len(self.rows) <= _MOST_SHOWN else " and perhaps others"
+        held_by = ", ".join(str(each + 1) for each in self.micro_batches[:_MOST_SHOWN])
+        word = "micro-batch" if len(self.micro_batches) == 1 else "micro-batches"
+        return f"It comes from row {shown}{more} of {len(places)}, in {word} {held_by} of {self.num_micro_batches}."
+
+
+def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradient: bool) -> BadRows | None:
+    """Return the rows that make a step's loss, or its gradient, not finite. Gradients are empty afterwards.
+
+    Halves of the batch are computed with the present weights, and halves of those that are not finite, down to single rows.
+
+    Args:
+        model: the streamed model.
+        objective: the objective of the step.
+        batch: the batch of the step.
+        with_gradient: look at the gradient, not only at the loss.
+
+    Returns:
+        None if the rows cannot be told apart: a user's own loss is not called again, and with ``update_in_backward`` a
+        backward would change the weights.
+    """
+    in_backward = model._horizon.engine.updates.in_backward is not None
+    if isinstance(objective, CustomObjective) or (with_gradient and in_backward):
+        return None
+    model.zero_grad()
+
+    def is_bad(rows: Sequence[int]) -> bool:
+        part = select_rows(batch, rows)
+        if not part.num_trained:  # a mean over nothing
+            return False
+        try:
+            return not (_gradient_is_finite if with_gradient else _loss_is_finite)(model, objective, part)
+        finally:
+            model.zero_grad()
+
+    rows, is_complete = search(len(batch.places), is_bad, _MOST_PASSES)
+    per_pass = model._horizon.engine.options.device_micro_batch_size or len(batch.input_ids)
+    held_by = sorted({each // per_pass for each in _sequences(batch, rows)})
+    unit = _first_bad_unit(model, objective, select_rows(batch, rows[:1])) if rows and not with_gradient else None
+    return BadRows(rows, held_by, -(-len(batch.input_ids) // per_pass), is_complete, unit)
+
+
+def search(num_rows: int, is_bad: Callable[[Sequence[int]], bool], most: int) -> tuple[list[int], bool]:
+    """Return the rows that are bad by themselves, in order, and whether all were tried within ``most`` calls of ``is_bad``."""
+    found: list[int] = []
+    open_parts: list[Sequence[int]] = [range(num_rows)]
+    while open_parts and most:
+        rows, most = open_parts.pop(), most - 1
+        if not is_bad(rows):
+            continue
+        if len(rows) == 1:
+            found.append(rows[0])
+        else:
+            middle = len(rows) // 2
+            open_parts += [rows[middle:], rows[:middle]]
+    return found, not open_parts
+
+
+def _sequences(batch: Batch, rows: Sequence[int]) -> list[int]:
+    """Return the indices of the sequences of some rows: one for each row, or two, chosen and rejected."""
+    num_rows = len(batch.places)
+    return [start + row for start in range(0, len(batch.input_ids), num_rows) for row in rows]
+
+
+def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Return a batch of some rows of another, with the same padding."""
+    chosen = torch.tensor(_sequences(batch, rows))
+    tensors: dict[str, Any] = {
+        name: None if (tensor := getattr(batch, name)) is None else tensor[chosen]
+        for name in ("input_ids", "attention_mask", "position_ids", "labels")
+    }
+    labels, mask = tensors["labels"], tensors["attention_mask"]
+    return replace(
+        batch,
+        **tensors,
+        num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),
+        num_tokens=labels.numel() if mask is None else int(mask.sum()),
+        rows=tuple(batch.rows[row] for row in rows),
+        places=tuple(batch.places[row] for row in rows),
+    )
+
+
+def _loss_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
+    with torch.no_grad():
+        return math.isfinite(float(objective(model, batch).value.item()))
+
+
+def _gradient_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
+    engine = model._horizon.engine
+    objective(model, batch).value.backward()
+    engine.wait_for_grads()
+    return all(math.isfinite(engine.grads.squared_norms.of(unit) or 0.0) for unit in engine.store.units)
+
+
+def _first_bad_unit(model: Any, objective: Objective, batch: Batch) -> str:
+    """Return the first unit of a forward whose output for a token is not finite: the head, if no block's is."""
+    mask = batch.attention_mask
+    found: list[str] = []
+
+    def check(unit: str, hidden: Any) -> None:
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # (B, T, H)
+        finite = torch.isfinite(hidden).all(-1).cpu()
+        if mask is not None and mask.shape == finite.shape:
+            finite |= mask == 0  # nothing depends on what a block computes for padding
+        if not finite.all():
+            found.append(unit)
+
+    blocks = model._horizon.engine.parts.blocks
+    handles = [blocks[0].register_forward_pre_hook(lambda module, args: check(EMBED, args[0]) if args else None)]
+    units = {module: block(index) for index, module in enumerate(blocks)}
+    for module in blocks:
+        handles.append(module.register_forward_hook(lambda module, args, output: check(units[module], output)))
+    try:
+        _loss_is_finite(model, objective, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else HEAD

@@ -1,0 +1,88 @@
+"""The state of transformers callbacks and of trackers, saved with a checkpoint and restored when a run goes on."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+_RUN_ID = {"wandb": "WANDB_RUN_ID", "mlflow": "MLFLOW_RUN_ID"}  # environment variables that continue a tracker's run
+
+
+def callback_state(trainer_state: Any, callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return the state of a Trainer, of callbacks that have one, and of trackers, as plain data."""
+    stateful = {type(each).__name__: each.state() for each in callbacks if hasattr(each, "state")}
+    content = {
+        "trainer": dataclasses.asdict(trainer_state),
+        "callbacks": stateful,
+        "trackers": _run_ids(),
+        "tensorboard": next((each.logging_dir for each in callbacks if _is_tensorboard(each)), None),
+    }
+    result: dict[str, Any] = json.loads(json.dumps(content, default=str))
+    return result
+
+
+def restore_trainer_state(saved: Mapping[str, Any], trainer_state: Any) -> None:
+    """Set the fields of a Trainer's state to those that were saved."""
+    for field in dataclasses.fields(trainer_state):
+        if field.name in saved["trainer"]:
+            setattr(trainer_state, field.name, saved["trainer"][field.name])
+
+
+def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: int) -> list[str]:
+    """Restore callbacks before training begins, and return the names of the user's that keep no state.
+
+    Args:
+        saved: what `callback_state` has returned.
+        callbacks: instances of transformers callbacks.
+        step: the number of steps that are done; TensorBoard drops later points.
+    """
+    without = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        if _is_tensorboard(callback) and saved["tensorboard"] is not None:
+            callback.logging_dir = saved["tensorboard"]
+            from torch.utils.tensorboard import SummaryWriter
+
+            callback.tb_writer = SummaryWriter(callback.logging_dir, purge_step=step + 1)
+        elif name in saved["callbacks"]:
+            for attribute, value in saved["callbacks"][name].get("attributes", {}).items():
+                setattr(callback, attribute, value)
+        elif not type(callback).__module__.startswith("transformers.") and vars(callback):
+            without.append(name)
+    return without
+
+
+@contextmanager
+def resumed_trackers(saved: Mapping[str, Any] | None) -> Iterator[None]:
+    """Context manager: let trackers that start inside continue the run that was saved."""
+    changes = {_RUN_ID[name]: run for name, run in (saved or {}).get("trackers", {}).items() if run}
+    if "WANDB_RUN_ID" in changes:
+        changes["WANDB_RESUME"] = "allow"
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _is_tensorboard(callback: Any) -> bool:
+    return type(callback).__name__ == "TensorBoardCallback"
+
+
+def _run_ids() -> dict[str, str | None]:
+    """Return the run ids of the trackers that are in use."""
+    found: dict[str, str | None] = {}
+    wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")
+    if wandb is not None and getattr(wandb, "run", None) is not None:
+        found["wandb"] = wandb.run.id
+    if mlflow is not None and mlflow.active_run() is not None:
+        found["mlflow"] = mlflow.active_run().info.run_id
+    return found

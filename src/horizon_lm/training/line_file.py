@@ -1,0 +1,72 @@
+"""A file of lines that loses none when the disk is full for a while."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+
+class LineFile:
+    """A text file that grows by whole lines. Lines that cannot be written are kept, and written before the next one.
+
+    Args:
+        path: the file, which is created by the first line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[str] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of lines that could not be written yet."""
+        return len(self._waiting)
+
+    def append(self, line: str) -> None:
+        """Write a line, after those that wait. Raise OSError if this fails; the lines wait for the next attempt."""
+        self._waiting.append(line + "\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait. Raise OSError if this fails; the file then ends as before."""
+        if not self._waiting:
+            return
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            end = os.fstat(descriptor).st_size
+            try:
+                data = memoryview("".join(self._waiting).encode())
+                while data:
+                    data = data[os.write(descriptor, data) :]
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, end)  # no half a line
+                raise
+        finally:
+            os.close(descriptor)
+        self._waiting.clear()
+
+    def position(self) -> dict[str, Any]:
+        """Return the end of the file for a checkpoint: its bytes and their hash."""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
+
+    def cut_to(self, position: Mapping[str, Any]) -> bool:
+        """Remove the lines after a position from `position`. Return false if the file has changed before it."""
+        content = self.path.read_bytes()[: position["bytes"]] if self.path.exists() else b""
+        if xxhash.xxh3_128_hexdigest(content) != position["xxh3_128"]:
+            return False
+        if self.path.exists():
+            os.truncate(self.path, position["bytes"])
+        return True
+
+    def set_aside(self) -> None:
+        """Rename the file, if it exists, to the next free number."""
+        number = 1
+        while (earlier := self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")).exists():
+            number += 1
+        if self.path.exists():
+            self.path.rename(earlier)

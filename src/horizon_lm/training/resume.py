@@ -1,0 +1,200 @@
+"""Find the checkpoint that a run goes on from, and reject it if the run would not be the same one."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.checkpoints.checkpoint import read_state
+from horizon_lm.checkpoints.manifest import Manifest, installed_packages, is_checkpoint, read_manifest
+from horizon_lm.config import RunConfig
+from horizon_lm.data.loader import Sampler
+from horizon_lm.data.token_dataset import TokenTable
+from horizon_lm.errors import ConfigError
+
+# Settings that change neither the steps of a run nor their numbers.
+_FREE = {
+    "output_dir", "overwrite_output_dir", "export_dtype", "eval_datasets", "eval_strategy", "eval_steps", "eval_packing",
+    "per_device_eval_batch_size", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_bandwidth",
+    "save_on_signal", "save_on_signal_seconds", "resume_from_checkpoint", "resume_with_changes", "load_best_model_at_end",
+    "metric_for_best_model", "greater_is_better", "early_stopping_patience", "early_stopping_threshold", "logging_steps",
+    "log_unit_grad_norms", "report_to", "run_name", "sample_prompts", "sample_system_prompt", "sample_steps",
+    "sample_max_new_tokens", "trace_steps", "push_to_hub", "hub_model_id", "hub_private_repo", "dataset_num_proc", "datasets",
+    "host_memory", "device_memory", "activation_checkpoints", "resident_blocks", "resident_graphs", "check_gradients",
+    "model_name_or_path", "gguf_file", "trust_remote_code", "allow_unproven_model", "precompute_ref_batch_size",
+    "max_consecutive_skips", "non_finite", "chat_template_path",
+}  # fmt: skip
+# Settings that change how the numbers of a step are rounded, and which elements dropout drops.
+_ROUNDING = {
+    "device", "device_micro_batch_size", "head", "head_chunk_tokens", "mlp_chunk_tokens", "compile", "attn_implementation",
+    "per_device_train_batch_size", "gradient_accumulation_steps",
+}  # fmt: skip
+_OPEN = ("device_micro_batch_size", "head", "head_chunk_tokens")  # chosen by the plan, unless they are set
+_VERSIONS = ("horizon-lm", "torch", "transformers", "numba")
+_REMEDY = "restore them, choose another output_dir, or set resume_with_changes: true to go on with the changes"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """The checkpoint that a run goes on from.
+
+    Attributes:
+        folder: its folder.
+        manifest: its manifest.
+        state: the state of the run, as the loop saved it.
+    """
+
+    folder: Path
+    manifest: Manifest
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The number of steps that are done."""
+        return int(self.state["step"])
+
+
+def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]:
+    """Return the checkpoint that ``resume_from_checkpoint`` selects, or None to begin anew, and lines that say so.
+
+    Raises:
+        ConfigError: the checkpoint is missing or damaged.
+    """
+    wanted, output = config.resume_from_checkpoint, Path(config.output_dir).expanduser()
+    if wanted is False:
+        return None, []
+    if wanted not in (True, "auto"):
+        folder = Path(str(wanted)).expanduser()
+        if not is_checkpoint(folder) and (found := checkpoints_in(folder)):
+            folder = found[-1]
+        point = _open(folder)
+        return point, [f"resume: from {folder} (step {point.step} of {point.state['num_steps']})"]
+    found = checkpoints_in(output)
+    if wanted == "auto" and (config.overwrite_output_dir or (output / "model").exists()):
+        return None, []  # the folder of a finished run, or one to be overwritten
+    if not found:
+        if wanted is True:
+            raise ConfigError(f"resume_from_checkpoint: {output} has no checkpoint; set auto to begin anew")
+        interrupted = (output / "metrics.jsonl").exists()
+        return None, [f"resume: {output} has no checkpoint, so the run begins anew"] if interrupted else []
+    problems: list[str] = []
+    for folder in reversed(found):
+        try:
+            point = _open(folder)
+            return point, [*problems, f"resume: from {folder} (step {point.step} of {point.state['num_steps']})"]
+        except ConfigError as error:
+            problems.append(f"resume: {error}")
+    raise ConfigError(
+        "\n".join([*problems, "no checkpoint can be used; remove them, or set resume_from_checkpoint: false"])
+    )
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a run by step, last one last."""
+    steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
+    return sorted(
+        (path for path, match in steps.items() if match and is_checkpoint(path)),
+        key=lambda path: int(path.name.removeprefix("checkpoint-")),
+    )
+
+
+def _open(folder: Path) -> ResumePoint:
+    manifest = read_manifest(folder)
+    try:
+        state = read_state(folder)["state"]
+        return ResumePoint(folder, manifest, {**state, "step": int(state["step"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder} was not written by `horizon-lm train`, or is damaged; load it with horizon_lm.load_checkpoint"
+        ) from error
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of a run as plain data."""
+    return config.model_dump(mode="json")
+
+
+def apply_settings(config: RunConfig, point: ResumePoint) -> tuple[RunConfig, list[str]]:
+    """Return the run with the checkpoint's choice for settings that the plan chose, and warnings.
+
+    Raises:
+        ConfigError: settings or versions have changed that decide the numbers of a run.
+    """
+    given, now = point.state["config"], settings_of(config)
+    changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
+    fatal = [_change(name, given, now) for name in changed if name not in _FREE | _ROUNDING]
+    if _rows_per_step(given) != _rows_per_step(now):
+        fatal.append(f"rows per step: {_rows_per_step(given)} -> {_rows_per_step(now)}")
+    before, installed = point.manifest.packages, installed_packages()
+    fatal += [_change(name, before, installed) for name in _VERSIONS if before.get(name) != installed.get(name)]
+    warnings = _reject(point, fatal, config)
+    rounding = [_change(name, given, now) for name in changed if name in _ROUNDING]
+    if rounding:
+        warnings.append(
+            f"resume: warning: {', '.join(rounding)}: rounding and dropout will differ from an uninterrupted run"
+        )
+    settled = point.state["settled"]
+    update = {name: settled[name] for name in _OPEN if given[name] == now[name]}
+    return config.model_copy(update=update), warnings
+
+
+def _rows_per_step(settings: Mapping[str, Any]) -> int:
+    return int(settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"])
+
+
+def data_position(rows: TokenTable, sampler: Sampler, step: int) -> dict[str, Any]:
+    """Return what identifies the rows of a run and their order, after a number of steps."""
+    epoch, step_of_epoch = divmod(step, sampler.steps_per_epoch)
+    return {
+        "rows": rows.content_hash,
+        "num_rows": len(rows),
+        "seed": sampler.seed,
+        "epoch": epoch,
+        "step": step_of_epoch,
+        "order": hashlib.sha256(sampler.epoch_order(epoch).tobytes()).hexdigest(),
+    }
+
+
+def require_same_rows(point: ResumePoint, position: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """Return warnings about rows that have changed. Raise ConfigError unless changes are allowed."""
+    given = point.state["data"]
+    if given["rows"] == position["rows"] and given["order"] == position["order"]:
+        return []
+    what = "the training rows" if given["rows"] != position["rows"] else "the order of the rows"
+    return _reject(point, [f"{what} ({given['num_rows']:,} -> {position['num_rows']:,} rows)"], config)
+
+
+def model_settings(model: Any) -> dict[str, Any]:
+    """Return the config of a model as plain data, without what says only where it comes from."""
+    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return _without(found, {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})
+
+
+def _without(content: Any, names: set[str]) -> Any:
+    if isinstance(content, dict):
+        return {name: _without(value, names) for name, value in content.items() if name not in names}
+    return content
+
+
+def require_same_model(point: ResumePoint, model_config: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """Return warnings about a changed config.json. Raise ConfigError unless changes are allowed."""
+    given = point.state["model_config"]
+    names = sorted(name for name in {**given, **model_config} if given.get(name) != model_config.get(name))
+    return _reject(point, [_change(f"config.json: {name}", {}, {}) for name in names], config)
+
+
+def _reject(point: ResumePoint, changes: Sequence[str], config: RunConfig) -> list[str]:
+    if not changes:
+        return []
+    if not config.resume_with_changes:
+        raise ConfigError(
+            f"{point.folder} cannot be resumed, because these have changed: {'; '.join(changes)}. Remedy: {_REMEDY}"
+        )
+    return [f"resume: warning: changed, so the run differs from an uninterrupted one: {'; '.join(changes)}"]
+
+
+def _change(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"{name}: {before[name]} -> {now[name]}" if name in before and name in now else name

@@ -1,0 +1,132 @@
+"""The checkpoints of a run: written in the background, and the oldest deleted once a newer one is on disk."""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from horizon_lm.checkpoints.checkpoint import restore, save_checkpoint
+from horizon_lm.checkpoints.manifest import read_manifest
+from horizon_lm.checkpoints.saving import RateLimit, Saving
+from horizon_lm.config import RunConfig
+from horizon_lm.config.text import to_yaml
+from horizon_lm.disk import Disk
+from horizon_lm.errors import first_line
+from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.training.resume import checkpoints_in
+
+
+class RunCheckpoints:
+    """Writes and deletes the checkpoints in a run's folder.
+
+    Args:
+        config: settings of the run.
+        folder: the run's folder.
+        print_fn: prints a line of progress.
+        model, optimizer: what is saved.
+        add_files: a function that writes the tokenizer and the like into a checkpoint.
+        arrays: tensors to save with each checkpoint, such as the reference of DPO.
+        resumed: the checkpoints in the folder belong to this run.
+        disk: file operations, for tests.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        print_fn: Callable[[str], None],
+        model: Any,
+        optimizer: Any,
+        add_files: Callable[[Path], None],
+        arrays: Mapping[str, torch.Tensor],
+        resumed: bool,
+        disk: Disk | None = None,
+    ) -> None:
+        self._folder, self._print, self._model, self._optimizer = folder, print_fn, model, optimizer
+        self._add_files, self._arrays, self._disk = add_files, arrays, disk or Disk()
+        self._limit, self._rate_limit = config.save_total_limit, RateLimit(config.save_bandwidth)
+        self._kept: list[Path] = checkpoints_in(folder) if resumed else []
+        self._running: tuple[int, Saving] | None = None
+        self._bytes_per_second: float | None = None  # of the last checkpoint
+        self.best: Path | None = None  # kept whatever the limit is
+        self.blocked_seconds = 0.0  # in which the steps waited for checkpoints
+
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint on disk."""
+        return self._kept[-1] if self._kept else None
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
+        return self._folder / f"checkpoint-{step}"
+
+    def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
+        """Begin to write the checkpoint of a step, after the one before is on disk. A failure is reported by `report`."""
+        began, target = time.perf_counter(), self.path(step)
+        self.wait()
+        self.best = target if best else self.best
+        if target in self._kept:
+            return
+        try:
+            saving = save_checkpoint(
+                target, self._model, self._optimizer, state=state, arrays=self._arrays, add_files=self._add_files,
+                published=lambda: self._published(target), wait=False, disk=self._disk, rate_limit=self._rate_limit,
+            )  # fmt: skip
+            self._running = step, saving
+        except OSError as error:
+            self._report_failure(step, error)
+        self.blocked_seconds += time.perf_counter() - began
+
+    def report(self) -> None:
+        """Print a line about a checkpoint that was written, or could not be, since the last call."""
+        if self._running is None or not self._running[1].done:
+            return
+        (step, saving), self._running = self._running, None
+        if saving.error is not None:
+            self._report_failure(step, saving.error)
+            return
+        self._bytes_per_second = saving.num_bytes / max(saving.seconds, 1e-3)
+        self._print(f"{saving.folder}: {format_bytes(saving.num_bytes)} in {format_seconds(saving.seconds)}")
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until the running checkpoint is on disk, or for some seconds, and report it."""
+        if self._running is not None:
+            if seconds is None:  # a simulated device runs the writers in this wait
+                self._model._horizon.engine.wait_for_saves()
+            self._running[1].wait_until_done(seconds)
+        self.report()
+
+    def seconds(self) -> float | None:
+        """Estimate the seconds that a checkpoint takes from the last one; None if none was written yet."""
+        if self._bytes_per_second is None:
+            return None
+        num_bytes: int = sum(self._model._horizon.engine.store.num_bytes.values())
+        return num_bytes / self._bytes_per_second
+
+    def load_best(self) -> None:
+        """Load the weights of the best checkpoint."""
+        self.wait()
+        assert self.best is not None
+        restore(self.best, read_manifest(self.best), self._model, None)
+
+    def _published(self, folder: Path) -> None:
+        """Delete the oldest checkpoints beyond the limit; called in the thread that has written the new one."""
+        self._kept = [*(path for path in self._kept if path != folder), folder]
+        others = [path for path in self._kept if path != self.best]
+        while self._limit and len(others) > self._limit:
+            oldest = others.pop(0)
+            self._kept.remove(oldest)
+            shutil.rmtree(oldest, ignore_errors=True)
+
+    def _report_failure(self, step: int, error: BaseException) -> None:
+        last = f"the last one is {self.last}" if self.last else "there is none yet"
+        self._print(f"warning: the checkpoint of step {step} was not written ({first_line(error)}); {last}")
+
+
+def write_side_files(folder: Path, tokenizer: Any, config: RunConfig) -> None:
+    """Write the tokenizer and the run file into a checkpoint."""
+    tokenizer.save_pretrained(folder)
+    (folder / "run.yaml").write_text(to_yaml(config), encoding="utf-8")

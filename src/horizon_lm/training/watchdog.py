@@ -1,0 +1,46 @@
+"""Report a step that hangs: the operations that it waits for, and the stacks of all threads."""
+
+import faulthandler
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from horizon_lm.errors import first_line
+from horizon_lm.quantities import format_seconds
+from horizon_lm.training.printing import print_to_stderr
+
+
+@contextmanager
+def watching(name: str, seconds: float | None, pending_operations: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Context manager: report on standard error, once, if what runs inside takes longer than a limit. It goes on waiting.
+
+    Args:
+        name: the name of what runs inside.
+        seconds: the limit; None for no report.
+        pending_operations: returns a line for each operation that was begun and is not finished.
+    """
+    if seconds is None:
+        yield
+        return
+    timer = threading.Timer(seconds, _report, (name, seconds, pending_operations))
+    timer.name, timer.daemon = "horizon-watchdog", True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _report(name: str, seconds: float, pending_operations: Callable[[], Sequence[str]]) -> None:
+    try:
+        pending = pending_operations() or ["none"]
+    except Exception as error:  # a device that has failed
+        pending = [f"unknown, because the device does not answer ({first_line(error)})"]
+    print_to_stderr(
+        f"warning: {name} has taken more than {format_seconds(seconds)} (step_timeout); the run goes on waiting. "
+        "Operations that are not finished:\n  " + "\n  ".join(pending)
+    )
+    print_to_stderr("\n".join(f"thread 0x{each.ident or 0:016x} is {each.name}" for each in threading.enumerate()))
+    with suppress(Exception):  # standard error is no file
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)

@@ -1,0 +1,362 @@
+"""The folder of a run: what a full disk, a kill or a leftover does to it, and side outputs that fail."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+import horizon_lm
+from horizon_lm import disk
+from horizon_lm.checkpoints.manifest import is_checkpoint
+from horizon_lm.config.load import as_config
+from horizon_lm.errors import ConfigError, DoesNotFitError
+from horizon_lm.training import callbacks as run_callbacks
+from horizon_lm.training import loop, run_checkpoints, run_dir
+from horizon_lm.training.evaluation import SamplePrompts
+from horizon_lm.training.line_file import LineFile
+from horizon_lm.training.run_checkpoints import RunCheckpoints
+from horizon_lm.training.run_dir import RunDir
+from horizon_lm.training.tracing import Tracing
+from tests.e2e import tiny
+from tests.e2e.processes import RunProcess
+
+QUIET: dict[str, Any] = {"print_fn": lambda text: None}
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def base(tmp_path: Path, model: Path) -> dict[str, Any]:
+    rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(12))
+    return {
+        "model_name_or_path": str(model), "datasets": str(rows), "output_dir": str(tmp_path / "run"), "device": "cpu",
+        "per_device_train_batch_size": 4, "logging_steps": 1, "max_steps": 2,
+    }  # fmt: skip
+
+
+def folder_of(base: dict[str, Any]) -> Path:
+    return Path(base["output_dir"])
+
+
+def has_model(folder: Path) -> bool:
+    return bool(load_file(folder / "model" / "model.safetensors")) and (folder / "model" / "tokenizer.json").is_file()
+
+
+# A full disk
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Make exports fail, as often as the number in the list says, after half of the weights."""
+    left = [10**9]
+    write = disk._File.write
+
+    def write_half(file: Any, data: Any) -> None:
+        if left[0] and memoryview(data).nbytes > 20_000:
+            left[0] -= 1
+            write(file, memoryview(data)[:5000])
+            raise FULL
+        write(file, data)
+
+    monkeypatch.setattr(disk._File, "write", write_half)
+    monkeypatch.setattr(run_dir, "_RETRY_SECONDS", 0.0)
+    return left
+
+
+def test_a_full_disk_at_the_export(base: dict[str, Any], full_disk: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_dir, "_FULL_DISK_SECONDS", 0.0)
+    with pytest.raises(DoesNotFitError, match=r"no space is left .* the exported model takes .* are free\. Kept: "):
+        horizon_lm.train(base, **QUIET)
+    assert sorted(path.name for path in folder_of(base).iterdir()) == ["config.yaml", "metrics.jsonl", "plan.json"]
+
+
+def test_a_full_disk_keeps_the_model_of_an_earlier_run(
+    base: dict[str, Any], full_disk: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dir, "_FULL_DISK_SECONDS", 0.0)
+    full_disk[0] = 0
+    horizon_lm.train(base, **QUIET)
+    full_disk[0] = 10**9
+    with pytest.raises(DoesNotFitError):
+        horizon_lm.train({**base, "overwrite_output_dir": True}, **QUIET)
+    assert has_model(folder_of(base))
+
+
+def test_room_made_on_a_full_disk_is_used(base: dict[str, Any], full_disk: list[int]) -> None:
+    full_disk[0] = 2
+    said: list[str] = []
+    horizon_lm.train(base, print_fn=said.append)
+    assert sum("no space is left" in line and "Trying again for" in line for line in said) == 1
+    assert has_model(folder_of(base))
+
+
+def test_a_full_disk_at_a_checkpoint_lets_the_run_go_on(base: dict[str, Any], full_disk: list[int]) -> None:
+    full_disk[0] = 1
+    said: list[str] = []
+    horizon_lm.train({**base, "save_strategy": "steps", "save_steps": 1}, print_fn=said.append)
+    assert any("the checkpoint of step 1 was not written ([Errno 28] No space left on device)" in line for line in said)
+    assert has_model(folder_of(base))
+    assert sorted(path.name for path in folder_of(base).glob("*checkpoint*")) == []
+
+
+def test_a_limit_on_the_size_of_files(base: dict[str, Any], tmp_path: Path) -> None:
+    """A real process that cannot write more than 40 kB to a file ends with exit code 3, without a partial file."""
+    setup = f"""
+import resource
+import horizon_lm.training.run_dir as run_dir
+run_dir._FULL_DISK_SECONDS = 0
+export = run_dir.RunDir.export
+def limited(*arguments):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, {resource.RLIM_INFINITY}))
+    export(*arguments)
+run_dir.RunDir.export = limited
+"""
+    path = tmp_path / "run.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in base.items()))
+    with RunProcess(path, setup=setup) as run:
+        assert run.end() == 3
+    assert "error: output_dir: no space is left" in run.stderr
+    assert not list(folder_of(base).glob(".*"))
+    assert not list(folder_of(base).glob("model*"))
+
+
+# Kills and leftovers
+
+
+def test_a_kill_between_two_renames_loses_no_model(base: dict[str, Any]) -> None:
+    """Where folders cannot be exchanged, the old model has another name for a moment."""
+    horizon_lm.train(base, **QUIET)
+    folder = folder_of(base)
+    (folder / "model").rename(folder / ".model.horizon-old")
+    with pytest.raises(ConfigError, match="holds a finished run"):
+        horizon_lm.train(base, **QUIET)
+    assert has_model(folder)
+
+
+def test_leftovers_that_cannot_be_removed(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    horizon_lm.train(base, **QUIET)
+    folder = folder_of(base)
+    before = (folder / "model" / "model.safetensors").read_bytes()
+    for name in (".model.horizon-part", ".model.horizon-old"):
+        (folder / name).mkdir()
+        (folder / name / "foreign").touch()
+
+    def fail(path: Path, **options: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    horizon_lm.train({**base, "overwrite_output_dir": True, "learning_rate": 1e-2}, **QUIET)
+    assert has_model(folder)
+    assert (folder / "model" / "model.safetensors").read_bytes() != before
+
+
+def test_folders_of_the_user_are_kept(base: dict[str, Any]) -> None:
+    folder = folder_of(base)
+    for name in (".model.part", ".model.old"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "mine").touch()
+    for _ in range(2):
+        horizon_lm.train({**base, "overwrite_output_dir": True}, **QUIET)
+    assert all((folder / name / "mine").is_file() for name in (".model.part", ".model.old"))
+
+
+def test_everything_exported_is_on_disk_before_it_gets_its_name(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after the end finds every file of the model complete."""
+    synced: set[str] = set()
+    monkeypatch.setattr(os, "fsync", lambda number: synced.add(os.readlink(f"/proc/self/fd/{number}")))
+    config = as_config(base)
+
+    class Recording(disk.Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            if target == folder_of(base) / "model":
+                files = [str(path) for path in source.rglob("*")]
+                assert {"config.json", "tokenizer.json"} <= {Path(name).name for name in files}
+                self.unsynced = {*files, str(source)} - synced
+                synced.clear()
+            super().rename(source, target)
+
+    recording = Recording()
+    monkeypatch.setattr(loop, "RunDir", lambda config, resumes: RunDir(config, resumes, recording))
+    horizon_lm.train(config, **QUIET)
+    assert recording.unsynced == set()
+    assert str(folder_of(base)) in synced  # the name, afterwards
+
+
+def test_files_of_an_earlier_run_are_kept_until_the_model_is_loaded(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    horizon_lm.train({**base, "sample_prompts": ["Why?"], "sample_steps": 1, "sample_max_new_tokens": 1}, **QUIET)
+    folder = folder_of(base)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    def fail(config: Any, reads_weights: bool) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(loop, "load_model", fail)
+    with pytest.raises(MemoryError):
+        horizon_lm.train({**base, "overwrite_output_dir": True, "learning_rate": 1e-3}, **QUIET)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_two_runs_that_begin_at_the_same_time(base: dict[str, Any]) -> None:
+    """Both find an empty folder, and one of them takes it."""
+    first, second = RunDir(as_config(base)), RunDir(as_config(base))
+    with first, second:
+        first.take()
+        with pytest.raises(ConfigError, match=rf"another run is writing into .*\(process {os.getpid()} on "):
+            second.take()
+    with first:
+        first.take()  # free again
+    assert not list(folder_of(base).iterdir())
+
+
+# Side outputs
+
+
+def broken(*arguments: Any, **options: Any) -> Any:
+    raise FULL
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        (LineFile, "flush", "metrics.jsonl failed"),
+        (SamplePrompts, "answer", "answering sample_prompts failed"),
+        (Tracing, "before_step", "trace.json failed"),
+        (RunDir, "append_samples", "answering sample_prompts failed"),
+        (RunDir, "draw_loss", "loss.png failed"),
+        (RunCheckpoints, "save", "saving checkpoint-1 failed"),
+        (run_checkpoints, "save_checkpoint", "the checkpoint of step 1 was not written"),
+    ],
+)
+def test_a_failing_output_does_not_end_the_run(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, message: str
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    said: list[str] = []
+    settings = {
+        "sample_prompts": ["Why?"],
+        "sample_max_new_tokens": 1,
+        "sample_steps": 1,
+        "trace_steps": 1,
+        "save_steps": 1,
+    }
+    horizon_lm.train({**base, **settings}, print_fn=said.append)
+    assert sum(message in line for line in said) == 1
+    assert has_model(folder_of(base))
+
+
+def test_a_failing_print_does_not_end_the_run(base: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    horizon_lm.train(base, print_fn=broken)
+    assert capsys.readouterr().err.count("warning: printing failed ([Errno 28] No space left on device)") == 1
+    assert has_model(folder_of(base))
+
+
+class Faulty(TrainerCallback):
+    """A callback that raises at an event."""
+
+    def __init__(self, event: str, error: BaseException) -> None:
+        self.calls = 0
+        self.error = error
+        setattr(self, event, self.fail)
+
+    def fail(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_log", "on_step_end", "on_train_end"])
+def test_a_tracker_that_fails_gets_no_more_calls(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    tracker = Faulty(event, RuntimeError("no network"))
+    monkeypatch.setattr(run_callbacks, "_report_to_callbacks", lambda report_to: [tracker])
+    said: list[str] = []
+    assert horizon_lm.train(base, print_fn=said.append).num_steps == 2
+    assert tracker.calls == 1
+    assert sum("report_to: Faulty failed and gets no more metrics (no network)" in line for line in said) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mine"), SystemExit(3)])
+def test_an_error_of_a_callback_is_raised_once_the_weights_are_safe(base: dict[str, Any], error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught:
+        horizon_lm.train({**base, "max_steps": 5}, callbacks=[Faulty("on_step_end", error)], **QUIET)
+    assert caught.value is error
+    (note,) = error.__notes__
+    assert note.startswith("The training ended after step 1 of 5. Kept: ")
+    assert is_checkpoint(folder_of(base) / "checkpoint-1")
+    assert not (folder_of(base) / "model").exists()
+
+
+def test_an_error_after_the_last_step_is_raised_after_the_export(base: dict[str, Any]) -> None:
+    error = RuntimeError("mine")
+    with pytest.raises(RuntimeError, match="mine"):
+        horizon_lm.train(base, callbacks=[Faulty("on_train_end", error)], **QUIET)
+    assert error.__notes__ == [
+        f"The training ended after step 2 of 2. The trained model is in {folder_of(base) / 'model'}"
+    ]
+    assert has_model(folder_of(base))
+
+
+@pytest.mark.parametrize(
+    ("setup", "warning"),
+    [
+        pytest.param("import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1)", "Broken pipe", id="closed pipe"),
+        pytest.param("import os; os.close(1)", "Bad file descriptor", id="closed"),
+        pytest.param("import sys; sys.stdout = None", "", id="closed before the start"),
+        pytest.param("import sys; sys.stdout.reconfigure(encoding='ascii')", "", id="ASCII"),
+    ],
+)
+def test_standard_output_that_cannot_be_written(base: dict[str, Any], tmp_path: Path, setup: str, warning: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in base.items()))
+    with RunProcess(path, "--output_dir", tmp_path / "é", setup=setup) as run:
+        assert run.end() == 0, run.stderr
+    assert has_model(tmp_path / "é")
+    assert "Traceback" not in run.stderr
+    assert run.stderr.count("warning: printing failed") == bool(warning)
+    assert warning in run.stderr
+    if "ascii" in setup:
+        assert f"run folder: {tmp_path}/\\xe9\n" in run.stdout
+
+
+def test_the_exit_code_does_not_depend_on_standard_output(base: dict[str, Any], tmp_path: Path) -> None:
+    """Python itself exits with 120 if it cannot write what was printed."""
+    path = tmp_path / "run.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in base.items()))
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "horizon_lm.cli", "train", str(path)]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("warning: printing failed ([Errno 28] No space left on device)") == 1
+
+
+def test_a_line_file_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that a full disk takes half of are written when there is room, and readers see whole lines only."""
+    file, write = LineFile(tmp_path / "lines"), os.write
+
+    def half(number: int, data: Any) -> int:
+        if len(data) < 3:
+            raise FULL
+        return write(number, data[:2])
+
+    file.append("one")
+    monkeypatch.setattr(os, "write", half)
+    for line in ("two", "three"):
+        with pytest.raises(OSError, match="No space"):
+            file.append(line)
+    assert file.path.read_text() == "one\n"
+    assert file.num_waiting == 2
+    monkeypatch.undo()
+    file.append("four")
+    assert file.path.read_text() == "one\ntwo\nthree\nfour\n"
+    assert file.num_waiting == 0

@@ -1,0 +1,229 @@
+"""Real signals to real processes: a run ends in one way, promptly, and leaves nothing behind."""
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e import tiny
+from tests.e2e.processes import SECONDS, RunProcess
+
+# Prints when a row is tokenized, and then takes forever.
+SLOW_TOKENIZING = """
+import time, sys
+from horizon_lm.data.tokenize import ExampleTokenizer
+def slow(self, example):
+    print("tokenizing", file=sys.stderr, flush=True)
+    time.sleep(1000)
+ExampleTokenizer.tokenize = slow
+"""
+# Does so in one of two processes only. The other one is idle soon.
+IDLE_WORKER = """
+import time, sys
+from horizon_lm.data.tokenize import ExampleTokenizer
+tokenize = ExampleTokenizer.tokenize
+def slow(self, example):
+    if "night 0?" in str(example):
+        time.sleep(1000)
+    if "night 11?" in str(example):
+        print("tokenizing", file=sys.stderr, flush=True)
+    return tokenize(self, example)
+ExampleTokenizer.tokenize = slow
+"""
+# Prints before the second batch of an evaluation, and goes on once a signal has arrived.
+SLOW_EVALUATION = """
+import time
+import horizon_lm.training.evaluation as evaluation
+from horizon_lm.training.interrupts import Interrupts
+arrived, handle, in_order = [], Interrupts._handle, evaluation.batches_in_order
+def note(self, *arguments):
+    arrived.append(True)
+    handle(self, *arguments)
+def slow(rows, size):
+    for number, batch in enumerate(in_order(rows, size)):
+        if number == 1:
+            print("evaluating", flush=True)
+            while not arrived:
+                time.sleep(0.01)
+        yield batch
+Interrupts._handle, evaluation.batches_in_order = note, slow
+"""
+SLOW_EXPORT = """
+import os, signal
+from horizon_lm.training.run_dir import RunDir
+write = RunDir._write
+def interrupted(self, *args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    write(self, *args)
+RunDir._write = interrupted
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, model: Path) -> Path:
+    train = tiny.write_jsonl(tmp_path / "train.jsonl", tiny.alpaca_rows(12))
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model_name_or_path: {model}\ndatasets: {train}\noutput_dir: {tmp_path / 'run'}\ndevice: cpu\n"
+        "per_device_train_batch_size: 4\nlogging_steps: 1\nmax_steps: 100000\n"
+    )
+    return path
+
+
+def children(process: RunProcess) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def all_end(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=SECONDS)[1]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU"])
+def test_a_signal_ends_a_run_after_the_step(tmp_path: Path, run_file: Path, name: str) -> None:
+    with RunProcess(run_file) as run:
+        run.wait_for("step 2/")
+        run.send(signal.Signals[name])
+        assert run.end() == 75
+    assert f"{name}: stopping after this step" in run.stderr
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert f"interrupted after step {steps[-1]} of 100000 by {name}. Kept: " in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not (tmp_path / "run" / ".horizon-lock").exists()
+
+
+def test_a_closing_terminal_sends_its_signal_twice(run_file: Path) -> None:
+    """The shell and the system both send SIGHUP; the run still finishes its step."""
+    with RunProcess(run_file) as run:
+        run.wait_for("step 2/")
+        run.send(signal.SIGHUP)
+        run.send(signal.SIGHUP)
+        assert run.end() == 75
+    assert "interrupted after step" in run.stderr
+
+
+def test_nohup_is_respected(run_file: Path) -> None:
+    ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    with RunProcess(run_file, setup=ignore) as run:
+        run.wait_for("step 2/")
+        run.send(signal.SIGHUP)
+        run.wait_for("step 9/")
+        run.send(signal.SIGTERM)
+        assert run.end() == 75
+    assert "SIGHUP" not in run.stderr
+
+
+def test_a_second_signal_ends_a_step_that_hangs(run_file: Path) -> None:
+    """Also if what it waits for never comes: the cleaning up of the engine waits for it, too."""
+    hang = """
+import threading
+import horizon_lm.training.interrupts as interrupts
+import horizon_lm.training.loop as loop
+interrupts._EXIT_SECONDS = 0.1
+def hang(*args):
+    print("hanging", flush=True)
+    try:
+        threading.Event().wait()
+    finally:
+        threading.Event().wait()
+loop.finite_loss = hang
+"""
+    with RunProcess(run_file, "--step_timeout", 0.01, setup=hang) as run:
+        run.wait_for("hanging")
+        run.wait_for("warning: step 1 has taken more than 0 s (step_timeout); the run goes on waiting")
+        run.send(signal.SIGTERM)
+        run.wait_for("stopping after this step")
+        run.send(signal.SIGTERM)
+        assert run.end() == 75
+
+
+def test_a_signal_ends_an_evaluation(tmp_path: Path, run_file: Path) -> None:
+    held_out = tiny.write_jsonl(tmp_path / "held_out.jsonl", tiny.alpaca_rows(3))
+    with RunProcess(
+        run_file, "--eval_datasets", held_out, "--per_device_eval_batch_size", 1, setup=SLOW_EVALUATION
+    ) as run:
+        run.wait_for("evaluating")
+        run.send(signal.SIGTERM)
+        assert run.end() == 75
+    assert "interrupted after step 0 of 100000 by SIGTERM" in run.stderr
+
+
+def test_a_signal_lets_the_export_finish(tmp_path: Path, run_file: Path) -> None:
+    held_out = tiny.write_jsonl(tmp_path / "held_out.jsonl", tiny.alpaca_rows(3))
+    arguments = ["--max_steps", 2, "--eval_datasets", held_out, "--per_device_eval_batch_size", 1]
+    with RunProcess(run_file, *arguments, setup=SLOW_EXPORT) as run:
+        assert run.end() == 75
+    assert (
+        f"interrupted after step 2 of 2 by SIGTERM. The trained model is in {tmp_path / 'run' / 'model'}" in run.stderr
+    )
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("setup", [SLOW_TOKENIZING, IDLE_WORKER], ids=["busy", "idle"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_group_while_tokenizing(run_file: Path, number: signal.Signals, setup: str) -> None:
+    with RunProcess(run_file, "--dataset_num_proc", 2, setup=setup) as run:
+        run.wait_for("tokenizing")
+        workers = children(run)
+        assert len(workers) >= 2
+        run.send(number, group=True)
+        assert run.end() == 75
+    assert all_end(workers)
+    assert f"error: interrupted by {number.name}. Nothing was trained yet." in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("setup", [SLOW_TOKENIZING, IDLE_WORKER], ids=["busy", "idle"])
+def test_a_signal_to_the_process_while_tokenizing(run_file: Path, setup: str) -> None:
+    with RunProcess(run_file, "--dataset_num_proc", 2, setup=setup) as run:
+        run.wait_for("tokenizing")
+        workers = children(run)
+        run.send(signal.SIGTERM)
+        assert run.end() == 75
+    assert all_end(workers)
+
+
+def test_a_signal_that_python_drops_is_repeated(run_file: Path) -> None:
+    """In a destructor, an exception is printed and forgotten."""
+    dropped = """
+import os, signal, time
+import horizon_lm.training.interrupts as interrupts
+import horizon_lm.training.loop as loop
+interrupts._REPEAT_SECONDS = 0.1
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1000)
+def hang(config):
+    Dropping()
+    print("dropped", flush=True)
+    while True:
+        time.sleep(0.01)
+loop.load_tokenizer = hang
+"""
+    with RunProcess(run_file, setup=dropped) as run:
+        run.wait_for("dropped")
+        assert run.end() == 75
+    assert "error: interrupted by SIGTERM. Nothing was trained yet." in run.stderr
+
+
+def test_workers_do_not_outlive_a_killed_run(run_file: Path) -> None:
+    with RunProcess(run_file, "--dataset_num_proc", 2, setup=SLOW_TOKENIZING) as run:
+        run.wait_for("tokenizing")
+        workers = children(run)
+        assert len(workers) >= 2
+        run.send(signal.SIGKILL)
+        assert all_end(workers)
+
+
+def test_another_run_in_the_same_folder_is_rejected(run_file: Path) -> None:
+    with RunProcess(run_file) as first:
+        first.wait_for("step 2/")
+        with RunProcess(run_file) as second:
+            assert second.end() == 2
+        assert f"another run is writing into {run_file.parent / 'run'} (process {first.pid} on " in second.stderr
+        first.send(signal.SIGKILL)
+        first.end()
+        with RunProcess(run_file, "--max_steps", 1) as third:  # the lock of a dead process is no obstacle
+            assert third.end() == 0, third.stderr

@@ -1,0 +1,203 @@
+"""Entropy and accuracy of tokens equal those of Hugging Face's logits, and change neither loss, gradients, memory nor waits."""
+
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.engine.token_statistics import collect_statistics
+from horizon_lm.model import functional
+from tests import families
+from tests.emulated import EmulatedGpu, emulated_gpu
+from tests.storages import StorageMeter
+
+HEADS: dict[str, dict[str, Any]] = {
+    "chunked": {"head": "chunked", "head_chunk_tokens": 5},
+    "chunked, micro-batches": {"head": "chunked", "head_chunk_tokens": 64, "device_micro_batch_size": 1},
+    "whole": {"head": "whole"},
+}
+
+
+@pytest.fixture
+def gpu() -> Iterator[EmulatedGpu]:
+    with emulated_gpu() as gpu:
+        yield gpu
+
+
+def of_logits(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return statistics (B, T) by definition, from all logits (B, T, V) of a forward."""
+    target = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    probs = torch.softmax(logits.detach().double(), -1)
+    counts = target != -100
+    entropy = -torch.xlogy(probs, probs).sum(-1) * counts
+    return {"entropy": entropy.float(), "is_top1": ((logits.argmax(-1) == target) & counts).float()}
+
+
+def inputs_of(kind: str) -> dict[str, torch.Tensor]:
+    """Return padded or packed rows with different numbers of targets."""
+    inputs = families.batch()
+    inputs["labels"][0, :5] = -100
+    if kind == "packed":
+        del inputs["attention_mask"]
+        length = inputs["input_ids"].shape[1]
+        inputs["position_ids"] = torch.cat([torch.arange(7), torch.arange(length - 7)]).expand_as(inputs["input_ids"])
+        inputs["labels"] = inputs["input_ids"].where(inputs["position_ids"] != 0, -100)
+    return inputs
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt2", "mixtral"])
+def test_equal_those_of_all_logits(family: str, kind: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "_STATISTICS_BLOCK", 3 * families.VOCABULARY)
+    plain, inputs = families.build(family).eval(), inputs_of(kind)
+    streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", **HEADS[head])
+    logits = plain(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False).logits
+    # Random weights hardly ever hit a label, so half of them become the likeliest token.
+    hit = torch.rand(logits.shape[:2], generator=torch.Generator().manual_seed(0)) < 0.5
+    inputs["labels"] = inputs["labels"].where(~(hit & (inputs["labels"] != -100)), logits.argmax(-1).roll(1, 1))
+    expected = of_logits(logits, inputs["labels"])
+    assert 0 < expected["is_top1"].mean() < 0.8
+    for forward in (streamed, lambda **call: horizon_lm.token_logprobs(streamed, **call)):
+        with collect_statistics(streamed) as statistics:
+            forward(**inputs)
+        for name in functional.STATISTICS:
+            torch.testing.assert_close(statistics.values[name], expected[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_loss_and_gradients_have_the_same_bits(precision: str, head: str) -> None:
+    model = families.build("llama")
+    found = []
+    for collected in (False, True):
+        streamed = horizon_lm.stream(copy.deepcopy(model), device="cpu", precision=precision, **HEADS[head])
+        with collect_statistics(streamed) as statistics:
+            if not collected:
+                streamed._horizon.statistics = None
+            # The head's buffer belongs to the first forward, so the second one computes its gradients in its backward.
+            losses = [streamed(**families.batch(seed=seed)).loss for seed in (1, 2)]
+            losses[1].backward()
+            losses[0].backward()
+        assert bool(statistics.values) == collected
+        found.append([*(loss.detach() for loss in losses), *(p.grad for p in streamed.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_backward_collects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes the chunks of one of two forwards a second time."""
+    calls = []
+    compute = functional._block_statistics
+    monkeypatch.setattr(functional, "_block_statistics", lambda *block: calls.append(block) or compute(*block))
+    streamed = horizon_lm.stream(families.build("llama"), precision="float32", head="chunked")
+    with collect_statistics(streamed):
+        losses = [streamed(**families.batch(seed=seed)).loss for seed in (1, 2)]
+        assert len(calls) == 2
+        sum(losses).backward()
+    assert len(calls) == 2
+
+
+def test_evaluation_and_batches_without_targets() -> None:
+    streamed = horizon_lm.stream(families.build("llama").eval(), precision="float32", **HEADS["chunked"])
+    inputs = inputs_of("padded")
+    with collect_statistics(streamed) as statistics:
+        streamed(**inputs)
+        trained = statistics.values
+        with torch.inference_mode():
+            streamed(**inputs)
+        assert all(torch.equal(statistics.values[name], trained[name]) for name in functional.STATISTICS)
+        streamed(**inputs | {"labels": torch.full_like(inputs["labels"], -100)})
+        assert not any(values.any() for values in statistics.values.values())
+    assert trained["entropy"].any()
+
+
+def test_masked_vocabulary_ties_and_half_precision() -> None:
+    """A logit of minus infinity has probability 0; of equal logits, the first is the likeliest."""
+    logits = torch.tensor([[2.0, 2.0, -torch.inf, 1.0], [0.0, 9e4, 0.0, -torch.inf]])
+    expected = torch.distributions.Categorical(logits=logits.clamp(min=-1e6)).entropy()
+    for dtype in (torch.float32, torch.bfloat16):
+        for label, top in ((0, [1.0, 0.0]), (1, [0.0, 1.0])):
+            values = functional.token_statistics(logits.to(dtype), torch.tensor([label, label]))
+            torch.testing.assert_close(values["entropy"], expected, rtol=1e-6, atol=1e-6)
+            assert values["is_top1"].tolist() == top
+
+
+@pytest.mark.parametrize("objective", ["loss", "logprobs"])
+@pytest.mark.parametrize("head", ["chunked", "whole"])
+def test_peak_memory_is_the_same(head: str, objective: str) -> None:
+    """The vocabulary is so large that the loss determines the peak, which is in the backward."""
+    tokens = 256
+    model = families.build("llama", vocab_size=40_000, max_position_embeddings=tokens)
+    ids = torch.randint(3, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+    def backward(streamed: Any) -> None:
+        if objective == "loss":
+            streamed(input_ids=ids, labels=ids).loss.backward()
+        else:
+            horizon_lm.token_logprobs(streamed, input_ids=ids, labels=ids).logprobs.sum().backward()
+
+    peaks = []
+    for collected in (False, True):
+        options = {"head_chunk_tokens": 128} if head == "chunked" else {}
+        streamed = horizon_lm.stream(copy.deepcopy(model), precision="float32", head=head, **options)
+        backward(streamed)  # allocates the buffers
+        streamed.zero_grad()
+        with collect_statistics(streamed), StorageMeter() as storages:
+            if not collected:
+                streamed._horizon.statistics = None
+            backward(streamed)
+        peaks.append(storages.peak)
+    assert peaks[1] <= peaks[0] + 64 * tokens
+
+
+@pytest.mark.usefixtures("whole_installation")
+def test_the_host_does_not_wait(gpu: EmulatedGpu) -> None:
+    from horizon_lm.data.loader import Batch
+    from horizon_lm.objective import sft
+
+    model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False, **HEADS["chunked"])
+    inputs = inputs_of("padded")
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    num_trained = int((labels[:, 1:] != -100).sum())
+    batch = Batch(ids, inputs["attention_mask"], None, labels, num_trained, ids.numel(), (), ())
+    for _ in range(2):
+        gpu.waits.clear()
+        loss = sft.nll(model, batch)
+        loss.value.backward()
+        model.zero_grad()
+    assert gpu.waits == []
+    loss.token_metrics["entropy"].means(1)
+    assert len(gpu.waits) == 1  # reading waits
+
+
+@pytest.mark.usefixtures("whole_installation")
+def test_means_are_those_of_micro_batches() -> None:
+    """As in TRL, micro-batches have equal weights, whatever the number of their targets."""
+    from horizon_lm.objective.base import Loss, TokenSums
+    from horizon_lm.training.metrics import Metrics
+
+    sums = TokenSums(torch.tensor([4.0, 2.0, 9.0, 0.0, 0.0]), torch.tensor([2, 1, 9, 0, 0]))
+    assert sums.means(2) == [2.0, 1.0, 0.0]
+    assert sums.means(5) == [15 / 12]
+
+    outline = SimpleNamespace(step_flops=lambda tokens: 1.0)
+    plan = SimpleNamespace(
+        step=SimpleNamespace(outline=outline, tokens=1), time=None, buffers=SimpleNamespace(num_bytes=1),
+        host=SimpleNamespace(num_bytes=1),
+    )  # fmt: skip
+    measured = Metrics(10, 5, plan, micro_batch_rows=2)
+    batch = SimpleNamespace(places=("",) * 5, num_trained=12, num_tokens=20)
+    more = TokenSums(torch.tensor([5.0]), torch.tensor([1]))
+    measured.add(1.0, Loss(torch.tensor(1.0), 12.0, token_metrics={"entropy": sums}), batch, 1e-3)
+    measured.add(float("nan"), Loss(torch.tensor(1.0), 12.0, token_metrics={"entropy": more}), batch, 1e-3)  # skipped
+    measured.add(1.0, Loss(torch.tensor(1.0), 12.0, token_metrics={"entropy": more}), batch, 1e-3)
+    model = horizon_lm.stream(families.build("llama"), device="cpu")
+    optimizer = SimpleNamespace(grad_norm=1.0, unit_grad_norms={}, num_skipped=1)
+    assert measured.line(3, optimizer, model)["entropy"] == (2.0 + 1.0 + 0.0 + 5.0) / 4
+    measured.add(1.0, Loss(torch.tensor(1.0), 12.0, token_metrics={"entropy": more}), batch, 1e-3)
+    assert measured.line(4, optimizer, model)["entropy"] == 5.0

@@ -1,0 +1,66 @@
+"""Durable writes: complete files and folders, whatever exists before and whatever the file system can do."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from horizon_lm.disk import Disk, replace_folder, restore_folder, write_file
+
+
+class NoExchange(Disk):
+    """A system that cannot exchange two folders."""
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        return False
+
+
+def _fill(text: str):
+    return lambda folder: (folder / "file").write_text(text)
+
+
+@pytest.mark.parametrize("disk", [Disk(), NoExchange()], ids=["exchange", "two renames"])
+def test_a_folder_is_replaced_whole(tmp_path, disk):
+    target = tmp_path / "model"
+    for text in ("first", "second"):
+        replace_folder(disk, target, _fill(text))
+        assert (target / "file").read_text() == text
+        assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("disk", [Disk(), NoExchange()], ids=["exchange", "two renames"])
+def test_a_failed_fill_keeps_the_old_folder(tmp_path, disk):
+    target = tmp_path / "model"
+    replace_folder(disk, target, _fill("first"))
+
+    def fail(folder: Path) -> None:
+        (folder / "file").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        replace_folder(disk, target, fail)
+    assert (target / "file").read_text() == "first"
+
+
+def test_an_interrupted_replacement_is_undone(tmp_path):
+    target = tmp_path / "model"
+    replace_folder(Disk(), target, _fill("first"))
+    target.rename(tmp_path / ".model.horizon-old")
+    restore_folder(Disk(), target)
+    assert (target / "file").read_text() == "first"
+
+
+def test_a_written_file_replaces_the_old_one(tmp_path):
+    for text in (b"first", b"second"):
+        write_file(Disk(), tmp_path / "file", text)
+        assert (tmp_path / "file").read_bytes() == text
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_direct_writes_of_any_size_arrive(tmp_path):
+    """Writes that the file system cannot do without the page cache go through it."""
+    data = os.urandom(10_000)
+    with Disk().create(tmp_path / "file", direct=True) as file:
+        file.write(memoryview(data)[:4097])
+        file.write(memoryview(data)[4097:])
+    assert (tmp_path / "file").read_bytes() == data
