@@ -11,9 +11,14 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+import xxhash
+
+from horizon_lm.checkpoints.manifest import FORMAT, MANIFEST, VERSION, read_manifest, verify
+from horizon_lm.checkpoints.unit_file import read_entries
 from horizon_lm.config.load import read_run_config
 from horizon_lm.config.translate import translate_file
 from horizon_lm.data.sources import read_rows
@@ -51,6 +56,12 @@ _TRACE = {
     ],
     "otherData": {"steps": [report_run.step(1, 0.0, 10.0)]},
 }
+_MANIFEST = {
+    "format": FORMAT, "version": VERSION, "step": 3, "precision": "bf16", "moments": None, "dtypes": {"a": "bfloat16"},
+    "files": {"state.json": {"size": 2, "xxh3_128": xxhash.xxh3_128_hexdigest(b"{}")}}, "packages": {"torch": "2"},
+    "tensors": [{"file": "state.json", "tensor": "a", "start": 0, "length": 1, "dtype": "BF16", "shape": [1], "offset": 0,
+                 "xxh3_64": "0"}],
+}  # fmt: skip
 _SHOWN = 32  # one in this many valid files is also shown, which takes long
 
 
@@ -80,6 +91,22 @@ def _index(path: Path) -> object:
     return Checkpoint(folder).headers()
 
 
+def _manifest(path: Path) -> object:
+    """Read the manifest of a checkpoint with this content, under a checksum that is right whenever there can be one."""
+    folder = path.parent / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    (folder / "state.json").write_bytes(b"{}")
+    content = path.read_bytes()
+    with suppress(ValueError, RecursionError):
+        content = json.dumps(json.loads(content), separators=(",", ":"), sort_keys=True).encode()
+    (folder / MANIFEST).write_bytes(
+        b'{"xxh3_128": "%s", "checkpoint": %s}' % (xxhash.xxh3_128_hexdigest(content).encode(), content)
+    )
+    manifest = read_manifest(folder)
+    verify(folder, manifest)
+    return manifest
+
+
 def _pairs(path: Path) -> object:
     return PairFile(path, 3, "0" * 64).values
 
@@ -96,6 +123,8 @@ READERS: dict[str, tuple[Reader, bytes]] = {
     "config": (require_sane_config, b'{"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "a": [1, {"b": 2}]}'),
     "header": (read_headers, len(_TENSORS).to_bytes(8, "little") + _TENSORS + bytes(32)),
     "index": (_index, b'{"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}'),
+    "manifest": (_manifest, json.dumps(_MANIFEST, separators=(",", ":"), sort_keys=True).encode()),
+    "unit file": (read_entries, len(_TENSORS).to_bytes(8, "little") + _TENSORS + bytes(32)),
     "gguf": (read_gguf_header, _GGUF + bytes(-len(_GGUF) % 32 + 32)),
     "profile": (read_profile, json.dumps(asdict(published()["h200"])).encode()),
     "pairs": (_pairs, bytes(200)),
@@ -155,11 +184,8 @@ def fuzz(name: str, folder: Path, seed: int, stop: Callable[[int], bool]) -> str
         the error of the input that failed, which is then in the corpus; an empty text if none did.
     """
     reader, start = READERS[name]
-    seeds, rng, count = (
-        [start, *(path.read_bytes() for path in sorted((CORPUS / name).glob("*")))],
-        random.Random(seed),
-        0,
-    )
+    seeds = [start, *(path.read_bytes() for path in sorted((CORPUS / name).glob("*")))]
+    rng, count = random.Random(seed), 0
     while not stop(count):
         content = mutate(rng.choice(seeds), rng)
         count += 1

@@ -39,7 +39,7 @@ for arguments, code in (
     (["train", "--model_name_or_path", "model", "--datasets", "runs/rosw", *usual], 2),
     (["train", "--model_name_or_path", "model", "--datasets", "rows.parquet", "--eval_datasets", rows, "--save_strategy",
       "steps", "--save_steps", "1", "--sample_prompts", prompts, "--sample_steps", "1", "--sample_max_new_tokens", "2",
-      "--trace_steps", "1", "--dataset_num_proc", "2", "--output_dir", "runs/sft", *usual], 0),
+      "--trace_steps", "1", "--output_dir", "runs/sft", *usual], 0),
     (["train", "--objective", "dpo", "--model_name_or_path", "model", "--datasets", "pairs.jsonl", "--output_dir",
       "runs/dpo", *usual], 0),
     (["train", "--model_name_or_path", "model", "--datasets", rows, "--report_to", "tensorboard", "--output_dir",

@@ -20,9 +20,11 @@ from typing import Any
 
 import jinja2
 
-from horizon_lm.data.template_server import LIMIT, MAX_SECONDS
+from horizon_lm.data.template_server import LIMIT
 from horizon_lm.errors import ConfigError
+from horizon_lm.quantities import counted
 
+MAX_SECONDS = 5  # of CPU for one text
 _MAX_TEMPLATE_CHARS = 2**20  # published templates have up to 50,000
 
 
@@ -46,6 +48,9 @@ class _Server:
         """Return the answer to a request; raise ConfigError if a limit ended the process."""
         with self._lock:
             if self._process is None or self._owner != os.getpid():  # a forked worker has its own
+                self._start()
+            elif self._process.poll() is not None:  # ended from elsewhere, between two texts
+                self._stop()
                 self._start()
             process = self._process
             assert process is not None
@@ -98,7 +103,7 @@ class _Server:
 def _reason(code: int) -> str:
     """Describe the end of a rendering process by its exit status."""
     if -code == signal.SIGXCPU:
-        return f"the chat template takes more than {MAX_SECONDS} seconds for one text; {_REMEDY}"
+        return f"the chat template takes more than {counted(MAX_SECONDS, 'second')} for one text; {_REMEDY}"
     return f"the process that renders the chat template ended with status {code}; {_REMEDY}"
 
 
@@ -130,7 +135,9 @@ class _LimitedTemplate:
         yield str(answer["text"])
 
     def _ask(self, variables: Mapping[str, Any], marked: bool) -> Any:
-        answer = _SERVER.ask({"template": self._source, "variables": variables, "marked": marked})
+        answer = _SERVER.ask(
+            {"template": self._source, "variables": variables, "marked": marked, "seconds": MAX_SECONDS}
+        )
         if answer.get("error") == LIMIT:
             raise ConfigError(f"the chat template {answer['message']} for one text; {_REMEDY}")
         if "error" in answer:

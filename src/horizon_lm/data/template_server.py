@@ -5,26 +5,31 @@ from looping for ever or from filling the memory, which only the kernel can limi
 """
 
 import json
+import math
 import os
 import resource
+import signal
 import sys
 from typing import Any
 
-MAX_SECONDS = 5  # of CPU for one text
 MAX_OUTPUT_CHARS = 2**25
 MAX_BYTES = 2**30  # of memory, on top of what the interpreter takes
 LIMIT = "limit"  # the kind of error for output and memory; others are names of exceptions
 
 
 def serve() -> None:
-    """Answer requests until stdin is closed. A request is a template, its variables, and whether to mark generated text."""
+    """Answer requests until stdin is closed.
+
+    A request is a template, its variables, whether to mark generated text, and the seconds that rendering may take.
+    """
     from transformers.utils import chat_template_utils
 
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)  # workers ignore it, which this process would inherit
     _limit_memory()
     for line in sys.stdin:
-        _limit_seconds()
         try:
             request = json.loads(line)
+            _limit_seconds(request["seconds"])
             template = chat_template_utils._compile_jinja_template(request["template"])
             answer = _render(template, request["variables"], request["marked"])
         except MemoryError:
@@ -61,11 +66,11 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
-def _limit_seconds() -> None:
-    """Let the kernel end this process after `MAX_SECONDS` more seconds of CPU."""
+def _limit_seconds(seconds: int) -> None:
+    """Let the kernel end this process after some more seconds of CPU."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    wanted = int(usage.ru_utime + usage.ru_stime) + MAX_SECONDS
+    wanted = math.ceil(usage.ru_utime + usage.ru_stime) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 

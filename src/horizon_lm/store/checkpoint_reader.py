@@ -107,6 +107,8 @@ class Checkpoint:
             require_inside(path, self.folder)
             require_regular(path)
             is_file = path.is_file()
+        except ConfigError:
+            raise
         except (OSError, ValueError):  # no name that a file can have
             is_file = False
         if not is_file:
