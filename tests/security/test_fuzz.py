@@ -6,7 +6,7 @@ import pytest
 
 from tests.security.fuzz import CORPUS, READERS, check, fuzz
 
-INPUTS = 150  # about a second for each reader
+INPUTS = 100  # about half a second for each reader
 FOUND = sorted(path for path in CORPUS.glob("*/*"))
 
 

@@ -42,8 +42,6 @@ for arguments, code in (
       "--trace_steps", "1", "--output_dir", "runs/sft", *usual], 0),
     (["train", "--objective", "dpo", "--model_name_or_path", "model", "--datasets", "pairs.jsonl", "--output_dir",
       "runs/dpo", *usual], 0),
-    (["train", "--model_name_or_path", "model", "--datasets", rows, "--report_to", "tensorboard", "--output_dir",
-      "runs/tracked", *usual], 0),
     (["inspect", "--model_name_or_path", "model", "--datasets", "rows.csv"], 0),
     (["generate", "runs/sft/model", "Who?", "--max-new-tokens", "2", "--device", "cpu"], 0),
     (["report", "runs/sft"], 0),
