@@ -199,6 +199,42 @@ def _sizes(path: Path) -> dict[str, int]:
     return {name: 1024 * int(number) for name, number in lines}
 
 
+def threads_left(
+    proc: Path = _PROC, cgroups: Path = Path("/sys/fs/cgroup"), user: int | None = None, limit: int | None = None
+) -> tuple[int, str] | None:
+    """Return how many more threads this process may start, and the name of the limit; None if there is no limit.
+
+    Args:
+        proc, cgroups: mount points of the file systems to read.
+        user: real user of the process; None for this process's.
+        limit: limit on the threads of the user; None for RLIMIT_NPROC.
+    """
+    left: list[tuple[int, str]] = []
+    for group in control_groups("pids", cgroups, proc / "self/cgroup"):
+        most, used = _number(group.folder / "pids.max"), _number(group.folder / "pids.current")
+        if most is not None and used is not None:
+            left.append((max(0, most - used), f"pids.max of the control group {group.path}"))
+    user = os.getuid() if user is None else user
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if limit is None else limit
+    if limit != resource.RLIM_INFINITY and user != 0 and not _is_exempt(proc):  # root is not limited
+        used = sum(_threads(status, user) for status in proc.glob("[0-9]*/status"))
+        left.append((max(0, limit - used), "RLIMIT_NPROC (ulimit -u)"))
+    return min(left, default=None)
+
+
+def _is_exempt(proc: Path) -> bool:
+    """Return whether this process may exceed RLIMIT_NPROC (capabilities(7): CAP_SYS_ADMIN 21, CAP_SYS_RESOURCE 24)."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", _text(proc / "self/status"), re.MULTILINE)
+    return found is not None and bool(int(found.group(1), 16) & (1 << 21 | 1 << 24))
+
+
+def _threads(status: Path, user: int) -> int:
+    """Return the number of threads of a process; 0 if another user's."""
+    text = _text(status)
+    number = re.search(r"^Threads:\s*(\d+)$", text, re.MULTILINE)
+    return int(number.group(1)) if number and re.search(rf"^Uid:\s*{user}\s", text, re.MULTILINE) else 0
+
+
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """Return the number of cores in the process's affinity, within the quotas of its control groups; at least one."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -119,7 +119,7 @@ def test_a_second_signal_ends_a_step_that_hangs(run_file: Path) -> None:
     hang = """
 import threading
 import horizon_lm.training.interrupts as interrupts
-import horizon_lm.training.loop as loop
+from horizon_lm.training.non_finite import NonFinite
 interrupts._EXIT_SECONDS = 0.1
 def hang(*args):
     print("hanging", flush=True)
@@ -127,7 +127,7 @@ def hang(*args):
         threading.Event().wait()
     finally:
         threading.Event().wait()
-loop.finite_loss = hang
+NonFinite.finite_loss = hang
 """
     with RunProcess(run_file, "--step_timeout", 0.01, setup=hang) as run:
         run.wait_for("hanging")

@@ -122,7 +122,7 @@ def test_invalid_steps_of_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1\nb: 2", r"config.yaml:2: not valid YAML"),
+        ("a: [1\nb: 2", r"config.yaml:2:2: not valid YAML"),
         ("- 1", "must have one setting per line"),
         ("a: 1\na: 2", "not valid YAML"),
     ],

@@ -4,14 +4,19 @@ seconds.
 
 import atexit
 import gc
+import os
+import warnings
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from horizon_lm.cli.common import print_version, without_garbage_collection
+from horizon_lm.cli.common import exits, print_version, require_threads, without_garbage_collection
 from horizon_lm.errors import EXIT_CODES
+from horizon_lm.visible import visible
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # libraries read it when they are imported
 
 _COMMANDS = {
     "plan": "Compute the memory, disk space and time that a run needs, before anything is downloaded.",
@@ -26,6 +31,7 @@ _COMMANDS = {
     "doctor": "Benchmark this machine (about a minute), and print what a bug report needs.",
     "version": "Print the versions of Horizon-LM and of the packages that its numbers depend on.",
 }
+_STARTS_THREADS = ("plan", "train", "inspect", "generate", "eval", "export", "doctor")
 # Run settings are not declared as options: any setting of the schema can override the run file.
 _ACCEPT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 # Options of other commands may also be written with underscores, as settings are.
@@ -40,6 +46,8 @@ class _LazyCommand(TyperCommand):
         super().__init__(name, help=_COMMANDS[name])
 
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **extra: Any) -> Any:
+        if self.name in _STARTS_THREADS:
+            exits(require_threads)()
         with without_garbage_collection():
             function = getattr(import_module(f"horizon_lm.cli.{self.name}"), str(self.name))
         settings: dict[str, Any] = (
@@ -90,6 +98,8 @@ def options(
 
 def main() -> None:
     """Run the installed command."""
+    format_warning = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: visible(format_warning(*args, **kwargs))
     # On exit the interpreter would collect the garbage of all libraries, which takes a second and frees nothing useful.
     atexit.register(gc.freeze)
     app()

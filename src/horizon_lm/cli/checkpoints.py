@@ -9,6 +9,7 @@ import typer
 from horizon_lm.cli.common import exits
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.quantities import format_bytes
+from horizon_lm.visible import visible
 
 
 @exits
@@ -24,7 +25,7 @@ def checkpoints(
     damaged = 0
     for path in found:
         if not is_checkpoint(path):
-            print(f"{path.name}  a model without the optimizer's state; a run cannot be resumed from it")
+            print(visible(f"{path.name}  a model without the optimizer's state; a run cannot be resumed from it"))
             continue
         try:
             manifest = read_manifest(path)
@@ -32,12 +33,12 @@ def checkpoints(
                 verify(path, manifest)
         except ConfigError as error:
             damaged += 1
-            print(f"{path.name}  DAMAGED: {first_line(error)}")
+            print(visible(f"{path.name}  DAMAGED: {first_line(error)}"))
             continue
         size = format_bytes(sum(each.size for each in manifest.files.values()))
         written = datetime.fromtimestamp((path / "manifest.json").stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
         state = "complete" if quick else "verified"
-        print(f"{path.name}  step {manifest.step}  {size}  {written}  {manifest.precision}  {state}")
+        print(visible(f"{path.name}  step {manifest.step}  {size}  {written}  {manifest.precision}  {state}"))
     if damaged:
         raise ConfigError(f"{damaged} of {len(found)} checkpoints in {folder} cannot be used; remove them")
 

@@ -16,6 +16,9 @@ import typer
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, HorizonError, InterruptedRunError
+from horizon_lm.paths import exists
+from horizon_lm.resources import threads_left, usable_cores
+from horizon_lm.visible import visible
 
 P = ParamSpec("P")
 
@@ -41,7 +44,16 @@ def exits(command: Callable[P, None]) -> Callable[P, None]:
 
 def _print_error(text: str) -> None:
     with suppress(OSError, ValueError):  # a closed terminal must not change the exit code
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        print(f"error: {visible(text)}", file=sys.stderr, flush=True)
+
+
+def require_threads() -> None:
+    """Raise ConfigError if this process may not start the threads that its libraries need: some of them would abort."""
+    needed, left = 8 + 4 * usable_cores(), threads_left()
+    if left is not None and left[0] < needed:
+        raise ConfigError(
+            f"only {left[0]} more threads or processes may be started, but about {needed} are needed; raise {left[1]}"
+        )
 
 
 def open_model(
@@ -53,18 +65,19 @@ def open_model(
     from horizon_lm.model.hub import local_folder
     from horizon_lm.training.setup import choose_device, open_tokenizer
 
-    if (Path(name).expanduser() / "model" / "config.json").is_file():
+    if exists(str(Path(name) / "model" / "config.json")):
         raise ConfigError(f"{name} is the folder of a run; its model is in {Path(name) / 'model'}")
-    saved = sorted(Path(name).expanduser().glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
-    if saved and not (Path(name).expanduser() / "config.json").is_file():
+    here = Path(name).expanduser() if exists(name) else Path(name)
+    saved = sorted(here.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime) if exists(name) else []
+    if saved and not (here / "config.json").is_file():
         raise ConfigError(
             f"{name} is the folder of a run that has not exported its model yet; its last checkpoint is {saved[-1]}"
         )
     try:
         folder: Path = local_folder(name)
     except ConfigError as error:
-        run = Path(name).expanduser().parent
-        hint = f"; the run in {run} has not exported its model yet" if (run / "metrics.jsonl").is_file() else ""
+        run = here.parent
+        hint = f"; the run in {run} has not exported its model yet" if exists(str(run / "metrics.jsonl")) else ""
         raise ConfigError(str(error).removeprefix("model_name_or_path: ") + hint) from error
     model = horizon_lm.from_pretrained(
         folder,

@@ -12,6 +12,7 @@ import typer
 
 from horizon_lm.cli.common import exits
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.visible import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ def eval(
     loaded = load_tasks(tasks)
     streamed, tokenizer = open_model(model, device, memory, precision, None, trust_remote_code, allow_unproven_model)
     results = evaluate_model(streamed, tokenizer, loaded, num_fewshot, limit, batch_size, apply_chat_template)
-    print(results.table)
+    print(visible(results.table))
     if output is not None:
         write_results(results, output)
         print(f"results: {output}")

@@ -56,6 +56,13 @@ def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temper
     from transformers import TextStreamer
 
     from horizon_lm.training.evaluation import padding_id
+    from horizon_lm.visible import visible
+
+    class VisibleStreamer(TextStreamer):  # type: ignore[misc]
+        """Print an answer with control characters as their escapes."""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            super().on_finalized_text(visible(text), stream_end)
 
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature}
     if not temperature:  # unset the model's own sampling settings, of which transformers would warn
@@ -66,6 +73,6 @@ def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temper
         attention_mask=inputs["attention_mask"],
         max_new_tokens=max_new_tokens,
         pad_token_id=padding_id(tokenizer),
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=VisibleStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         **sampling,
     )

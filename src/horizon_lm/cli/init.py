@@ -24,17 +24,18 @@ def init(
     from horizon_lm.config.translate import translate_file
     from horizon_lm.errors import ConfigError
     from horizon_lm.quantities import counted
+    from horizon_lm.visible import visible
 
     if objective is not None and objective not in SCHEMAS:
         raise ConfigError(f"{objective!r} is not an objective; choose one of {', '.join(SCHEMAS)}")
     if translate is not None:
         translation = translate_file(translate, objective)
-        print(translation.text(full), end="")
+        print(visible(translation.text(full)), end="")
         # To standard error, because standard output is usually redirected into the run file.
         if translation.left_out:
-            print(f"{counted(len(translation.left_out), 'setting')} of {translate} left out:", file=sys.stderr)
+            print(f"{counted(len(translation.left_out), 'setting')} of {visible(translate)} left out:", file=sys.stderr)
         for name, reason in translation.left_out.items():
-            print(f"  {name}: {reason}", file=sys.stderr)
+            print(visible(f"  {name}: {reason}"), file=sys.stderr)
         return
     chosen = objective or "sft"
     print(start_file(SCHEMAS[chosen], START_VALUES[chosen], START_HEADING[chosen], full), end="")

@@ -18,6 +18,7 @@ from horizon_lm.data.loader import Batch
 from horizon_lm.quantities import counted
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
+from horizon_lm.visible import visible
 
 _TRAINED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
 
@@ -96,11 +97,11 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in inspection.numbers().items():
         shown = ", ".join(f"{key} {each:,}" for key, each in value.items()) if isinstance(value, dict) else f"{value:,}"
-        table.add_row(name.replace("_", " "), shown)
+        table.add_row(name.replace("_", " "), Text(visible(shown)))
     console.print(table)
     for name, finding in inspection.findings():
         style = "bold red" if finding.is_error else "yellow"
-        console.print(Text(f"{'error' if finding.is_error else 'warning'}: {name}: {finding}", style=style))
+        console.print(Text(visible(f"{'error' if finding.is_error else 'warning'}: {name}: {finding}"), style=style))
     if not inspection.findings():
         console.print("no likely mistakes found")
 
@@ -114,7 +115,7 @@ def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: in
     for index in range(min(num_rows, len(batch.places))):
         for answer in range(per_row):
             name = "" if per_row == 1 else (", chosen", ", rejected")[answer]
-            console.print(Text(f"{batch.places[index]}{name}", style="underline"))
+            console.print(Text(visible(f"{batch.places[index]}{name}"), style="underline"))
             length = len(inspection.data.training.packed[batch.rows[index]].sequences[answer].ids)
             place = index + answer * len(batch.places)
             console.print(_tokens(console, inspection.tokenizer, batch, place, length), "\n")
@@ -132,7 +133,7 @@ def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, num_toke
             text.append("[[" if run.trained else "]]")
         was_trained = run.trained
         style = f"{_TRAINED if run.trained else _CONTEXT} {_SPECIAL if run.special else ''}".strip()
-        text.append(tokenizer.decode(run.ids), style=style)
+        text.append(visible(tokenizer.decode(run.ids)), style=style)
     if console.color_system is None and was_trained:
         text.append("]]")
     if num_tokens < len(ids):

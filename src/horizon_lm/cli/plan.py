@@ -28,6 +28,7 @@ from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.training.loop import Intervals
 from horizon_lm.training.rows import estimate_sampler
 from horizon_lm.training.setup import check_weights, choose_device, load_tokenizer
+from horizon_lm.visible import visible
 
 
 @dataclass(frozen=True)
@@ -280,6 +281,6 @@ def plan(
     if as_json:
         print(json.dumps(plan_as_json(result.plan, result.device, result.remedies), indent=2))
     else:
-        print("\n".join(plan_lines(result.plan)))
+        print(visible("\n".join(plan_lines(result.plan))))
     if not result.plan.fits:
         raise does_not_fit(result.plan, result.remedies)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from horizon_lm.cli.common import exits
+from horizon_lm.visible import visible
 
 
 @exits
@@ -21,4 +22,4 @@ def report(
     folder = run_folder.expanduser()
     page = folder / "report.html" if output is None else output.expanduser()
     write_report(folder, page)
-    print(f"report: {page}")
+    print(visible(f"report: {page}"))

@@ -1,26 +1,24 @@
 """Settings of the rows that a run is trained and evaluated on."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from horizon_lm.config.types import Names, Settings, UnusedError
+from horizon_lm.paths import exists, may_be_on_hub
 
 FIELDS = (
     "text", "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "question", "answer", "history", "system",
     "chosen", "rejected", "tools", "chat_template_kwargs",
 )  # fmt: skip
-_FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
 
 
 def _check_path(path: str) -> str:
     """Accept an existing file or folder, or a name that could be a dataset on the hub."""
-    if path and Path(path).expanduser().exists():
+    if path and exists(path):
         return path
-    is_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith(".")
-    if not is_hub_id or path.endswith(_FILE_SUFFIXES):
+    if not may_be_on_hub(path):
         raise ValueError(f"no such file or folder; relative paths start in {Path.cwd()}")
     return path
 
@@ -123,7 +121,7 @@ class DataSettings(Settings):
         1024, description="Maximum number of tokens in a row; longer rows are truncated at the end. null for no limit."
     )
     dataset_num_proc: PositiveInt | None = Field(
-        None, description="Number of processes that tokenize rows; the result is cached. Default: one."
+        None, le=1024, description="Number of processes that tokenize rows; the result is cached. Default: one."
     )
 
     @field_validator("datasets")

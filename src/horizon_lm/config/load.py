@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from horizon_lm.config.datasets import WITHOUT_ROWS, DatasetConfig
 from horizon_lm.config.run import SCHEMAS, RunConfig
 from horizon_lm.config.translate.unsupported import UNSUPPORTED, our_name
 from horizon_lm.config.types import UnusedError
-from horizon_lm.config.yaml_file import SettingPlaces, read_yaml
+from horizon_lm.config.yaml_file import SettingPlaces, parse_yaml, read_yaml
 from horizon_lm.errors import ConfigError
 
 _LENGTHS = {"num_train_epochs", "max_steps"}  # a run has one of them
@@ -127,8 +125,8 @@ def _parse_value(key: str, text: str) -> Any:
     if fields and fields[0].annotation in (str, str | None) and text != "null":
         return text
     try:
-        return YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
+        return parse_yaml(text, f"--{key}")
+    except ConfigError as error:
         raise ConfigError(f"--{key}: {text!r} cannot be read; quote it as in YAML") from error
 
 

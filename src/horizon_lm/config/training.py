@@ -6,6 +6,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Valida
 
 from horizon_lm.config.types import Fraction, Settings, StepsOrFraction, UnusedError
 
+MAX_ROWS_PER_STEP = 65_536  # what a plan of seconds can try in all sizes of micro-batches
+
 
 class TrainingSettings(Settings):
     """Length, batch size, learning rate and optimizer."""
@@ -13,18 +15,24 @@ class TrainingSettings(Settings):
     heading: ClassVar[str] = "Training"
 
     num_train_epochs: PositiveFloat = Field(
-        3.0, description="Number of passes over the training rows; may be a fraction."
+        3.0, le=1e6, description="Number of passes over the training rows; may be a fraction."
     )
-    max_steps: int = Field(-1, description="Number of optimizer steps, instead of num_train_epochs; -1 for not set.")
+    max_steps: int = Field(
+        -1, le=2**31, description="Number of optimizer steps, instead of num_train_epochs; -1 for not set."
+    )
     per_device_train_batch_size: PositiveInt = Field(
-        8, description="Rows per optimizer step, before gradient_accumulation_steps multiplies them."
+        8,
+        le=MAX_ROWS_PER_STEP,
+        description="Rows per optimizer step, before gradient_accumulation_steps multiplies them.",
     )
     gradient_accumulation_steps: PositiveInt = Field(
-        1, description="Multiplier of the rows per step; they still run as one forward and one backward pass."
+        1,
+        le=MAX_ROWS_PER_STEP,
+        description="Multiplier of the rows per step; they still run as one forward and one backward pass.",
     )
-    seed: int = Field(42, ge=0, description="Seed of dropout and of stochastic rounding.")
+    seed: int = Field(42, ge=0, lt=2**32, description="Seed of dropout and of stochastic rounding.")
     data_seed: int | None = Field(
-        None, ge=0, description="Seed for shuffling, splitting and sampling rows. Default: seed."
+        None, ge=0, lt=2**32, description="Seed for shuffling, splitting and sampling rows. Default: seed."
     )
 
     learning_rate: PositiveFloat = Field(2e-5, description="Peak learning rate of AdamW.")
@@ -66,6 +74,13 @@ class TrainingSettings(Settings):
     def rows_per_step(self) -> int:
         """The number of rows in one optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @field_validator("gradient_accumulation_steps")
+    @classmethod
+    def _reject_huge_steps(cls, value: int, info: ValidationInfo) -> int:
+        if value * info.data.get("per_device_train_batch_size", 1) > MAX_ROWS_PER_STEP:
+            raise ValueError(f"more than {MAX_ROWS_PER_STEP:,} rows per step; set a smaller number")
+        return value
 
     @field_validator("max_steps")
     @classmethod

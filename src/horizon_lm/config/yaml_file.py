@@ -7,7 +7,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, first_line
 
 
 class SettingPlaces:
@@ -49,6 +49,60 @@ def _has(node: CommentedMap | CommentedSeq, key: int | str) -> bool:
     return key in node if isinstance(node, CommentedMap) else isinstance(key, int) and key < len(node)
 
 
+MAX_CHARS = 2**18  # of a run file; reading that many takes seconds
+_MAX_VALUES = 2**16  # in a run file, counting what an alias stands for each time
+_MAX_BITS = 1024  # of a whole number
+
+
+def parse_yaml(text: str, place: str) -> Any:
+    """Return the content of YAML 1.2 text: plain values only, since tags of other types are rejected.
+
+    Raises:
+        ConfigError: the text is not YAML, too long, or its aliases stand for themselves or for too many values.
+    """
+    if len(text) > MAX_CHARS:
+        raise ConfigError(f"{place}: more than {MAX_CHARS:,} characters; name the YAML file of a run")
+    try:
+        content = YAML(typ="safe", pure=True).load(text)
+        _num_values(content, {})
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{place}:{mark.line + 1}:{mark.column + 1}" if mark else place
+        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{place}: nested too deeply") from error
+    except (YAMLError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
+        raise ConfigError(
+            f"{place}: not valid YAML: {first_line(error)}"
+        ) from error  # ruamel's own checks are incomplete
+    return content
+
+
+def _num_values(value: Any, known: dict[int, int | None]) -> int:
+    """Return the number of values that a value consists of, aliases expanded; raise ValueError if there are too many.
+
+    Args:
+        value: a value of YAML.
+        known: numbers of the values that were counted before, by identity; None for those being counted.
+    """
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise ValueError(f"a number of {value.bit_length():,} bits")
+    if not isinstance(value, dict | list | set | tuple):
+        return 1
+    if id(value) in known:
+        number = known[id(value)]
+        if number is None:
+            raise ValueError("an alias stands for what it is part of")
+        return number
+    known[id(value)] = None
+    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    number = 1 + sum(_num_values(each, known) for each in parts)
+    if number > _MAX_VALUES:
+        raise ValueError(f"more than {_MAX_VALUES:,} values, aliases expanded")
+    known[id(value)] = number
+    return number
+
+
 def read_yaml(path: str, override_prefix: str = "--") -> tuple[dict[str, Any], SettingPlaces]:
     """Return the settings of a YAML 1.2 file and their places.
 
@@ -60,22 +114,16 @@ def read_yaml(path: str, override_prefix: str = "--") -> tuple[dict[str, Any], S
         ConfigError: the file cannot be read, or is not a mapping of settings.
     """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        with Path(path).expanduser().open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARS + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}; name the YAML file of a run") from error
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}: not a text file in UTF-8 (byte {error.start}); name the YAML file of a run"
         ) from error
-    try:
-        settings = YAML(typ="safe", pure=True).load(text)
-        marks = YAML(typ="rt", pure=True).load(text)  # read again for positions, which the safe loader does not keep
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
-        raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from error
-    except YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    settings = parse_yaml(text, path)
+    marks = YAML(typ="rt", pure=True).load(text)  # read again for positions, which the safe loader does not keep
     if settings is None:
         settings = {}
     if not isinstance(settings, dict):

@@ -62,7 +62,7 @@ def outline_config(
     """
     attention.register()
     model = skeleton_of(
-        config, name, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code or None
+        config, name, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
     ).train()
     freeze(model, trainable)
     parts = find_parts(model)

@@ -12,6 +12,7 @@ import numpy as np
 from horizon_lm.data.answer_spans import Span, TemplateStyle, locate_answers
 from horizon_lm.data.conversations import Conversation, Message, RowError, has_content
 from horizon_lm.data.template_coverage import RenderedConversation, argument_variants, render_checked
+from horizon_lm.data.template_limits import limit_templates
 from horizon_lm.data.trl_compat import training_template
 from horizon_lm.errors import ConfigError, first_line
 
@@ -87,6 +88,7 @@ class ChatRenderer:
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template, so conversations cannot be rendered; "
                 "set chat_template_path, for example to the model's instruct version"
             )
+        limit_templates()
         self._tokenizer = with_offsets(tokenizer)
         self._training = training_template(tokenizer) if use_training_template else None
         self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
@@ -101,7 +103,7 @@ class ChatRenderer:
         try:
             found = render_checked(conversation, self.text)
             return replace(self._tokenize(conversation, found), is_complete=found.is_complete)
-        except RowError:
+        except (RowError, ConfigError):  # a template that exceeds a limit would do so in every row
             raise
         except Exception as error:  # a template is a program and may raise any exception
             raise RowError(f"the chat template rejects this row: {first_line(error)}") from error

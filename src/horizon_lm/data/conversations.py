@@ -159,8 +159,8 @@ def _convert_sharegpt(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RowError(f"{where}: not valid JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from error
 
 
 def has_text(value: Any) -> bool:

@@ -237,8 +237,8 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise RowError(f"field 'tools' is not valid JSON ({error.msg})") from error
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"field 'tools' is not valid JSON ({getattr(error, 'msg', error)})") from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):

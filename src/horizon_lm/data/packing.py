@@ -7,6 +7,7 @@ import numpy as np
 
 from horizon_lm.data import trl_compat
 from horizon_lm.data.sources import digest
+from horizon_lm.data.table_cache import record
 from horizon_lm.data.token_dataset import Part
 
 # Number of tokens packed together: those of 1,000 rows, as in TRL, unless rows average more than 2,000 tokens.
@@ -43,9 +44,14 @@ def pack(part: Part, strategy: str, length: int) -> Part:
         new_fingerprint=fingerprint, desc="selecting rows to pack",
     )  # fmt: skip
     packed = trl_compat.pack(
-        rows, length, strategy, batch_size=batch_size, new_fingerprint=digest(fingerprint, "packed"), desc="packing"
+        record(rows),
+        length,
+        strategy,
+        batch_size=batch_size,
+        new_fingerprint=digest(fingerprint, "packed"),
+        desc="packing",
     )
-    packed = packed.map(
+    packed = record(packed).map(
         _count_targets,
         batched=True,
         batch_size=100,
@@ -58,7 +64,9 @@ def pack(part: Part, strategy: str, length: int) -> Part:
         return " + ".join(part.place(number) for number in numbers)
 
     # A long row is split into several, some of which may have no targets.
-    return Part(packed, place_of_packed, np.flatnonzero(packed.data.column("num_targets").to_numpy()), part.weight)
+    return Part(
+        record(packed), place_of_packed, np.flatnonzero(packed.data.column("num_targets").to_numpy()), part.weight
+    )
 
 
 def truncate(part: Part, length: int) -> Part:
@@ -70,7 +78,7 @@ def truncate(part: Part, length: int) -> Part:
         new_fingerprint=digest(part.fingerprint, "cut", length), desc="truncating rows",
     )  # fmt: skip
     targets = rows.data.column("num_targets").to_numpy()
-    return Part(rows, part.place, part.indices[targets[part.indices] > 0], part.weight)
+    return Part(record(rows), part.place, part.indices[targets[part.indices] > 0], part.weight)
 
 
 def _truncate(columns: dict[str, list[Any]], length: int) -> dict[str, list[Any]]:

@@ -12,12 +12,14 @@ from horizon_lm.data import trl_compat
 from horizon_lm.data.conversations import RowError
 from horizon_lm.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields
 from horizon_lm.data.packing import pack, truncate
-from horizon_lm.data.sources import Source, digest, open_source, progress_bars
+from horizon_lm.data.sources import Source, cannot_be_cached, digest, open_source, progress_bars
+from horizon_lm.data.table_cache import discard_altered_beside, record
 from horizon_lm.data.token_dataset import Part, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.data.workers import ending_with_us
 from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
+from horizon_lm.visible import visible
 
 _CACHE_VERSION = 6  # version of the cached tables; increase it when their content changes
 _MAX_PROBLEMS_SHOWN = 5  # maximum number of problems listed in one error
@@ -221,22 +223,33 @@ def _tokenize_source(source: Source, row_format: RowFormat | None, tokenizer: An
         "flags": datasets.Value("int8"),
         "problem": datasets.Value("string"),
     }
+    try:
+        discard_altered_beside(source.table)
+        return record(_map_rows(source, row_format, tokenizer, options, datasets.Features(features), fingerprint))
+    except OSError as error:
+        raise DataError(f"{source.config.path}: {cannot_be_cached(error)}") from error
+
+
+def _map_rows(
+    source: Source, row_format: RowFormat, tokenizer: Any, options: PreprocessConfig, features: Any, fingerprint: str
+) -> Any:
+    """Return the table of tokens of a dataset with these features, cached under a fingerprint."""
     return source.table.map(
         partial(
             _tokenize_rows,
             source=source.without_table(),
             row_format=row_format,
             tokenizer=ExampleTokenizer(tokenizer, options.train_on, _row_length_limit(options)),
-            num_sequences=1 + is_pair,
+            num_sequences=1 + (options.objective == "dpo"),
         ),
         batched=True,
         batch_size=_rows_per_batch(source.table),
         num_proc=options.num_proc,
         remove_columns=source.table.column_names,
-        features=datasets.Features(features),
+        features=features,
         new_fingerprint=fingerprint,
         load_from_cache_file=True,
-        desc=f"tokenizing {source.config.path}",
+        desc=visible(f"tokenizing {source.config.path}"),
     )
 
 

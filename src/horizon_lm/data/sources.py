@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from horizon_lm.config import DatasetConfig
-from horizon_lm.errors import DataError, first_line
+from horizon_lm.data.table_cache import discard_altered, record
+from horizon_lm.errors import DataError, HorizonError, first_line
+from horizon_lm.paths import require_inside, require_regular
 
 JSON_SUFFIXES = (".json", ".jsonl")
 _MAX_LITERAL_CHARS = 16  # length of the longest token that the end of a chunk may split, such as false or \\u00e9
@@ -183,6 +185,7 @@ def progress_bars() -> Iterator[None]:
         (enable_progress_bar if before else disable_progress_bar)()
 
 
+_READERS = ("arrow", "csv", "json", "parquet", "text")  # of `datasets`; others read pickles, images or databases
 _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
 _IGNORED_SUFFIXES = (".md", ".yaml", ".yml", ".py", "")  # files that accompany rows
 _HELD_OUT_NAME = re.compile(r"(^|[._\- ])(test|testing|val|valid|validation|eval|evaluation|dev)([._\- ]|$)")
@@ -237,6 +240,9 @@ def open_source(config: DatasetConfig) -> Source:
     Raises:
         DataError: a file or dataset cannot be found or read, or has no rows.
     """
+    import datasets
+
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or each use of a reader is reported to the hub
     files = _local_files(config)
     with progress_bars():
         source = (
@@ -259,6 +265,7 @@ def _local_files(config: DatasetConfig) -> list[Path]:
         DataError: the folder has no files of rows, files of several types, or a file that looks held out.
     """
     path = Path(config.path).expanduser()
+    require_regular(path, DataError)
     if path.is_file():
         return [path]
     if not path.is_dir() or config.data_files or config.name or config.split:
@@ -286,7 +293,7 @@ def _local_files(config: DatasetConfig) -> list[Path]:
 def _read_json(config: DatasetConfig, files: Sequence[Path]) -> Source:
     names = [config.path] if Path(config.path).expanduser().is_file() else [str(file) for file in files]
     fingerprint = digest(names, _file_states(files))
-    return Source(config, _dataset_from_json(names, fingerprint), fingerprint, is_json=True)
+    return Source(config, record(_dataset_from_json(names, fingerprint)), fingerprint, is_json=True)
 
 
 def _file_states(files: Sequence[Path]) -> list[Any]:
@@ -300,15 +307,41 @@ def _dataset_from_json(names: list[str], fingerprint: str) -> Any:
 
     if next(_generate_json_rows(names), None) is None:
         raise DataError(f"{', '.join(names)}: no rows found")
+    cache = _cache_folder(fingerprint)
     features = datasets.Features({_JSON: datasets.Value("large_string"), _PLACE: datasets.Value("string")})
     try:
         return datasets.Dataset.from_generator(
-            _generate_json_rows, features=features, gen_kwargs={"files": names}, fingerprint=fingerprint
+            _generate_json_rows,
+            features=features,
+            gen_kwargs={"files": names},
+            fingerprint=fingerprint,
+            cache_dir=str(cache),
         )
     except datasets.exceptions.DatasetGenerationError as error:
         if isinstance(error.__cause__, DataError):
             raise error.__cause__ from None
         raise DataError(f"{', '.join(names)}: {first_line(error.__cause__ or error)}") from error
+    except OSError as error:
+        raise DataError(f"{', '.join(names)}: {cannot_be_cached(error)}") from error
+
+
+def cannot_be_cached(error: OSError) -> str:
+    """Describe an error of writing or reading the cache of `datasets`."""
+    return (
+        f"cannot be cached ({first_line(error)}); set HF_DATASETS_CACHE to a folder with space that can be written to"
+    )
+
+
+def _cache_folder(key: str) -> Path:
+    """Return the folder for prepared rows in the cache, without tables that were altered since they were written."""
+    import datasets
+
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "horizon-lm" / key
+    try:
+        discard_altered(folder)
+    except OSError as error:
+        raise DataError(cannot_be_cached(error)) from error
+    return folder
 
 
 def _generate_json_rows(files: list[str]) -> Iterator[dict[str, str]]:
@@ -349,9 +382,14 @@ def _load_with_datasets(config: DatasetConfig, files: Sequence[Path]) -> Source:
         wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
         options = {"path": str(path) if path.is_dir() else config.path, **{k: v for k, v in wanted.items() if v}}
     if state:  # by default, `datasets` mistakes a new file with an old timestamp for the old file
-        options["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE) / "horizon-lm" / digest(state))
+        options["cache_dir"] = str(_cache_folder(digest(state)))
     try:
-        table = datasets.load_dataset(**options, split=config.split or "train")
+        builder = datasets.load_dataset_builder(**options)
+        _require_rows_only(builder, config)
+        builder.download_and_prepare()
+        table = builder.as_dataset(config.split or "train")
+    except HorizonError:
+        raise
     except Exception as error:  # readers and the hub raise errors of many types
         raise DataError(f"{config.path}: {_innermost_reason(error)}") from error
     if options["path"] == "text":
@@ -359,13 +397,32 @@ def _load_with_datasets(config: DatasetConfig, files: Sequence[Path]) -> Source:
     # pandas interprets surplus leading fields as an index
     if any(name.startswith("__index_level_") for name in table.column_names):
         raise DataError(f"{config.path}: rows have more fields than the header; quote texts that contain commas")
-    return Source(config, table, digest(table._fingerprint, state), is_json=False)
+    return Source(config, record(table) if state else table, digest(table._fingerprint, state), is_json=False)
+
+
+def _require_rows_only(builder: Any, config: DatasetConfig) -> None:
+    """Raise DataError if `datasets` would read pickles or the like, files outside of the dataset, or any address but the hub's."""
+    reader = type(builder).__module__.split(".")[-1]
+    if reader not in _READERS:
+        raise DataError(f"{config.path}: files that are read as {reader} are not supported; use {', '.join(_READERS)}")
+    folder = Path(config.path).expanduser()
+    for file in (file for files in (builder.config.data_files or {}).values() for file in files):
+        if "://" in file and (folder.exists() or not file.startswith("hf://")):
+            raise DataError(f"{config.path}: names {file}, which is neither one of its files nor on the hub")
+        if "://" not in file:
+            require_regular(Path(file), DataError)
+            if folder.is_dir():
+                require_inside(Path(file), folder)
 
 
 def _files_in_folder(config: DatasetConfig) -> list[Path]:
     """Return the files in a folder that `datasets` will read."""
     folder = Path(config.path).expanduser() / (config.data_dir or "")
-    patterns = [config.data_files] if isinstance(config.data_files, str) else config.data_files or ["**/*"]
+    if not folder.is_dir():  # a dataset on the hub
+        return []
+    patterns = config.data_files or ["**/*"]
+    if outside := next((each for each in patterns if "://" in each or Path(each).is_absolute()), None):
+        raise DataError(f"{config.path}: {outside} in data_files is not in this folder; name it as a path of its own")
     return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
 
 

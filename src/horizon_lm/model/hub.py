@@ -1,6 +1,7 @@
 """Open a model by folder or hub id: its config, and a skeleton whose parameters are on the meta device."""
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -12,10 +13,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from horizon_lm.errors import ConfigError, ModelNotSupportedError, first_line
+from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
+from horizon_lm.model.config_limits import require_few_parameters, require_sane_config, require_small_buffer
+from horizon_lm.model.gguf_header import read_gguf_header
+from horizon_lm.paths import exists, may_be_on_hub, require_inside, require_own_files, require_regular
 from horizon_lm.plan.catalog import KnownModel, find_known, known_models
 
 _PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model")
+_ALSO_READ = ("*.gguf", "*.py", "additional_chat_templates", "additional_chat_templates/*")  # in a local folder
 
 
 def local_folder(name: str | Path, **download: Any) -> Path:
@@ -28,8 +33,7 @@ def local_folder(name: str | Path, **download: Any) -> Path:
     Raises:
         ConfigError: the name is neither a folder nor a hub id that can be fetched.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    if exists(str(name)) and (path := Path(name).expanduser()).is_dir():
         return path
     _require_hub_id(str(name))
     typed, name = str(name), full_name(str(name))
@@ -44,8 +48,7 @@ def local_folder(name: str | Path, **download: Any) -> Path:
 
 def folder_here(name: str | Path) -> Path | None:
     """Return the folder of a model's weights on this machine, or None if they would have to be downloaded."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    if exists(str(name)) and (path := Path(name).expanduser()).is_dir():
         return path
     from huggingface_hub import try_to_load_from_cache
 
@@ -55,8 +58,8 @@ def folder_here(name: str | Path) -> Path | None:
 
 
 def _require_hub_id(name: str) -> None:
-    """Raise ConfigError if the name can only be a path."""
-    if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    """Raise ConfigError if the name can only be a path, so that the hub is not asked for it."""
+    if find_known(name) is None and not may_be_on_hub(name):
         raise ConfigError(f"model_name_or_path: {name} is not a folder")
 
 
@@ -81,17 +84,38 @@ def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
         gguf_file: file in the folder to read instead of config.json.
 
     Raises:
-        ConfigError: there is no usable config.
+        ConfigError: there is no usable config, or a file of the model is not safe to read.
         ModelNotSupportedError: the model is not a causal language model.
     """
     from transformers import AutoConfig
 
-    options = {"gguf_file": gguf_file} if gguf_file is not None else {}
+    require_model_files(folder)
+    options: dict[str, Any] = {}
+    if gguf_file is not None:
+        read_gguf_header(gguf_path(folder, gguf_file))
+        options["gguf_file"] = gguf_file
+    else:
+        require_sane_config(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers' parsers raise anything
         raise ConfigError(f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)})") from error
     return _require_causal(config, str(folder))
+
+
+def require_model_files(folder: Path) -> None:
+    """Raise ConfigError if a file that a model may be read from leads out of its folder, or is a pipe or a device."""
+    require_own_files(folder, (*_PATTERNS, *_ALSO_READ))
+
+
+def gguf_path(folder: Path, gguf_file: str) -> Path:
+    """Return the path of a GGUF file; raise ConfigError if it is missing or outside the folder."""
+    path = folder / gguf_file
+    require_regular(path)
+    if not path.is_file():
+        raise ConfigError(f"gguf_file: {path} is missing")
+    require_inside(path, folder)
+    return path
 
 
 def fetch_config(name: str, trust_remote_code: bool) -> Any:
@@ -101,7 +125,7 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
     _require_hub_id(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the network, the hub, or transformers' parsers
         raise _not_found(name, name, error) from error
     return _require_causal(config, name)
 
@@ -135,8 +159,11 @@ def is_cached(name: str) -> bool:
     index = find("model.safetensors.index.json")
     if index is None:
         return False
-    files = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-    return all(find(file) is not None for file in files)
+    try:
+        files = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+        return all(find(file) is not None for file in files)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # damaged: to be fetched again
+        return False
 
 
 def config_bytes(config: Any) -> int:
@@ -171,6 +198,11 @@ def _require_causal(config: Any, place: str) -> Any:
         raise ModelNotSupportedError(
             f"{place}: its weights are quantized, and quantized weights cannot be trained; use a bf16 copy of the model"
         )
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if "/" in str(getattr(config, name, None)):  # transformers would download the code of this kernel, and run it
+            raise ModelNotSupportedError(
+                f"{place}: its config names a kernel on the hub ({getattr(config, name)}); remove {name[1:]} from it"
+            )
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
         raise ModelNotSupportedError(
@@ -183,7 +215,9 @@ def skeleton_of(config: Any, place: str, **options: Any) -> Any:
     """Return the model of a config without weights; raise ConfigError, naming ``place``, if it cannot be built."""
     try:
         return build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+    except HorizonError:
+        raise
+    except Exception as error:  # the model's own code, with any values of its config
         attention = options.get("attn_implementation")
         if attention is not None and isinstance(error, ImportError):  # a kernel that is not installed
             raise ConfigError(
@@ -204,7 +238,12 @@ def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
 
     model = skeleton_of(config, str(folder), **options)
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        except Exception as error:  # transformers' parsers raise anything
+            raise ConfigError(
+                f"{folder / 'generation_config.json'} cannot be read ({first_line(error)}); download it again, or remove it"
+            ) from error
     return model
 
 
@@ -213,13 +252,14 @@ def load_gguf(folder: Path, gguf_file: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    if not (folder / gguf_file).is_file():
-        raise ConfigError(f"gguf_file: {folder / gguf_file} is missing")
+    require_model_files(folder)
+    read_gguf_header(gguf_path(folder, gguf_file))
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=gguf_file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-        )
-    except (ImportError, ValueError, KeyError, OSError) as error:
+            folder, gguf_file=gguf_file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
+        )  # fmt: skip
+    except Exception as error:  # transformers' parsers raise anything
         raise ConfigError(
             f"gguf_file: {folder / gguf_file} cannot be opened ({first_line(error)}). It needs pip install "
             "gguf accelerate (or the extra gguf), and an architecture that transformers reads from GGUF"
@@ -229,13 +269,21 @@ def load_gguf(folder: Path, gguf_file: str) -> Any:
     return model
 
 
+_FACTORIES = (torch.ones, torch.zeros, torch.full, torch.rand, torch.randn, torch.arange)  # of buffers, mostly
+
+
 class _EmptyOnMeta(TorchFunctionMode):
-    """A mode that allocates ``torch.empty`` on the meta device, as the experts of one block may exceed host memory."""
+    """A mode that allocates ``torch.empty`` on the meta device, as the experts of one block may exceed host memory.
+
+    Buffers are computed, so an absurd size is rejected before it is allocated.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.empty:
             kwargs["device"] = "meta"
+        elif func in _FACTORIES:
+            require_small_buffer([*args[: 1 if func is torch.full else None], kwargs.get("size", ())])
         return func(*args, **kwargs)
 
 
@@ -245,9 +293,10 @@ def parameters_on_meta() -> Iterator[None]:
 
     ``torch.device("meta")`` would also put buffers (rotary frequencies, scales) on the meta device.
     """
-    original = nn.Module.register_parameter
+    original, count = nn.Module.register_parameter, itertools.count(1)
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        require_few_parameters(next(count))
         original(module, name, param)
         if param is not None and param.device.type != "meta":
             module._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
@@ -267,7 +316,7 @@ def build_skeleton(config: Any, **options: Any) -> nn.Module:
 
     # Random initialization on the meta device has no effect, but takes most of the time of building a model.
     with no_init_weights(), parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, **options)
+        model = AutoModelForCausalLM.from_config(config, **{"trust_remote_code": False, **options})
     lost = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
     assert not lost, f"{type(model).__name__}: the buffer {lost[0]} was made by torch.empty"
     model.tie_weights()

@@ -87,7 +87,7 @@ def read_profile(path: Path) -> Hardware:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; horizon-lm doctor writes a profile") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not a hardware profile ({error}); horizon-lm doctor writes one") from error
     return parse_profile(content, str(path))
 

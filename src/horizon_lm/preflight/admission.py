@@ -8,7 +8,7 @@ from typing import Any
 from horizon_lm.config import DpoConfig, RunConfig
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
-from horizon_lm.errors import ConfigError, DoesNotFitError
+from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
 from horizon_lm.plan.choose import with_device_room
 from horizon_lm.plan.device_memory import device_use
 from horizon_lm.plan.outline import ModelOutline
@@ -166,6 +166,19 @@ def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
     return run.model_copy(update=chosen)
 
 
+def _require_known_tokens(rows: TokenTable, vocabulary: int | None) -> None:
+    """Raise TokenError, with the row, if a row has a token beyond the embedding table of the model."""
+    if vocabulary is None or all(int(ids.max()) < vocabulary for ids in rows.token_ids() if len(ids)):
+        return
+    for row in rows:  # the table may also have rows that are not used
+        largest = max(int(each.ids.max()) for each in row.sequences if len(each.ids))
+        if largest >= vocabulary:
+            raise TokenError(
+                f"{row.place}: token {largest:,} is beyond the model's {vocabulary:,} tokens; the tokenizer does not belong "
+                "to these weights"
+            )
+
+
 _SMALLER = (0.75, 0.5, 0.25, 0.0)  # shares of the device memory that was too much, in the order in which they are tried
 _USUAL_LENGTH = 1024  # assumed tokens of an example if max_length is not set
 
@@ -175,12 +188,14 @@ class Admission:
 
     def __init__(self, run: RunConfig) -> None:
         self._run, self._source = run, open_source(run)
+        self._vocabulary: int | None = None
 
     def reject_if_impossible(self) -> None:
         """Raise DoesNotFitError before examples are read if not even the shortest examples would fit."""
         run, machine = self._run, this_machine(self._run)
         length = run.max_length or _USUAL_LENGTH
         plan = plan_run(run, self._source, machine, rows=RowShape(length, length), priced=False)
+        self._vocabulary = plan.step.outline.sizes.vocabulary
         shortest = RowShape(1, 1, masked=False, distinct_tokens=1)
         if not plan.fits and not plan_run(run, self._source, machine, rows=shortest, priced=False).fits:
             self._reject(plan)
@@ -188,7 +203,16 @@ class Admission:
     def admit(
         self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, saves: Saves, prompt_length: int
     ) -> Plan:
-        """Return the plan for these examples; raise DoesNotFitError with remedies if it does not fit."""
+        """Return the plan for these examples.
+
+        Raises:
+            DoesNotFitError: the run does not fit; with remedies.
+            TokenError: an example has a token that the model does not have.
+        """
+        held_out = list(held_out)
+        assert isinstance(loader.rows, TokenTable)
+        for table in (loader.rows, *held_out):
+            _require_known_tokens(table, self._vocabulary)
         shape = RowShape.of(loader, held_out, prompt_length)
         self._plan_for = partial(plan_run, source=self._source, rows=shape, num_steps=num_steps, saves=saves)
         plan = self._plan_for(self._run, machine=this_machine(self._run))

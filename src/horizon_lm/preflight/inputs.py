@@ -10,6 +10,7 @@ import numpy as np
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
+from horizon_lm.paths import exists
 from horizon_lm.plan.outline import ModelOutline
 
 
@@ -94,7 +95,7 @@ def open_source(run: RunConfig) -> Source:
     from horizon_lm.plan.catalog import find_known
 
     name = run.model_name_or_path
-    if Path(name).expanduser().is_dir():
+    if exists(name) and Path(name).expanduser().is_dir():
         folder = Path(name).expanduser()
         config = hub.load_config(folder, run.trust_remote_code, run.gguf_file)
         stored = 2 if run.gguf_file else hub.stored_bytes(folder, config)

@@ -274,16 +274,11 @@ def load_run(folder: Path) -> Run:
 
 def _read_settings(path: Path) -> dict[str, Any]:
     """Read the settings in a file. Raise ConfigError with the line that is not YAML."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    from horizon_lm.config.yaml_file import parse_yaml
 
     try:
-        settings = YAML(typ="safe", pure=True).load(read_bytes(path))
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from error
-    except (YAMLError, UnicodeDecodeError) as error:
+        settings = parse_yaml(read_bytes(path).decode("utf-8"), str(path))
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: must have one setting per line, such as learning_rate: 1e-5")

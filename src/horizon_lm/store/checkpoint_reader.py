@@ -1,9 +1,10 @@
 """Read the headers and tensors of a folder of safetensors files."""
 
 import json
+import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.paths import require_inside, require_regular
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_LONGEST = 100_000_000  # maximum bytes of a header, as in the safetensors library
+_LONGEST = 32 * 2**20  # bytes of a header; published files have up to 2 MB
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")  # weights that torch.load reads, which may run code
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4": 4,
+    "F6_E2M3": 6, "F6_E3M2": 6, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64,
+    "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +46,15 @@ class Checkpoint:
         self.folder = folder
         self._file_of: dict[str, str]
         if (folder / _INDEX).is_file():
-            try:
-                self._file_of = json.loads((folder / _INDEX).read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{folder / _INDEX} is not an index of weights; download it again") from error
+            self._file_of = _read_index(folder / _INDEX)
         elif (folder / _SINGLE).is_file():
             self._file_of = dict.fromkeys(read_headers(folder / _SINGLE), _SINGLE)
         else:
-            raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}; convert the weights to safetensors first")
+            pickle = next((path.name for kind in _PICKLES for path in sorted(folder.glob(kind))), None)
+            found = f", but {pickle}, which may run code when it is read" if pickle else ""
+            raise ConfigError(
+                f"{folder} has neither {_SINGLE} nor {_INDEX}{found}; convert the weights to safetensors first"
+            )
 
     @staticmethod
     def is_in(folder: Path) -> bool:
@@ -94,7 +103,15 @@ class Checkpoint:
 
     def _path(self, file_name: str) -> Path:
         path = self.folder / file_name
-        if not path.is_file():
+        try:
+            require_inside(path, self.folder)
+            require_regular(path)
+            is_file = path.is_file()
+        except ConfigError:
+            raise
+        except (OSError, ValueError):  # no name that a file can have
+            is_file = False
+        if not is_file:
             raise ConfigError(f"{self.folder / _INDEX} names {file_name}, which is missing; download it again")
         return path
 
@@ -113,15 +130,57 @@ def read_headers(path: Path) -> dict[str, Header]:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(num_bytes, _LONGEST):
                 raise ValueError("it has no safetensors header")
-            entries = json.loads(stream.read(length))
+            entries = json.loads(stream.read(length), object_pairs_hook=_without_duplicates)
         entries.pop("__metadata__", None)
         headers = {name: Header(entry["dtype"], torch.Size(entry["shape"])) for name, entry in entries.items()}
-        expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        expected = 8 + length + _require_layout({name: each["data_offsets"] for name, each in entries.items()}, headers)
         if num_bytes != expected:
             raise ValueError(f"it has {num_bytes:,} bytes instead of {expected:,}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         raise ConfigError(f"{path} cannot be read ({first_line(error)}); download it again") from error
     return headers
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor; raise ConfigError if an index is damaged, or names a file that is no safetensors file."""
+    require_inside(path, path.parent)
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)["weight_map"]
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError("weight_map does not name a file for each tensor")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not an index of weights ({first_line(error)}); download it again") from error
+    if foreign := next((file for file in files.values() if not file.endswith(".safetensors") or "\0" in file), None):
+        raise ConfigError(f"{path} names {foreign!r}, but only safetensors files are read; convert the weights first")
+    return files
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; raise ValueError if it has a name twice, of which readers would take different ones."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name} is there twice")
+        found[name] = value
+    return found
+
+
+def _require_layout(offsets: Mapping[str, Any], headers: Mapping[str, Header]) -> int:
+    """Return the end of the last tensor; raise ValueError if tensors overlap, leave gaps or differ from their shape."""
+    end, before = 0, "the header"
+    for name, (start, stop) in sorted(offsets.items(), key=lambda each: tuple(each[1])):
+        header = headers[name]
+        if header.dtype not in _BITS or min(header.shape, default=0) < 0:
+            raise ValueError(f"{name} has the unknown dtype {header.dtype!r} or the shape {tuple(header.shape)}")
+        num_bytes = -(-math.prod(header.shape) * _BITS[header.dtype] // 8)
+        if start != end:
+            raise ValueError(f"{name} {'overlaps' if start < end else 'does not follow'} {before}")
+        if stop - start != num_bytes:
+            raise ValueError(
+                f"{name} has {stop - start:,} bytes, but its shape {tuple(header.shape)} needs {num_bytes:,}"
+            )
+        end, before = stop, name
+    return end
 
 
 @contextmanager

@@ -112,14 +112,19 @@ class Intervals:
 
     def planned_saves(self) -> Saves:
         """Return the checkpoints that the run writes and keeps."""
-        num, config = sum(map(self.saves, range(1, self.num_steps + 1))), self.config
+        config, num = self.config, 0
+        if config.save_strategy != "no":
+            num = (self.num_steps - 1) // self._steps_between(config.save_strategy, config.save_steps)
         best = 1 if config.load_best_model_at_end and num else 0
         return Saves(num, min(num, (config.save_total_limit or num) + best), config.save_only_model)
 
     def _due(self, strategy: str, interval: float, step: int) -> bool:
         if strategy == "no" or step == self.num_steps:
             return False
-        return step % (self.steps_per_epoch if strategy == "epoch" else self._interval(interval)) == 0
+        return step % self._steps_between(strategy, interval) == 0
+
+    def _steps_between(self, strategy: str, interval: float) -> int:
+        return self.steps_per_epoch if strategy == "epoch" else self._interval(interval)
 
     def _interval(self, number_or_share: float) -> int:
         return max(1, num_steps_of(number_or_share, self.num_steps))

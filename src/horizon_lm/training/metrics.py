@@ -16,6 +16,7 @@ from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.resources import resident_bytes
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.printing import Printer, encodable, print_to_stdout
+from horizon_lm.visible import visible
 
 _SUMS = (  # what a checkpoint holds of `Metrics`
     "_learning_rate", "first_loss", "last_loss", "tokens_trained", "tokens_total", "_rows", "_losses", "_sums", "_token_means",
@@ -259,7 +260,7 @@ class Reporter:
         """Print lines, above the progress bar if there is one."""
         assert self._print is not None
         for line in lines:
-            self._print(line)
+            self._print(visible(line))
 
     @contextmanager
     def attempt(self, output: str) -> Iterator[None]:

@@ -15,12 +15,15 @@ from horizon_lm.data.loader import Batch
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarning, first_line
 from horizon_lm.objective.base import CustomObjective, Objective
+from horizon_lm.paths import exists
 from horizon_lm.plan.plan import Plan
 from horizon_lm.plan.residency import ExpectedBatch
 from horizon_lm.quantities import counted
 from horizon_lm.streaming_options import StreamingOptions
 from horizon_lm.training.metrics import Reporter
 from horizon_lm.training.rows import RunData
+
+_LARGEST_TOKEN = 2**31 - 1  # rows are kept as int32
 
 
 def choose_device(name: str) -> str:
@@ -48,8 +51,8 @@ def load_tokenizer(config: RunConfig) -> Any:
     folder = hub.local_folder(config.model_name_or_path)
     if config.gguf_file is None:
         hub.load_config(folder, config.trust_remote_code)  # reject the model before spending minutes on the data
-    elif not (folder / config.gguf_file).is_file():
-        raise ConfigError(f"gguf_file: {folder / config.gguf_file} is missing")
+    else:
+        hub.read_gguf_header(hub.gguf_path(folder, config.gguf_file))
     tokenizer = open_tokenizer(folder, gguf_file=config.gguf_file, trust_remote_code=config.trust_remote_code)
     if config.chat_template_path is not None:
         tokenizer.chat_template = _chat_template(config.chat_template_path)
@@ -60,8 +63,7 @@ def _chat_template(path: str) -> Any:
     """Read a chat template from a file, or from the tokenizer of a model. Raise ConfigError if there is none."""
     from horizon_lm.model import hub
 
-    file = Path(path).expanduser()
-    if file.is_file():
+    if exists(path) and (file := Path(path).expanduser()).is_file():
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -77,13 +79,24 @@ def _chat_template(path: str) -> Any:
     return template
 
 
-def open_tokenizer(folder: Path, **options: Any) -> Any:
+def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str | None = None) -> Any:
     """Load the tokenizer in a folder. Raise ConfigError if there is none."""
     from transformers import AutoTokenizer
 
+    from horizon_lm.data.template_limits import limit_templates
+    from horizon_lm.model import hub
+
+    limit_templates()
+    hub.require_model_files(folder)
+    options = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
-        return AutoTokenizer.from_pretrained(folder, **{k: v for k, v in options.items() if v})
-    except (OSError, ValueError, KeyError) as error:
+        # trust_remote_code is passed even if it is False: without it, transformers asks on standard input.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+        largest = max(tokenizer.get_vocab().values(), default=0)
+        if largest > _LARGEST_TOKEN:
+            raise ValueError(f"it has a token with the number {largest:,}")
+        return tokenizer
+    except Exception as error:  # the parsers of transformers and tokenizers raise anything
         raise ConfigError(
             f"model_name_or_path: {folder} has no tokenizer that can be read ({first_line(error)}); copy "
             "tokenizer.json and tokenizer_config.json into it"
@@ -103,8 +116,8 @@ def check_weights(config: RunConfig) -> list[str]:
     if folder is None or config.gguf_file is not None:
         return []
     model_config = hub.load_config(folder, config.trust_remote_code)
-    options = {"trust_remote_code": config.trust_remote_code or None}
-    return check_folder(hub.skeleton_of(model_config, str(folder), **options), folder)
+    model = hub.open_skeleton(folder, model_config, trust_remote_code=config.trust_remote_code)
+    return check_folder(model, folder)
 
 
 def load_model(config: RunConfig, reads_weights: bool = True) -> Any:

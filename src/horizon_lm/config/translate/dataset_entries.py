@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.errors import ConfigError
+from horizon_lm.paths import exists
 
 DATASET_SETTINGS = {
     "TRL": (
@@ -34,7 +35,12 @@ def translate_datasets(
     translators = {"TRL": _from_trl, "LLaMA-Factory": _from_llamafactory, "Axolotl": _from_axolotl}
     found = dict(translators[trainer](theirs, folder, left_out))
     for entry in [*found.get("datasets", []), *found.get("eval_datasets", [])]:
-        if "split" in entry and Path(entry["path"]).expanduser().is_file() and entry.pop("split") != "train":
+        if (
+            "split" in entry
+            and exists(entry["path"])
+            and Path(entry["path"]).expanduser().is_file()
+            and entry.pop("split") != "train"
+        ):
             left_out["datasets.split"] = "a file has no splits; all of its rows are read"
     return found
 
@@ -94,10 +100,10 @@ def _from_llamafactory(theirs: Mapping[str, Any], folder: Path, left_out: dict[s
 def _read_dataset_info(folder: Path, data_dir: Any) -> tuple[Path, Mapping[str, Any]]:
     """Return LLaMA-Factory's list of datasets and its folder; the list is empty if it is not found."""
     for place in (folder / str(data_dir), Path(str(data_dir)), folder):
-        if (place / "dataset_info.json").is_file():
+        if exists(str(place / "dataset_info.json")):
             try:
                 return place, json.loads((place / "dataset_info.json").read_text(encoding="utf-8"))
-            except ValueError as error:
+            except (OSError, ValueError, RecursionError) as error:
                 raise ConfigError(f"{place / 'dataset_info.json'}: not valid JSON ({error})") from error
     return folder, {}
 

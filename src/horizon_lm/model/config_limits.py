@@ -1,0 +1,76 @@
+"""Reject absurd sizes in the config of a model before anything of that size is made."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.errors import ConfigError, first_line
+
+_MAX_LAYERS = 2_048  # published models have up to 200
+_MAX_PARTS = 16_384  # heads of a layer, or experts; published models have up to 512
+_MAX_WIDTH = 2**26  # elements along an axis of a weight; published models have up to 2**20
+_MAX_PARAMETERS = 100_000  # tensors with a name; published models have up to 70,000
+_MAX_BUFFER = 2**31  # elements that are computed while a model is built
+_LIMITS = (
+    (re.compile(r"(layers?|blocks?|depth|stages)(_count)?$"), _MAX_LAYERS),
+    (re.compile(r"(heads?|experts?)(_count)?$"), _MAX_PARTS),
+    (re.compile(r"(size|dim|dims|rank|embd|width|inner)$"), _MAX_WIDTH),
+)
+
+
+def require_sane_config(path: Path) -> None:
+    """Raise ConfigError if a ``config.json`` is no JSON object, or has a size that no model has. A missing file is accepted."""
+    if not path.is_file():
+        return
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({first_line(error)}); download it again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no JSON object; download it again")
+    require_sane_sizes(content, path)
+
+
+def require_sane_sizes(content: Mapping[str, Any], place: Path) -> None:
+    """Raise ConfigError, naming ``place``, if a setting of a model is a size that no model has."""
+    for name, value in _whole_numbers(content):
+        limit = next((limit for pattern, limit in _LIMITS if pattern.search(name)), value)
+        if value > limit:
+            raise ConfigError(f"{place}: {name} is {value:,}, more than the {limit:,} that are supported; correct it")
+
+
+def _whole_numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """Yield all whole numbers in nested settings, each with its name in lower case."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _whole_numbers(each, str(key).lower())
+    elif isinstance(value, list):
+        for each in value:
+            yield from _whole_numbers(each, name)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield name, value
+
+
+def require_few_parameters(number: int) -> None:
+    """Raise ConfigError if a model that is being built has more parameters, counted by name, than any model has."""
+    if number > _MAX_PARAMETERS:
+        raise ConfigError(
+            f"more than {_MAX_PARAMETERS:,} tensors of weights; correct the sizes in the config of the model"
+        )
+
+
+def require_small_buffer(sizes: Iterable[Any]) -> None:
+    """Raise ConfigError if a model that is being built computes a huge tensor.
+
+    Args:
+        sizes: arguments of the torch function that makes the tensor; its sizes are the whole numbers among them.
+    """
+    flat = [each for size in sizes for each in (size if isinstance(size, tuple | list) else [size])]
+    elements = math.prod(each for each in flat if isinstance(each, int) and each > 0)
+    if elements > _MAX_BUFFER:
+        raise ConfigError(
+            f"a table of {elements:,} elements would be computed to build the model; correct the sizes in its config"
+        )

@@ -1,0 +1,83 @@
+"""Tell local paths from names on the hub, and keep the files of a model inside its folder."""
+
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from horizon_lm.errors import ConfigError
+
+_FILE_SUFFIXES = (
+    ".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".jinja", ".j2",
+    ".yaml", ".yml", ".safetensors", ".gguf", ".bin", ".pt", ".pkl",
+)  # fmt: skip
+_LONGEST_NAME = 200  # characters; the hub allows 96 for OWNER/NAME
+_LARGEST_TEXT_BYTES = 128 * 2**20  # of a text file of a model; the largest published tokenizers have 35 MB
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".model")
+
+
+def exists(name: str) -> bool:
+    """Return whether a path exists. A text that is no path at all, such as one that is too long, does not."""
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long, a null character, or the home of an unknown user
+        return False
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Return whether a name can be that of a repository on the hub: ``NAME`` or ``OWNER/NAME``, and no local path.
+
+    A name is a path if it begins with a dot, a slash or ``~``, has another slash, ends like a file, exists, or begins with
+    the name of a folder that exists here: ``runs/modle`` beside a folder ``runs`` is a mistyped path.
+    """
+    is_name = len(name) <= _LONGEST_NAME and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name, re.ASCII)
+    if not is_name or name.endswith(_FILE_SUFFIXES):
+        return False
+    owner, slash, _ = name.partition("/")
+    return not exists(name) and not (slash and exists(owner))
+
+
+def require_own_files(folder: Path, patterns: Iterable[str]) -> None:
+    """Raise ConfigError if a file of a model folder leads out of the folder, is no regular file, or is far too long a text."""
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+        if not path.exists():  # a broken link; an error comes if the file is needed
+            continue
+        require_inside(path, folder)
+        if path.is_dir():
+            continue
+        require_regular(path)
+        if path.suffix not in _WEIGHT_SUFFIXES and path.stat().st_size > _LARGEST_TEXT_BYTES:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size:,} bytes, more than the {_LARGEST_TEXT_BYTES:,} that such a file may have; "
+                "download it again"
+            )
+
+
+def require_inside(path: Path, folder: Path) -> None:
+    """Raise ConfigError if a path lies outside a folder after following links.
+
+    Files of a snapshot in the cache of the hub are links to ``blobs`` of the same repository, which counts as the folder.
+    """
+    root = _repository_in_cache(folder.resolve()) or folder.resolve()
+    if not path.resolve().is_relative_to(root):
+        raise ConfigError(
+            f"{path} leads to {path.resolve()}, outside of {root}; copy the file into the folder if you trust it"
+        )
+
+
+def _repository_in_cache(folder: Path) -> Path | None:
+    """Return the folder ``models--OWNER--NAME`` of the hub's cache that a snapshot belongs to, if it does."""
+    for above in (folder, *folder.parents):
+        if above.parent.name == "snapshots" and re.match(r"(models|datasets|spaces)--", above.parent.parent.name):
+            return above.parent.parent
+    return None
+
+
+def require_regular(path: Path, error: type[Exception] = ConfigError) -> None:
+    """Raise an error if a path exists and is no regular file, such as a pipe or a device, which may never end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise error(f"{path} is a pipe, a device or a socket; save its content as an ordinary file")
