@@ -142,6 +142,7 @@ class RunCheckpoints:
             with suppress(OSError):  # what is left is removed when the run is resumed
                 self._disk.remove(part)
                 self._disk.rename(oldest, part)  # in one operation: half a checkpoint never has the name of a whole one
+                self._disk.sync(self._folder)  # also not after a power cut
                 self._disk.remove(part)
 
     def _report_failure(self, step: int, error: BaseException) -> None:
