@@ -13,7 +13,7 @@ import torch
 import horizon_lm
 from horizon_lm.checkpoints.random_state import random_state
 from horizon_lm.device.cpu import CpuDevice
-from horizon_lm.errors import DeviceFaultError, InterruptedRunError
+from horizon_lm.errors import ConfigError, DeviceFaultError, InterruptedRunError
 from horizon_lm.training import loop as training_loop
 from tests.dying import Death, dying
 from tests.e2e import tiny
@@ -134,6 +134,44 @@ def test_resume_after_a_signal_is_exact(runs: Runs, base: dict[str, Any], tmp_pa
     resumed, lines = runs.train(cut)
     assert f"resume: from {tmp_path / 'cut' / 'checkpoint-5'} (step 5 of 8)" in lines
     assert outcome(resumed) == expected
+
+
+def flip(folder: Path) -> None:
+    path = folder / "units" / "block1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a flipped bit": (flip, "units/block1.safetensors is damaged"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, damage: str
+) -> None:
+    """Without a word from the user, the run goes on, exactly; without any good checkpoint, it does not begin anew."""
+    change, message = DAMAGES[damage]
+    base = {**base, "save_strategy": "steps", "save_steps": 1}
+    expected = outcome(runs.train({**base, "output_dir": str(tmp_path / "whole")})[0])
+    cut = {**base, "output_dir": str(tmp_path / "cut")}
+    runs.train(cut, stop_after=5)
+    change(tmp_path / "cut" / "checkpoint-5")
+    shutil.copytree(tmp_path / "cut", tmp_path / "hopeless")
+    resumed, lines = runs.train(cut)
+    warning, used = (line for line in lines if line.startswith("resume: "))
+    assert warning.startswith(f"resume: warning: {tmp_path / 'cut' / 'checkpoint-5'}")
+    assert message in warning
+    assert used == f"resume: from {tmp_path / 'cut' / 'checkpoint-4'} (step 4 of 8)"
+    assert outcome(resumed) == expected
+    change(tmp_path / "hopeless" / "checkpoint-4")
+    with pytest.raises(
+        ConfigError, match=rf"(?s)checkpoint-5.*{message}.*checkpoint-4.*{message}.*no checkpoint can be used"
+    ):
+        horizon_lm.train({**cut, "output_dir": str(tmp_path / "hopeless")}, print_fn=lambda line: None)
 
 
 MODES: dict[str, dict[str, Any]] = {

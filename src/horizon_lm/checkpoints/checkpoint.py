@@ -11,8 +11,8 @@ import torch
 
 from horizon_lm.checkpoints.manifest import Manifest, read_json, read_manifest, require_hash, verify
 from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
-from horizon_lm.checkpoints.saving import STATE, UNITS, CheckpointWriter, RateLimit, Saving, unit_file, write_json
-from horizon_lm.checkpoints.unit_file import UnitFile, hash_file, read_into, require_tensors
+from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file, write_json
+from horizon_lm.checkpoints.unit_file import UNITS, UnitFile, hash_file, read_into, require_tensors
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.disk import Disk, restore_folder
 from horizon_lm.engine.executor import Engine

@@ -79,7 +79,7 @@ class RunCheckpoints:
             else:
                 aside = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
                 self._disk.rename(path, aside)
-                self._print(f"{path} is not of this run, and is now {aside.name}")
+                self._print(f"{path} is of another run, or damaged, and is now {aside.name}")
         return kept
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
