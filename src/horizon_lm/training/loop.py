@@ -38,7 +38,7 @@ from horizon_lm.training.resume import (
     settings_of,
 )
 from horizon_lm.training.rows import RunData, load_data
-from horizon_lm.training.run_checkpoints import RunCheckpoints, write_side_files
+from horizon_lm.training.run_checkpoints import RunCheckpoints, side_files
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.setup import (
     Objectives,
@@ -215,8 +215,7 @@ def train(
         objectives = make_objectives(config, model, data, reporter, objective, reference)
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         checkpoints = RunCheckpoints(
-            config, run_dir.path, reporter.print, model, optimizer, lambda part: write_side_files(part, tokenizer, config),
-            objectives.reference, point,
+            config, run_dir.path, reporter.print, model, optimizer, side_files(tokenizer, config), objectives.reference, point,
         )  # fmt: skip
         result = _Loop(
             given, config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,

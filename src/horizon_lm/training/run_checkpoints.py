@@ -150,7 +150,12 @@ class RunCheckpoints:
         self._print(f"warning: the checkpoint of step {step} was not written ({first_line(error)}); {last}")
 
 
-def write_side_files(folder: Path, tokenizer: Any, config: RunConfig) -> None:
-    """Write the tokenizer and the run file into a checkpoint."""
-    tokenizer.save_pretrained(folder)
-    (folder / "run.yaml").write_text(to_yaml(config), encoding="utf-8")
+def side_files(tokenizer: Any, config: RunConfig) -> Callable[[Path], None]:
+    """Return a function that writes the tokenizer and the run file into a checkpoint."""
+    run_file = to_yaml(config)
+
+    def write(folder: Path) -> None:
+        tokenizer.save_pretrained(folder)
+        (folder / "run.yaml").write_text(run_file, encoding="utf-8")
+
+    return write
