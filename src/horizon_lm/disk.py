@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -169,22 +169,32 @@ def replace_folder(disk: Disk, target: Path, fill: Callable[[Path], None]) -> No
 
 
 def publish_folder(disk: Disk, target: Path) -> None:
-    """Make a folder that was written as `part_of` its name durable, and give it that name."""
+    """Make a folder that was written as `part_of` its name durable, and give it that name.
+
+    After an error it has its temporary name, and an old folder its own.
+    """
     part = part_of(target)
     sync_tree(disk, part)
     old: Path | None = None
-    if not target.exists():
-        disk.rename(part, target)
-    elif disk.exchange(part, target):
-        old = part
-    else:
-        old = _old(target)
-        disk.remove(old)
-        disk.rename(target, old)  # `restore_folder` undoes a crash before the next line
-        disk.rename(part, target)
-    disk.sync(target.parent)
+    with ExitStack() as undo:
+        if not target.exists():
+            disk.rename(part, target)
+            undo.callback(disk.rename, target, part)
+        elif disk.exchange(part, target):
+            old = part
+            undo.callback(disk.exchange, part, target)
+        else:
+            old = _old(target)
+            disk.remove(old)
+            disk.rename(target, old)  # `restore_folder` undoes a crash before the next line
+            undo.callback(disk.rename, old, target)
+            disk.rename(part, target)
+            undo.callback(disk.rename, target, part)
+        disk.sync(target.parent)
+        undo.pop_all()
     if old is not None:
-        disk.remove(old)
+        with suppress(OSError):  # the next one removes it
+            disk.remove(old)
 
 
 def _old(target: Path) -> Path:

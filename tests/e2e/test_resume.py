@@ -1,5 +1,6 @@
 """A run that is interrupted after any step and resumed ends in the same bits, the same metrics and the same output."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,43 @@ class LogTheFifth(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.num_steps += 1
         control.should_log = self.num_steps == 5
+
+
+def flip(folder: Path) -> None:
+    path = folder / "units" / "block1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a flipped bit": (flip, "units/block1.safetensors is damaged"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, damage: str
+) -> None:
+    """The run goes on, exactly; without any good checkpoint, it does not begin anew."""
+    change, message = DAMAGES[damage]
+    base = {**base, "save_strategy": "steps", "save_steps": 1}
+    expected, _ = runs.train({**base, "output_dir": str(tmp_path / "whole")})
+    cut = {**base, "output_dir": str(tmp_path / "cut")}
+    runs.interrupt(cut, stop_after=5)
+    change(tmp_path / "cut" / "checkpoint-5")
+    shutil.copytree(tmp_path / "cut", tmp_path / "hopeless")
+    outcome, lines = runs.train(cut)
+    warning, used = (line for line in lines if line.startswith("resume: "))
+    assert warning.startswith(f"resume: warning: {tmp_path / 'cut' / 'checkpoint-5'}")
+    assert message in warning
+    assert used == f"resume: from {tmp_path / 'cut' / 'checkpoint-4'} (step 4 of 8)"
+    assert outcome == expected
+    change(tmp_path / "hopeless" / "checkpoint-4")
+    named = rf"(?s)checkpoint-5.*{message}.*checkpoint-4.*{message}.*no checkpoint can be used"
+    with pytest.raises(ConfigError, match=named):
+        horizon_lm.train({**cut, "output_dir": str(tmp_path / "hopeless")}, print_fn=lambda line: None)
 
 
 IN_BACKWARD = {"update_in_backward": True, "max_grad_norm": 0}

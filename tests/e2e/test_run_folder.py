@@ -6,6 +6,8 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ from transformers import TrainerCallback
 
 import horizon_lm
 from horizon_lm import disk
-from horizon_lm.checkpoints.manifest import is_checkpoint
+from horizon_lm.checkpoints.manifest import is_checkpoint, read_manifest, verify
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, DoesNotFitError
 from horizon_lm.training import callbacks as run_callbacks
 from horizon_lm.training import loop, run_checkpoints, run_dir
 from horizon_lm.training.evaluation import SamplePrompts
 from horizon_lm.training.line_file import LineFile
+from horizon_lm.training.resume import checkpoints_in
 from horizon_lm.training.run_checkpoints import RunCheckpoints
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.tracing import Tracing
@@ -125,6 +128,73 @@ run_dir.RunDir.export = limited
     assert "error: output_dir: no space is left" in run.stderr
     assert not list(folder_of(base).glob(".*"))
     assert not list(folder_of(base).glob("model*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return the folder of a file system of 16 MiB."""
+    (folder := tmp_path / "disk").mkdir()
+    options = ["-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
+        pytest.skip("a file system can only be mounted by root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+class Filler:
+    """Lets no file be written: another process fills the disk, or the limit on the size of files is reached."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.limits = path, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self) -> None:
+        if self.path is None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, self.limits[1]))
+            return
+        with suppress(OSError), self.path.open("wb", buffering=0) as file:
+            while file.write(bytes(5000)):
+                pass
+
+    def make_room(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("how", ["small_disk", "limit"])
+def test_a_disk_that_is_full_for_some_steps(
+    base: dict[str, Any], tmp_path: Path, how: str, request: pytest.FixtureRequest
+) -> None:
+    """The checkpoints of these steps are not written, the last good one is intact, and the training is the same."""
+    base |= {"max_steps": 6, "save_steps": 1, "save_total_limit": 1}
+    disk = request.getfixturevalue(how) if how == "small_disk" else tmp_path
+    folder, filler = disk / "full", Filler(disk / "filler" if how == "small_disk" else None)
+    failed: list[str] = []
+
+    def say(line: str) -> None:
+        """Fill the disk before the checkpoint of step 3 is begun, and make room before that of step 5."""
+        if line.startswith(f"{folder / 'checkpoint-2'}: "):
+            filler.fill()
+        elif "was not written" in line:
+            failed.append(line)
+            (kept,) = checkpoints_in(folder)
+            assert kept.name == "checkpoint-2"
+            verify(kept, read_manifest(kept))
+        if len(failed) == 2:
+            filler.make_room()
+
+    try:
+        horizon_lm.train({**base, "output_dir": str(folder)}, print_fn=say)
+    finally:
+        filler.make_room()
+    for number, line in zip((3, 4), failed, strict=True):
+        assert line.startswith(f"warning: the checkpoint of step {number} was not written (")
+        assert line.endswith(f"; the last one is {folder / 'checkpoint-2'}")
+    assert [path.name for path in folder.glob("*checkpoint*")] == ["checkpoint-5"]
+    horizon_lm.train(base, **QUIET)
+    models = [each / "model" / "model.safetensors" for each in (folder, folder_of(base))]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    assert (folder / "metrics.jsonl").read_text().count("\n") == 6
 
 
 # Kills and leftovers

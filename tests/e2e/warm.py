@@ -1,5 +1,6 @@
 """Imported by the process that `processes` forks runs from: train once, so that they need not compile and import again."""
 
+import gc
 import tempfile
 from pathlib import Path
 
@@ -21,3 +22,5 @@ with tempfile.TemporaryDirectory() as name:
         {**settings, "output_dir": str(folder / "run"), "device": "cpu", "max_steps": 2},
         print_fn=lambda text: None,
     )
+gc.collect()
+gc.freeze()  # so that no collection in a run visits, and copies, what all of them share

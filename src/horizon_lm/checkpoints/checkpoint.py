@@ -11,10 +11,10 @@ import torch
 
 from horizon_lm.checkpoints.manifest import Manifest, read_json, read_manifest, require_hash, verify
 from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
-from horizon_lm.checkpoints.saving import STATE, UNITS, CheckpointWriter, RateLimit, Saving, unit_file, write_json
-from horizon_lm.checkpoints.unit_file import UnitFile, hash_file, read_into, require_tensors
+from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file, write_json
+from horizon_lm.checkpoints.unit_file import UNITS, UnitFile, hash_file, read_into, require_tensors
 from horizon_lm.device.host_threads import DISK_THREADS
-from horizon_lm.disk import Disk
+from horizon_lm.disk import Disk, restore_folder
 from horizon_lm.engine.executor import Engine
 from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.optim.adamw import AdamW
@@ -69,6 +69,7 @@ def save_checkpoint(
     if engine.cursor.active or (unit_optimizer is not None and unit_optimizer.pending):
         raise StreamingError("save_checkpoint was called inside a step; call it after optimizer.step()")
     engine.wait_for_saves()
+    restore_folder(disk, folder)
     engine.foreign_writes.follow()
     store, moments = engine.store, optimizer.moments.kind if optimizer else None
     scalars = optimizer.scalars() if optimizer else None
@@ -126,6 +127,7 @@ def load_checkpoint(folder: str | Path, model: Any, optimizer: AdamW | None = No
         ConfigError: the checkpoint is damaged, or of another model, precision or optimizer; nothing was changed.
     """
     folder = Path(folder)
+    restore_folder(Disk(), folder)
     manifest = read_manifest(folder)
     verify(folder, manifest)
     content = restore(folder, manifest, model, optimizer)

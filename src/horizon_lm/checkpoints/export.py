@@ -9,8 +9,8 @@ from safetensors import safe_open
 
 from horizon_lm.checkpoints.checkpoint import ARRAYS, BUFFERS, read_state, read_tensors
 from horizon_lm.checkpoints.manifest import Manifest, read_manifest, verify
-from horizon_lm.checkpoints.saving import STATE, UNITS
-from horizon_lm.checkpoints.unit_file import LOW
+from horizon_lm.checkpoints.saving import STATE
+from horizon_lm.checkpoints.unit_file import LOW, UNITS
 from horizon_lm.disk import Disk, replace_folder
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hub

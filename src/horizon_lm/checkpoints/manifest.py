@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from horizon_lm.checkpoints.unit_file import hash_file
+from horizon_lm.checkpoints.unit_file import UNITS, hash_file
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.resources import usable_cores
 
@@ -121,8 +121,8 @@ def read_json(path: Path) -> Any:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a complete checkpoint, or a damaged one: whether it has a manifest."""
-    return (folder / MANIFEST).is_file()
+    """Return whether a folder is a checkpoint, complete or damaged, and not an exported model."""
+    return (folder / MANIFEST).exists() or (folder / UNITS).is_dir()
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from horizon_lm.checkpoints.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
-from horizon_lm.checkpoints.unit_file import LOW, WEIGHT, Part, Section, UnitFile, hash_file
+from horizon_lm.checkpoints.unit_file import LOW, UNITS, WEIGHT, Part, Section, UnitFile, hash_file
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.disk import Disk, part_of, publish_folder
@@ -28,7 +28,6 @@ from horizon_lm.optim.moments import Moments
 from horizon_lm.store.store import SlabLayout, Store
 
 STATE = "training_state.json"
-UNITS = "units"  # the folder of the units' files
 
 
 def unit_file(store: Store, moments: Moments | None, unit: str) -> UnitFile:

@@ -22,6 +22,7 @@ import xxhash
 from horizon_lm.errors import ConfigError
 from horizon_lm.quantities import page_aligned
 
+UNITS = "units"  # the folder of these files
 WEIGHT, LOW = "", ".low"
 _CHUNK_BYTES = 8 << 20  # of one write or read: large enough for any disk, small enough to limit its rate
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library

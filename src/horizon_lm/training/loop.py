@@ -228,8 +228,8 @@ def train(
         objectives = make_objectives(config, model, data, reporter, objective, reference)
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         checkpoints = RunCheckpoints(
-            config, run_dir.path, reporter.print, model, optimizer, lambda part: write_side_files(part, tokenizer, run_dir.config),
-            objectives.reference, point,
+            config, run_dir.path, reporter.print, model, optimizer,
+            lambda part: write_side_files(part, tokenizer, run_dir.settings), objectives.reference, point,
         )  # fmt: skip
         result = _Loop(
             given, config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.checkpoints.checkpoint import read_state
-from horizon_lm.checkpoints.manifest import Manifest, installed_packages, is_checkpoint, read_manifest, require_hash
-from horizon_lm.checkpoints.saving import STATE
-from horizon_lm.checkpoints.unit_file import hash_file
+from horizon_lm.checkpoints.manifest import Manifest, installed_packages, is_checkpoint, read_manifest, verify
 from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Sampler
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError
+from horizon_lm.training.run_lock import RunLock
 
 # Settings that change neither the steps of a run nor their numbers.
 _FREE = {
@@ -66,8 +65,10 @@ class ResumePoint:
 def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]:
     """Return the checkpoint that ``resume_from_checkpoint`` selects, or None to begin anew, and lines that say so.
 
+    All files of the checkpoint are read and verified. If the newest one in ``output_dir`` is damaged, the one before is selected.
+
     Raises:
-        ConfigError: the checkpoint is missing or damaged.
+        ConfigError: there is no checkpoint, or none that is not damaged; or another run is writing into ``output_dir``.
     """
     wanted, output = config.resume_from_checkpoint, Path(config.output_dir).expanduser()
     if wanted is False:
@@ -86,20 +87,21 @@ def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]
             raise ConfigError(f"resume_from_checkpoint: {output} has no checkpoint; set auto to begin anew")
         interrupted = (output / "metrics.jsonl").exists()
         return None, [f"resume: {output} has no checkpoint, so the run begins anew"] if interrupted else []
+    RunLock(output).require_free()  # or checkpoints that are being deleted would look damaged
     problems: list[str] = []
     for folder in reversed(found):
         try:
             point = _open(folder)
             return point, [*problems, f"resume: from {folder} (step {point.step} of {point.state['num_steps']})"]
         except ConfigError as error:
-            problems.append(f"resume: {error}")
+            problems.append(f"resume: warning: {error}")
     raise ConfigError(
         "\n".join([*problems, "no checkpoint can be used; remove them, or set resume_from_checkpoint: false"])
     )
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a run by step, last one last."""
+    """Return the checkpoints of a run by step, last one last. They have been complete, and may be damaged."""
     steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
     return sorted(
         (path for path, match in steps.items() if match and is_checkpoint(path)),
@@ -109,7 +111,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def _open(folder: Path) -> ResumePoint:
     manifest = read_manifest(folder)
-    require_hash(folder, manifest, STATE, hash_file(folder / STATE))
+    verify(folder, manifest)
     state = read_state(folder)["state"]
     if not isinstance(state, dict) or not state.keys() >= _STATE:
         raise ConfigError(f"{folder} was not written by `horizon-lm train`; load it with horizon_lm.load_checkpoint")

@@ -12,7 +12,6 @@ from horizon_lm.checkpoints.checkpoint import restore, save_checkpoint
 from horizon_lm.checkpoints.manifest import read_manifest, verify
 from horizon_lm.checkpoints.saving import RateLimit, Saving
 from horizon_lm.config import RunConfig
-from horizon_lm.config.text import to_yaml
 from horizon_lm.disk import Disk, part_of
 from horizon_lm.errors import first_line
 from horizon_lm.quantities import format_bytes, format_seconds
@@ -79,7 +78,7 @@ class RunCheckpoints:
             else:
                 aside = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
                 self._disk.rename(path, aside)
-                self._print(f"{path} is not of this run, and is now {aside.name}")
+                self._print(f"{path} is of another run, or damaged, and is now {aside.name}")
         return kept
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
@@ -142,6 +141,7 @@ class RunCheckpoints:
             with suppress(OSError):  # what is left is removed when the run is resumed
                 self._disk.remove(part)
                 self._disk.rename(oldest, part)  # in one operation: half a checkpoint never has the name of a whole one
+                self._disk.sync(self._folder)  # also not after a power cut
                 self._disk.remove(part)
 
     def _report_failure(self, step: int, error: BaseException) -> None:
@@ -149,7 +149,7 @@ class RunCheckpoints:
         self._print(f"warning: the checkpoint of step {step} was not written ({first_line(error)}); {last}")
 
 
-def write_side_files(folder: Path, tokenizer: Any, config: RunConfig) -> None:
+def write_side_files(folder: Path, tokenizer: Any, run_file: str) -> None:
     """Write the tokenizer and the run file into a checkpoint."""
     tokenizer.save_pretrained(folder)
-    (folder / "run.yaml").write_text(to_yaml(config), encoding="utf-8")
+    (folder / "run.yaml").write_text(run_file, encoding="utf-8")

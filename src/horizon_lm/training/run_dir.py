@@ -32,9 +32,12 @@ class RunDir:
     """Context manager: ``output_dir`` with ``config.yaml``, ``plan.json``, ``metrics.jsonl`` and, at the end, ``model/``.
 
     Args:
-        config: settings of the run; the attribute of this name has the choices of the plan once it is written.
+        config: settings of the run.
         resumes: the run goes on from a checkpoint.
         disk: the file operations to use.
+
+    Attributes:
+        settings: the text of ``config.yaml``.
 
     Raises:
         ConfigError: the folder holds a finished run or files that no run has written, another run is writing into it, or it
@@ -42,7 +45,7 @@ class RunDir:
     """
 
     def __init__(self, config: RunConfig, resumes: bool = False, disk: Disk | None = None) -> None:
-        self.config, self.path, self._disk = config, Path(config.output_dir).expanduser(), disk or Disk()
+        self.path, self._disk, self.settings = Path(config.output_dir).expanduser(), disk or Disk(), ""
         self._lock = RunLock(self.path)
         self._lock.require_free()
         self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
@@ -124,8 +127,8 @@ class RunDir:
 
     def write_settings(self, config: RunConfig, plan: Plan) -> None:
         """Write the settings, with the choices of the plan, and the plan."""
-        self.config = config
-        write_file(self._disk, self.path / "config.yaml", to_yaml(config).encode())
+        self.settings = to_yaml(config)
+        write_file(self._disk, self.path / "config.yaml", self.settings.encode())
         write_plan(plan, config.device, self.path)
 
     def append_samples(self, line: dict[str, Any]) -> None:

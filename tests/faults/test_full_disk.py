@@ -1,0 +1,150 @@
+"""A disk that is full or fails at any operation of a save costs that checkpoint, and nothing else."""
+
+import errno
+import threading
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.disk import Disk
+from tests.numerics.test_checkpoints import digest, opened, step
+
+
+class FailingDisk(Disk):
+    """Fails at one of its operations, in the middle of it if it is a write.
+
+    Args:
+        at: the number of the operation.
+        stays_full: all later ones but renames fail, too.
+        exchanges: whether the system can exchange two folders.
+    """
+
+    def __init__(self, at: int, stays_full: bool = False, exchanges: bool = True) -> None:
+        self._at, self._stays_full, self._exchanges = at, stays_full, exchanges
+        self._done, self._lock = count(), threading.Lock()
+        self.failed_at = ""
+
+    def pass_by(self, what: str) -> None:
+        with self._lock:
+            is_full = self._stays_full and self.failed_at and not what.startswith(("rename", "exchange"))
+            if next(self._done) == self._at or is_full:
+                self.failed_at = self.failed_at or what
+                raise OSError(errno.ENOSPC, "No space left on device", what)
+
+    def create(self, path: Path, *, direct: bool = False) -> Any:
+        self.pass_by(f"create {path.name}")
+        return _FailingFile(self, path.name, super().create(path, direct=direct))
+
+    def make_folder(self, path: Path) -> None:
+        self.pass_by(f"make {path.name}")
+        super().make_folder(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.pass_by(f"rename to {target.name}")
+        super().rename(source, target)
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        self.pass_by(f"exchange {other.name}")
+        return self._exchanges and super().exchange(one, other)
+
+    def sync(self, path: Path) -> None:
+        self.pass_by(f"sync {path.name}")
+        super().sync(path)
+
+
+class _FailingFile:
+    def __init__(self, disk: FailingDisk, name: str, file: Any) -> None:
+        self._disk, self._name, self._file = disk, name, file
+
+    def __enter__(self) -> Any:
+        return self
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        self._file.write(view[: len(view) // 2])
+        self._disk.pass_by(f"write {self._name}")
+        self._file.write(view[len(view) // 2 :])
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        self._file.__exit__(kind, *error)
+        if kind is None:
+            self._disk.pass_by(f"close {self._name}")
+
+
+class Twins:
+    """Two equal trainings, one of which saves."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = opened()
+        self._other, self._number = opened(), count()
+
+    def step(self) -> None:
+        number = next(self._number)
+        step(self.model, self.optimizer, number)
+        step(*self._other, number)
+
+    def require_equal(self) -> None:
+        assert digest(self.model, self.optimizer) == digest(*self._other)
+
+    def save(self, folder: Path, disk: Disk) -> None:
+        """Save while the training goes on."""
+        try:
+            saving = save_checkpoint(folder, self.model, self.optimizer, disk=disk, wait=False)
+        finally:
+            self.step()
+        saving.wait()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("stays_full", [False, True], ids=["once", "stays full"])
+def test_a_save_that_fails_at_any_operation(tmp_path: Path, stays_full: bool) -> None:
+    """The checkpoint before is intact, the training is not disturbed, and the next checkpoint removes what is left."""
+    twins, reader = Twins(), opened(seed=1)
+    twins.step()
+    save_checkpoint(tmp_path / "good", twins.model, twins.optimizer)
+    good, failed = digest(twins.model, twins.optimizer), []
+    for at in count(step=5 if stays_full else 1):
+        disk = FailingDisk(at, stays_full)
+        with suppress(OSError):
+            twins.save(tmp_path / "next", disk)
+        if not disk.failed_at:
+            break
+        failed.append(disk.failed_at.split()[0])
+        twins.require_equal()
+        assert names(tmp_path) - {".next.horizon-part"} == {"good"}, disk.failed_at
+    assert set(failed) == {"create", "write", "close", "make", "rename", "sync"} or stays_full
+    assert len(failed) > (10 if stays_full else 60)
+    assert names(tmp_path) == {"good", "next"}
+    load_checkpoint(tmp_path / "good", *reader)
+    assert digest(*reader) == good
+    load_checkpoint(tmp_path / "next", *reader)
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
+def test_a_replacement_that_fails_at_any_operation(tmp_path: Path, exchanges: bool) -> None:
+    """The folder has the old checkpoint, also if the new one was complete and could not get its name."""
+    twins, reader = Twins(), opened(seed=1)
+    twins.step()
+    save_checkpoint(tmp_path / "one", twins.model, twins.optimizer)
+    saved, failed = digest(twins.model, twins.optimizer), []
+    for at in count(40):  # the manifest and the folder's name come last
+        disk = FailingDisk(at, exchanges=exchanges)
+        expected = digest(twins.model, twins.optimizer)
+        with suppress(OSError):
+            twins.save(tmp_path / "one", disk)
+        load_checkpoint(tmp_path / "one", *reader)
+        if not disk.failed_at:
+            break
+        failed.append(disk.failed_at)
+        assert digest(*reader) == saved, disk.failed_at
+    assert digest(*reader) == expected
+    assert names(tmp_path) == {"one"}
+    assert "sync " + tmp_path.name in failed
+    assert ("exchange one" if exchanges else "rename to .one.horizon-old") in failed
