@@ -17,8 +17,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def outlines() -> Iterator[None]:
-    """Outline a model once for all runs in this process, because every plan of a tiny run would take most of its time."""
+def outlines() -> Iterator[Any]:
+    """Outline a model once for all runs in this process, because every plan of a tiny run would take most of its time.
+
+    Yields:
+        The function that outlines a model, for tests that change it.
+    """
     known: dict[Any, Any] = {}
     outline_config = model_outline.outline_config
 
@@ -30,4 +34,4 @@ def outlines() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_outline, "outline_config", outline)
-        yield
+        yield outline_config

@@ -13,7 +13,7 @@ import pytest
 from horizon_lm.training.resume import checkpoints_in
 from tests.e2e import tiny
 from tests.e2e.processes import RunProcess
-from tests.e2e.test_resume import untimed
+from tests.e2e.resuming import untimed
 
 
 class KilledRun:

@@ -315,12 +315,13 @@ def test_table_rows_are_counted_by_distinct_tokens(run_file: Path, tmp_path: Pat
 
 
 def test_model_without_meta_support_runs_anyway(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_file: Path, tmp_path: Path, outlines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any) -> Any:
         raise RuntimeError("nothing for the meta device")
 
     monkeypatch.setattr("horizon_lm.cost.model_outline.find_calls", fails)
+    monkeypatch.setattr("horizon_lm.cost.model_outline.outline_config", outlines)
     content = plan(run_file)
     assert "nothing for the meta device" in content["run"]["reasons"][-1]
     assert content["step"] is None

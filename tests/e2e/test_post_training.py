@@ -124,10 +124,11 @@ def test_default_export_dtype(base: dict[str, Any], model: Path, tmp_path: Path,
 
 def test_message_of_an_interrupt(base: dict[str, Any]) -> None:
     folder = RunDir(as_config(base))
-    assert "No model was exported; run the same command again" in folder.kept_artifacts()
-    folder._saved.append(folder.path / "checkpoint-3")
-    assert "checkpoint-3. A run cannot be resumed yet" in folder.kept_artifacts()
-    assert "--overwrite_output_dir true" in folder.kept_artifacts()
+    assert "There is no checkpoint yet; run the same command again to start over" in folder.kept_artifacts(None)
+    assert "Run the same command again to go on from there" in folder.kept_artifacts(folder.path / "checkpoint-3")
+    folder._saved.append(folder.path / "checkpoint-3")  # with save_only_model
+    assert "checkpoint-3. With save_only_model a run cannot be resumed" in folder.kept_artifacts(None)
+    assert "--overwrite_output_dir true" in folder.kept_artifacts(None)
 
 
 def test_split_of_an_eval_set(base: dict[str, Any]) -> None:

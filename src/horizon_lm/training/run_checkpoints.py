@@ -47,7 +47,8 @@ class RunCheckpoints:
         self._folder, self._print, self._model, self._optimizer = folder, print_fn, model, optimizer
         self._add_files, self._arrays, self._disk = add_files, arrays, disk or Disk()
         self._limit, self._rate_limit = config.save_total_limit, RateLimit(config.save_bandwidth)
-        self._kept = self._take_over(point)
+        self._replaced: list[Path] = []  # of a run that is overwritten; deleted once this one has a checkpoint
+        self._kept = self._take_over(point, config.overwrite_output_dir)
         self._running: tuple[int, Saving] | None = None
         self._bytes_per_second: float | None = None  # of the last checkpoint
         self.best: Path | None = None  # kept whatever the limit is
@@ -62,7 +63,7 @@ class RunCheckpoints:
         """Return the folder of a step's checkpoint."""
         return self._folder / f"checkpoint-{step}"
 
-    def _take_over(self, point: ResumePoint | None) -> list[Path]:
+    def _take_over(self, point: ResumePoint | None, overwrites: bool) -> list[Path]:
         """Return the checkpoints that this run goes on from, and rename those that it will not pass through.
 
         A later checkpoint, of a run that was continued otherwise, would be taken for this run's when it is resumed.
@@ -76,10 +77,15 @@ class RunCheckpoints:
             if int(path.name.removeprefix("checkpoint-")) <= last:
                 kept.append(path)
             else:
-                aside = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-                self._disk.rename(path, aside)
-                self._print(f"{path} is of another run, or damaged, and is now {aside.name}")
+                aside = self._set_aside(path)
+                self._replaced += [aside] if overwrites else []
         return kept
+
+    def _set_aside(self, path: Path) -> Path:
+        aside = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+        self._disk.rename(path, aside)
+        self._print(f"{path} is of another run, or damaged, and is now {aside.name}")
+        return aside
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
         """Begin to write the checkpoint of a step, after the one before is on disk. A failure is reported by `report`."""
@@ -89,6 +95,8 @@ class RunCheckpoints:
             self.best = target if best else self.best
             return
         try:
+            if target.exists():
+                self._set_aside(target)
             saving = save_checkpoint(
                 target, self._model, self._optimizer, state=state, arrays=self._arrays, add_files=self._add_files,
                 published=lambda: self._published(target, best), wait=False, disk=self._disk, rate_limit=self._rate_limit,
@@ -135,14 +143,18 @@ class RunCheckpoints:
         self._kept = [*(path for path in self._kept if path != folder), folder]
         others = [path for path in self._kept if path != self.best]
         while self._limit and len(others) > self._limit:
-            oldest = others.pop(0)
-            self._kept.remove(oldest)
-            part = part_of(oldest)
-            with suppress(OSError):  # what is left is removed when the run is resumed
-                self._disk.remove(part)
-                self._disk.rename(oldest, part)  # in one operation: half a checkpoint never has the name of a whole one
-                self._disk.sync(self._folder)  # also not after a power cut
-                self._disk.remove(part)
+            self._kept.remove(others[0])
+            self._delete(others.pop(0))
+        while self._replaced:
+            self._delete(self._replaced.pop())
+
+    def _delete(self, folder: Path) -> None:
+        part = part_of(folder)
+        with suppress(OSError):  # what is left is removed when the run is resumed
+            self._disk.remove(part)
+            self._disk.rename(folder, part)  # in one operation: half a checkpoint never has the name of a whole one
+            self._disk.sync(self._folder)  # also not after a power cut
+            self._disk.remove(part)
 
     def _report_failure(self, step: int, error: BaseException) -> None:
         last = f"the last one is {self.last}" if self.last else "there is none yet"
