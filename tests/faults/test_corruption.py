@@ -1,5 +1,6 @@
 """A damaged checkpoint is rejected by name, before a weight or a random generator has changed."""
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from horizon_lm.checkpoints import manifest
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.checkpoints.random_state import random_state
-from horizon_lm.checkpoints.unit_file import read_entries
+from horizon_lm.checkpoints.unit_file import hash_file, read_entries
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError
 from horizon_lm.training import resume
 from tests.e2e.command import run
 from tests.numerics.test_checkpoints import BUFFERED, digest, opened, step
 
-STATE: dict[str, Any] = {**dict.fromkeys(resume._STATE), "num_steps": 9}
+STATE: dict[str, Any] = {**{name: kinds[0]() for name, kinds in resume._STATE.items()}, "num_steps": 9}
 OPTIONS: dict[str, Any] = {"precision": "fp32_master", "moments": "8bit", "family": BUFFERED}
 UNIT = "units/block1.safetensors"
 FILES = (
@@ -138,3 +140,16 @@ def test_every_damage_is_rejected_by_name(saved: Path, tmp_path: Path) -> None:
     assert resumed_step(copy / "checkpoint-2") == 2
     load_checkpoint(copy / "checkpoint-2", model, optimizer)  # the control: undamaged, it is loaded
     assert digest(model, optimizer) != before
+
+
+def test_a_file_that_cannot_be_read_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad sector, say."""
+
+    def fail(path: Path) -> str:
+        if path.name == "block1.safetensors":
+            raise OSError(errno.EIO, "Input/output error")
+        return hash_file(path)
+
+    monkeypatch.setattr(manifest, "hash_file", fail)
+    with pytest.raises(ConfigError, match=r"units/block1\.safetensors cannot be read \(Input/output error\)"):
+        load_checkpoint(saved / "checkpoint-1", opened(**OPTIONS)[0])

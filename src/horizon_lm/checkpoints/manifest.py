@@ -196,12 +196,19 @@ def verify(folder: Path, manifest: Manifest) -> None:
     """Read every file of a checkpoint, and compare it with its hash.
 
     Raises:
-        ConfigError: a file is damaged; the message names it and the first damaged tensor.
+        ConfigError: a file is damaged or cannot be read; the message names it and the first damaged tensor.
     """
     names = list(manifest.files)
     with ThreadPoolExecutor(usable_cores()) as threads:
-        for name, found in zip(names, threads.map(lambda name: hash_file(folder / name), names), strict=True):
+        for name, found in zip(names, threads.map(lambda name: _hash(folder / name), names), strict=True):
             require_hash(folder, manifest, name, found)
+
+
+def _hash(path: Path) -> str:
+    try:
+        return hash_file(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); the checkpoint is damaged") from error
 
 
 def require_hash(folder: Path, manifest: Manifest, name: str, found: str) -> None:

@@ -25,10 +25,12 @@ def random_state(devices: bool = True) -> dict[str, Any]:
 
 
 def require_random_state(state: Any) -> None:
-    """Raise ConfigError if the states of the host's generators are damaged."""
+    """Raise ConfigError if the states of the generators are damaged."""
     try:
         _set_host(state, random.Random(), np.random.RandomState(), torch.Generator())
-    except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
+        for each in state["devices"]:
+            _decode(each, np.uint8)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         raise ConfigError(f"the saved states of the random generators are damaged: {first_line(error)}") from error
 
 

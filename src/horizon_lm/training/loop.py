@@ -37,6 +37,7 @@ from horizon_lm.training.resume import (
     data_position,
     find_resume_point,
     model_settings,
+    reading,
     require_same_model,
     require_same_rows,
     rounding_warnings,
@@ -222,8 +223,9 @@ def train(
         if point is not None:
             restore(point.folder, point.manifest, model, optimizer)
             reference = read_tensors(point.folder / ARRAYS)
-            scheduler.load_state_dict(point.state["scheduler"])
-            metrics.load_state_dict(point.state["metrics"])
+            with reading(point):
+                scheduler.load_state_dict(point.state["scheduler"])
+                metrics.load_state_dict(point.state["metrics"])
         run_dir.begin(config, plan)
         objectives = make_objectives(config, model, data, reporter, objective, reference)
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
@@ -332,22 +334,23 @@ class _Loop:
 
     def restore(self, point: ResumePoint) -> int:
         """Take over the state of the loop from a checkpoint, and return the number of steps that are done."""
-        state = point.state
-        self.loss_before, self.last_eval = state["loss_before"], tuple(state["last_eval"])
-        self.finished = state["finished"]
-        self.best.load_state_dict(state["best"])
-        self.spikes.load_state_dict(state["spikes"])
-        if self.config.load_best_model_at_end and self.best.step:
-            best = point.folder.with_name(f"checkpoint-{self.best.step}")
-            if is_checkpoint(best):
-                self.checkpoints.best = best
-            else:
-                self.reporter.print(f"resume: warning: {best}, the best one so far, is missing")
-        for file in (self.metrics_file, self.run_dir.samples):
-            if not file.cut_to(state["files"][file.path.name]):
-                self.reporter.print(f"resume: {file.path} has changed since, so its lines are set aside")
-                file.set_aside()
-        return point.step
+        with reading(point):
+            state = point.state
+            self.loss_before, self.last_eval = state["loss_before"], tuple(state["last_eval"])
+            self.finished = state["finished"]
+            self.best.load_state_dict(state["best"])
+            self.spikes.load_state_dict(state["spikes"])
+            if self.config.load_best_model_at_end and self.best.step:
+                best = point.folder.with_name(f"checkpoint-{self.best.step}")
+                if is_checkpoint(best):
+                    self.checkpoints.best = best
+                else:
+                    self.reporter.print(f"resume: warning: {best}, the best one so far, is missing")
+            for file in (self.metrics_file, self.run_dir.samples):
+                if not file.cut_to(state["files"][file.path.name]):
+                    self.reporter.print(f"resume: {file.path} has changed since, so its lines are set aside")
+                    file.set_aside()
+            return point.step
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state of the loop after a step as plain data, for `restore`."""

@@ -3,17 +3,19 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from horizon_lm.checkpoints.checkpoint import read_state
 from horizon_lm.checkpoints.manifest import Manifest, installed_packages, is_checkpoint, read_manifest, verify
+from horizon_lm.checkpoints.saving import STATE
 from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Sampler
 from horizon_lm.data.token_dataset import TokenTable
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.training.run_lock import RunLock
 
 # Settings that change neither the steps of a run nor their numbers.
@@ -34,9 +36,10 @@ _ROUNDING = {
     "per_device_train_batch_size", "gradient_accumulation_steps",
 }  # fmt: skip
 _OPEN = ("device_micro_batch_size", "head", "head_chunk_tokens")  # chosen by the plan, unless they are set
-_STATE = {
-    "step", "num_steps", "finished", "config", "settled", "model_config", "data", "scheduler", "metrics", "files", "callbacks",
-    "loss_before", "last_eval", "best", "spikes",
+_STATE: dict[str, tuple[type, ...]] = {
+    "step": (int,), "num_steps": (int,), "finished": (bool,), "config": (dict,), "settled": (dict,), "model_config": (dict,),
+    "data": (dict,), "scheduler": (dict,), "metrics": (dict,), "files": (dict,), "callbacks": (dict,),
+    "loss_before": (float, type(None)), "last_eval": (list,), "best": (dict,), "spikes": (dict,),
 }  # fmt: skip
 _VERSIONS = ("horizon-lm", "torch", "transformers", "numba")
 _REMEDY = "restore them, choose another output_dir, or set resume_with_changes: true to go on with the changes"
@@ -113,9 +116,22 @@ def _open(folder: Path) -> ResumePoint:
     manifest = read_manifest(folder)
     verify(folder, manifest)
     state = read_state(folder)["state"]
-    if not isinstance(state, dict) or not state.keys() >= _STATE:
+    if not isinstance(state, dict) or any(
+        not isinstance(state.get(name, ...), kinds) for name, kinds in _STATE.items()
+    ):
         raise ConfigError(f"{folder} was not written by `horizon-lm train`; load it with horizon_lm.load_checkpoint")
     return ResumePoint(folder, manifest, state)
+
+
+@contextmanager
+def reading(point: ResumePoint) -> Iterator[None]:
+    """Context manager: raise ConfigError if the state of a run lacks something, or a value has another type."""
+    try:
+        yield
+    except HorizonError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{point.folder / STATE} is damaged ({type(error).__name__}: {first_line(error)})") from error
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
@@ -129,18 +145,18 @@ def apply_settings(config: RunConfig, point: ResumePoint) -> tuple[RunConfig, li
     Raises:
         ConfigError: settings or versions have changed that decide the numbers of a run.
     """
-    given, now = point.state["config"], settings_of(config)
-    changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
-    fatal = [_change(name, given, now) for name in changed if name not in _FREE | _ROUNDING]
-    if _rows_per_step(given) != _rows_per_step(now):
-        fatal.append(f"rows per step: {_rows_per_step(given)} -> {_rows_per_step(now)}")
-    before, installed = point.manifest.packages, installed_packages()
-    fatal += [_change(name, before, installed) for name in _VERSIONS if before.get(name) != installed.get(name)]
-    warnings = _reject(point, fatal, config)
-    warnings += rounding_warnings(given, now)
-    settled = point.state["settled"]
-    update = {name: settled[name] for name in _OPEN if given[name] == now[name]}
-    return config.model_copy(update=update), warnings
+    with reading(point):
+        given, now = point.state["config"], settings_of(config)
+        changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
+        fatal = [_change(name, given, now) for name in changed if name not in _FREE | _ROUNDING]
+        if _rows_per_step(given) != _rows_per_step(now):
+            fatal.append(f"rows per step: {_rows_per_step(given)} -> {_rows_per_step(now)}")
+        before, installed = point.manifest.packages, installed_packages()
+        fatal += [_change(name, before, installed) for name in _VERSIONS if before.get(name) != installed.get(name)]
+        warnings = _reject(point, fatal, config) + rounding_warnings(given, now)
+        settled = point.state["settled"]
+        update = {name: settled[name] for name in _OPEN if given[name] == now[name]}
+        return config.model_copy(update=update), warnings
 
 
 def rounding_warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -184,11 +200,12 @@ def data_position(rows: TokenTable, sampler: Sampler, step: int) -> dict[str, An
 
 def require_same_rows(point: ResumePoint, position: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Return warnings about rows that have changed. Raise ConfigError unless changes are allowed."""
-    given = point.state["data"]
-    if given["rows"] == position["rows"] and given["order"] == position["order"]:
-        return []
-    what = "the training rows" if given["rows"] != position["rows"] else "the order of the rows"
-    return _reject(point, [f"{what} ({given['num_rows']:,} -> {position['num_rows']:,} rows)"], config)
+    with reading(point):
+        given = point.state["data"]
+        if given["rows"] == position["rows"] and given["order"] == position["order"]:
+            return []
+        what = "the training rows" if given["rows"] != position["rows"] else "the order of the rows"
+        return _reject(point, [f"{what} ({given['num_rows']:,} -> {position['num_rows']:,} rows)"], config)
 
 
 def model_settings(model: Any) -> dict[str, Any]:
