@@ -174,6 +174,13 @@ def test_files_are_safetensors_with_the_names_of_the_parameters(precision: str, 
     assert "model.layers.0.self_attn.q_proj.weight.exp_avg" not in found
 
 
+def test_a_checkpoint_is_no_model_until_it_is_exported(tmp_path: Path) -> None:
+    model, optimizer = opened()
+    save_checkpoint(tmp_path / "one", model, optimizer)
+    with pytest.raises(ConfigError, match=r"is a checkpoint of a run; .* horizon-lm export .*one OUT"):
+        horizon_lm.from_pretrained(tmp_path / "one")
+
+
 def test_weights_load_without_an_optimizer(tmp_path: Path) -> None:
     model, optimizer = opened(precision="fp32_master")
     step(model, optimizer, 0)

@@ -70,8 +70,9 @@ def open_model(
     here = Path(name).expanduser() if exists(name) else Path(name)
     saved = sorted(here.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime) if exists(name) else []
     if saved and not (here / "config.json").is_file():
+        hint = f" (horizon-lm export {saved[-1]} OUT)" if (saved[-1] / "manifest.json").is_file() else ""
         raise ConfigError(
-            f"{name} is the folder of a run that has not exported its model yet; its last checkpoint is {saved[-1]}"
+            f"{name} is the folder of a run that has not exported its model yet; its last checkpoint is {saved[-1]}{hint}"
         )
     try:
         folder: Path = local_folder(name)

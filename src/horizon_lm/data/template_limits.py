@@ -113,7 +113,7 @@ atexit.register(_SERVER.close)
 
 
 class _LimitedTemplate:
-    """What transformers uses of a compiled template, with the rendering done by `_SERVER`.
+    """A compiled template as far as transformers uses one, rendered by `_SERVER`.
 
     Attributes:
         environment: an object with what transformers uses of the template's environment.
@@ -147,7 +147,7 @@ class _LimitedTemplate:
 
 
 class _Environment:
-    """What transformers uses of the environment of a template.
+    """The environment of a template as far as transformers uses one.
 
     Attributes:
         spans: the list that `activate_tracker` was given for the places of generated parts.

@@ -49,6 +49,8 @@ class Checkpoint:
             self._file_of = _read_index(folder / _INDEX)
         elif (folder / _SINGLE).is_file():
             self._file_of = dict.fromkeys(read_headers(folder / _SINGLE), _SINGLE)
+        elif (folder / "manifest.json").is_file() and (folder / "units").is_dir():
+            raise ConfigError(f"{folder} is a checkpoint of a run; make a model of it: horizon-lm export {folder} OUT")
         else:
             pickle = next((path.name for kind in _PICKLES for path in sorted(folder.glob(kind))), None)
             found = f", but {pickle}, which may run code when it is read" if pickle else ""
