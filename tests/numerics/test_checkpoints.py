@@ -3,11 +3,15 @@
 import hashlib
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,8 +21,10 @@ from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.checkpoints.random_state import random_state
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.disk import Disk
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.optim import update_tasks
+from horizon_lm.quantities import page_aligned
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import LastUse, Pass, ScheduleError, Stream, Wait
 from horizon_lm.schedule.verify import each_wait, without_wait
@@ -130,6 +136,54 @@ def test_training_goes_on_from_a_checkpoint_exactly(tmp_path: Path) -> None:
     for number in (2, 3):
         step(model, optimizer, number)
     assert digest(model, optimizer) == expected[3]
+
+
+class WatchedDisk(Disk):
+    """Writes once a gate is open, and keeps the addresses of what is written directly from memory."""
+
+    def __init__(self) -> None:
+        self.gate, self.written = threading.Event(), list[tuple[int, int]]()
+
+    @contextmanager
+    def create(self, path: Path, *, direct: bool = False) -> Iterator[Any]:  # type: ignore[override]
+        with super().create(path, direct=direct) as file:
+            yield SimpleNamespace(write=lambda data: self._write(file, data, direct))
+
+    def _write(self, file: Any, data: Any, direct: bool) -> None:
+        if direct:
+            self.gate.wait()
+            self.written.append((np.frombuffer(data, np.uint8).ctypes.data, len(data)))
+        file.write(data)
+
+
+def test_a_save_copies_nothing_and_delays_updates_alone(tmp_path: Path) -> None:
+    """Each byte of the units is written from its slab; a pass runs on while nothing is written, and each update waits."""
+    expected = states(2, precision="fp32_master")
+    model, optimizer = opened(precision="fp32_master")
+    engine, disk = model._horizon.engine, WatchedDisk()
+    step(model, optimizer, 0)
+    before = sum(engine.store.num_bytes.values())
+    saving = save_checkpoint(tmp_path / "one", model, optimizer, wait=False, disk=disk)
+    model(**families.batch(seed=1)).loss.backward()
+    optimizer.step()
+    waiting = {task.op.unit for task in engine.updates._running if any(not each.done for each in task.waits)}
+    assert waiting == {"outer", "block0", "block1", "block2", "head"}
+    assert not disk.written
+    assert sum(engine.store.num_bytes.values()) == before
+    disk.gate.set()
+    optimizer.zero_grad()
+    saving.wait()
+    assert digest(model, optimizer) == expected[1]
+    assert loaded(tmp_path / "one", precision="fp32_master") == expected[0]
+    slabs = [
+        (slab.data_ptr(), page_aligned(slab.numel() * slab.element_size()))
+        for unit, each in engine.store.units.items()
+        for own in [optimizer.moments.units[unit]]
+        for slab in (each.weights, each.low, own.first, own.second)
+    ]
+    copied = [size for at, size in disk.written if not any(start <= at < start + room for start, room in slabs)]
+    assert len(copied) == len(list((tmp_path / "one" / "units").iterdir()))  # the files' headers
+    assert max(copied) <= 4 * 4096
 
 
 def test_state_arrays_and_random_generators_travel_with_a_checkpoint(tmp_path: Path) -> None:
