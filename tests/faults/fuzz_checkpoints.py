@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -166,13 +167,13 @@ def _change_node(tree: Any, rng: random.Random) -> None:
         if kind == 0:
             del node[key]
         elif kind == 1:
-            node[key] = node[rng.choice(keys)]
+            node[key] = deepcopy(node[rng.choice(keys)])
         elif kind == 2 and isinstance(node, dict):
             node[str(rng.choice(_VALUES))] = node.pop(key)
         elif kind == 3 and type(node[key]) in (int, float):
             node[key] += rng.choice((-1, 1, 4096, 1 << 62))
         else:
-            node[key] = rng.choice(_VALUES)
+            node[key] = deepcopy(rng.choice(_VALUES))
         return
 
 
