@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
@@ -52,6 +53,14 @@ class Disk:
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file or a folder. An existing file is replaced."""
         source.replace(target)
+
+    def set_aside(self, path: Path) -> Path:
+        """Rename a file or a folder to a free name that ends with the present time. Return its new path."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        names = (f"{path.name}.{stamp}{f'-{number}' if number else ''}" for number in count())
+        target = next(each for each in map(path.with_name, names) if not each.exists())
+        self.rename(path, target)
+        return target
 
     def exchange(self, one: Path, other: Path) -> bool:
         """Exchange two folders in one operation. Return false if the system cannot."""

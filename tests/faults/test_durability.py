@@ -27,7 +27,7 @@ States = dict[int, dict[str, str]]
 def record_run(disk: RecordedDisk, folder: Path) -> States:
     """Write two checkpoints as a run does, keeping one, and return what was in memory at each."""
     model, optimizer = opened()
-    config: Any = SimpleNamespace(save_total_limit=1, save_bandwidth=None)
+    config: Any = SimpleNamespace(save_total_limit=1, save_bandwidth=None, overwrite_output_dir=False)
     said: list[str] = []
 
     def add_files(part: Path) -> None:

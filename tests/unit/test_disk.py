@@ -64,3 +64,12 @@ def test_direct_writes_of_any_size_arrive(tmp_path):
         file.write(memoryview(data)[:4097])
         file.write(memoryview(data)[4097:])
     assert (tmp_path / "file").read_bytes() == data
+
+
+def test_what_is_set_aside_keeps_earlier_copies(tmp_path: Path) -> None:
+    """Two of them may have the same second."""
+    for text in ("first", "second", "third"):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "file").write_text(text)
+        assert (Disk().set_aside(tmp_path / "run") / "file").read_text() == text
+    assert sorted((path / "file").read_text() for path in tmp_path.iterdir()) == ["first", "second", "third"]

@@ -82,8 +82,7 @@ class RunCheckpoints:
         return kept
 
     def _set_aside(self, path: Path) -> Path:
-        aside = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-        self._disk.rename(path, aside)
+        aside = self._disk.set_aside(path)
         self._print(f"{path} is of another run, or damaged, and is now {aside.name}")
         return aside
 

@@ -216,7 +216,7 @@ class RunDir:
         """Export a checkpoint after a step, and delete the oldest checkpoints beyond ``save_total_limit``."""
         target = self.path / f"checkpoint-{step}"
         if target in self._foreign_checkpoints:
-            self._disk.rename(target, target.with_name(f"{target.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
+            self._disk.set_aside(target)
         self._write(model, tokenizer, target)
         self._saved.append(target)
         while self._save_total_limit and len(self._saved) > self._save_total_limit:
