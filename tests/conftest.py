@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -35,8 +36,24 @@ def whole_installation() -> None:
         pytest.importorskip(package, reason="needs the whole installation")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
+    _freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    if len(sys.modules) > _num_modules:
+        _freeze()
+
+
+_num_modules = 0
+
+
+def _freeze() -> None:
     """Exclude what imports have created from garbage collection, because each plan collects garbage."""
+    global _num_modules
+    _num_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
 

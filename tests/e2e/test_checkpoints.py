@@ -186,8 +186,7 @@ def test_valid_checkpoints_are_not_warned_about(folder: Path) -> None:
     [
         "gpt2",
         "mixtral",
-        "gpt_oss",
-        *[pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_next", "deepseek_v3", "phi3")],
+        *[pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_oss", "qwen3_next", "deepseek_v3", "phi3")],
     ],
 )
 def test_shapes_of_converted_tensors_are_checked(family: str, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.errors import ConfigError
 from horizon_lm.plan.catalog import read_profile
+from tests.e2e.command import run
 from tests.emulated import emulated_gpu
 
 QUICK = Rounds(seconds=0.0, at_least=1, quick=True)
@@ -68,20 +69,24 @@ def test_profile_of_this_machine(tmp_path: Path) -> None:
 # Errors are raised before anything is measured
 
 
-def rejected(message: str, *arguments: Any, home: Path) -> None:
-    done = doctor("--quick", "--device", "cpu", *arguments, home=home, code=2)
+def rejected(message: str, *arguments: Any) -> None:
+    done = run("doctor", "--quick", "--device", "cpu", *arguments)
+    assert done.exit_code == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
     assert done.stdout == ""
 
 
-def test_unwritable_output(tmp_path: Path) -> None:
+def test_unwritable_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME")
     (tmp_path / "file").write_text("")
-    rejected(f"{tmp_path}/file is not a folder", "--output", tmp_path / "file/profile.json", home=tmp_path)
-    rejected("Not a directory", "--output", tmp_path / "file/sub/profile.json", home=tmp_path)
-    rejected(f"{tmp_path}: it is a folder", "--output", tmp_path, home=tmp_path)
-    rejected("nowhere is not a folder", "--folder", "nowhere", "--no-save", home=tmp_path)
+    rejected(f"{tmp_path}/file is not a folder", "--output", tmp_path / "file/profile.json")
+    rejected("Not a directory", "--output", tmp_path / "file/sub/profile.json")
+    rejected(f"{tmp_path}: it is a folder", "--output", tmp_path)
+    rejected("nowhere is not a folder", "--folder", "nowhere", "--no-save")
     assert files(tmp_path) == ["file"]
 
 

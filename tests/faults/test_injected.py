@@ -2,7 +2,7 @@
 run.
 """
 
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import Kind
 from tests import families
+from tests.thinning import thinned
 
 
 class InjectedError(Exception):
@@ -110,13 +111,11 @@ def _operations_of_a_step(base: type[CpuDevice]) -> int:
     return fuse.count
 
 
-def _cases() -> Iterator[Any]:
-    for base in (CpuDevice, SimulatedDevice):
-        for error in (InjectedError, KeyboardInterrupt):
-            yield pytest.param(base, error, id=f"{base.name}-{error.__name__}")
-
-
-@pytest.mark.parametrize(("base", "error"), list(_cases()))
+@pytest.mark.parametrize(
+    ("base", "error"),
+    thinned(itertools.product((CpuDevice, SimulatedDevice), (KeyboardInterrupt, InjectedError))),
+    ids=lambda each: each.__dict__.get("name", each.__name__),
+)
 def test_a_fault_at_every_operation(
     base: type[CpuDevice], error: type[BaseException], undisturbed: tuple[float, float, list[torch.Tensor]]
 ) -> None:

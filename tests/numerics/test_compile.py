@@ -17,6 +17,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.model import compiling
 from horizon_lm.model.block_template import structure_key
 from tests import families
+from tests.thinning import thinned
 from tests.threaded import ThreadedDevice
 
 pytestmark = [
@@ -82,7 +83,7 @@ def shaped(kind: str, rows: int, length: int) -> dict[str, torch.Tensor]:
     return batch
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, every=len(KINDS), keep=("packed", "chunked")))
 def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_BACKEND", "aot_eager")  # a backend that counts graphs before code is generated
     family, sizes, settings, graphs = KINDS[kind]

@@ -44,13 +44,15 @@ def build() -> Any:
     return LlamaForCausalLM(config)
 
 
-def fine_tune(weights: dict[str, torch.Tensor], lr: float, precision: str, **options: Any) -> tuple[float, float]:
+def fine_tune(
+    weights: dict[str, torch.Tensor], lr: float, precision: str, steps: int = STEPS, **options: Any
+) -> tuple[float, float]:
     """Return the validation loss after learning another rule, and the share of weights that did not change."""
     model = build().to(torch.bfloat16)
     model.load_state_dict(weights)
     model = horizon_lm.stream(model, precision=precision)
     optimizer = horizon_lm.AdamW(model, lr=lr, **options)
-    for step in range(STEPS):
+    for step in range(steps):
         model(**batch(1000 + step, shift=7)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -84,7 +86,7 @@ def test_modes_keep_updates_that_rounding_to_nearest_loses(
     never_changed: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before, _ = fine_tune(pretrained, 0.0, "float32")
+    before, _ = fine_tune(pretrained, lr, "float32", steps=0)
     exact, _ = fine_tune(pretrained, lr, "float32")
     learned = before - exact
     results = {name: fine_tune(pretrained, lr, **MODES[name]) for name in modes}

@@ -1,5 +1,6 @@
 """check_gradients: correct gradients pass, and a wrong gradient is named."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from horizon_lm.engine.grad_sink import GradSink
 from horizon_lm.errors import ConfigError, GradientMismatchError
 from horizon_lm.model.block_template import StreamedBlock
 from tests.families import FAMILIES, batch, build
+from tests.thinning import thinned
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},
@@ -22,8 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "settings"), thinned(product(FAMILIES, SETTINGS)))
 def test_correct_gradients_pass(family: str, settings: str) -> None:
     model = horizon_lm.stream(build(family), check_gradients=2, **SETTINGS[settings])
     model(**batch()).loss.backward()

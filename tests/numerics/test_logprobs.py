@@ -13,6 +13,7 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import find_parts
 from tests import families
 from tests.storages import StorageMeter
+from tests.thinning import thinned
 
 CHUNKED = {"head": "chunked", "head_chunk_tokens": 5}
 
@@ -91,7 +92,7 @@ def test_shifted_labels_no_labels_and_no_trained_token() -> None:
         horizon_lm.token_logprobs(families.build("llama"), input_ids=ids, labels=ids)
 
 
-@pytest.mark.parametrize("objective", ["loss", "logprobs"])
+@pytest.mark.parametrize("objective", thinned(["logprobs", "loss"]))
 def test_vocabulary_of_152k(objective: str) -> None:
     """Values equal those of Hugging Face within 1e-6; logits take the planned memory for any number of tokens."""
     config = Qwen2Config(

@@ -9,6 +9,7 @@ import torch
 import horizon_lm
 from tests import families
 from tests.storages import StorageMeter
+from tests.thinning import thinned
 
 
 def test_the_storage_meter_counts_live_bytes() -> None:
@@ -29,7 +30,11 @@ def _streamed(num_blocks: int, micro_batch_size: int | None, **options: Any) -> 
 
 @pytest.mark.parametrize(
     ("precision", "micro_batch_size"),
-    [("float32", 8), ("fp32_master", 8), ("fp32_master", 1), pytest.param("float32", 1, marks=pytest.mark.slow)],
+    thinned(
+        [("float32", 8), ("fp32_master", 8), ("float32", 1), ("fp32_master", 1), ("fp32_master", 4)],
+        every=5,
+        keep=[("fp32_master", 4)],
+    ),
 )
 def test_device_peak_does_not_depend_on_depth(precision: str, micro_batch_size: int) -> None:
     peaks, counted = {}, {}

@@ -8,6 +8,7 @@ import torch
 from horizon_lm.model import segment_attention as module
 from horizon_lm.model.attention import Segments
 from horizon_lm.model.segment_attention import _attend, _differentiate, by_segment, segment_attention
+from tests.thinning import thinned
 
 LENGTHS = [[5, 2], [1, 6]]
 CASES: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ def test_equal_to_autograd(case: str, dtype: torch.dtype) -> None:
     assert torch.equal(plain, expected)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES))
 def test_gradients_are_those_of_the_output(case: str) -> None:
     options = arguments(**CASES[case])
 

@@ -1,6 +1,7 @@
 """Asynchronous streams, emulated by threads with random delays: no result changes, unless a wait is missing."""
 
 import gc
+import itertools
 import threading
 import time
 from collections import Counter
@@ -21,14 +22,16 @@ from horizon_lm.schedule.trace import Trace
 from tests import families
 from tests.numerics.test_races import SETTINGS, Result, same, train
 from tests.storages import StorageMeter
+from tests.thinning import thinned
 from tests.threaded import ThreadedDevice
 
+SLOW: dict[str, list[Stream] | None] = {"in": [Stream.COPY_IN], "out": [Stream.COPY_OUT], "both": None, "none": []}
 
-@pytest.mark.parametrize("slow", [[Stream.COPY_IN], [Stream.COPY_OUT], None, []], ids=["in", "out", "both", "none"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_delays_change_no_result(undisturbed: Callable[..., Result], name: str, slow: list[Stream] | None) -> None:
+
+@pytest.mark.parametrize(("name", "slow"), thinned(itertools.product(SETTINGS, SLOW)))
+def test_delays_change_no_result(undisturbed: Callable[..., Result], name: str, slow: str) -> None:
     options = SETTINGS[name] | {"precision": "fp32_master"}
-    assert same(train(ThreadedDevice(1, delay=5e-4, slow=slow), **options), undisturbed(**options))
+    assert same(train(ThreadedDevice(1, delay=5e-4, slow=SLOW[slow]), **options), undisturbed(**options))
 
 
 # On this device, computation has finished when the next task is issued, so a missing wait for it changes nothing.
@@ -243,7 +246,7 @@ MAY_BE_LESS = ("the first block frozen", "blocks of two kinds", "blocks of two k
 
 
 @pytest.mark.parametrize("spare", [20_000_000, pytest.param(200_000_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize("name", thinned(PEAKS))
 def test_the_planned_peak_is_not_exceeded(spare: int, name: str) -> None:
     options = dict(PEAKS[name])
     sizes = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 997}

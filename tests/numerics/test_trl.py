@@ -198,10 +198,10 @@ def preferences(count: int) -> list[dict[str, Any]]:
     ("precomputed", "objective"),
     [
         (False, {"loss_type": "sigmoid"}),
-        (True, {"loss_type": "sigmoid"}),
+        pytest.param(True, {"loss_type": "sigmoid"}, marks=pytest.mark.slow),
         pytest.param(True, {"loss_type": "hinge"}, marks=pytest.mark.slow),
         pytest.param(True, {"loss_type": "ipo"}, marks=pytest.mark.slow),
-        (True, {"loss_type": "robust", "label_smoothing": 0.1}),
+        pytest.param(True, {"loss_type": "robust", "label_smoothing": 0.1}, marks=pytest.mark.slow),
         (True, {"loss_type": ["sigmoid", "ipo"], "loss_weights": [0.8, 0.2]}),
     ],
     ids=["sigmoid, reference in each step", "sigmoid", "hinge", "ipo", "robust", "sum of two"],

@@ -1,18 +1,22 @@
 """A dropped streamed model frees its memory, regardless of how it was used."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
 
 import horizon_lm
 from tests import families
+from tests.thinning import thinned
+
+USES = ("forward only", "evaluated", "trained", "failed")
 
 
-@pytest.mark.parametrize("used", ["forward only", "evaluated", "trained", "failed"])
-@pytest.mark.parametrize("micro_batch_size", [None, 1])
-@pytest.mark.parametrize("head", ["chunked", "whole"])
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "head", "micro_batch_size", "used"),
+    thinned(itertools.product(("llama", "mixtral", "gpt2"), ("chunked", "whole"), (None, 1), USES)),
+)
 def test_store_is_freed(family: str, head: str, micro_batch_size: int | None, used: str) -> None:
     model = horizon_lm.stream(families.build(family), head=head, device_micro_batch_size=micro_batch_size)
     optimizer = None

@@ -2,6 +2,7 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from horizon_lm.kernels.gradients import landing_kernel, squared_norm_kernel
 from horizon_lm.kernels.gradients import rows_kernel as landing_rows_kernel
 from horizon_lm.optim.update_tasks import Hyperparameters
 from horizon_lm.store.store import as_array
+from tests.thinning import thinned
 
 WEIGHTS, MOMENTS, GRADS = ("float32", "bf16", "fp32_master"), ("float32", "bfloat16", "8bit"), ("float32", "bfloat16")
 HYPER = Hyperparameters(lr=1e-3, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1)
@@ -86,9 +88,7 @@ def reference(n: int, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     return w, start
 
 
-@pytest.mark.parametrize("grad_mode", GRADS)
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(("weights", "moments", "grad_mode"), thinned(product(WEIGHTS, MOMENTS, GRADS), every=5))
 def test_update_follows_fp64(weights: str, moments: str, grad_mode: str) -> None:
     n, num_steps = 10_000, 12
     expected, start = reference(n, num_steps)
@@ -109,9 +109,7 @@ def test_update_follows_fp64(weights: str, moments: str, grad_mode: str) -> None
     )
 
 
-@pytest.mark.parametrize("grad_mode", GRADS)
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(("weights", "moments", "grad_mode"), thinned(product(WEIGHTS, MOMENTS, GRADS), every=5))
 def test_result_does_not_depend_on_pieces_or_threads(weights: str, moments: str, grad_mode: str) -> None:
     n = 40 * BLOCK + 32
     whole, cut = (Slabs(weights, moments, grad_mode, n) for _ in range(2))
@@ -145,8 +143,7 @@ def _away_from_zero(master: np.ndarray) -> np.ndarray:
     return ((master.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize(("weights", "moments"), thinned(product(WEIGHTS, MOMENTS), every=4))
 def test_updating_rows_equals_updating_spans(weights: str, moments: str) -> None:
     num_rows, width = 37, 2 * BLOCK  # rows of whole blocks, so that rows and spans have the same scales
     spans, rows = (Slabs(weights, moments, "bfloat16", num_rows * width) for _ in range(2))

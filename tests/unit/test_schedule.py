@@ -9,6 +9,7 @@ from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, After, Buf, Buffer, Kind, Op, Pass, Stream, block
 from horizon_lm.schedule.verify import Passes, check, each_wait, sequences, superfluous_waits, without_wait
 from horizon_lm.schedule.waits import ACROSS, ACROSS_WRITES
+from tests.thinning import thinned
 
 
 def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer: bool = True) -> Passes:
@@ -51,7 +52,7 @@ def problems(layouts: Iterable[tuple[build.Layout, bool]]) -> Iterator[str]:
                     yield f"{layout} {head_grads=} {first_trained=} {outer=}, {name}: {problem}"
 
 
-@pytest.mark.parametrize(("num_blocks", "offloaded", "resident"), PLACES)
+@pytest.mark.parametrize(("num_blocks", "offloaded", "resident"), thinned(PLACES, every=4))
 def test_every_legal_sequence_is_correct(num_blocks: int, offloaded: int, resident: int) -> None:
     layouts = [
         x for x in LAYOUTS if (x[0].num_blocks, x[0].offloaded, x[0].resident) == (num_blocks, offloaded, resident)

@@ -26,6 +26,7 @@ from horizon_lm.schedule.ops import (
     uses,
 )
 from horizon_lm.schedule.simulate import Cost, Rates, Timeline, simulate, step_seconds
+from tests.thinning import thinned
 
 RATES = Rates(link_in=10.0, link_out=5.0, host=20.0)
 
@@ -222,7 +223,7 @@ def test_step_seconds_in_steady_state() -> None:
     assert a == pytest.approx(b)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", thinned(LAYOUTS), ids=str)
 def test_real_schedules_keep_every_wait(layout: build.Layout) -> None:
     sequence = training_step(layout) * 3
     for seed in range(5):

@@ -1,0 +1,28 @@
+"""Leave most cases of a long parametrised test to ``-m slow``."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def thinned(params: Iterable[Any], every: int = 3, keep: Collection[Any] = ()) -> list[Any]:
+    """Return all params, of which only some run by default; the others are marked ``slow``.
+
+    For a product of parameters, ``every`` should have no common divisor with the lengths of the inner ones, so that all
+    their values remain among the default cases.
+
+    Args:
+        params: params of `pytest.mark.parametrize`; a tuple has the values of several arguments.
+        every: the first case and every ``every``-th one after it run by default.
+        keep: further params that run by default.
+    """
+    cases = list(params)
+    if unknown := [each for each in keep if each not in cases]:
+        raise ValueError(f"keep names cases that do not exist: {unknown}")
+    return [case if number % every == 0 or case in keep else _slow(case) for number, case in enumerate(cases)]
+
+
+def _slow(case: Any) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)
