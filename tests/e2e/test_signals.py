@@ -99,7 +99,8 @@ def test_a_signal_ends_a_run_after_the_step(tmp_path: Path, run_file: Path, name
 
 def test_a_closing_terminal_sends_its_signal_twice(run_file: Path) -> None:
     """The shell and the system both send SIGHUP; the run still finishes its step."""
-    with RunProcess(run_file) as run:
+    default = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # also if the tests run under nohup
+    with RunProcess(run_file, setup=default) as run:
         run.wait_for("step 2/")
         run.send(signal.SIGHUP)
         run.send(signal.SIGHUP)
