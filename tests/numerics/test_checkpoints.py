@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+pytest.importorskip("xxhash", reason="needs the whole installation")
+
 import horizon_lm
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.checkpoints.random_state import random_state
