@@ -7,11 +7,11 @@ from field_schedule import FieldSettings, FieldStep, FieldTime, field_time, most
 from simulated_models import source_of
 
 from horizon_lm.config import plan_config
-from horizon_lm.plan.catalog import Hardware, find_profile
-from horizon_lm.plan.outline import ModelOutline
-from horizon_lm.plan.plan import Plan
-from horizon_lm.plan.residency import Residency
-from horizon_lm.plan.step_time import step_time
+from horizon_lm.planning.catalog import Hardware, find_profile
+from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.residency import Residency
+from horizon_lm.planning.step_time import step_time
 from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import RowShape
 from horizon_lm.preflight.this_machine import other_machine

@@ -9,9 +9,9 @@ landing a gradient in that of the parameters (stream ``copy_out``, the thread be
 from dataclasses import dataclass
 from math import ceil
 
-from horizon_lm.plan.catalog import Hardware
-from horizon_lm.plan.outline import ModelOutline, Work
-from horizon_lm.plan.step import Step, StepSettings, rates
+from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.outline import ModelOutline, Work
+from horizon_lm.planning.step import Step, StepSettings, rates
 from horizon_lm.schedule.ops import EMBED, HEAD, Buf, Buffer, Kind, Op, Pass, Stream, block
 from horizon_lm.schedule.simulate import Cost, step_seconds
 from horizon_lm.schedule.waits import derive_waits

@@ -22,8 +22,8 @@ from horizon_lm.config import plan_config
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.engine.options import open_device
-from horizon_lm.plan.catalog import Hardware
-from horizon_lm.plan.plan import Plan
+from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.plan import Plan
 from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import RowShape, open_source
 from horizon_lm.preflight.this_machine import this_machine

@@ -26,8 +26,8 @@ from peers_cpu import processor, versions
 import horizon_lm
 from horizon_lm.config import plan_config
 from horizon_lm.device.cpu import CpuDevice
-from horizon_lm.plan.catalog import find_profile
-from horizon_lm.plan.request import Saves
+from horizon_lm.planning.catalog import find_profile
+from horizon_lm.planning.request import Saves
 from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import open_source
 from horizon_lm.preflight.this_machine import other_machine

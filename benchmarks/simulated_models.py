@@ -14,10 +14,10 @@ from horizon_lm.cli.plan import MODES
 from horizon_lm.config import plan_config
 from horizon_lm.config.load import parse_overrides
 from horizon_lm.model.hub import known_config
-from horizon_lm.plan.catalog import find_known, find_profile
-from horizon_lm.plan.device_memory import device_use
-from horizon_lm.plan.plan import Plan
-from horizon_lm.plan.request import Budget
+from horizon_lm.planning.catalog import find_known, find_profile
+from horizon_lm.planning.device_memory import device_use
+from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.request import Budget
 from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import RowShape, Source
 from horizon_lm.preflight.this_machine import other_machine

@@ -13,9 +13,9 @@ from pathlib import Path
 from simulated_models import DATE, source_of
 
 from horizon_lm.config import plan_config
-from horizon_lm.plan.catalog import find_profile
-from horizon_lm.plan.step import Step, rates, update_bytes
-from horizon_lm.plan.step_time import StepTime
+from horizon_lm.planning.catalog import find_profile
+from horizon_lm.planning.step import Step, rates, update_bytes
+from horizon_lm.planning.step_time import StepTime
 from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import RowShape
 from horizon_lm.preflight.this_machine import other_machine

@@ -32,7 +32,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.load import read_run_config
 from horizon_lm.model import hub
 from horizon_lm.model.units import find_parts
-from horizon_lm.plan.memory import BufferSettings, ModelSizes, device_buffers
+from horizon_lm.planning.memory import BufferSettings, ModelSizes, device_buffers
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.training.loop import RunResult, train
 from horizon_lm.training.setup import choose_device

@@ -3,9 +3,9 @@
 from math import inf
 from typing import Any
 
-from horizon_lm.plan.catalog import Hardware
-from horizon_lm.plan.memory import ModelSizes
-from horizon_lm.plan.outline import BlockKind, Linear, ModelOutline, Work
+from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.memory import ModelSizes
+from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
 
 # The shape of Qwen2.5-7B.
 BLOCK, TABLE, HIDDEN, VOCABULARY, ATTENTION = 233_057_792, 152_064 * 3584, 3584, 152_064, 3584

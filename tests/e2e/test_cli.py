@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from horizon_lm.cli import generate
-from horizon_lm.plan.catalog import published
+from horizon_lm.planning.catalog import published
 from horizon_lm.store import checkpoint_loader
 from tests.e2e import tiny
 from tests.e2e.command import run

@@ -20,7 +20,7 @@ from horizon_lm.doctor.machine import OtherPrograms, describe_machine
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.errors import ConfigError
-from horizon_lm.plan.catalog import read_profile
+from horizon_lm.planning.catalog import read_profile
 from tests.e2e.command import run
 from tests.emulated import emulated_gpu
 

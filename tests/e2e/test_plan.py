@@ -12,7 +12,7 @@ import pytest
 
 from horizon_lm import resources
 from horizon_lm.engine.executor import Engine
-from horizon_lm.plan.catalog import own_profile_path
+from horizon_lm.planning.catalog import own_profile_path
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.outlines import machine

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from horizon_lm.errors import DeviceFaultError, DoesNotFitError
-from horizon_lm.plan.request import Limit, Machine
+from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.preflight.inputs import Source, open_source
 from horizon_lm.schedule.ops import HEAD, Kind, block
 from horizon_lm.training import loop

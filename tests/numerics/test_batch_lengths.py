@@ -10,7 +10,7 @@ import torch
 import horizon_lm
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.cuda import CudaDevice
-from horizon_lm.plan.residency import ExpectedBatch
+from horizon_lm.planning.residency import ExpectedBatch
 from tests import families
 from tests.emulated import EmulatedGpu, emulated_gpu
 from tests.threaded import ThreadedDevice

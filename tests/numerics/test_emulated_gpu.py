@@ -14,7 +14,7 @@ import torch
 import horizon_lm
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import PageLockWarning
-from horizon_lm.plan.residency import Residency
+from horizon_lm.planning.residency import Residency
 from tests import families
 from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
 from tests.thinning import thinned

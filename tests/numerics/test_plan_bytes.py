@@ -11,10 +11,10 @@ import torch
 import horizon_lm
 from horizon_lm.cost.model_outline import outline_config
 from horizon_lm.model.units import find_parts, freeze
-from horizon_lm.plan.choose import choose
-from horizon_lm.plan.device_memory import device_use
-from horizon_lm.plan.memory import host_bytes
-from horizon_lm.plan.request import ForwardBatch, Machine, Request
+from horizon_lm.planning.choose import choose
+from horizon_lm.planning.device_memory import device_use
+from horizon_lm.planning.memory import host_bytes
+from horizon_lm.planning.request import ForwardBatch, Machine, Request
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind
 from tests import families
 from tests.storages import StorageMeter

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.plan.residency import Residency
+from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule.ops import HEAD, Kind, block
 from tests import families
 from tests.short_of_memory import Computation, ShortDevice

@@ -7,7 +7,7 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import DoesNotFitError
-from horizon_lm.plan.memory import BufferSettings, smallest_device_capacity
+from horizon_lm.planning.memory import BufferSettings, smallest_device_capacity
 from tests import families
 from tests.thinning import thinned
 

@@ -11,11 +11,11 @@ from field_schedule import FieldSettings, FieldStep, field_pass, field_time
 from simulated_models import source_of
 
 from horizon_lm.config import plan_config
-from horizon_lm.plan.catalog import Hardware, find_profile
-from horizon_lm.plan.outline import ModelOutline
-from horizon_lm.plan.residency import Residency
-from horizon_lm.plan.step import Step, StepSettings, rates
-from horizon_lm.plan.step_time import step_time
+from horizon_lm.planning.catalog import Hardware, find_profile
+from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.residency import Residency
+from horizon_lm.planning.step import Step, StepSettings, rates
+from horizon_lm.planning.step_time import step_time
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Pass, Stream, block
 from horizon_lm.schedule.simulate import Cost, Timeline, simulate, step_seconds
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.plan.catalog import (
+from horizon_lm.planning.catalog import (
     DTYPES,
     Hardware,
     find_profile,

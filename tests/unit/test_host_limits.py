@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from horizon_lm import resources
-from horizon_lm.plan.plan import make_plan
-from horizon_lm.plan.request import Machine, Request
-from horizon_lm.plan.step_time import staged, step_time
+from horizon_lm.planning.plan import make_plan
+from horizon_lm.planning.request import Machine, Request
+from horizon_lm.planning.step_time import staged, step_time
 from horizon_lm.preflight.this_machine import _ADDRESS_BYTES, _host_limits
 from horizon_lm.resources import MemoryLimit
 from tests.outlines import dense, machine

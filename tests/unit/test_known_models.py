@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_lm.model.hub import build_skeleton, known_config
 from horizon_lm.model.units import find_parts
-from horizon_lm.plan import catalog
-from horizon_lm.plan.catalog import KnownModel, find_known, known_models
+from horizon_lm.planning import catalog
+from horizon_lm.planning.catalog import KnownModel, find_known, known_models
 
-FILES = sorted((resources.files("horizon_lm.plan") / "models").iterdir(), key=lambda file: file.name)
+FILES = sorted((resources.files("horizon_lm.planning") / "models").iterdir(), key=lambda file: file.name)
 
 
 def build(config: dict[str, Any]) -> Any:

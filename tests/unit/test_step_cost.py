@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.plan.catalog import Hardware
-from horizon_lm.plan.plan import make_plan
-from horizon_lm.plan.request import Machine, Request
-from horizon_lm.plan.residency import Residency
-from horizon_lm.plan.step import Step, StepSettings, rates, update_bytes
-from horizon_lm.plan.step_time import step_time
+from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.plan import make_plan
+from horizon_lm.planning.request import Machine, Request
+from horizon_lm.planning.residency import Residency
+from horizon_lm.planning.step import Step, StepSettings, rates, update_bytes
+from horizon_lm.planning.step_time import step_time
 from horizon_lm.schedule.ops import EMBED, HEAD, UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import step_seconds
 from tests.outlines import BLOCK, HIDDEN, TABLE, dense, machine

@@ -28,7 +28,7 @@ def doctor(
     from dataclasses import asdict
 
     from horizon_lm.doctor.profile import check_folder, check_writable, keep
-    from horizon_lm.plan.catalog import own_profile_path
+    from horizon_lm.planning.catalog import own_profile_path
 
     path = None if no_save else (output or own_profile_path()).expanduser()
     check_folder(folder)

@@ -14,12 +14,12 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.load import parse_overrides, read_run_config, split_arguments
 from horizon_lm.errors import ConfigError, HorizonError
 from horizon_lm.model.hub import folder_here
-from horizon_lm.plan.catalog import Hardware, find_profile, published
-from horizon_lm.plan.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
-from horizon_lm.plan.plan import Plan
-from horizon_lm.plan.remedies import Remedy
-from horizon_lm.plan.render import plan_as_json, plan_lines
-from horizon_lm.plan.request import Machine, Saves
+from horizon_lm.planning.catalog import Hardware, find_profile, published
+from horizon_lm.planning.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
+from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.remedies import Remedy
+from horizon_lm.planning.render import plan_as_json, plan_lines
+from horizon_lm.planning.request import Machine, Saves
 from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
 from horizon_lm.preflight.inputs import Source, open_source
 from horizon_lm.preflight.this_machine import other_machine, this_machine
@@ -207,7 +207,7 @@ class _Search:
     """A search for the largest models that fit. Each model is outlined only once."""
 
     def __init__(self) -> None:
-        from horizon_lm.plan.catalog import known_models
+        from horizon_lm.planning.catalog import known_models
 
         self._known = list(reversed(known_models()))
         self._sources: dict[str, Source] = {}

@@ -15,7 +15,7 @@ from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.model.hub import meta_copy
 from horizon_lm.model.outer_trial import OuterTrial
 from horizon_lm.model.units import ModelParts
-from horizon_lm.plan.outline import Footprint, Work
+from horizon_lm.planning.outline import Footprint, Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from horizon_lm.model.functional import in_place, logprobs_of_logits
 from horizon_lm.model.hub import meta_copy
 from horizon_lm.model.outer_trial import Decoded, forwards
 from horizon_lm.model.units import ModelParts
-from horizon_lm.plan.outline import Linear, Work
+from horizon_lm.planning.outline import Linear, Work
 from horizon_lm.schedule.ops import OUTER
 
 _TOKENS = 4096  # tokens of a trial, enough to make the part that does not depend on the number of tokens negligible

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from horizon_lm.plan.outline import Work
+from horizon_lm.planning.outline import Work
 
 _STAND_IN = "horizon_lm_fused"  # the name under which transformers finds the stand-in kernels
 _FUSED = ("flash_attention_2", "flash_attention_3", "varlen")

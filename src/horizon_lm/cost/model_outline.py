@@ -17,7 +17,7 @@ from horizon_lm.model.hub import skeleton_of
 from horizon_lm.model.outer_trial import require_each_block_once, try_outer
 from horizon_lm.model.proven import MICRO_BATCHES, VARLEN, find_proof, require_proven
 from horizon_lm.model.units import ModelParts, find_parts, freeze
-from horizon_lm.plan.outline import BlockKind, Linear, ModelOutline, Work
+from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
 from horizon_lm.schedule.ops import block
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

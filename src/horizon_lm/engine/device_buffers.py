@@ -11,8 +11,8 @@ import torch
 
 from horizon_lm.device.base import Device
 from horizon_lm.model.units import ModelParts
-from horizon_lm.plan.outline import Linear
-from horizon_lm.plan.residency import Residency
+from horizon_lm.planning.outline import Linear
+from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Op, block, block_index
 from horizon_lm.store.store import Store
 

@@ -59,7 +59,7 @@ from horizon_lm.engine.updates import PendingUpdates, RunningSave, TableUpdate, 
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model.block_template import comparable
 from horizon_lm.model.units import ModelParts, ParamRef
-from horizon_lm.plan.residency import ExpectedBatch, Residency
+from horizon_lm.planning.residency import ExpectedBatch, Residency
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, Stream, block, block_index
 from horizon_lm.store.store import Store, UnitSlabs

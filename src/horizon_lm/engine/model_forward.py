@@ -34,7 +34,7 @@ from horizon_lm.model.block_template import Structure, has_foreign_hooks
 from horizon_lm.model.functional import in_place, logprobs_of_logits
 from horizon_lm.model.head_path import AUXILIARY, ChunkedPath
 from horizon_lm.model.units import ModelParts
-from horizon_lm.plan.residency import BatchSize
+from horizon_lm.planning.residency import BatchSize
 
 _MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature")
 

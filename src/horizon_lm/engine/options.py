@@ -21,7 +21,7 @@ from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.outer_trial import require_each_block_once, try_outer
 from horizon_lm.model.proven import IMAGES, MICRO_BATCHES, VARLEN, find_proof, require_proven
 from horizon_lm.model.units import ModelParts, find_parts
-from horizon_lm.plan.residency import Residency, head_chunk_tokens
+from horizon_lm.planning.residency import Residency, head_chunk_tokens
 from horizon_lm.store.precision import Precision, get_precision
 from horizon_lm.store.store import Store
 from horizon_lm.streaming_options import StreamingOptions

@@ -20,10 +20,10 @@ from horizon_lm.engine.tree import Tree
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
-from horizon_lm.plan.device_memory import working
-from horizon_lm.plan.memory import BufferSettings, device_buffers, slab_elements
-from horizon_lm.plan.outline import Footprint
-from horizon_lm.plan.residency import BatchSize, DevicePlan, Residency, spend
+from horizon_lm.planning.device_memory import working
+from horizon_lm.planning.memory import BufferSettings, device_buffers, slab_elements
+from horizon_lm.planning.outline import Footprint
+from horizon_lm.planning.residency import BatchSize, DevicePlan, Residency, spend
 
 
 def plan_device(

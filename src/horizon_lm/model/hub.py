@@ -17,7 +17,7 @@ from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError,
 from horizon_lm.model.config_limits import require_few_parameters, require_sane_config, require_small_buffer
 from horizon_lm.model.gguf_header import read_gguf_header
 from horizon_lm.paths import exists, may_be_on_hub, require_inside, require_own_files, require_regular
-from horizon_lm.plan.catalog import KnownModel, find_known, known_models
+from horizon_lm.planning.catalog import KnownModel, find_known, known_models
 
 _PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model")
 _ALSO_READ = ("*.gguf", "*.py", "additional_chat_templates", "additional_chat_templates/*")  # in a local folder

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.plan.memory import ModelSizes
+from horizon_lm.planning.memory import ModelSizes
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -9,14 +9,14 @@ from horizon_lm.config import DpoConfig, RunConfig
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
-from horizon_lm.plan.choose import with_device_room
-from horizon_lm.plan.device_memory import device_use
-from horizon_lm.plan.outline import ModelOutline
-from horizon_lm.plan.plan import Plan, describe_deficit, make_plan
-from horizon_lm.plan.remedies import Remedy, find_remedies
-from horizon_lm.plan.render import remedy_lines
-from horizon_lm.plan.request import ForwardBatch, Machine, Request, Saves
-from horizon_lm.plan.residency import Residency
+from horizon_lm.planning.choose import with_device_room
+from horizon_lm.planning.device_memory import device_use
+from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.plan import Plan, describe_deficit, make_plan
+from horizon_lm.planning.remedies import Remedy, find_remedies
+from horizon_lm.planning.render import remedy_lines
+from horizon_lm.planning.request import ForwardBatch, Machine, Request, Saves
+from horizon_lm.planning.residency import Residency
 from horizon_lm.preflight.inputs import RowShape, Source, open_source
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.streaming_options import StreamingOptions

@@ -11,7 +11,7 @@ from horizon_lm.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.paths import exists
-from horizon_lm.plan.outline import ModelOutline
+from horizon_lm.planning.outline import ModelOutline
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def open_source(run: RunConfig) -> Source:
         ModelNotSupportedError: the model is not a causal language model.
     """
     from horizon_lm.model import hub
-    from horizon_lm.plan.catalog import find_known
+    from horizon_lm.planning.catalog import find_known
 
     name = run.model_name_or_path
     if exists(name) and Path(name).expanduser().is_dir():

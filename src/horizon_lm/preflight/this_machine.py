@@ -5,8 +5,8 @@ from pathlib import Path
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError
-from horizon_lm.plan.catalog import Hardware, match_profile, own_profile_path, read_profile
-from horizon_lm.plan.request import Limit, Machine
+from horizon_lm.planning.catalog import Hardware, match_profile, own_profile_path, read_profile
+from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.quantities import format_bytes
 
 LIBRARIES_BYTES = 2**30  # bytes of a process on another machine: interpreter, torch, transformers

@@ -7,8 +7,8 @@ from typing import Any
 
 from horizon_lm.device.faults import is_out_of_device_memory
 from horizon_lm.errors import first_line
-from horizon_lm.plan.plan import Plan
-from horizon_lm.plan.render import summary_lines
+from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.render import summary_lines
 from horizon_lm.preflight.admission import Admission
 from horizon_lm.training.metrics import Reporter
 

@@ -17,9 +17,9 @@ from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.loader import Batch
 from horizon_lm.device.faults import is_device_fault
 from horizon_lm.errors import ConfigError, DeviceFaultError, InterruptedRunError, first_line
-from horizon_lm.plan.plan import Plan
-from horizon_lm.plan.render import summary_lines
-from horizon_lm.plan.request import Saves
+from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.render import summary_lines
+from horizon_lm.planning.request import Saves
 from horizon_lm.preflight.admission import Admission, apply_plan
 from horizon_lm.quantities import format_seconds
 from horizon_lm.training.best_model import BestModel

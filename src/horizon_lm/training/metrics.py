@@ -11,7 +11,7 @@ from typing import Any, Self
 from horizon_lm.data.loader import Batch
 from horizon_lm.errors import first_line
 from horizon_lm.objective.base import Loss
-from horizon_lm.plan.plan import Plan
+from horizon_lm.planning.plan import Plan
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.resources import resident_bytes
 from horizon_lm.training.line_file import LineFile

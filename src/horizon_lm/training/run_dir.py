@@ -13,8 +13,8 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.text import RUN_CONFIG_HEADER, to_yaml
 from horizon_lm.disk import Disk, part_of, replace_folder, restore_folder, write_file
 from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, first_line
-from horizon_lm.plan.plan import Plan
-from horizon_lm.plan.render import write_plan
+from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.render import write_plan
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.resources import disk_free
 from horizon_lm.training.line_file import LineFile

@@ -16,8 +16,8 @@ from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarning, first_line
 from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.paths import exists
-from horizon_lm.plan.plan import Plan
-from horizon_lm.plan.residency import ExpectedBatch
+from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.residency import ExpectedBatch
 from horizon_lm.quantities import counted
 from horizon_lm.streaming_options import StreamingOptions
 from horizon_lm.training.metrics import Reporter

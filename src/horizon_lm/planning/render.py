@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.disk import Disk, write_file
-from horizon_lm.plan.device_memory import Curve
-from horizon_lm.plan.outline import ModelOutline
-from horizon_lm.plan.plan import Plan
-from horizon_lm.plan.remedies import Remedy, smallest
-from horizon_lm.plan.request import Budget
-from horizon_lm.plan.step_time import StepTime
+from horizon_lm.planning.device_memory import Curve
+from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.remedies import Remedy, smallest
+from horizon_lm.planning.request import Budget
+from horizon_lm.planning.step_time import StepTime
 from horizon_lm.quantities import counted, format_bytes, format_seconds
 from horizon_lm.schedule.ops import CAUSE_TITLES, STREAM_TITLES
 from horizon_lm.schedule.trace import write_chrome

@@ -5,11 +5,11 @@ over time.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from horizon_lm.plan.memory import device_buffers, slab_elements
-from horizon_lm.plan.outline import Footprint, Linear
-from horizon_lm.plan.request import ForwardBatch
-from horizon_lm.plan.residency import Working
-from horizon_lm.plan.step import Step
+from horizon_lm.planning.memory import device_buffers, slab_elements
+from horizon_lm.planning.outline import Footprint, Linear
+from horizon_lm.planning.request import ForwardBatch
+from horizon_lm.planning.residency import Working
+from horizon_lm.planning.step import Step
 from horizon_lm.schedule.ops import HEAD, Kind, Stream, block_index, is_block
 from horizon_lm.schedule.trace import Span
 

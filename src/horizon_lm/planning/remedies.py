@@ -6,9 +6,9 @@ from itertools import combinations
 from typing import Any
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.plan.outline import ModelOutline
-from horizon_lm.plan.plan import Plan, make_plan
-from horizon_lm.plan.request import Machine, Request
+from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.plan import Plan, make_plan
+from horizon_lm.planning.request import Machine, Request
 from horizon_lm.quantities import parse_bytes
 
 OutlineFor = Callable[..., ModelOutline]

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from horizon_lm.plan.catalog import Hardware
-from horizon_lm.plan.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES, BufferSettings, HostSettings, ModelSizes
-from horizon_lm.plan.outline import ModelOutline, Work
-from horizon_lm.plan.request import FixedSettings
-from horizon_lm.plan.residency import Residency
+from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES, BufferSettings, HostSettings, ModelSizes
+from horizon_lm.planning.outline import ModelOutline, Work
+from horizon_lm.planning.request import FixedSettings
+from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Kind, Op, Pass, Stream, block, block_index
 from horizon_lm.schedule.simulate import Rates

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from horizon_lm.constants import DEVICE_MARGIN
-from horizon_lm.plan.catalog import Hardware
-from horizon_lm.plan.choose import choose
-from horizon_lm.plan.device_memory import Curve, DeviceUse, device_use, memory_curve
-from horizon_lm.plan.memory import host_bytes, slab_elements
-from horizon_lm.plan.outline import ModelOutline
-from horizon_lm.plan.request import Budget, Item, Limit, Machine, Request
-from horizon_lm.plan.step import Step
-from horizon_lm.plan.step_time import SaveTime, StepTime, save_time, staged, step_time
+from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.choose import choose
+from horizon_lm.planning.device_memory import Curve, DeviceUse, device_use, memory_curve
+from horizon_lm.planning.memory import host_bytes, slab_elements
+from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.request import Budget, Item, Limit, Machine, Request
+from horizon_lm.planning.step import Step
+from horizon_lm.planning.step_time import SaveTime, StepTime, save_time, staged, step_time
 from horizon_lm.quantities import counted, format_bytes
 
 

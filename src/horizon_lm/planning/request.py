@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from horizon_lm.plan.catalog import Hardware
+from horizon_lm.planning.catalog import Hardware
 from horizon_lm.streaming_options import StreamingOptions
 
 

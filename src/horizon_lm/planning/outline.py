@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Generic, TypeVar
 
-from horizon_lm.plan.memory import ModelSizes
+from horizon_lm.planning.memory import ModelSizes
 
 
 @dataclass(frozen=True, slots=True)

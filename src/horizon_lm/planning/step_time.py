@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from horizon_lm.plan.catalog import Hardware
-from horizon_lm.plan.step import Step, StepCost, rates
+from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.step import Step, StepCost, rates
 from horizon_lm.schedule.ops import UPDATES, Kind, Pass, Stream, is_block
 from horizon_lm.schedule.simulate import Rates, Timeline, simulate, step_seconds, without
 from horizon_lm.schedule.trace import Span, busy_seconds, exposed_seconds

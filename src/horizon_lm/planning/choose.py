@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from horizon_lm.constants import DEVICE_MARGIN
-from horizon_lm.plan.device_memory import device_use, step_working, weights_of_blocks
-from horizon_lm.plan.memory import device_buffers, host_bytes
-from horizon_lm.plan.outline import ModelOutline
-from horizon_lm.plan.request import Limit, Machine, Request
-from horizon_lm.plan.residency import Residency, head_chunk_tokens, spend
-from horizon_lm.plan.step import Step, StepSettings
+from horizon_lm.planning.device_memory import device_use, step_working, weights_of_blocks
+from horizon_lm.planning.memory import device_buffers, host_bytes
+from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.request import Limit, Machine, Request
+from horizon_lm.planning.residency import Residency, head_chunk_tokens, spend
+from horizon_lm.planning.step import Step, StepSettings
 from horizon_lm.quantities import format_bytes
 
 _ENOUGH_TOKENS = 32 * 1024  # maximum tokens of a device micro-batch; larger micro-batches are no faster
