@@ -260,14 +260,15 @@ def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGp
     def trim() -> None:
         gpu.trims += 1
 
+    random = [torch.zeros(16, dtype=torch.uint8)]
     cuda: dict[str, Any] = {
         "Event": _Event, "Stream": _Stream, "stream": lambda stream: gpu.on(getattr(stream, "device", None)), "current_stream": lambda *_: _Stream(device),
         "device": gpu.on, "empty_cache": trim, "get_per_process_memory_fraction": lambda *_: gpu.fraction,
         "is_available": lambda: True, "device_count": lambda: index + 1, "current_device": gpu.current_device, "get_device_capability": lambda *_: (9, 0), "synchronize": lambda *_: None,
         "mem_get_info": lambda *_: (free_bytes, free_bytes), "memory_reserved": lambda *_: gpu.allocated(), "memory_allocated": lambda *_: gpu.allocated(),
         "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
-        # Random numbers are drawn in host memory, whose random state is also saved.
-        "get_rng_state": lambda *_: None, "set_rng_state": lambda *_: None,
+        # Random numbers are drawn in host memory, whose random state is also saved; that of the device stays as it is set.
+        "get_rng_state": lambda *_: random[0], "set_rng_state": lambda state, *_: random.__setitem__(0, state),
         "get_device_properties": lambda *_: SimpleNamespace(name="Emulated GPU", total_memory=free_bytes, major=9, minor=0, uuid="0"),
         "cudart": lambda: SimpleNamespace(cudaHostRegister=gpu.lock, cudaHostUnregister=gpu.unlock, cudaGetErrorString=lambda code: "out of memory"),
     }  # fmt: skip

@@ -57,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MOE_WITH_AUXILIARY_LOSS = ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss")
 
 
-def build(family: str, seed: int = 0, **overrides: Any) -> Any:
+def build(family: str, seed: int = 0, model_class: Any = AutoModelForCausalLM, **overrides: Any) -> Any:
     """Build a Hugging Face model with random weights, large enough for visible gradients everywhere."""
     settings = _COMMON | FAMILIES[family] | overrides
     attention = settings.pop("attn_implementation", "sdpa")
@@ -65,7 +65,7 @@ def build(family: str, seed: int = 0, **overrides: Any) -> Any:
         settings["num_hidden_layers"] = overrides.get("num_hidden_layers", len(settings["layer_types"]))
     config = AutoConfig.for_model(family, **settings)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    model = model_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.05)

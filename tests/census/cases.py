@@ -17,11 +17,14 @@ CASES: dict[str, Callable[[Subject], Outcome]] = {
     )
 }  # fmt: skip
 FOR_IMAGES = ("images", "default_images", "images_in_micro_batches")
+FOR_LANGUAGE_MODELS = ("generate", "other_tie", "auxiliary_loss")  # a classifier has one head, and one loss
 FOR_REFUSALS = ("whole", "default")  # mappings whose models are not intended for training
 
 
 def cases_of(mapping: str) -> list[str]:
     """Return the names of the cases for a mapping."""
+    if mapping == "classification":
+        return [name for name in CASES if name not in FOR_IMAGES + FOR_LANGUAGE_MODELS]
     if mapping not in ("causal", "image_text"):
         return list(FOR_REFUSALS)
     return [name for name in CASES if mapping == "image_text" or name not in FOR_IMAGES]

@@ -69,5 +69,11 @@ def merge(files: list[Path]) -> dict[str, Any]:
 
 def dump(proven: dict[str, Any]) -> str:
     """Return JSON with one line per type."""
-    types = ",\n".join(f'  "{name}": {json.dumps(each)}' for name, each in proven["types"].items())
-    return f'{{\n "transformers": "{proven["transformers"]}",\n "types": {{\n{types}\n }}\n}}\n'
+    types, classifiers = (
+        ",\n".join(f'  "{name}": {json.dumps(each)}' for name, each in proven[kind].items())
+        for kind in ("types", "classifiers")
+    )
+    version = proven["transformers"]
+    return (
+        f'{{\n "transformers": "{version}",\n "types": {{\n{types}\n }},\n "classifiers": {{\n{classifiers}\n }}\n}}\n'
+    )

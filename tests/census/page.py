@@ -30,10 +30,14 @@ saved; a step in the default precision. The other columns are proven one by one:
 | shared | blocks that use keys, values or indices of blocks before them |
 | images | one image a row; several rows at once, and `micro` where the rows can be cut |
 
+Sequence classification models, such as reward models, are compared with one label a row; their head is the `score`.
+
 A type that is not right is rejected, unless `allow_unproven_model=True`.
 """
 _COLUMNS = ("type", "class", "head", "micro", "hidden", "generate", "varlen", "ties", "aux", "shared")
-_TITLES = {"causal": "Causal language models", "image_text": "Image-text models"}
+_TITLES = {
+    "causal": "Causal language models", "image_text": "Image-text models", "classification": "Sequence classification models",
+}  # fmt: skip
 _VERDICTS = ("right", "rejected", "wrong", "fails", "not tried")
 
 

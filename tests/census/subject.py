@@ -51,7 +51,10 @@ class Subject:
             return horizon_lm.stream(self.copy(), **settings)
 
     def batch(self, seed: int = 1, **options: Any) -> dict[str, torch.Tensor]:
-        return text_batch(self.model_type, seed=seed, **options)
+        batch = text_batch(self.model_type, seed=seed, **options)
+        if self.mapping == "classification":
+            batch["labels"] = batch["input_ids"][:, 0] % self.model.config.num_labels  # (B,)
+        return batch
 
     @cached_property
     def plain(self) -> Step:

@@ -49,7 +49,7 @@ def entry(result: Result) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
-    """Return the table of proven model types, keyed by the type in the model's config."""
+    """Return the table of proven model types, keyed by the type in the model's config; classifiers apart."""
     types: dict[str, dict[str, Any]] = {}
     for mapping in ("causal", "image_text"):
         for result in results.get(mapping, {}).values():
@@ -58,7 +58,13 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
                 old = types.setdefault(result["model_type"], new)
                 if old["class"] == new["class"] and len(new["features"]) > len(old["features"]):
                     types[result["model_type"]] = new  # with images, which are not tried with the other mapping
-    return {"transformers": transformers.__version__, "types": dict(sorted(types.items()))}
+    found = results.get("classification", {}).values()
+    classifiers = {result["model_type"]: entry(result) for result in found if is_proven(result)}
+    return {
+        "transformers": transformers.__version__,
+        "types": dict(sorted(types.items())),
+        "classifiers": dict(sorted(classifiers.items())),
+    }
 
 
 VERDICTS = {"wrong": "wrong", "crashed": "fails", "rejected": "rejected", "plain_fails": "not tried"}  # worst first

@@ -15,15 +15,17 @@ from tests.census.tiny_models import CannotBuildError, build, describe_model, mo
 SAMPLE = [
     ("causal", "llama"), ("causal", "gpt2"), ("causal", "bart"), ("causal", "bert"), ("causal", "falcon_mamba"),
     ("causal", "mixtral"), ("causal", "gemma3n_text"), ("causal", "llama4_text"), ("causal", "mllama"),
-    ("causal", "deepseek_v32"), ("image_text", "llava"), ("image_text", "qwen2_vl"),
+    ("causal", "deepseek_v32"), ("image_text", "llava"), ("image_text", "qwen2_vl"), ("classification", "gpt_oss"),
+    ("classification", "bert"),
 ]  # fmt: skip
 QUICK = ("whole", "default", "micro_batches", "hidden_states", "generate", "adamw", "save", "images")
 BAD = ("wrong", "crashed")
-EVERY = [(mapping, name) for mapping in ("causal", "image_text") for name in model_types(mapping)]
+EVERY = [(mapping, name) for mapping in ("causal", "image_text", "classification") for name in model_types(mapping)]
 
 
-def proven() -> dict[str, Any]:
-    return json.loads(TABLE.read_text(encoding="utf-8"))["types"]
+def proven(mapping: str = "causal") -> dict[str, Any]:
+    kind = "classifiers" if mapping == "classification" else "types"
+    return json.loads(TABLE.read_text(encoding="utf-8"))[kind]
 
 
 def claims(found: dict[str, Any] | None) -> set[str]:
@@ -36,7 +38,7 @@ def claims(found: dict[str, Any] | None) -> set[str]:
 @pytest.mark.parametrize(("mapping", "model_type"), SAMPLE)
 def test_claims_of_the_table_hold(mapping: str, model_type: str) -> None:
     subject = Subject(mapping, model_type)
-    claimed = claims(proven().get(subject.model.config.model_type))
+    claimed = claims(proven(mapping).get(subject.model.config.model_type))
     outcomes = {case: run_case(subject, case) for case in QUICK if case in cases_of(mapping)}
     assert not {case: each for case, each in outcomes.items() if each.status in BAD}
     assert not {case: each for case, each in outcomes.items() if case in claimed and each.status not in GOOD}
@@ -54,7 +56,7 @@ def test_every_type(mapping: str, model_type: str) -> None:
         outcome = run_case(subject, case)
         result["cases"][case] = {"status": outcome.status, "detail": outcome.detail}
     assert not {case: each for case, each in result["cases"].items() if each["status"] in BAD}
-    found = proven().get(result["model_type"])
+    found = proven(mapping).get(result["model_type"])
     assert is_proven(result) == (found is not None)
     if found is not None and found["class"] == result["class"]:
         assert {*entry(result)["features"]} <= {*found["features"]}
@@ -140,4 +142,5 @@ def test_features_are_proven_one_by_one() -> None:
 def test_the_page_and_the_table_agree() -> None:
     rows = [line.split("|")[1:-1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     on_page = {(row[1].strip(), row[2].strip()) for row in rows if row[2:] and row[2].strip() in ("chunked", "whole")}
-    assert on_page == {(each["class"], each["head"]) for each in proven().values()}
+    everything = [*proven().values(), *proven("classification").values()]
+    assert on_page == {(each["class"], each["head"]) for each in everything}

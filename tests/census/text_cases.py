@@ -188,8 +188,16 @@ def varlen(subject: Subject) -> Outcome:
 
 
 def default_precision(subject: Subject) -> Outcome:
-    """Compare one step in ``fp32_master``."""
-    plain = subject.plain
+    """Compare one step in ``fp32_master`` with plain Hugging Face on bf16 weights.
+
+    A router may send tokens to other experts if its weights are rounded, so both models have rounded weights.
+    """
+    subject.plain  # noqa: B018
+    rounded = subject.copy()
+    with torch.no_grad():
+        for param in rounded.parameters():
+            param.copy_(param.bfloat16())
+    plain = train_step(rounded, subject.batch(), use_cache=False)
     model = subject.stream(precision="fp32_master")
     optimizer = horizon_lm.AdamW(model, **ADAMW)
     step = train_step(model, subject.batch())
@@ -197,4 +205,4 @@ def default_precision(subject: Subject) -> Outcome:
     optimizer.zero_grad()
     model.state_dict()
     off = relative(step.loss, plain.loss)
-    return Outcome("right" if off <= 2e-2 else "wrong", f"loss {off:.1e}")
+    return Outcome("right" if off <= 1e-3 else "wrong", f"loss {off:.1e}")

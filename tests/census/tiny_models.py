@@ -53,6 +53,8 @@ def _build(model_type: str, mapping: str, overrides: Mapping[str, Any]) -> Any:
     if mapping == "causal" and hasattr(CONFIG_MAPPING[model_type], "is_decoder"):
         overrides = {"is_decoder": True} | dict(overrides)  # otherwise bert and similar models attend to later tokens
     config = tiny_config(model_type, overrides)
+    if mapping == "classification":
+        config.get_text_config().pad_token_id = 0  # without it, a classifier takes single rows only
     if "part" in special:
         config = getattr(config, special["part"])
     model_class = getattr(transformers, special["class"]) if "class" in special else _model_class(mapping, config)

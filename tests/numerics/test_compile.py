@@ -17,7 +17,6 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.model import compiling
 from horizon_lm.model.block_template import structure_key
 from tests import families
-from tests.thinning import thinned
 from tests.threaded import ThreadedDevice
 
 pytestmark = [
@@ -63,9 +62,9 @@ def test_equal_to_eager_and_compiled_once(family: str, settings: dict[str, Any])
 
 SHAPES = [(2, 12), (3, 12), (3, 17), (4, 20), (2, 31), (5, 9), (2, 23), (6, 15)]
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {  # family, its sizes, settings, graphs
+    "packed": ("llama", {}, {"attn_implementation": "varlen"}, 1),
     "plain": ("llama", {}, {}, 1),
     "padded": ("llama", {}, {"attn_implementation": "varlen"}, 1),
-    "packed": ("llama", {}, {"attn_implementation": "varlen"}, 1),
     "padded, with a window": ("mistral", {"sliding_window": 6}, {"attn_implementation": "varlen"}, 1),
     "chunked": ("llama", {}, {"mlp_chunk_tokens": 20}, 3),  # before the chunks, one chunk, and after them
 }
@@ -83,7 +82,9 @@ def shaped(kind: str, rows: int, length: int) -> dict[str, torch.Tensor]:
     return batch
 
 
-@pytest.mark.parametrize("kind", thinned(KINDS, every=len(KINDS), keep=("packed", "chunked")))
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "chunked" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_BACKEND", "aot_eager")  # a backend that counts graphs before code is generated
     family, sizes, settings, graphs = KINDS[kind]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from horizon_lm.model import functional
 from tests import families
 from tests.emulated import EmulatedGpu, emulated_gpu
 from tests.storages import StorageMeter
+from tests.thinning import thinned
 
 HEADS: dict[str, dict[str, Any]] = {
     "chunked": {"head": "chunked", "head_chunk_tokens": 5},
@@ -127,8 +129,7 @@ def test_masked_vocabulary_ties_and_half_precision() -> None:
             assert values["is_top1"].tolist() == top
 
 
-@pytest.mark.parametrize("objective", ["loss", "logprobs"])
-@pytest.mark.parametrize("head", ["chunked", "whole"])
+@pytest.mark.parametrize(("head", "objective"), thinned(product(("chunked", "whole"), ("loss", "logprobs"))))
 def test_peak_memory_is_the_same(head: str, objective: str) -> None:
     """The vocabulary is so large that the loss determines the peak, which is in the backward."""
     tokens = 256

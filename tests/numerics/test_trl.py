@@ -124,7 +124,9 @@ def trl_options(tmp_path: Path, max_length: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("packing", "max_length"), [(False, 128), (True, 320)], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("packing", "max_length"), [pytest.param(False, 128, marks=pytest.mark.slow), (True, 320)], ids=["padded", "packed"]
+)
 def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool, max_length: int) -> None:
     from trl import SFTConfig, SFTTrainer
 

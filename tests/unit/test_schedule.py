@@ -1,12 +1,13 @@
 """The checker accepts every schedule that we build, and detects every dropped wait."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, After, Buf, Buffer, Kind, Op, Pass, Stream, block
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, After, Buf, Buffer, Kind, Op, Pass, Stream, block, is_block
 from horizon_lm.schedule.verify import Passes, check, each_wait, sequences, superfluous_waits, without_wait
 from horizon_lm.schedule.waits import ACROSS, ACROSS_WRITES
 from tests.thinning import thinned
@@ -15,8 +16,15 @@ from tests.thinning import thinned
 def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer: bool = True) -> Passes:
     kept = range(first_trained, layout.num_blocks)
     trained = [*map(block, kept), HEAD] + ([EMBED, *([OUTER] if outer else [])] if first_trained == 0 else [])
+    return passes_of(layout, head_grads, kept, trained)
+
+
+def passes_of(layout: build.Layout, head_grads: bool, kept: Sequence[int], trained: Collection[str]) -> Passes:
     updated = [u for u in (OUTER, *map(block, kept), HEAD) if u in trained and not (layout.tied and u == HEAD)]
-    fresh = {"table_update": EMBED in trained or layout.tied}
+    table_update = EMBED in trained or (layout.tied and HEAD in trained)
+    saved = [EMBED, *map(block, range(layout.num_blocks)), *([] if layout.tied else [HEAD]), OUTER]
+    saved = [unit for unit in saved if unit in trained] if layout.adapters else saved
+    fresh = {"table_update": table_update, "blocks_changed": any(map(is_block, trained))}
     return Passes(
         first=build.forward(layout, keeps=kept, **fresh, head_grads=head_grads),
         again=build.forward(layout, keeps=kept, changed=False, head_grads=head_grads),
@@ -26,8 +34,8 @@ def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer
         backward=build.backward(layout, blocks=kept, trainable=trained, head_grads=head_grads),
         recomputing=build.backward(layout, blocks=kept, trainable=trained),
         update=None if layout.update_in_backward else build.update(layout, updated),
-        save=build.save(layout, table=not fresh["table_update"]),
-        save_table=build.save_table(layout) if fresh["table_update"] else None,
+        save=build.save(layout, [unit for unit in saved if unit != EMBED or not table_update]),
+        save_table=build.save_table(layout) if table_update else None,
     )
 
 
@@ -59,6 +67,35 @@ def test_every_legal_sequence_is_correct(num_blocks: int, offloaded: int, reside
     ]
     assert len(layouts) == 16
     assert list(problems(layouts)) == []
+
+
+@pytest.mark.parametrize("trained", [(OUTER,), (OUTER, HEAD), (OUTER, EMBED)], ids="+".join)
+def test_every_legal_sequence_with_adapters_is_correct(trained: tuple[str, ...]) -> None:
+    """Adapters are outer parameters whose gradients each block's backward writes; weights of blocks never change."""
+    count = 0
+    for layout, head_grads in LAYOUTS[::5]:
+        layout = replace(layout, adapters=True)
+        for first in {0, layout.num_blocks - 1}:
+            if EMBED in trained and first:
+                continue
+            made = passes_of(layout, head_grads and HEAD in trained, range(first, layout.num_blocks), trained)
+            count += 1
+            assert [
+                f"{layout}, {name}: {p}" for name, sequence in sequences(made).items() for p in check(sequence)
+            ] == []
+    assert count > 50
+
+
+def test_adapters_gradients_wait_for_the_last_landing() -> None:
+    """The first block of a backward pass may write them only after those of the pass before have landed."""
+    layout = build.Layout(3, adapters=True)
+    made = passes_of(layout, False, range(3), (OUTER,))
+    naive = build.backward(replace(layout, adapters=False), blocks=range(3), trainable=(OUTER,))
+    writes = [(op.writes, naive_op.writes) for op, naive_op in zip(made.backward.ops, naive.ops, strict=True)]
+    assert any(ours and not others for ours, others in writes)
+    unordered = [replace(op, waits=others.waits) for op, others in zip(made.backward.ops, naive.ops, strict=True)]
+    made = made._replace(backward=replace(made.backward, ops=tuple(unordered)))
+    assert any("races with stream_out" in str(p) for sequence in sequences(made).values() for p in check(sequence))
 
 
 _SOME = ((1, 0, 0), (1, 1, 1), (2, 1, 1), (2, 2, 0), (3, 1, 1))

@@ -53,7 +53,8 @@ def run_on_meta(
         tensors = _differentiable(output)
         graph, forward = recorder.live, recorder.work
         for param in module.parameters():
-            param.register_post_accumulate_grad_hook(_drop)  # slots for gradients are counted elsewhere
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(_drop)  # slots for gradients are counted elsewhere
         torch.autograd.backward(tensors, [torch.empty_like(t) for t in tensors])
     with recording(module, args, kwargs, accelerated=accelerated) as alone, torch.no_grad():
         module.forward(*args, **kwargs)
@@ -79,7 +80,8 @@ def copy_on_meta(
     for owner in module.modules():
         for name, param in owner._parameters.items():
             if param is not None:
-                owner._parameters[name] = nn.Parameter(param.to(dtype)) if param.is_floating_point() else param
+                moved = param.to(dtype) if param.is_floating_point() else param
+                owner._parameters[name] = nn.Parameter(moved, param.requires_grad)
         for name, buffer in owner._buffers.items():
             owner._buffers[name] = None if buffer is None else buffer.to("meta")
     args, kwargs = tree_map(_leaf_on_meta, (args, kwargs))
@@ -94,7 +96,7 @@ def measured_footprint(
 ) -> tuple[Footprint, Any]:  # fmt: skip
     """Measure the footprint of a block on a device, compiled if the block is compiled; also return its output.
 
-    The weights are random and all trainable.
+    The weights are random.
 
     Args:
         block: the block.
@@ -104,11 +106,12 @@ def measured_footprint(
         meter: context manager that measures bytes in use as ``current`` and ``peak``.
     """
     params = {  # plain tensors, as in training: torch.compile would recompile for a different tensor class
-        name: (0.02 * torch.randn(param.shape, dtype=dtype, device=device)).requires_grad_()
+        name: (0.02 * torch.randn(param.shape, dtype=dtype, device=device)).requires_grad_(param.requires_grad)
         for name, param in block.module.named_parameters(remove_duplicate=False)
     }
     for param in params.values():
-        param.register_post_accumulate_grad_hook(_drop)
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_drop)
     args, kwargs = _detached((args, kwargs))
     hidden = args[0] if args else kwargs["hidden_states"]
     hidden.requires_grad_()

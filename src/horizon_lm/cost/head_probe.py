@@ -56,7 +56,7 @@ def _run(
     """Return the peak memory, the work of the forward pass, and the work of the forward and backward pass."""
     model, width = parts.model, parts.head_width
     norm = _norm(parts, dtype)
-    weight = torch.empty((parts.sizes().vocabulary, width), dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.empty((parts.num_outputs, width), dtype=dtype, device="meta", requires_grad=True)
     hidden = torch.empty((1, tokens, width), dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty((1, tokens), dtype=torch.long, device="meta")
     replaced: dict[nn.Module, Callable[..., Any]] = {
@@ -82,6 +82,9 @@ def _run(
             made = logprobs_of_logits(logits.clone() if holds_logits else logits, labels[0], 1.0, values)
             del logits
             loss = torch.stack(made).sum()
+        elif parts.classifies:  # a label belongs to a row, and its loss takes next to nothing
+            output = type(model).forward(model, input_ids=labels, **options)
+            loss = output.logits.sum()
         else:
             output = type(model).forward(
                 model, input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=tokens, **options

@@ -11,12 +11,13 @@ from horizon_lm.cost.block_calls import BlockCalls, call_of_each_block, find_cal
 from horizon_lm.cost.head_probe import head_peak, head_work
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
 from horizon_lm.model import attention
+from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.hub import skeleton_of
 from horizon_lm.model.outer_trial import require_each_block_once, try_outer
 from horizon_lm.model.proven import MICRO_BATCHES, VARLEN, find_proof, require_proven
-from horizon_lm.model.units import ModelParts, find_parts, freeze
+from horizon_lm.model.units import ModelParts, adapted_model, find_parts, freeze
 from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
 from horizon_lm.schedule.ops import block
 
@@ -35,9 +36,11 @@ def outline_config(
     mlp_chunk_tokens: int | None = None,
     trust_remote_code: bool = False,
     trainable: str | None = None,
+    adapters: Adapters | None = None,
     packed: bool = False,
     allow_unproven_model: bool = False,
     head_values: Sequence[str] = (),
+    model_class: Any = None,
 ) -> ModelOutline:
     """Return the outline of the model that a config describes.
 
@@ -52,9 +55,11 @@ def outline_config(
         mlp_chunk_tokens: as in `horizon_lm.stream`.
         trust_remote_code: as in `horizon_lm.stream`.
         trainable: patterns of the names of trainable weights, as in `model.units.freeze`.
+        adapters: adapters that are trained on the frozen model; None for none.
         packed: rows are packed, so the model must keep them apart.
         allow_unproven_model: as in `horizon_lm.stream`.
         head_values: per-token values that the loss uses, as in `cost.head_probe.head_peak`.
+        model_class: as in `horizon_lm.from_pretrained`.
 
     Raises:
         ConfigError: a setting does not suit the model.
@@ -62,9 +67,12 @@ def outline_config(
     """
     attention.register()
     model = skeleton_of(
-        config, name, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-    ).train()
+        config, name, model_class=model_class, attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    ).train()  # fmt: skip
     freeze(model, trainable)
+    if adapters is not None:
+        model = adapted_model(adapters.add_to(model, draw=False))
     parts = find_parts(model)
     proof = find_proof(parts)
     used = attention.choose(model, attn_implementation, on_accelerator and VARLEN in proof.features)
@@ -91,6 +99,8 @@ def outline_config(
         compute_bytes=dtype.itemsize,
         attention=used,
         first_differentiated=parts.first_differentiated(),
+        has_adapters=bool(parts.adapters),
+        base_is_frozen=bool(parts.frozen_base()),
         whole_head_only="" if path is not None else str(found),
         whole_batch_only=MICRO_BATCHES not in proof.features and not allow_unproven_model,
         unproven=unproven,

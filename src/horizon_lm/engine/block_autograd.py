@@ -1,7 +1,8 @@
 """The autograd node of a block, which saves little and recomputes and differentiates each micro-batch in the backward
 pass.
 
-Shapes: B batch rows, T tokens of a row, H hidden size. A micro-batch is the row range [start, stop) of the batch.
+Shapes: B batch rows, T tokens of a row, H hidden size. A micro-batch is the row range [start, stop) of a batch. Most passes have
+one batch; the inputs and outputs of several follow each other in the node's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,13 @@ import torch
 from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.engine.grad_sink import GradSink, set_traps, trapped_graph
 from horizon_lm.engine.micro_batches import (
-    BlockCall,
+    BlockCalls,
+    MicroBatch,
     RowOutputs,
-    Rows,
     rows_of_output,
     run_block,
-    slice_all,
     slice_rows,
+    spans_of,
 )
 from horizon_lm.engine.recompute import RecomputeContext, no_autocast_cache, replaying
 from horizon_lm.engine.tree import Tree
@@ -88,18 +89,23 @@ class SavedForBackward:
             return weights
         return self.sink.traps(weights) if self.graph_use is GraphUse.TRAPPED else self.sink.leaves(weights)
 
-    def inputs(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the inputs of one micro-batch for the forward computation, as fresh leaves if it makes a graph."""
+    def inputs(self, tensors: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
+        """Return the inputs of one micro-batch for the forward computation, as fresh leaves if it makes a graph.
+
+        Args:
+            tensors: the inputs.
+            span: the place of these inputs among those of the node.
+        """
         if self.graph_use is GraphUse.NONE:
             return tensors
-        leaves = self.leaves(tensors)
+        leaves = self.leaves(tensors, span)
         if self.graph_use is GraphUse.TRAPPED:
             set_traps(leaves)
         return leaves
 
-    def leaves(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return fresh leaves over inputs. They require a gradient if the inputs of the node did."""
-        return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad, strict=True)]
+    def leaves(self, inputs: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
+        """Return fresh leaves over inputs. They require a gradient if the inputs of the node at this place did."""
+        return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad[span], strict=True)]
 
     def computing(self) -> AbstractContextManager[None]:
         """Return the context in which the block's forward computation runs."""
@@ -126,7 +132,7 @@ class BlockAutograd:
     """The autograd state of one block in one forward pass, except for the inputs, which autograd saves.
 
     Attributes:
-        call: the block's arguments; without tensors after the forward pass, since autograd saves those.
+        calls: the block's arguments for each batch; without tensors after the forward pass, since autograd saves those.
         keys: names of the outputs that transformers captures inside the block.
         hooked: other code has registered hooks inside the block.
         uncompiled: the block runs uncompiled, regardless of the model's setting.
@@ -135,29 +141,29 @@ class BlockAutograd:
         saved: random states and graphs saved by the forward pass.
         dims: the row dimension of each input; None for an input without rows.
         attributes: the modules' attributes during the forward pass.
-        outputs: the outputs of all micro-batches.
+        outputs: the outputs of all micro-batches, by batch.
+        hidden: shape and dtype of the hidden states of each batch.
         expected: copies of the outputs, with `EngineOptions.check_recompute`.
         true_inputs: copies of the inputs, if the gradient check compares this block.
     """
 
     saved: SavedForBackward
-    outputs: RowOutputs
+    outputs: list[RowOutputs]
     dims: list[int | None]
     attributes: list[dict[str, Any]]
-    hidden_shape: torch.Size
-    hidden_dtype: torch.dtype
+    hidden: list[tuple[torch.Size, torch.dtype]]
 
     def __init__(
-        self, blocks: "Blocks", index: int, call: BlockCall, keys: tuple[str, ...], forward_state: ForwardState,
+        self, blocks: "Blocks", index: int, calls: BlockCalls, keys: tuple[str, ...], forward_state: ForwardState,
         hooked: bool, uncompiled: bool,
     ) -> None:  # fmt: skip
-        self.blocks, self.index, self.call, self.keys, self.forward_state = blocks, index, call, keys, forward_state
+        self.blocks, self.index, self.calls, self.keys, self.forward_state = blocks, index, calls, keys, forward_state
         self.hooked, self.uncompiled = hooked, uncompiled
         self.module = blocks.blocks[index]
         self.context = RecomputeContext(blocks.engine.device.torch_device.type)
         self.mode = self.module.mode()
-        self.segments: Segments | None = blocks.segments
-        self.micro_batches: list[Rows] = blocks.engine.running.micro_batches
+        self.segments: list[Segments | None] = blocks.segments
+        self.micro_batches: list[MicroBatch] = blocks.engine.running.micro_batches
         self.num_rows = blocks.engine.running.num_rows
         self.expected: list[torch.Tensor] | None = None
         self.true_inputs: list[torch.Tensor] | None = None
@@ -171,12 +177,12 @@ class BlockAutograd:
         """Compute the block and save what the backward pass needs. Return the tensors of its output."""
         blocks = self.blocks
         self.saved = SavedForBackward(blocks, self.index, self.forward_state, needs_grad, self.hooked)
-        self.outputs = blocks.compute_forward(self.index, self.call, self.keys, self.uncompiled, self.saved)
-        self.dims = blocks.row_dims(self.index, self.call)
+        self.outputs = blocks.compute_forward(self.index, self.calls, self.keys, self.uncompiled, self.saved)
+        self.dims = blocks.row_dims(self.index, self.calls)
         self.attributes = self.module.attributes()
-        tensors = tuple(self.outputs.tensors)
+        tensors = tuple(tensor for outputs in self.outputs for tensor in outputs.tensors)
         if blocks.gradient_check is not None and self.index in blocks.gradient_check.indices:
-            self.true_inputs = [t.detach().clone() for t in self.call.tensors]
+            self.true_inputs = [t.detach().clone() for t in self.calls.tensors]
         if blocks.engine.options.check_recompute:
             self.expected = [t.clone() for t in tensors]
         return tensors
@@ -187,27 +193,28 @@ class BlockAutograd:
         """Differentiate the block. Return the gradients of its inputs; those of its parameters go to a gradient slot.
 
         Args:
-            inputs: the tensors of `call`; None instead of an offloaded boundary.
+            inputs: the tensors of `calls`; None instead of offloaded hidden states.
             grads: the gradient of each output; None for an output that no loss depends on.
         """
         engine, unit = self.blocks.engine, block(self.index)
         with engine.cursor.compute(Kind.BACKWARD, unit):
             if self.offloaded:
-                inputs[self.call.hidden] = self._fetched_boundary()
+                for index, hidden in zip(self.calls.hidden, self._fetched_boundary(), strict=True):
+                    inputs[index] = hidden
             input_grads, names = self._differentiate_all(inputs, grads)
             if not engine.memory.is_resident(self.index):
                 engine.device.poison(engine.memory.weights_of(unit))  # a late read yields NaN on a simulated device
             if engine.trained(unit) and not engine.memory.accumulates:
-                engine.landed(unit, names)
+                engine.gradients_ready(unit, names)
         # Sums over micro-batches are in a separate float32 buffer; here they are rounded into the outgoing slot.
         if engine.trained(unit) and engine.memory.accumulates:
             with engine.cursor.compute(Kind.STAGE, unit):
                 engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
-                engine.landed(unit, names)
+                engine.gradients_ready(unit, names)
         if self.true_inputs is not None and self.blocks.gradient_check is not None:
             self.blocks.gradient_check.compare_block(self, self.true_inputs, grads, input_grads)
         if self.saved.graph_use is not GraphUse.KEPT:
-            engine.counts["block_forward_rows"] += self.num_rows
+            engine.counts["block_forward_rows"] += sum(self.num_rows)
         return input_grads
 
     def _differentiate_all(
@@ -227,9 +234,9 @@ class BlockAutograd:
         sink.open()
         # Weights were streamed in again, so the leaves of the forward pass are gone: the recompute needs new ones.
         with self.module.bound(sink.leaves(self.blocks.weights(self.index))):
-            for number, rows in enumerate(self.micro_batches):
+            for number, part in enumerate(self.micro_batches):
                 graph = saved.take_graph(number) if saved.graphs else self._recompute(number, inputs)
-                self._differentiate(rows, graph, inputs, grads, input_grads)
+                self._differentiate(part, graph, inputs, grads, input_grads)
                 del graph  # freed before the next micro-batch makes its graph
         return input_grads, sink.close()
 
@@ -244,62 +251,67 @@ class BlockAutograd:
                 "leave context managers such as disable_adapter() after the backward pass."
             )
 
-    def _fetched_boundary(self) -> torch.Tensor:
-        """Return the boundary (B, T, H) that was copied from the host into the ring buffer."""
+    def _fetched_boundary(self) -> list[torch.Tensor]:
+        """Return the hidden states (B, T, H) of each batch, which were copied from the host into the ring buffer."""
         ring = self.blocks.engine.memory.ring.get(self.forward_state.boundary_bytes, torch.uint8, self.index % 2)
-        return ring.view(self.hidden_dtype).view(self.hidden_shape)
+        spans = spans_of(shape.numel() * dtype.itemsize for shape, dtype in self.hidden)
+        return [ring[span].view(dtype).view(shape) for span, (shape, dtype) in zip(spans, self.hidden, strict=True)]
 
     def _recompute(self, number: int, inputs: Any) -> Graph:
         """Compute one micro-batch again, with a graph, in the context and with the random numbers of the
         forward pass.
         """
-        rows = self.micro_batches[number]
-        leaves = self.saved.leaves(slice_all(inputs, self.dims, rows))
+        part = self.micro_batches[number]
+        call, segments = self.calls.calls[part.batch], self.segments[part.batch]
+        leaves = self.saved.leaves(self.calls.inputs(inputs, self.dims, part), self.calls.spans[part.batch])
 
         def forward() -> list[torch.Tensor]:
             with torch.enable_grad(), no_autocast_cache(), self.module.in_mode(self.mode):
-                args, kwargs = self.call.rebuild(leaves)
-                output = run_block(self.module, args, kwargs, self.keys, self.segments, rows, self.uncompiled)
+                args, kwargs = call.rebuild(leaves)
+                output = run_block(self.module, args, kwargs, self.keys, segments, part.rows, self.uncompiled)
             return Tree(output).tensors
 
         with replaying(self.blocks.engine.device, self.saved.rng_states[number]):
             outputs = self.context.run(forward)
         if self.expected is not None:
-            self._require_equal(outputs, self.expected, rows)
+            self._require_equal(outputs, self.expected, part)
         return Graph(leaves, outputs)
 
+    def outputs_of(self, tensors: Sequence[Any], part: MicroBatch) -> Sequence[Any]:
+        """Return those of the tensors, which belong to the outputs of all batches, that belong to a micro-batch's batch."""
+        return tensors[spans_of(each.num_tensors for each in self.outputs)[part.batch]]
+
     def _differentiate(
-        self, rows: Rows, graph: Graph, inputs: Any, grads: tuple[torch.Tensor | None, ...], input_grads: Any
+        self, part: MicroBatch, graph: Graph, inputs: Any, grads: tuple[torch.Tensor | None, ...], input_grads: Any
     ) -> None:
-        """Differentiate one micro-batch, and write the gradients of its inputs into those of the whole batch."""
+        """Differentiate one micro-batch, and write the gradients of its inputs into those of all batches."""
         pairs = [
-            (output, grad if len(self.micro_batches) == 1 else rows_of_output(grad, output, rows))
-            for output, grad in zip(graph.outputs, grads, strict=True)
+            (output, grad if part.is_whole else rows_of_output(grad, output, part.rows))
+            for output, grad in zip(graph.outputs, self.outputs_of(grads, part), strict=True)
             if grad is not None and output.requires_grad
         ]
         with torch.enable_grad():
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
-        for i, (leaf, dim) in enumerate(zip(graph.leaves, self.dims, strict=True)):
+        for i, leaf in enumerate(graph.leaves, self.calls.spans[part.batch].start):
             if leaf.grad is None:
                 continue
-            if len(self.micro_batches) == 1:
+            if part.is_whole:
                 input_grads[i] = leaf.grad
             else:
                 if input_grads[i] is None:
                     input_grads[i] = torch.zeros_like(inputs[i])
                 # An input without rows (dim None) is shared by all micro-batches: their gradients are summed.
-                slice_rows(input_grads[i], dim, rows).add_(leaf.grad)
+                slice_rows(input_grads[i], self.dims[i], part.rows).add_(leaf.grad)
 
-    def _require_equal(self, outputs: list[torch.Tensor], expected: list[torch.Tensor], rows: Rows) -> None:
+    def _require_equal(self, outputs: list[torch.Tensor], expected: list[torch.Tensor], part: MicroBatch) -> None:
         """Raise RecomputeMismatchError if recomputed outputs differ in any bit from those of the forward pass."""
-        start, stop = rows
-        for output, whole in zip(outputs, expected, strict=True):
-            before = whole if len(self.micro_batches) == 1 else rows_of_output(whole, output, rows)
+        for output, whole in zip(outputs, self.outputs_of(expected, part), strict=True):
+            before = whole if part.is_whole else rows_of_output(whole, output, part.rows)
             if not torch.equal(output, before):
                 difference = (output.float() - before.float()).abs().max().item()
                 raise RecomputeMismatchError(
-                    f"{self.module.name}, rows {start} to {stop - 1}: the recomputed output differs from that of the "
+                    f"{self.module.name}, rows {part.start} to {part.stop - 1}: the recomputed output differs from that of the "
                     f"forward pass by up to {difference:.3g}"
                 )
 
@@ -318,15 +330,15 @@ class BlockFunction(torch.autograd.Function):
         ctx.node = node
         ctx.set_materialize_grads(False)
         outputs = node.forward(ctx.needs_input_grad[2:])
-        hidden = tensors[node.call.hidden]  # (B, T, H)
-        node.hidden_shape, node.hidden_dtype = hidden.shape, hidden.dtype
+        node.hidden = [(tensors[i].shape, tensors[i].dtype) for i in node.calls.hidden]
         # From here on autograd keeps the inputs, and frees them after the backward pass. An offloaded boundary is not
         # kept on the device, so device memory does not depend on the number of blocks.
-        node.call.drop_tensors()
-        saved = [None if node.offloaded and i == node.call.hidden else t for i, t in enumerate(tensors)]
+        node.calls.drop_tensors()
+        saved = [None if node.offloaded and i in node.calls.hidden else t for i, t in enumerate(tensors)]
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
-        node.outputs.release()  # autograd returns the outputs; keeping them in the node would be a reference cycle
+        for each in node.outputs:  # autograd returns the outputs; keeping them in the node would be a reference cycle
+            each.release()
         return outputs
 
     @staticmethod

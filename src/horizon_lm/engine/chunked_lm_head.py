@@ -4,6 +4,8 @@ The model's forward method runs once for the whole batch without the head, and t
 returns the hidden states of that chunk. This way, Hugging Face's own code scales and caps the logits and computes the
 loss.
 
+A pass with several batches runs the model once for each, and then the chunks of all of them, one batch after the other.
+
 Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V vocabulary. Logits of a chunk are (1, N, V); all
 of them would be (B, T, V), often the largest tensor of a step. Only trained tokens, whose label is not ignored, are in chunks.
 """
@@ -20,12 +22,14 @@ from torch.nn import functional as F  # noqa: N812
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.device.base import send
 from horizon_lm.engine.lm_head import LmHead
+from horizon_lm.engine.lockstep import place
 from horizon_lm.engine.recompute import RecomputeContext, no_autocast_cache
 from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.functional import in_place
 from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.outer_trial import Decoded, hidden_of, is_same
+from horizon_lm.schedule.ops import HEAD, Kind
 
 _ROW_BLOCK = 4096  # rows of the head's gradient (V, H) computed at a time if its buffer has another dtype
 
@@ -78,8 +82,8 @@ class ChunkedLmHead:
         self.chunk_tokens = self.engine.options.head_chunk_tokens
         self._active = False  # the forward pass over the whole batch is running, without the head
         self._skips_norm = False  # the final norm is also skipped and left to the chunks
-        self._norm_input: torch.Tensor | None = None  # (B, T, H)
-        self._hidden: torch.Tensor | None = None  # output of the trunk, (B, T, H)
+        self._norm_input: dict[int, torch.Tensor] = {}  # by place in the lock-step, (B, T, H)
+        self._hidden: dict[int, torch.Tensor] = {}  # output of the trunk, (B, T, H)
         self._chunk: _Chunk | None = None  # the chunk that the model is computing
         self._vocabulary = self.engine.parts.sizes().vocabulary
         self._head_attributes = self._attributes_of(head.module)
@@ -107,6 +111,12 @@ class ChunkedLmHead:
             yield
         finally:
             self._active = False
+            self._norm_input, self._hidden = {}, {}
+
+    def take_hidden(self) -> torch.Tensor:
+        """Return the hidden states (B, T, H) of the batch that this thread has run through the trunk."""
+        self._norm_input.pop(place(), None)
+        return self._hidden.pop(place())
 
     def outer_names(self) -> list[str]:
         """Return the full names of the outer parameters used by chunks: those of the norm, and the bias of a
@@ -115,21 +125,30 @@ class ChunkedLmHead:
         norm = list(self.norm_attributes) if self._skips_norm else []
         return [*norm, *self.head.outer]
 
-    def compute(self, run: "ChunkedRun", outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Compute the chunks of the hidden states from the last forward pass. Differentiable if that pass records.
+    def compute(
+        self, runs: Sequence["ChunkedRun"], hidden: Sequence[torch.Tensor], outer: dict[str, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Compute the chunks of all batches. Differentiable if the forward pass records.
 
         Args:
-            run: the computation of the chunks.
-            outer: the outer parameters of `outer_names`, on the device.
+            runs: the computation of each batch's chunks.
+            hidden: the hidden states (B, T, H) of each batch.
+            outer: the outer parameters on the device, by full name.
+
+        Returns:
+            The results of each run.
         """
-        hidden, self._hidden, self._norm_input = self._hidden, None, None
-        assert hidden is not None
-        if hidden.shape[:2] != run.inputs.labels.shape:
-            raise TokenError(
-                f"labels have shape {tuple(run.inputs.labels.shape)}, but the model computed {tuple(hidden.shape[:2])} tokens"
-            )
-        anchor = self.engine.anchor if self.engine.recording is not None else hidden.new_empty(0)
-        return _ChunkedHeadFunction.apply(run, anchor, hidden, *outer)
+        for run, states in zip(runs, hidden, strict=True):
+            if states.shape[:2] != run.inputs.labels.shape:
+                raise TokenError(
+                    f"labels have shape {tuple(run.inputs.labels.shape)}, but the model computed "
+                    f"{tuple(states.shape[:2])} tokens"
+                )
+        anchor = self.engine.anchor if self.engine.recording is not None else hidden[0].new_empty(0)
+        used = [outer[name] for name in self.outer_names()]
+        values = _ChunkedHeadFunction.apply(_ChunkedPass(runs), anchor, *used, *hidden)
+        per_run = len(values) // len(runs)
+        return [values[start : start + per_run] for start in range(0, len(values), per_run)]
 
     # Replacements of modules' forwards
 
@@ -139,9 +158,10 @@ class ChunkedLmHead:
             return Decoded(self._chunk.normalise())
         output = forward(*args, **kwargs)
         if self._active:
-            self._hidden = hidden_of(output)
+            hidden, norm_input = hidden_of(output), self._norm_input.get(place())
+            self._hidden[place()] = hidden
             # A norm that was skipped must have been the last operation, or chunks would apply it in the wrong place.
-            if self._skips_norm and (self._norm_input is None or not is_same(self._hidden, self._norm_input)):
+            if self._skips_norm and (norm_input is None or not is_same(hidden, norm_input)):
                 raise StreamingError(
                     f"{type(self.path.trunk).__name__} does more after its final norm than when the model was streamed; stream "
                     "with head='whole'"
@@ -154,7 +174,7 @@ class ChunkedLmHead:
         """
         if not (self._active and self._skips_norm):
             return forward(hidden)
-        self._norm_input = hidden
+        self._norm_input[place()] = hidden
         return hidden
 
     def head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -277,13 +297,16 @@ Grads = tuple[torch.Tensor, list[torch.Tensor]]  # of hidden states (B, T, H), a
 
 
 class ChunkedRun(ABC):
-    """A computation over the chunks of one forward pass: a loss, or log-probabilities.
+    """A computation over the chunks of one batch: a loss, or log-probabilities.
 
     Args:
         owner: the chunked head.
         inputs: labels and the like.
         options: further arguments of the model's forward method.
         statistics: collects statistics of the tokens in the forward pass; None for none.
+
+    Attributes:
+        context: autocast and the like in the forward pass.
     """
 
     def __init__(
@@ -305,8 +328,16 @@ class ChunkedRun(ABC):
         """Compute all chunks from hidden states (B, T, H) and the outer parameters of `outer_names`."""
 
     @abstractmethod
-    def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor]) -> Grads:
-        """Return the gradients of the arguments of `forward` from the gradients of its results."""
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], first: bool
+    ) -> Grads:
+        """Return the gradients of the arguments of `forward` from the gradients of its results.
+
+        Args:
+            grads: the gradient of each result; None for a result that no loss depends on.
+            hidden, outer: the arguments of `forward`.
+            first: no batch before this one has written the buffers of the head's gradients.
+        """
 
     def chunks(self) -> tuple[torch.Tensor, ...]:
         """Return the positions of each chunk's tokens in the flattened batch, each of shape (N,)."""
@@ -330,7 +361,7 @@ class ChunkedRun(ABC):
             return self.owner.call_model(**arguments, **self._options)
 
     def differentiate(
-        self, hidden: torch.Tensor, outer: list[torch.Tensor], differentiate_chunk: Callable[..., None]
+        self, hidden: torch.Tensor, outer: list[torch.Tensor], differentiate_chunk: Callable[..., None], first: bool
     ) -> Grads:
         """Compute and differentiate chunk by chunk, so that only one chunk's logits and graph exist at a time.
 
@@ -339,10 +370,11 @@ class ChunkedRun(ABC):
             outer: the outer parameters of `outer_names`.
             differentiate_chunk: called with hidden states (N, H), positions (N,), outer parameters, the head's gradient
                 buffers, and whether to overwrite them; computes the chunk and calls backward.
+            first: overwrite the head's gradient buffers.
         """
         flat, grads = hidden.detach().reshape(-1, hidden.shape[-1]), self.owner.head.grads()  # (B * T, H)
         chunks = self.chunks()
-        if not chunks:  # no first chunk will overwrite the buffers
+        if first and not chunks:  # no first chunk will overwrite the buffers
             for tensor in grads.values():
                 tensor.zero_()
         hidden_grad = torch.zeros_like(flat)  # zero for tokens in no chunk
@@ -350,10 +382,51 @@ class ChunkedRun(ABC):
         with torch.enable_grad(), no_autocast_cache():
             for number, index in enumerate(chunks):
                 leaf = flat[index].requires_grad_()  # (N, H)
-                differentiate_chunk(leaf, index, leaves, grads, number == 0)
+                differentiate_chunk(leaf, index, leaves, grads, first and number == 0)
                 hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
         outer_grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in leaves]
         return hidden_grad.view(hidden.shape), outer_grads
+
+
+class _ChunkedPass:
+    """The chunks of all batches of a forward pass."""
+
+    def __init__(self, runs: Sequence[ChunkedRun]) -> None:
+        self.runs = runs
+        self.engine, self.head = runs[0].engine, runs[0].owner.head
+        self.forward_state: Any = runs[0].forward_state
+        self.num_outer = len(runs[0].outer_names)
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Compute all runs, given the outer parameters and then the hidden states (B, T, H) of each batch."""
+        outer, hidden = list(inputs[: self.num_outer]), inputs[self.num_outer :]
+        with self.engine.cursor.compute(Kind.FORWARD, HEAD):
+            values = [run.forward(states, outer) for run, states in zip(self.runs, hidden, strict=True)]
+            self.engine.device.poison(self.engine.memory.head_weights[0])
+        return tuple(value for each in values for value in each)
+
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of the inputs of `forward` from the gradients of its results."""
+        outer, hidden = list(inputs[: self.num_outer]), inputs[self.num_outer :]
+        per_run, written = len(grads) // len(self.runs), False
+        outer_grads: list[torch.Tensor] = []
+        hidden_grads: list[torch.Tensor | None] = []
+        with self.engine.cursor.compute(Kind.BACKWARD, HEAD):
+            for number, (run, states) in enumerate(zip(self.runs, hidden, strict=True)):
+                part = grads[number * per_run : (number + 1) * per_run]
+                if all(grad is None for grad in part):
+                    hidden_grads.append(None)
+                    continue
+                hidden_grad, more = run.backward(part, states, outer, not written)
+                hidden_grads.append(hidden_grad)
+                outer_grads = [a + b for a, b in zip(outer_grads, more, strict=True)] if outer_grads else more
+                written = written or bool(run.chunks())
+            if not self.forward_state.head_grads:  # otherwise the weights were not needed, and are not there
+                self.engine.device.poison(self.engine.memory.head_weights[0])
+            self.head.gradients_ready()
+        return [*outer_grads, *hidden_grads]
 
 
 class _ChunkedHeadFunction(torch.autograd.Function):
@@ -361,19 +434,17 @@ class _ChunkedHeadFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: ChunkedRun, anchor: torch.Tensor, hidden: torch.Tensor, *outer: torch.Tensor
+        ctx: Any, chunks: _ChunkedPass, anchor: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.run = run
+        ctx.chunks = chunks
         ctx.set_materialize_grads(False)
-        values = run.forward(hidden, list(outer))
-        ctx.save_for_backward(hidden, *outer)
+        values = chunks.forward(inputs)
+        ctx.save_for_backward(*inputs)
         return values
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        run: ChunkedRun = ctx.run
-        assert run.forward_state is not None
-        with run.engine.backward_of(run.forward_state):
-            hidden, *outer = ctx.saved_tensors
-            hidden_grad, outer_grads = run.backward(grads, hidden, outer)
-        return None, None, hidden_grad, *outer_grads
+        chunks: _ChunkedPass = ctx.chunks
+        with chunks.engine.backward_of(chunks.forward_state):
+            input_grads = chunks.backward(grads, ctx.saved_tensors)
+        return None, None, *input_grads

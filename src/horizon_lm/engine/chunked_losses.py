@@ -13,7 +13,6 @@ from horizon_lm.engine.recompute import no_autocast_cache
 from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.functional import logprobs_of_logits
-from horizon_lm.schedule.ops import HEAD, Kind
 
 
 class LossRun(ChunkedRun):
@@ -30,33 +29,29 @@ class LossRun(ChunkedRun):
 
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         forward_state = self.forward_state
-        with self.engine.cursor.compute(Kind.FORWARD, HEAD):
-            if forward_state is not None and forward_state.head_grads:
-                loss, self.computed = self._loss_and_grads(hidden, outer)
-                self.engine.head_buffer.take(forward_state)
-            else:
-                loss = self._loss(hidden, outer)
-            self.statistics = None  # the backward may compute the chunks again
-            self.engine.device.poison(self.engine.memory.head_weights[0])
+        if forward_state is not None and forward_state.head_grads:
+            loss, self.computed = self._loss_and_grads(hidden, outer, None, first=True)
+            self.engine.head_grads_lease.take(forward_state)
+        else:
+            loss = self._loss(hidden, outer)
+        self.statistics = None  # the backward may compute the chunks again
         return (loss,)
 
-    def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor]) -> Grads:
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], first: bool
+    ) -> Grads:
         (grad,) = grads
         assert grad is not None
         assert self.forward_state is not None
-        head, engine = self.owner.head, self.engine
-        with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            # Not computed yet, or overwritten by the backward pass of another forward pass.
-            if self.computed is None or not self.forward_state.head_grads:
-                _, self.computed = self.context.run(lambda: self._loss_and_grads(hidden, outer))
-                engine.device.poison(engine.memory.head_weights[0])
-            (hidden_grad, outer_grads), self.computed = self.computed, None
-            # Reading the loss gradient from an accelerator would make the host wait, so there the product is always
-            # computed.
-            if grad.device.type != "cpu" or grad != 1:
-                for tensor in (hidden_grad, *outer_grads, *head.grads().values()):
-                    tensor.mul_(grad)
-            head.landed()
+        # Not computed yet, or overwritten by the backward pass of another forward pass.
+        if self.computed is None or not self.forward_state.head_grads:
+            return self.context.run(lambda: self._loss_and_grads(hidden, outer, grad, first))[1]
+        (hidden_grad, outer_grads), self.computed = self.computed, None
+        # Reading the loss gradient from an accelerator would make the host wait, so there the product is always
+        # computed.
+        if grad.device.type != "cpu" or grad != 1:
+            for tensor in (hidden_grad, *outer_grads, *self.owner.head.grads().values()):
+                tensor.mul_(grad)
         return hidden_grad, outer_grads
 
     def _loss(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> torch.Tensor:
@@ -69,17 +64,26 @@ class LossRun(ChunkedRun):
         # Chunks divide by the number of items. Without items, 0 / 0 is NaN, as in Hugging Face.
         return total if len(self.inputs.trained) else total / self.inputs.num_items
 
-    def _loss_and_grads(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, Grads]:
-        """Return the loss, and the gradients for a loss gradient of one. The head's gradients go into its buffer."""
+    def _loss_and_grads(
+        self, hidden: torch.Tensor, outer: list[torch.Tensor], grad: torch.Tensor | None, first: bool
+    ) -> tuple[torch.Tensor, Grads]:
+        """Return the loss and the gradients. The head's gradients go into its buffer.
+
+        Args:
+            hidden: hidden states (B, T, H).
+            outer: the outer parameters of `outer_names`.
+            grad: gradient of the loss; None for one.
+            first: overwrite the head's gradient buffer.
+        """
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
 
         def differentiate_chunk(*chunk: Any) -> None:
             nonlocal total
             loss = self._chunk_loss(*chunk)
-            torch.autograd.backward([loss])
+            torch.autograd.backward([loss], None if grad is None else [grad.to(loss.dtype)])
             total = total + loss.detach()
 
-        grads = self.differentiate(hidden, outer, differentiate_chunk)
+        grads = self.differentiate(hidden, outer, differentiate_chunk, first)
         return total if len(self.inputs.trained) else total / self.inputs.num_items, grads
 
     def _chunk_loss(
@@ -107,12 +111,26 @@ class TokenLogprobs(NamedTuple):
         mean: mean of the log-probabilities over the vocabulary, for label smoothing; None unless requested.
         entropy: entropy of the distribution, in nats; None unless requested.
         aux_loss: the model's weighted auxiliary loss, which balances its experts; None without such a loss.
+        unweighted_aux_loss: the same before it is weighted by the model's ``router_aux_loss_coef``.
+        mean_logits: mean of the logits over the vocabulary, divided by the temperature; without gradient. None unless
+            requested.
+        log_sum_sq_probs: logarithm of the sum of squared probabilities over the vocabulary, without gradient; None unless
+            requested.
+        is_top1: 1 where the token has the largest logit; None unless requested.
     """
 
     logprobs: torch.Tensor
-    mean: torch.Tensor | None
-    entropy: torch.Tensor | None
+    mean: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
+    unweighted_aux_loss: torch.Tensor | None = None
+    mean_logits: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+
+
+STATISTICS = ("mean", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1")
+WITHOUT_GRADIENT = ("mean_logits", "log_sum_sq_probs", "is_top1")
 
 
 def token_logprobs(
@@ -125,7 +143,8 @@ def token_logprobs(
     Args:
         model: a streamed model.
         temperature: divides the logits.
-        statistics: further values to return: ``mean``, the mean log-probability over the vocabulary, and ``entropy``.
+        statistics: further values to return, fields of TokenLogprobs: ``mean``, ``entropy``, ``mean_logits``,
+            ``log_sum_sq_probs``, ``is_top1``.
         inputs: arguments of the model, with ``labels`` (B, T), as for a loss, or ``shift_labels`` (B, T), already
             shifted by one; -100 at positions to ignore.
 
@@ -134,13 +153,17 @@ def token_logprobs(
 
     Raises:
         ValueError: labels are missing, or a statistic is unknown.
-        StreamingError: the model is not streamed.
+        StreamingError: the model is not streamed, or classifies rows.
     """
     if not hasattr(model, "_horizon"):
         raise StreamingError("token_logprobs needs a streamed model; call horizon_lm.stream(model) first")
-    if unknown := set(statistics) - set(TokenLogprobs._fields[1:3]):
-        raise ValueError(f"statistics are mean and entropy, not {', '.join(sorted(unknown))}")
-    names = [name for name in TokenLogprobs._fields[:3] if name == "logprobs" or name in statistics]
+    if model._horizon.engine.parts.classifies:
+        raise StreamingError(
+            f"{type(model).__name__} gives scores of rows, not log-probabilities of tokens; use model(...).logits"
+        )
+    if unknown := set(statistics) - set(STATISTICS):
+        raise ValueError(f"statistics are {', '.join(STATISTICS)}, not {', '.join(sorted(unknown))}")
+    names = ["logprobs", *(name for name in STATISTICS if name in statistics)]
     return model._horizon.token_logprobs(inputs, temperature, names)
 
 
@@ -164,28 +187,24 @@ class LogprobRun(ChunkedRun):
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         values = [flat.new_zeros(flat.shape[0], dtype=torch.float32) for _ in self._names]
-        with self.engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
+        with torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
                 parts = self._chunk_values(flat[index], index, self._names, outer)
                 for whole, part in zip(values, parts, strict=True):
                     whole[index] = part  # (B * T,) at (N,)
-            self.statistics = None
-            self.engine.device.poison(self.engine.memory.head_weights[0])
+        self.statistics = None
         return tuple(values)
 
-    def backward(self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor]) -> Grads:
-        head, engine = self.owner.head, self.engine
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], first: bool
+    ) -> Grads:
         grad_of = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
 
         def differentiate_chunk(leaf: torch.Tensor, index: torch.Tensor, *rest: Any) -> None:
             values = self._chunk_values(leaf, index, list(grad_of), *rest)
             torch.autograd.backward(values, [grad[index] for grad in grad_of.values()])
 
-        with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            result = self.context.run(lambda: self.differentiate(hidden, outer, differentiate_chunk))
-            engine.device.poison(engine.memory.head_weights[0])
-            head.landed()
-        return result
+        return self.context.run(lambda: self.differentiate(hidden, outer, differentiate_chunk, first))
 
     def _chunk_values(
         self, hidden: torch.Tensor, index: torch.Tensor, names: Sequence[str], outer: list[torch.Tensor],

@@ -3,9 +3,11 @@
 Their gradients are summed per row on the device, and only these rows are landed. Otherwise a vocabulary of 150,000 rows
 would be the largest copy of a step, with a gradient of mostly zeros.
 
-Shapes: B batch rows, T tokens of a row, R distinct rows of the table that a batch reads, H hidden size, V vocabulary.
+Shapes: B batch rows, T tokens of a row, R distinct rows of the table that a pass reads, H hidden size, V vocabulary. Most passes
+have one batch; the rows of several are gathered once.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from horizon_lm.device.base import send
 from horizon_lm.device.transfers import GatherRows, Land, LandRows, Move
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.forward_state import ForwardState
+from horizon_lm.engine.lockstep import meet
 from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.functional import is_linear, look_up
 from horizon_lm.schedule.ops import EMBED, HEAD, Kind
@@ -29,9 +32,9 @@ class StreamedEmbedding:
         (self._name,) = engine.store.units[EMBED].layout
         self.width = engine.store.weight(self._name).shape[1]
         self.probe_rows: int | None = None  # rows of a probe, for which zeros are returned; None outside of a probe
-        self._known: tuple[torch.Tensor, int, torch.Tensor] | None = (
-            None  # ids on the device, their version, ids on the host
-        )
+        self._known: list[
+            tuple[torch.Tensor, int, torch.Tensor]
+        ] = []  # ids on the device, their version, ids on the host
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the hidden states (B, T, H) of ids (B, T). The model calls this instead of the embedding's forward
@@ -45,9 +48,17 @@ class StreamedEmbedding:
             return torch.zeros(  # (B + 1, T, H)
                 (*ids.shape, table.shape[1]), dtype=engine.options.compute_dtype, device=engine.device.torch_device
             )
-        rows, positions = torch.unique(self._on_host(ids), return_inverse=True)  # (R,), (B, T) with values below R
+        hidden: torch.Tensor = meet("embedding", ids, self._forward_all)
+        return hidden
+
+    def _forward_all(self, batches: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the hidden states (B, T, H) of each batch of ids (B, T) of the pass."""
+        engine, table = self.engine, self._table(self.engine.store.units[EMBED].weights)
+        on_host = [self._on_host(ids) for ids in batches]
+        # (R,), and (tokens of all batches,) with values below R
+        rows, flat = torch.unique(torch.cat([ids.reshape(-1) for ids in on_host]), return_inverse=True)
         self._require_rows(rows)
-        room = self._max_rows(ids.numel(), table.shape[0])
+        room = self._max_rows(flat.numel(), table.shape[0])
         buffer = engine.memory.table_rows.get(
             rows.numel() * table.shape[1], engine.options.compute_dtype, room=room * table.shape[1]
         )
@@ -56,9 +67,12 @@ class StreamedEmbedding:
         if engine.updates.table is not None:
             engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(rows))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
-        lookup = _Lookup(self, rows, send(positions, engine.device.torch_device), engine.recording, room)
+        parts = zip(flat.split([ids.numel() for ids in on_host]), batches, strict=True)
+        positions = [send(part.view(ids.shape), engine.device.torch_device) for part, ids in parts]
+        lookup = _Lookup(self, rows, positions, engine.recording, room)
         if engine.recording is not None and engine.trained(EMBED):
-            return _LookupFunction.apply(lookup, received, engine.anchor)
+            hidden: tuple[torch.Tensor, ...] = _LookupFunction.apply(lookup, received, engine.anchor)
+            return hidden
         return lookup.forward(received)
 
     def _max_rows(self, tokens: int, vocabulary: int) -> int:
@@ -89,7 +103,8 @@ class StreamedEmbedding:
         if torch.is_grad_enabled() and param.requires_grad:
             raise StreamingError(
                 "the input embedding of a streamed model has no gradient when it is called outside of the model: give "
-                "input_ids to the model, or call the embedding under torch.no_grad(), or freeze it"
+                "input_ids to the model, or call the embedding under torch.no_grad(), or freeze it."
+                f"{engine.advice()}"
             )
         engine.hand_out_weight()
         with torch.no_grad():
@@ -110,21 +125,23 @@ class StreamedEmbedding:
             rows.requires_grad_().register_hook(_reject_gradient)
         return rows
 
-    def expect(self, ids: torch.Tensor | None, on_host: torch.Tensor | None) -> None:
+    def expect(self, batches: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
         """Remember that the ids of the next forward pass are already on the host, so that the host need not wait for a
         copy.
 
         Args:
-            ids: the ids passed to the model, on the device; None if ``inputs_embeds`` are passed.
-            on_host: the caller's own tensor with the same ids.
+            batches: for each batch, the ids passed to the model, on the device, or None if ``inputs_embeds`` are passed;
+                and the caller's own tensor with the same ids.
         """
-        known = ids is not None and on_host is not None and on_host.device.type == "cpu"
-        self._known = (ids, _version(ids), on_host) if known else None  # type: ignore[arg-type, assignment]
+        self._known = [
+            (ids, _version(ids), on_host)
+            for ids, on_host in batches
+            if ids is not None and on_host is not None and on_host.device.type == "cpu"
+        ]
 
     def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ids on the host, copied from the device unless they are the expected ids and unchanged."""
-        if self._known is not None:
-            given, version, on_host = self._known
+        for given, version, on_host in self._known:
             same_place = given.data_ptr() == ids.data_ptr() and given.stride() == ids.stride()
             if same_place and given.shape == ids.shape and _version(ids) == version:
                 return on_host
@@ -147,7 +164,7 @@ class StreamedEmbedding:
             engine.updates.finish()  # the last update of the table reads the slot that is written now
             return Land(engine.grads.slots.rows(rows, room).view(-1), outgoing.view(-1), report, add=False)
         # The gradient of a tied head is landed in the same slab earlier in this pass, so the rows are added to it.
-        empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_landed(HEAD))
+        empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_gradients(HEAD))
         report = engine.grads.squared_norms.landing(EMBED, whole=empty)
         clear = engine.grads.rows_to_clear(rows, empty)
         return LandRows(engine.store.grad(self._name), outgoing, rows, clear=clear, add=not empty, report=report)
@@ -171,7 +188,7 @@ class _Lookup:
     Args:
         embedding: the streamed embedding.
         rows: distinct rows of the table, shape (R,).
-        positions: the index of each token's row among them, shape (B, T).
+        positions: for each batch, the index of each token's row among them, shape (B, T).
         forward_state: the state of the forward pass; None if no backward pass can follow.
         room: maximum number of rows in the buffers.
     """
@@ -180,7 +197,7 @@ class _Lookup:
         self,
         embedding: StreamedEmbedding,
         rows: torch.Tensor,
-        positions: torch.Tensor,
+        positions: Sequence[torch.Tensor],
         forward_state: ForwardState | None,
         room: int,
     ) -> None:
@@ -191,23 +208,27 @@ class _Lookup:
         self._padding_position = int(found[0]) if len(found) else None
         self._weight: torch.Tensor | None = None  # a copy of the rows, if the gradient depends on their values
 
-    def look_up(self, weight: torch.Tensor) -> torch.Tensor:
+    def look_up(self, weight: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Run the model's embedding module on these rows (R, H)."""
-        return look_up(self.embedding.module, weight, self.positions, self._padding_position)
+        return look_up(self.embedding.module, weight, positions, self._padding_position)
 
-    def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Return hidden states (B, T, H) from the rows (R, H) on the device."""
+    def forward(self, received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the hidden states (B, T, H) of each batch from the rows (R, H) on the device."""
         engine = self.embedding.engine
         with engine.cursor.compute(Kind.FORWARD, EMBED), torch.no_grad():
-            hidden = self.look_up(received)
+            hidden = tuple(self.look_up(received, positions) for positions in self.positions)
             # The next batch overwrites the buffer, so rows that the backward pass needs are copied.
             if self.forward_state is not None and not self.embedding.is_linear:
                 self._weight = received.clone()
             engine.device.poison(received)
         return hidden
 
-    def backward(self, grad: torch.Tensor) -> None:
-        """Sum the gradient (B, T, H) of hidden states into one gradient per row (R, H), which is landed."""
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Sum the gradients (B, T, H) of hidden states into one gradient per row (R, H), which is landed.
+
+        Args:
+            grads: the gradient for each batch; None for a batch that no loss depends on.
+        """
         embedding, engine = self.embedding, self.embedding.engine
         shape = (self.rows.numel(), embedding.width)
         dtype = engine.store.precision.grad_dtype
@@ -215,29 +236,33 @@ class _Lookup:
         engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing(self.rows, outgoing, self.room)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
             if embedding.is_linear:  # the gradient does not depend on the values, so one zero represents all of them
-                weight = torch.zeros((), dtype=engine.options.compute_dtype, device=grad.device).expand(shape)
+                weight = torch.zeros((), dtype=engine.options.compute_dtype, device=outgoing.device).expand(shape)
             else:
                 assert self._weight is not None
                 weight, self._weight = self._weight, None
             weight.requires_grad_()  # (R, H)
-            with torch.enable_grad():
-                (row_grads,) = torch.autograd.grad(self.look_up(weight), weight, grad)
-            outgoing.copy_(row_grads)
-            engine.landed(EMBED, [embedding._name])
+            outgoing.zero_()
+            for positions, grad in zip(self.positions, grads, strict=True):
+                if grad is not None:
+                    with torch.enable_grad():
+                        (row_grads,) = torch.autograd.grad(self.look_up(weight, positions), weight, grad)
+                    outgoing.add_(row_grads)
+            engine.gradients_ready(EMBED, [embedding._name])
 
 
 class _LookupFunction(torch.autograd.Function):
     """The autograd node of the embedding."""
 
     @staticmethod
-    def forward(ctx: Any, lookup: _Lookup, received: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, lookup: _Lookup, received: torch.Tensor, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.lookup = lookup
+        ctx.set_materialize_grads(False)
         return lookup.forward(received)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         lookup: _Lookup = ctx.lookup
         assert lookup.forward_state is not None
         with lookup.embedding.engine.backward_of(lookup.forward_state):
-            lookup.backward(grad)
+            lookup.backward(grads)
         return None, None, None

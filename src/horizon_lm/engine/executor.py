@@ -5,7 +5,7 @@ A training step, and the module of each line (docs/architecture.md has the pictu
     model(**batch)                                           engine/model_forward.py
         plan what stays resident, once per batch size        engine/residency_planner.py
         schedule = build.forward(layout)                     schedule/build.py (operations and their waits; cached)
-        prefetch the batch's distinct embedding rows         engine/embedding.py
+        copy in the batch's distinct embedding rows          engine/embedding.py
         for each block, when the model's forward calls it:   engine/blocks.py
             prefetch the next block into the other slot      schedule/build.py (load) -> engine/cursor.py -> device/
             wait for this block's weights                    an event between two streams; no thread waits
@@ -31,7 +31,7 @@ Shapes do not occur here: the executor moves whole slabs, and the modules that c
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -53,6 +53,7 @@ from horizon_lm.engine.forward_state import (
     RunningForward,
 )
 from horizon_lm.engine.host_grads import HostGrads, LandingSlots
+from horizon_lm.engine.micro_batches import split_batches
 from horizon_lm.engine.parameters import call_after_grad, landing_grad
 from horizon_lm.engine.recompute import MicroBatchRandomness
 from horizon_lm.engine.updates import PendingUpdates, RunningSave, TableUpdate, UnitOptimizer
@@ -61,7 +62,7 @@ from horizon_lm.model.block_template import comparable
 from horizon_lm.model.units import ModelParts, ParamRef
 from horizon_lm.planning.residency import ExpectedBatch, Residency
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, Stream, block, block_index
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, Stream, block, block_index, is_block
 from horizon_lm.store.store import Store, UnitSlabs
 
 
@@ -88,7 +89,8 @@ class Engine:
 
         self.forward: RunningForward | None = None
         self.backward: RunningBackward | None = None
-        self.head_buffer, self._graphs = BufferLease(), BufferLease()  # head gradients; kept graphs
+        self.head_grads_lease = BufferLease()
+        self._graphs_lease = BufferLease()
         self.after_next_backward: Callable[[], None] | None = None  # called once
         self.saves: list[Task] = []  # of the last checkpoint; other code must not write weights meanwhile
         self._table_moves: Sequence[Move] | None = None  # the embedding's part of it, if that was not issued yet
@@ -96,10 +98,12 @@ class Engine:
         self._after_grad: dict[str, None] = {}  # parameters with hooks to call when autograd's graph is finished
         self._recorded: weakref.WeakSet[ForwardState] = weakref.WeakSet()
         self._anchor: Anchor | None = None
-        self._shape: tuple[Any, ...] = ()  # layout of the last recorded pass
+        self._last_structure: tuple[
+            Any, ...
+        ] = ()  # kept blocks, residency and trained parameters of the last recorded pass
 
         self.device_lost = False  # the device has failed, and host memory was settled without it
-        self._resident_version = -1  # version of the resident weights
+        self._outer_version, self._resident_version = -1, -1  # versions of outer parameters and of resident blocks
         self._set_residency(options.residency or Residency(0))
 
     # Units and parameters
@@ -131,7 +135,7 @@ class Engine:
         """Allocate host gradients for the parameters that are currently trainable, unless already done."""
         trainable = [name for names in self.trainable().values() for name in names]
         if not self.store.has_grads:
-            kept = () if self.updates.unit_optimizer is not None else self.store.units
+            kept = () if self.updates.optimizer_in_backward is not None else self.store.units
             self.grads.allocate(trainable, [*kept, *([EMBED] if self.parts.tied else [])])
         late = [name for name in trainable if name not in self.store.units[self.store.unit_of[name]].grad_layout]
         if late:
@@ -149,7 +153,7 @@ class Engine:
                 "update_in_backward keeps no gradients, but this model has been trained with gradients in host memory; create "
                 "the optimizer before the first training step"
             )
-        self.updates.unit_optimizer = optimizer
+        self.updates.optimizer_in_backward = optimizer
         self.allocate_grads()
         self.grads.slots = LandingSlots(self.store, self.device, self.parts)
 
@@ -164,7 +168,8 @@ class Engine:
             offloaded=self.parts.num_blocks - self.residency.boundaries,
             resident=self.residency.weights,
             accumulate=self.memory.accumulates,
-            update_in_backward=self.updates.unit_optimizer is not None,
+            update_in_backward=self.updates.optimizer_in_backward is not None,
+            adapters=bool(self.parts.adapters),
         )
 
     def expect(self, batch: ExpectedBatch) -> None:
@@ -189,37 +194,37 @@ class Engine:
         self.drain()
         self.memory.release()
         self.device.trim()
-        self.options, self._shape = options, ()
+        self.options, self._last_structure = options, ()
         self.memory = DeviceBuffers(self.parts, self.store, self.device, options)
         self._set_residency(options.residency or Residency(0))
 
     def _set_residency(self, residency: Residency) -> None:
         self.residency = residency
         self.memory.set_resident(range(self.parts.num_blocks - residency.weights, self.parts.num_blocks))
-        self._resident_version = -1  # resident weights must be streamed in again
+        self._outer_version = self._resident_version = -1  # resident weights must be streamed in again
 
     def _drain_if_reshaped(self, keeps: frozenset[int], trained: Mapping[str, list[str]]) -> None:
         """Drain if the training passes that follow have a different layout, which rarely happens.
 
         The waits between passes are proven sufficient only for passes of the same layout.
         """
-        shape = (keeps, self.residency, [name for names in trained.values() for name in names])
-        if keeps and shape != self._shape:
+        structure = (keeps, self.residency, [name for names in trained.values() for name in names])
+        if keeps and structure != self._last_structure:
             self.drain()
-            self._shape = shape
+            self._last_structure = structure
 
     # Forward
 
     @contextmanager
     def forward_pass(
-        self, *, recording: bool, rows: int, embed: bool, inputs_need_grad: bool, head_grads: bool, draws: bool,
+        self, *, recording: bool, rows: Sequence[int], embed: bool, inputs_need_grad: bool, head_grads: bool, draws: bool,
         whole_batch: bool = False,
     ) -> Iterator[None]:  # fmt: skip
         """Context manager: run a forward pass of the model.
 
         Args:
             recording: a backward pass may follow.
-            rows: rows of the batch.
+            rows: rows of each batch that the pass computes.
             embed: token ids are looked up in the embedding; False if the caller passes ``inputs_embeds``.
             inputs_need_grad: the input of the first block needs a gradient.
             head_grads: the head's gradients may be computed in the forward pass.
@@ -238,20 +243,23 @@ class Engine:
             self.layout,
             keeps=keeps,
             embed=embed,
-            changed=self._resident_version != self.store.version,
+            changed=self._outer_version != self.store.version,
+            blocks_changed=self._resident_version != self.store.block_version,
             table_update=self.updates.table is not None,
             head_grads=head_grads and bool(trained[self.slab_unit(HEAD)]),
         )
-        size = (not whole_batch and self.options.device_micro_batch_size) or rows
-        micro_batches = [(start, min(start + size, rows)) for start in range(0, rows, size)]
+        micro_batches = split_batches(rows, None if whole_batch else self.options.device_micro_batch_size)
         randomness = MicroBatchRandomness(self.device, len(micro_batches), draws)
-        self.forward = RunningForward(state, trained, rows, micro_batches, randomness)
+        anchor = None if state is None else state.anchor.tensor
+        self.forward = RunningForward(state, trained, rows, micro_batches, randomness, anchor)
         try:
             self.cursor.start(schedule, self._moves)
             yield
             self.updates.add(self.cursor.update_tasks())  # the embedding's remaining rows, still being updated
             self.cursor.finish()
-            self._resident_version, self.updates.table = self.store.version, None
+            randomness.finish()
+            self._outer_version, self._resident_version = self.store.version, self.store.block_version
+            self.updates.table = None
             self._save_table()
         except BaseException as error:
             self.fault(error)
@@ -273,8 +281,8 @@ class Engine:
     @property
     def anchor(self) -> torch.Tensor:
         """The tensor that autograd nodes of the running forward pass depend on."""
-        assert self.recording is not None
-        return self.recording.anchor.tensor
+        assert self.running.anchor is not None
+        return self.running.anchor
 
     def require_forward(self, what: str) -> None:
         """Raise StreamingError if a part of the model is called outside of the model's forward pass."""
@@ -282,7 +290,18 @@ class Engine:
             raise StreamingError(
                 f"{what} of a streamed model cannot be called on its own: its weights are on the device only while "
                 "the whole model runs. Call model(...); with output_hidden_states=True it also returns the hidden states."
+                f"{self.advice()}"
             )
+
+    def advice(self) -> str:
+        """Return advice for a model whose forward method was replaced, as TRL's trainers do; empty for others."""
+        forward = vars(self.parts.model).get("forward")
+        if forward is None or forward.__module__.startswith("horizon_lm."):
+            return ""
+        return (
+            " The model's forward method was replaced after it was streamed, as trainers of TRL do; create them with "
+            "horizon_lm.trainer(SFTTrainer)(...)."
+        )
 
     def _record(self, keeps: frozenset[int], trained: dict[str, list[str]], head_grads: bool) -> ForwardState:
         """Return the state of a forward pass that a backward pass may follow."""
@@ -292,10 +311,10 @@ class Engine:
         state.head_grads = head_grads
         # There is room for the graphs of one forward pass; another forward pass before its backward pass recomputes all
         # blocks.
-        if self._graphs.holder is None:
+        if self._graphs_lease.holder is None:
             first = self.parts.num_blocks - self.residency.graphs
             state.graphs = frozenset(index for index in keeps if index >= first)
-            self._graphs.take(state)
+            self._graphs_lease.take(state)
         return state
 
     def _find_anchor(self, trained: Mapping[str, list[str]]) -> Anchor:
@@ -307,7 +326,10 @@ class Engine:
         return self._anchor
 
     def _config(self) -> Any:
-        return comparable(vars(self.parts.model.config.get_text_config()))
+        config = dict(vars(self.parts.model.config.get_text_config()))
+        # A classifier sets this in its first forward pass with labels; no block reads it.
+        config.pop("problem_type", None)
+        return comparable(config)
 
     def _kept_blocks(self, inputs_need_grad: bool) -> frozenset[int]:
         """Return the blocks that a gradient passes through, starting with the first trainable unit."""
@@ -356,41 +378,51 @@ class Engine:
         if self.cursor.active:
             raise StreamingError("backward was called inside the forward pass of the same model")
         self.grads.clear_error_if_no_grads()
-        if self.updates.unit_optimizer is not None:
-            self.updates.unit_optimizer.begin()
+        if self.updates.optimizer_in_backward is not None:
+            self.updates.optimizer_in_backward.begin()
         self.backward = RunningBackward(state)
         units = [EMBED, *map(block, range(self.parts.num_blocks)), HEAD, OUTER]
         trainable = [unit for unit in units if self.trained(unit)]
-        self._free_head_buffer(state)
+        self._free_head_grads(state)
         schedule = build.backward(self.layout, blocks=state.keeps, trainable=trainable, head_grads=state.head_grads)
         self.cursor.start(schedule, self._moves)
         # No node knows that it is the last one; autograd calls back when its graph is finished.
         Variable._execution_engine.queue_callback(self._end_of_graph)
 
-    def _free_head_buffer(self, state: ForwardState) -> None:
+    def _free_head_grads(self, state: ForwardState) -> None:
         """Free the head's gradient buffer for a backward pass.
 
         Gradients that another forward pass has left there are lost; its backward pass recomputes them.
         """
-        holder = self.head_buffer.holder
+        holder = self.head_grads_lease.holder
         if holder is not None and holder is not state:
             holder.head_grads = False
-        self.head_buffer.release()
+        self.head_grads_lease.release()
 
-    def landed(self, unit: str, names: list[str]) -> None:
+    def gradients_ready(self, unit: str, names: list[str]) -> None:
         """Record that these parameters' gradients are complete on the device, before they are landed."""
         assert self.backward is not None
-        self.backward.landed[unit] = names
-        optimizer = self.updates.unit_optimizer
+        self.backward.ready[unit] = names
+        optimizer = self.updates.optimizer_in_backward
         # The embedding's update is issued by the next forward pass, and a tied head's gradient is added to the
         # embedding's.
         if optimizer is not None and unit != EMBED and self.slab_unit(unit) == unit:
             assert self.grads.slots is not None
             self.cursor.bind(Kind.UPDATE, unit, optimizer.moves(unit, names, self.grads.slots.of(unit)))
 
-    def has_landed(self, unit: str) -> bool:
+    def adapters_ready(self, names: Iterable[str]) -> None:
+        """Record that the gradients of these adapters in a block are complete on the device."""
+        assert self.backward is not None
+        self.backward.adapters.update(names)
+
+    @property
+    def ready_adapters(self) -> Collection[str]:
+        """The full names of the adapters whose gradients are complete in the running backward pass."""
+        return () if self.backward is None else self.backward.adapters
+
+    def has_gradients(self, unit: str) -> bool:
         """Return whether the gradients of a unit are complete in the running backward pass."""
-        return self.backward is not None and unit in self.backward.landed
+        return self.backward is not None and unit in self.backward.ready
 
     def _end_of_graph(self) -> None:
         """End the pass and call hooks. Autograd calls this when its graph is finished."""
@@ -411,14 +443,14 @@ class Engine:
         self.updates.add(self.cursor.update_tasks())
         self.cursor.finish()
         running.state.consumed = True
-        optimizer = self.updates.unit_optimizer
+        optimizer = self.updates.optimizer_in_backward
         if optimizer is not None:
             self.store.weights_changed()
-            if EMBED in running.landed or (self.parts.tied and HEAD in running.landed):
+            if EMBED in running.ready or (self.parts.tied and HEAD in running.ready):
                 assert self.grads.slots is not None
                 self.updates.table = optimizer.table(self.grads.slots.table_grads())
             return
-        landed = [name for names in running.landed.values() for name in names]
+        landed = [name for names in running.ready.values() for name in names]
         self.grads.publish(landed)
         self._after_grad |= dict.fromkeys(landed)
 
@@ -434,7 +466,7 @@ class Engine:
             moves: the pieces of each unit's update.
             table: the embedding's update, which the next forward pass issues.
         """
-        self.store.weights_changed()
+        self.store.weights_changed(blocks=any(pieces and is_block(unit) for unit, pieces in moves.items()))
         self.updates.table = table
         try:
             self.cursor.start(schedule, lambda op: moves[op.unit])
@@ -454,9 +486,11 @@ class Engine:
             The tasks; that of the embedding is added later.
         """
         self.check_alive()
-        whole = self.updates.table is None
-        self.saves, self._table_moves = [], None if whole else moves[EMBED]
-        self._issue_save(build.save(self.layout, table=whole), lambda op: moves[op.unit])
+        self.saves, self._table_moves, units = [], None, set(moves)
+        if self.updates.table is not None:
+            self._table_moves = moves[EMBED]
+            units.remove(EMBED)
+        self._issue_save(build.save(self.layout, units), lambda op: moves[op.unit])
         return self.saves
 
     def _issue_save(self, schedule: Pass, moves_of: MovesOf) -> None:
@@ -550,7 +584,7 @@ class Engine:
         name = self._name_of.get(id(param))
         if name is None:
             return
-        if self.updates.unit_optimizer is not None and self.updates.unit_optimizer.pending:
+        if self.updates.optimizer_in_backward is not None and self.updates.optimizer_in_backward.pending:
             raise StreamingError(
                 f"{name}.grad: update_in_backward applies gradients as they land and does not keep them, so they "
                 "cannot be read or clipped (clip_grad_norm_); use horizon_lm.AdamW without update_in_backward for that"
@@ -567,7 +601,7 @@ class Engine:
         try:
             self.grads.wait()
         except Exception as error:
-            if self.updates.unit_optimizer is not None:
+            if self.updates.optimizer_in_backward is not None:
                 self.updates.partial_update.record(error)
             raise
 
@@ -605,8 +639,8 @@ class Engine:
                 running.state.consumed = True
                 self.boundaries.release(running.state)
         self.backward, self.forward, self._after_grad = None, None, {}
-        self.head_buffer.release()
-        self._graphs.release()
+        self.head_grads_lease.release()
+        self._graphs_lease.release()
 
     def settle_without_device(self) -> None:
         """Bring the host's state to the end of the last step that counts, after the device has failed.
@@ -643,7 +677,7 @@ class Engine:
 
     def _has_begun_updates(self) -> bool:
         """Return whether updates of a step that does not count yet may have begun, as they do with ``update_in_backward``."""
-        optimizer = self.updates.unit_optimizer
+        optimizer = self.updates.optimizer_in_backward
         if optimizer is None or not optimizer.pending:
             return False
         # After a fault in the backward, `fault` has recorded a partial update if there is one.
@@ -659,7 +693,7 @@ class Engine:
 
     def _quiesce(self) -> None:
         """Wait until the device is idle. An update that could not begin raises its error here, and stays pending."""
-        for _ in self.store.units:
+        for _ in range(len(self.store.units)):  # at most one failed update for each
             # Raising the error of a failed update clears it. An update that failed inside a kernel already is a partial
             # update.
             with suppress(Exception):

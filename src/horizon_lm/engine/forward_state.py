@@ -4,6 +4,7 @@ A boundary is the input of a block, kept from the forward pass to the backward p
 """
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from horizon_lm.device.base import Device, Task
+from horizon_lm.engine.micro_batches import MicroBatch
 from horizon_lm.engine.recompute import MicroBatchRandomness
 from horizon_lm.errors import StreamingError
 
@@ -118,16 +120,18 @@ class RunningForward:
     Attributes:
         state: the state for its backward pass; None if no backward pass can follow.
         trained: full names of the parameters that require a gradient, by unit.
-        num_rows: rows of the batch (B).
-        micro_batches: row ranges (start, stop) of the micro-batches.
+        num_rows: rows of each batch (B); most passes have one batch.
+        micro_batches: the parts of the batches that blocks compute at once.
         randomness: random states of the micro-batches.
+        anchor: the tensor that autograd nodes depend on, besides their inputs.
     """
 
     state: ForwardState | None
     trained: dict[str, list[str]]
-    num_rows: int
-    micro_batches: list[tuple[int, int]]
+    num_rows: Sequence[int]
+    micro_batches: list[MicroBatch]
     randomness: MicroBatchRandomness
+    anchor: torch.Tensor | None
 
 
 @dataclass(eq=False, slots=True)
@@ -136,11 +140,13 @@ class RunningBackward:
 
     Attributes:
         state: the state of the forward pass.
-        landed: full names of the parameters whose gradients are complete on the device, by unit.
+        ready: full names of the parameters whose gradients are complete on the device, by unit.
+        adapters: those of adapters inside blocks, which are landed with the outer parameters.
     """
 
     state: ForwardState
-    landed: dict[str, list[str]] = field(default_factory=dict)
+    ready: dict[str, list[str]] = field(default_factory=dict)
+    adapters: set[str] = field(default_factory=set)
 
     @property
     def trained(self) -> dict[str, list[str]]:

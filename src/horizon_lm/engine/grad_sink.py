@@ -1,6 +1,6 @@
 """Take the gradients of a block's parameters from autograd, one by one, into a gradient slot."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from horizon_lm.engine.executor import Engine
 from horizon_lm.errors import StreamingError
-from horizon_lm.schedule.ops import block
+from horizon_lm.schedule.ops import OUTER, block
 from horizon_lm.store.store import SlabLayout
 
 
@@ -21,18 +21,23 @@ class GradSink:
     def __init__(self, engine: Engine, index: int) -> None:
         self._engine, self._index = engine, index
         self._trained = set(engine.trained(block(index)))
-        self._slot = _Slot(engine.store.units[block(index)].grad_layout)
+        self._adapters = engine.parts.adapters.get(index, frozenset()) & set(engine.trained(OUTER))
+        self._slot = _Slot(engine.store.units[block(index)].grad_layout, self._trained)
+        self._adapter_slot = _Slot(engine.store.units[OUTER].grad_layout, self._adapters)
         self._prefix = f"{engine.parts.block_prefix}.{index}."
 
     def leaves(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return fresh leaves over a block's weights on the device, by their names inside the block."""
-        return _fresh_leaves(views, self._prefix, self._trained, self._slot.hook)
+        return _fresh_leaves(views, self._prefix, [self._slot, self._adapter_slot])
 
     def traps(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return leaves like `leaves`, for a graph that must not be differentiated: a gradient that reaches one is an
         error.
         """
-        leaves = _fresh_leaves(views, self._prefix, self._trained, None)
+        leaves = {
+            name: view.detach().requires_grad_(self._prefix + name in self._trained | self._adapters)
+            for name, view in views.items()
+        }
         set_traps(leaves.values())
         return leaves
 
@@ -43,13 +48,17 @@ class GradSink:
             slot = memory.accumulator[0] if memory.accumulates else memory.outgoing_grads(self._index)
             self._engine.device.poison(slot)  # every element must be written
             self._slot.buffer = slot
+        if self._adapters:
+            self._adapter_slot.buffer = memory.outer_grads[0]
 
     def close(self) -> list[str]:
         """Return the parameters that received a gradient, and zero the rest of the slot (unused
-        parameters, padding).
+        parameters, padding). Gradients of adapters are reported to the engine, because they are landed with those of the
+        outer parameters.
         """
         if self._trained:
             self._slot.zero_the_rest()
+        self._engine.adapters_ready(self._adapter_slot.written)
         return [name for name in self._slot.layout if name in self._slot.written]
 
 
@@ -75,22 +84,19 @@ def _reject_gradient(_: Any) -> Any:
     )
 
 
-def _fresh_leaves(
-    views: Mapping[str, torch.Tensor], prefix: str, trained: set[str], hook: Callable[[str], Any] | None
-) -> dict[str, torch.Tensor]:
+def _fresh_leaves(views: Mapping[str, torch.Tensor], prefix: str, slots: Iterable["_Slot"]) -> dict[str, torch.Tensor]:
     leaves = {}
     for name, view in views.items():
         leaf = view.detach()
-        if prefix + name in trained:
-            leaf.requires_grad_()
-            if hook is not None:
-                leaf.register_post_accumulate_grad_hook(hook(prefix + name))
+        for slot in slots:
+            if prefix + name in slot.trained:
+                leaf.requires_grad_().register_post_accumulate_grad_hook(slot.hook(prefix + name))
         leaves[name] = leaf
     return leaves
 
 
 class _Slot:
-    """The gradient slot of a block, and the parameters whose gradients are in the slot.
+    """A gradient slot, and those of a block's trained parameters whose gradients are in the slot.
 
     The hooks refer to this object instead of the sink. A kept graph refers to its leaves, and the leaves to their
     hooks: a reference from here to the engine would close a cycle, and the engine would never be freed.
@@ -98,8 +104,8 @@ class _Slot:
 
     buffer: torch.Tensor
 
-    def __init__(self, layout: SlabLayout) -> None:
-        self.layout = layout
+    def __init__(self, layout: SlabLayout, trained: Set[str]) -> None:
+        self.layout, self.trained = layout, trained
         self.written: set[str] = set()
 
     def hook(self, name: str) -> Callable[[torch.Tensor], None]:

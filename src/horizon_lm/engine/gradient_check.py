@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horizon_lm.engine.executor import Engine
-from horizon_lm.engine.micro_batches import Rows, rows_of_output, run_block, slice_all
+from horizon_lm.engine.micro_batches import MicroBatch, rows_of_output, run_block, split_batches
 from horizon_lm.engine.recompute import no_autocast_cache, replaying
 from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import GradientMismatchError
@@ -97,18 +97,17 @@ class GradientCheck:
         that draws random numbers (dropout) draws them per micro-batch, so its reference is computed per micro-batch,
         too.
         """
-        whole = [(0, node.num_rows)]
         try:
-            return self._grads_of_rows(node, inputs, grads, dtype, whole)
+            return self._grads_of_rows(node, inputs, grads, dtype, split_batches(node.num_rows, None))
         except _DrawsNumbersError:
             return self._grads_of_rows(node, inputs, grads, dtype, node.micro_batches)
 
     def _grads_of_rows(
         self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype,
-        ranges: list[Rows],
+        parts: list[MicroBatch],
     ) -> Grads:  # fmt: skip
-        """Return the gradients summed over these row ranges. Raise _DrawsNumbersError if the result depends on the
-        ranges.
+        """Return the gradients summed over these micro-batches. Raise _DrawsNumbersError if the result depends on the
+        way that batches are split.
         """
         engine = self._engine
         params = {
@@ -121,20 +120,21 @@ class GradientCheck:
             t.detach().to(dtype if t.is_floating_point() else t.dtype).requires_grad_(t.is_floating_point())
             for t in inputs
         ]
-        dims = node.dims if len(ranges) > 1 else [None] * len(leaves)
-        for number, rows in enumerate(ranges):
+        for number, part in enumerate(parts):
+            dims = [None] * len(leaves) if part.is_whole else node.dims
             with (
                 torch.enable_grad(), no_autocast_cache(), node.module.bound(params), node.module.in_mode(node.mode),
                 replaying(engine.device, node.saved.rng_states[number]), plain_kernels(),
             ):  # fmt: skip
-                args, kwargs = node.call.rebuild(slice_all(leaves, dims, rows))
+                args, kwargs = node.calls.calls[part.batch].rebuild(node.calls.inputs(leaves, dims, part))
                 before = torch.get_rng_state()
-                output = run_block(node.module, args, kwargs, node.keys, node.segments, rows, uncompiled=True)
-                if len(ranges) < len(node.micro_batches) and not torch.equal(before, torch.get_rng_state()):
+                segments = node.segments[part.batch]
+                output = run_block(node.module, args, kwargs, node.keys, segments, part.rows, uncompiled=True)
+                if len(parts) < len(node.micro_batches) and not torch.equal(before, torch.get_rng_state()):
                     raise _DrawsNumbersError
             pairs = [
-                (t, (g if len(ranges) == 1 else rows_of_output(g, t, rows)).to(t.dtype))
-                for t, g in zip(Tree(output).tensors, grads, strict=True)
+                (t, (g if part.is_whole else rows_of_output(g, t, part.rows)).to(t.dtype))
+                for t, g in zip(Tree(output).tensors, node.outputs_of(grads, part), strict=True)
                 if g is not None and t.requires_grad
             ]
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])

@@ -3,7 +3,7 @@
 Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.forward_state import ForwardState
+from horizon_lm.engine.lockstep import meet
 from horizon_lm.engine.recompute import no_autocast_cache
 from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import HEAD, Kind
@@ -54,7 +55,7 @@ class LmHead:
         layout, buffer = self.engine.slabs(HEAD).grad_layout, self.engine.memory.head_grads[0]
         return {name: layout.view(buffer, name) for name in self._places if name in trained}
 
-    def landed(self, names: Collection[str] | None = None) -> None:
+    def gradients_ready(self, names: Collection[str] | None = None) -> None:
         """Record that the head's gradients are in their buffer, and zero the rest of the buffer.
 
         Args:
@@ -65,19 +66,27 @@ class LmHead:
             unused = [grad for name, grad in grads.items() if names is not None and name not in names]
             for part in (*unused, *self.engine.slabs(HEAD).grad_layout.gaps(self.engine.memory.head_grads[0])):
                 part.zero_()
-            self.engine.landed(HEAD, [name for name in grads if names is None or name in names])
+            self.engine.gradients_ready(HEAD, [name for name in grads if names is None or name in names])
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable if the forward pass records."""
+        self.engine.require_forward("the head")
+        logits: torch.Tensor = meet("head", hidden, self._project_all)
+        return logits
+
+    def _project_all(self, hidden: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the logits (B, T, V) of the hidden states (B, T, H) of each batch of the pass."""
         engine = self.engine
-        engine.require_forward("the head")
         forward_state, outer = engine.recording, self.outer_weights()
-        needs_grad = hidden.requires_grad or any(t.requires_grad for t in outer.values())
+        needs_grad = any(t.requires_grad for t in (*hidden, *outer.values()))
         if forward_state is not None and (needs_grad or engine.trained(HEAD)):
             projection = _Projection(self, forward_state, list(outer))
-            return _ProjectFunction.apply(projection, engine.anchor, hidden, *outer.values())
+            differentiable: tuple[torch.Tensor, ...] = _ProjectFunction.apply(
+                projection, engine.anchor, *outer.values(), *hidden
+            )
+            return differentiable
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
-            logits = self.run(self.weights(), hidden)
+            logits = [self.run(self.weights(), each) for each in hidden]
             engine.device.poison(engine.memory.head_weights[0])
         return logits
 
@@ -90,20 +99,21 @@ class LmHead:
 
 
 class _Projection:
-    """A call of the head. Its graph is kept without the weights, which are streamed in again for the backward pass."""
+    """The calls of the head in a pass. Their graph is kept without the weights, which are streamed in again for the
+    backward pass.
+    """
 
     def __init__(self, head: LmHead, forward_state: ForwardState, outer: list[str]) -> None:
         self.head, self.forward_state, self._outer = head, forward_state, outer
-        self.graph: tuple[list[torch.Tensor], torch.Tensor]  # leaves over the inputs, and the logits
+        self.graph: tuple[list[torch.Tensor], list[torch.Tensor]]  # leaves over the inputs, and the logits
         self._written: set[str] = set()  # full names of the weights that received a gradient
 
-    def forward(self, needs_grad: tuple[bool, ...], hidden: torch.Tensor, *outer: torch.Tensor) -> torch.Tensor:
-        """Return the logits and keep their graph.
+    def forward(self, needs_grad: tuple[bool, ...], *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Return the logits of each batch and keep their graph.
 
         Args:
-            needs_grad: for each of the following tensors, whether it needs a gradient.
-            hidden: hidden states (B, T, H).
-            outer: outer parameters of the head's modules.
+            needs_grad: for each of the inputs, whether it needs a gradient.
+            inputs: outer parameters of the head's modules, then the hidden states (B, T, H) of each batch.
         """
         head, engine = self.head, self.head.engine
         buffer = engine.memory.head_weights[0]
@@ -121,27 +131,30 @@ class _Projection:
 
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
             # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
-            leaves = [t.detach().requires_grad_(need) for t, need in zip((hidden, *outer), needs_grad, strict=True)]
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs_grad, strict=True)]
+            outer = dict(zip(self._outer, leaves, strict=False))
             trained = head.grads()
             weights = {name: w.detach().requires_grad_(name in trained) for name, w in head.weights().items()}
             for name in trained:
                 weights[name].register_post_accumulate_grad_hook(_moving_hook(head, name, self._written))
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                logits = head.run(weights | dict(zip(self._outer, leaves[1:], strict=True)), leaves[0])
+                logits = [head.run(weights | outer, hidden) for hidden in leaves[len(outer) :]]
             self.graph = (leaves, logits)
             engine.device.poison(buffer)
-        return logits.detach()
+        return [each.detach() for each in logits]
 
-    def backward(self, grad: torch.Tensor) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs, given the gradient of the logits (B, T, V)."""
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the gradients of the inputs, given the gradient of each batch's logits (B, T, V)."""
         head, engine = self.head, self.head.engine
         leaves, logits = self.graph
         del self.graph
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
             with torch.enable_grad():
-                torch.autograd.backward([logits], [grad])
+                for each, grad in zip(logits, grads, strict=True):  # summed in this order
+                    if grad is not None:
+                        torch.autograd.backward([each], [grad])
             engine.device.poison(engine.memory.head_weights[0])
-            head.landed(self._written)
+            head.gradients_ready(self._written)
         return [leaf.grad for leaf in leaves]
 
 
@@ -155,7 +168,8 @@ def _moving_hook(head: LmHead, name: str, written: set[str]) -> Callable[[torch.
     def take(leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
         with torch.no_grad():
-            head.grads()[name].copy_(leaf.grad)
+            total = head.grads()[name]
+            total.add_(leaf.grad) if name in written else total.copy_(leaf.grad)
         written.add(name)
         leaf.grad = None
 
@@ -167,14 +181,15 @@ class _ProjectFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, projection: _Projection, anchor: torch.Tensor, hidden: torch.Tensor, *outer: torch.Tensor
-    ) -> torch.Tensor:
+        ctx: Any, projection: _Projection, anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.projection = projection
-        return projection.forward(ctx.needs_input_grad[2:], hidden, *outer)
+        ctx.set_materialize_grads(False)
+        return tuple(projection.forward(ctx.needs_input_grad[2:], *inputs))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *logit_grads: torch.Tensor | None) -> tuple[Any, ...]:
         projection: _Projection = ctx.projection
         with projection.head.engine.backward_of(projection.forward_state):
-            grads = projection.backward(grad)
+            grads = projection.backward(logit_grads)
         return None, None, *grads

@@ -7,8 +7,8 @@ comparing shapes.
 Shapes: B batch rows, T tokens of a row, D size of an attention head.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,42 @@ from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock
 
-Rows = tuple[int, int]  # a micro-batch: the rows [start, stop) of the batch
+Rows = tuple[int, int]  # the rows [start, stop) of a batch
+
+
+class MicroBatch(NamedTuple):
+    """Rows that a block computes at once: the rows [start, stop) of one of the batches of a pass.
+
+    Attributes:
+        batch: the number of the batch; each is computed by a call of the model.
+        start, stop: its rows.
+        is_whole: the micro-batch has all rows of the batch, so nothing is sliced.
+    """
+
+    batch: int
+    start: int
+    stop: int
+    is_whole: bool
+
+    @property
+    def rows(self) -> Rows:
+        """The rows [start, stop)."""
+        return self.start, self.stop
+
+
+def split_batches(num_rows: Sequence[int], most_rows: int | None) -> list[MicroBatch]:
+    """Split batches into micro-batches.
+
+    Args:
+        num_rows: the number of rows of each batch.
+        most_rows: the maximum number of rows of a micro-batch; None to split no batch.
+    """
+    micro_batches = []
+    for batch, count in enumerate(num_rows):
+        size = most_rows or count
+        starts = range(0, count, size)
+        micro_batches += [MicroBatch(batch, start, min(start + size, count), len(starts) == 1) for start in starts]
+    return micro_batches
 
 
 class BlockCall(Tree):
@@ -36,6 +71,45 @@ class BlockCall(Tree):
     def containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the contents of mutable arguments as comparable values, to detect changes by the block."""
         return [_contents(value) for value in (*args, *kwargs.values()) if not isinstance(value, _IMMUTABLE)]
+
+
+class BlockCalls:
+    """The calls of one block in a pass: one for each batch, with their tensors in one list.
+
+    Attributes:
+        calls: the call for each batch.
+        spans: the range of its tensors among those of all calls.
+        hidden: the index of its hidden states among them.
+    """
+
+    def __init__(self, calls: Sequence[BlockCall]) -> None:
+        self.calls = calls
+        self.spans = spans_of([len(call.tensors) for call in calls])
+        self.hidden = [span.start + call.hidden for span, call in zip(self.spans, calls, strict=True)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of all calls, in order; empty after `drop_tensors`."""
+        return [tensor for call in self.calls for tensor in call.tensors]
+
+    def drop_tensors(self) -> None:
+        """Drop the tensors and keep only the structure."""
+        for call in self.calls:
+            call.drop_tensors()
+
+    def inputs(self, tensors: Sequence[Any], dims: Sequence[int | None], part: MicroBatch) -> list[torch.Tensor]:
+        """Return the tensors of a micro-batch from those of all calls, given the row dimension of each."""
+        span = self.spans[part.batch]
+        return slice_all(tensors[span], dims[span], part.rows)
+
+
+def spans_of(lengths: Iterable[int]) -> list[slice]:
+    """Return the ranges of consecutive parts of these lengths."""
+    stop, spans = 0, []
+    for length in lengths:
+        spans.append(slice(stop, stop + length))
+        stop += length
+    return spans
 
 
 def run_block(
@@ -163,6 +237,11 @@ class RowOutputs:
                 "put together from micro-batches; leave device_micro_batch_size unset"
             )
         return part.new_empty((part.shape[0] // num_rows * self._num_rows, *part.shape[1:]))
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of tensors of the output."""
+        return len(self._like)
 
     def release(self) -> None:
         """Release the tensors and keep only the structure."""

@@ -1,13 +1,17 @@
 """The forward pass of a streamed model: prepare the pass, run the model with streamed modules, compute the loss.
 
+A pass usually computes one batch, which is one call of the model. Calls in lock-step are computed in one pass, unit by unit.
+
 Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 """
 
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +21,14 @@ from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.device.base import send
 from horizon_lm.engine.blocks import Blocks
 from horizon_lm.engine.chunked_lm_head import ChunkedLmHead, LossInputs
-from horizon_lm.engine.chunked_losses import LogprobRun, LossRun, TokenLogprobs
+from horizon_lm.engine.chunked_losses import WITHOUT_GRADIENT, LogprobRun, LossRun, TokenLogprobs
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.embedding import StreamedEmbedding
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.gradient_check import GradientCheck
 from horizon_lm.engine.lm_head import LmHead
-from horizon_lm.engine.micro_batches import ProbeDoneError
+from horizon_lm.engine.lockstep import apart, meet, run_on_in_backward, run_together
+from horizon_lm.engine.micro_batches import ProbeDoneError, split_batches
 from horizon_lm.engine.outer import OuterParameters
 from horizon_lm.engine.parameters import StandIn
 from horizon_lm.engine.residency_planner import ResidencyPlanner
@@ -42,6 +47,27 @@ _MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature"
 def modal_inputs(call: Mapping[str, Any]) -> list[str]:
     """Return the names of the model's arguments that contain images, video or audio."""
     return [name for name, value in call.items() if isinstance(value, torch.Tensor) and _MODAL.search(name)]
+
+
+Call = dict[str, Any]  # the arguments of a call of the model, by name
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A batch of a pass: a call of the model whose tensors are on the device.
+
+    Attributes:
+        call: the arguments.
+        host_ids: the caller's own ``input_ids``.
+        rows, length: shape of the batch, B and T.
+        segments: the documents in its rows, if attention needs them.
+    """
+
+    call: Call
+    host_ids: Any
+    rows: int
+    length: int
+    segments: attention.Segments | None
 
 
 class ModelForward:
@@ -71,7 +97,8 @@ class ModelForward:
         self.chunked = ChunkedLmHead(self.head, path, _weakly(self._call_model)) if path is not None else None
         self.planner = ResidencyPlanner(engine)
         self.statistics: TokenStatistics | None = None  # collects those of each forward pass with labels
-        self._call: dict[str, Any] = {}  # arguments of the running forward pass, for a row probe
+        self.whole_logits = False  # compute all logits at once, because the caller uses them
+        self._calls: list[Call] = []  # arguments of the running forward pass, for a row probe
         self._replaced = self._replace_forwards(parts)
         inside = {id(module) for block in parts.blocks for module in block.modules()}
         self._structure = Structure(
@@ -160,15 +187,35 @@ class ModelForward:
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(args, kwargs)
         call = self._bind(args, kwargs)
-        device = self.engine.device.torch_device
         has_labels = call.get("labels") is not None or call.get("shift_labels") is not None
-        if not self._is_chunked(call) or not has_labels:
-            output = self._run(call, self._whole_forward, head_grads=False)
+        is_chunked = has_labels and self._is_chunked(call)
+        return self._meet(("loss", is_chunked), call, partial(self._forward_all, is_chunked, has_labels))
+
+    def _meet(self, kind: Hashable, call: Call, compute: Callable[[list[Call]], list[Any]]) -> Any:
+        """Compute a call, together with the calls of the same kind that are in lock-step with it."""
+        if self.is_adapter and not torch.is_grad_enabled():
+            # The code around this call may have changed the model's adapters for it, and changes them back afterwards.
+            return apart(lambda: compute([call])[0])
+        return meet((id(self), torch.is_grad_enabled(), kind), call, compute)
+
+    def _forward_all(self, is_chunked: bool, has_labels: bool, calls: list[Call]) -> list[Any]:
+        """Run one forward pass over all calls. Return the output of each."""
+        device = self.engine.device.torch_device
+        if not is_chunked:
+            outputs = self._run(calls, lambda calls, outer: self._call_all(calls), head_grads=False)
             if self.statistics is not None and has_labels:
-                self._add_statistics(output.logits, LossInputs.of(dict(call), device))
-            return output
-        inputs = LossInputs.of(call, device)
-        return self._run(call, lambda call, outer: self._loss_forward(call, outer, inputs), head_grads=True)
+                for call, output in zip(calls, outputs, strict=True):
+                    self._add_statistics(output.logits, LossInputs.of(dict(call), device))
+            return outputs
+        if any(not isinstance(call.get("logits_to_keep", 0), int) or call.get("logits_to_keep", 0) for call in calls):
+            raise StreamingError("logits_to_keep together with labels needs head='whole'")
+        inputs = [LossInputs.of(call, device) for call in calls]
+        as_tuple = [call.pop("return_dict", None) is False for call in calls]
+        calls = [call | _without_labels(each) for call, each in zip(calls, inputs, strict=True)]
+        # With several losses their gradients are known only in the backward pass, and so is the sum of the head's.
+        head_grads = len(calls) == 1
+        outputs = self._run(calls, lambda calls, outer: self._loss_forward(calls, outer, inputs), head_grads)
+        return [output.to_tuple() if tuples else output for output, tuples in zip(outputs, as_tuple, strict=True)]
 
     def token_logprobs(self, kwargs: dict[str, Any], temperature: float, names: Sequence[str]) -> TokenLogprobs:
         """Compute log-probabilities of labels instead of a loss.
@@ -181,12 +228,29 @@ class ModelForward:
         call = self._bind((), kwargs)
         if call.get("labels") is None and call.get("shift_labels") is None:
             raise ValueError("give labels or shift_labels")
-        inputs = LossInputs.of(call, self.engine.device.torch_device)
-        if self._is_chunked(call):
-            return self._run(
-                call, lambda call, outer: self._token_forward(call, outer, inputs, temperature, names), False
-            )
-        output = self._run(call, self._whole_forward, head_grads=False)
+        is_chunked = self._is_chunked(call)
+        kind = ("logprobs", is_chunked, temperature, *names)
+        found: TokenLogprobs = self._meet(kind, call, partial(self._logprobs_all, is_chunked, temperature, names))
+        return found
+
+    def _logprobs_all(
+        self, is_chunked: bool, temperature: float, names: Sequence[str], calls: list[Call]
+    ) -> list[TokenLogprobs]:
+        """Compute the log-probabilities of all calls in one forward pass."""
+        inputs = [LossInputs.of(call, self.engine.device.torch_device) for call in calls]
+        if is_chunked:
+
+            def compute(calls: list[Call], outer: dict[str, torch.Tensor]) -> Any:
+                return self._token_forward(calls, outer, inputs, temperature, names)
+
+            return self._run(calls, compute, head_grads=False)
+        outputs = self._run(calls, lambda calls, outer: self._call_all(calls), head_grads=False)
+        return [
+            self._logprobs_of(output, each, temperature, names) for output, each in zip(outputs, inputs, strict=True)
+        ]
+
+    def _logprobs_of(self, output: Any, inputs: LossInputs, temperature: float, names: Sequence[str]) -> TokenLogprobs:
+        """Return the log-probabilities of a batch whose logits were computed as a whole."""
         logits = output.logits  # (B, T, V)
         if self.statistics is not None:
             self._add_statistics(logits, inputs)
@@ -194,7 +258,7 @@ class ModelForward:
         values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, temperature, names)
         zeros = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
         by_token = [zeros.index_put((inputs.trained,), value) for value in values]  # (B * T,) each
-        return _by_name(names, by_token, inputs.labels.shape, self._aux_loss(output))
+        return _by_name(names, by_token, inputs.labels.shape, self._aux_losses(output))
 
     def _add_statistics(self, logits: torch.Tensor, inputs: LossInputs) -> None:
         """Collect the statistics of a batch whose logits (B, T, V) were computed as a whole."""
@@ -202,14 +266,15 @@ class ModelForward:
         self.statistics.begin(inputs.labels)
         self.statistics.add_batch(inputs.trained, logits)
 
-    def _is_chunked(self, call: dict[str, Any]) -> bool:
+    def _is_chunked(self, call: Call) -> bool:
         """Return whether the loss is computed in chunks.
 
         Chunks are not used if the model's loss function was replaced, for images (whose tokens are inserted inside the
         model), or if modules that chunks call with other inputs have hooks.
         """
         if (
-            self.chunked is None
+            self.whole_logits
+            or self.chunked is None
             or self.chunked.path.loss_function is not self.model.loss_function
             or modal_inputs(call)
         ):
@@ -217,81 +282,110 @@ class ModelForward:
         parts = self.engine.parts
         return not any(map(has_foreign_hooks, (self.chunked.path.trunk, parts.decoder, parts.head)))
 
-    def _aux_loss(self, output: Any) -> torch.Tensor | None:
-        """Return the weighted auxiliary loss that the model adds to its loss, from an output computed
-        without labels.
+    def _aux_losses(self, output: Any) -> dict[str, torch.Tensor]:
+        """Return the auxiliary loss that the model adds to its loss, weighted and unweighted, from an output computed
+        without labels; empty without such a loss.
         """
         aux = getattr(output, "aux_loss", None)
-        return None if aux is None else aux * self.model.router_aux_loss_coef
+        if aux is None:
+            return {}
+        return {"aux_loss": aux * self.model.router_aux_loss_coef, "unweighted_aux_loss": aux}
 
     def _run(
-        self, call: dict[str, Any], compute: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], head_grads: bool
-    ) -> Any:
-        """Run ``compute`` as one pass of the engine, after checks and, for a batch larger than all before, planning.
+        self, calls: list[Call], compute: Callable[[list[Call], dict[str, torch.Tensor]], list[Any]], head_grads: bool
+    ) -> list[Any]:
+        """Run ``compute`` as one pass of the engine, after checks and, for batches larger than all before, planning.
 
         Args:
-            call: arguments of the model's forward method, by name.
-            compute: function of these arguments and the outer parameters on the device that returns the output.
+            calls: arguments of the model's forward method for each batch, by name.
+            compute: function of these arguments and the outer parameters on the device that returns the outputs.
             head_grads: the head's gradients may be computed in the forward pass.
         """
         engine = self.engine
         engine.require_device()
-        device = engine.device.torch_device
-        tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
-        if tokens is None:
-            raise ValueError("give input_ids or inputs_embeds")
         self._require_unchanged()
         if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise StreamingError(
                 "DistributedDataParallel never sees the gradients of a streamed model, so its processes would diverge; "
                 "several devices are not supported yet"
             )
-        config = self.model.config.get_text_config()
-        varlen = config._attn_implementation == attention.NAME
-        self.blocks.segments = attention.segments_of_call(call, device) if varlen else None
-        rows, length = tokens.shape[:2]
-        attention.reject_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
-        # The embedding needs the ids on the host. If the caller already has them there, copying them back would only
-        # make the host wait.
-        host_ids = call.get("input_ids")
-        call = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-        self.embedding.expect(call.get("input_ids"), host_ids)
-        inputs_need_grad = bool(call.get("inputs_embeds") is not None and call["inputs_embeds"].requires_grad)
+        if len(calls) > 1:
+            self._require_joint(calls)
+        batches = [self._prepare(call) for call in calls]
+        inputs_need_grad = any(_needs_grad(batch.call.get("inputs_embeds")) for batch in batches)
         recording = torch.is_grad_enabled() and (inputs_need_grad or any(engine.trainable().values()))
-        # Configs have use_cache=True by default; a cache is kept only for callers that ask for one.
-        if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
-            call["use_cache"] = False
-        if recording and call["use_cache"]:
-            raise StreamingError(
-                "use_cache=True is for generation; in training it would keep every block's keys; set it to False"
-            )
-
-        self._require_supported(call, rows)
-        # A cache holds all rows together, so blocks compute the whole batch; see `Blocks.forward` for compiled code.
-        self.blocks.caching = bool(call.get("use_cache")) or call.get("past_key_values") is not None
-        self.blocks.signature = tuple(sorted((k, _rank(v)) for k, v in call.items()))
-        embed = call.get("inputs_embeds") is None
-        tokens_at_once = min(rows, engine.options.device_micro_batch_size or rows) * length
-        size = BatchSize(rows * length, length, tokens_at_once, call.get("attention_mask") is not None)
+        for batch in batches:
+            _choose_cache(batch.call, recording)
+            self._require_supported(batch.call, batch.rows)
+        size = self._size_of(batches)
         if recording and self.planner.is_needed(size):
-            self._plan(
-                lambda outer: compute(dict(call), outer), size, rows, embed
-            )  # a copy: `compute` removes arguments
+            self._plan(batches, size)
+        embed = self._announce(batches)
         with engine.forward_pass(
             recording=recording,
-            rows=rows,
+            rows=[batch.rows for batch in batches],
             embed=embed,
             inputs_need_grad=inputs_need_grad,
-            head_grads=head_grads and recording and engine.head_buffer.holder is None,
+            head_grads=head_grads and recording and engine.head_grads_lease.holder is None,
             draws=self.model.training,
             whole_batch=self.blocks.caching,
         ):
             outer = self.outer.load()
             with self.outer.in_place(outer), self._stand_ins():
-                output = compute(call, outer)
-        return output
+                return compute([batch.call for batch in batches], outer)
 
-    def _require_supported(self, call: dict[str, Any], rows: int) -> None:
+    def _announce(self, batches: list[_Batch]) -> bool:
+        """Tell blocks and embedding what the next forward pass computes. Return whether it looks up tokens."""
+        calls = [batch.call for batch in batches]
+        self.embedding.expect([(batch.call.get("input_ids"), batch.host_ids) for batch in batches])
+        # A cache holds all rows together, so blocks compute the whole batch; see `Blocks.forward` for compiled code.
+        self.blocks.caching = any(call.get("use_cache") or call.get("past_key_values") is not None for call in calls)
+        self.blocks.signatures = [tuple(sorted((k, _rank(v)) for k, v in call.items())) for call in calls]
+        self.blocks.segments = [batch.segments for batch in batches]
+        return calls[0].get("inputs_embeds") is None
+
+    def _prepare(self, call: Call) -> _Batch:
+        """Return a call with its tensors on the device."""
+        engine = self.engine
+        tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
+        if tokens is None:
+            raise ValueError("give input_ids or inputs_embeds")
+        rows, length = tokens.shape[:2]
+        config = self.model.config.get_text_config()
+        attention.reject_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
+        device = engine.device.torch_device
+        # Segments are found, and the embedding looks up ids, on the host. If the caller already has them there, copying
+        # them back would only make the host wait.
+        segments = attention.segments_of_call(call, device) if config._attn_implementation == attention.NAME else None
+        sent = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+        return _Batch(sent, call.get("input_ids"), rows, length, segments)
+
+    def _require_joint(self, calls: list[Call]) -> None:
+        """Raise StreamingError if calls in lock-step cannot be computed in one pass; prepare the engine for it."""
+        if len({call.get("inputs_embeds") is None for call in calls}) > 1:
+            raise StreamingError(
+                "batches with input_ids and with inputs_embeds cannot be computed together; use one of them"
+            )
+        if any(call.get("use_cache") or call.get("past_key_values") is not None for call in calls):
+            raise StreamingError("a cache of keys and values cannot be used for several batches at once")
+        if self.statistics is not None:
+            raise StreamingError("statistics of tokens are collected for one batch at a time")
+        options = self.engine.options
+        if options.device_micro_batch_size is None:  # sums over batches are float32 with micro-batches
+            most = max(len(next(v for v in call.values() if isinstance(v, torch.Tensor) and v.ndim)) for call in calls)
+            self.reconfigure(replace(options, device_micro_batch_size=most))
+
+    def _size_of(self, batches: list[_Batch]) -> BatchSize:
+        """Return the size of a step with these batches."""
+        most_rows = self.engine.options.device_micro_batch_size
+        return BatchSize(
+            tokens=sum(batch.rows * batch.length for batch in batches),
+            length=max(batch.length for batch in batches),
+            tokens_at_once=max(_tokens_at_once(batch, most_rows) for batch in batches),
+            is_masked=any(batch.call.get("attention_mask") is not None for batch in batches),
+        )
+
+    def _require_supported(self, call: Call, rows: int) -> None:
         """Raise StreamingError for inputs that a streamed model would not compute exactly."""
         modal = modal_inputs(call)
         if modal and not self._takes_images:
@@ -318,29 +412,33 @@ class ModelForward:
             for module, name, read in places
         )
 
-    def _plan(self, compute: Callable[[dict[str, torch.Tensor]], Any], size: BatchSize, rows: int, embed: bool) -> None:
-        """Plan what stays on the device, using a rehearsal that measures one block per structure."""
+    def _plan(self, batches: list[_Batch], size: BatchSize) -> None:
+        """Plan what stays on the device, using a rehearsal of the largest batch that measures one block per structure."""
         engine = self.engine
-        state = engine.device.rng_state()
+        state, most_rows = engine.device.rng_state(), engine.options.device_micro_batch_size
+        largest = max(batches, key=lambda batch: _tokens_at_once(batch, most_rows))
+        num_micro_batches = len(split_batches([batch.rows for batch in batches], most_rows))
+        embed = self._announce([largest])
         with self.planner.planning(size) as plans:
             rehearsal = self.blocks.rehearse()
             try:
                 with (
                     torch.no_grad(),
                     engine.forward_pass(
-                        recording=False, rows=rows, embed=embed, inputs_need_grad=False, head_grads=False, draws=False
+                        recording=False, rows=[largest.rows], embed=embed, inputs_need_grad=False, head_grads=False,
+                        draws=False,
                     ),
-                    self.outer.in_place(outer := self.outer.load()),
+                    self.outer.in_place(self.outer.load()),
                     self._stand_ins(),
-                ):
-                    compute(outer)
-            except ProbeDoneError:
-                plans.append(rehearsal.plan())
+                ):  # fmt: skip
+                    self._call_all([largest.call])
+            except ProbeDoneError:  # at the last block
+                plans.append(rehearsal.plan(size.tokens, num_micro_batches))
             finally:
                 self.blocks.rehearsal = None
                 engine.device.set_rng_state(state)
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the arguments of a call of the model by name, including those in ``**kwargs``."""
         bound = self._signature.bind(None, *args, **kwargs).arguments
         bound.pop(next(iter(self._signature.parameters)))
@@ -350,46 +448,61 @@ class ModelForward:
             call |= bound[name]
         return call
 
-    def _whole_forward(self, call: dict[str, Any], outer: Any = None) -> Any:
-        """Run the model's original forward method, and keep its arguments during the call for a row probe."""
-        self._call = call
+    def _call_all(self, calls: list[Call]) -> list[Any]:
+        """Run the model's original forward method for each call, unit by unit, and keep the calls for a row probe."""
+        self._calls = calls
         try:
-            return self._call_model(**call)
+            outputs = run_together([partial(self._call_model, **call) for call in calls])
         finally:
-            self._call = {}
+            self._calls = []
+        if len(calls) > 1:
+            run_on_in_backward(outputs)
+        return outputs
 
-    def _loss_forward(self, call: dict[str, Any], outer: dict[str, torch.Tensor], inputs: LossInputs) -> Any:
-        """Run the trunk once over the whole batch, then norm, head and loss over chunks of its trained tokens."""
-        assert self.chunked is not None
-        if not isinstance(call.get("logits_to_keep", 0), int) or call.get("logits_to_keep", 0):
-            raise StreamingError("logits_to_keep together with labels needs head='whole'")
-        as_tuple = call.pop("return_dict", None) is False
-        # With one ignored token instead of all labels, the model's loss has no cross-entropy: it is the auxiliary loss
-        # of experts, or zero. The chunks compute the cross-entropy.
-        ignored = inputs.labels.new_full((1, 1), IGNORE_INDEX)
-        unlabelled = {"labels": ignored, "shift_labels": ignored, "num_items_in_batch": inputs.num_items}
-        with self.chunked.without_head(with_norm=self._needs_normed_hidden(call)):
-            output = self._whole_forward(call | unlabelled)
-            run = LossRun(self.chunked, inputs, self._head_options(call), self.statistics)
-            (loss,) = self.chunked.compute(run, [outer[name] for name in run.outer_names])
-        fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
-        result = type(output)(loss=loss + output.loss, logits=MissingLogits(), **fields)
-        return result.to_tuple() if as_tuple else result
-
-    def _token_forward(
-        self, call: dict[str, Any], outer: dict[str, torch.Tensor], inputs: LossInputs, temperature: float,
-        names: Sequence[str],
-    ) -> TokenLogprobs:  # fmt: skip
-        """Run the trunk once over the whole batch, then norm, head and log-probabilities over chunks of trained tokens."""
+    def _run_trunk(self, calls: list[Call]) -> list[tuple[Any, torch.Tensor]]:
+        """Run the model without its head for each call. Return each output and the hidden states (B, T, H)."""
         chunked = self.chunked
         assert chunked is not None
-        with chunked.without_head(with_norm=self._needs_normed_hidden(call)):
-            output = self._whole_forward(call)
-            run = LogprobRun(chunked, inputs, self._head_options(call), temperature, names, self.statistics)
-            values = chunked.compute(run, [outer[name] for name in run.outer_names])
-        return _by_name(names, values, inputs.labels.shape, self._aux_loss(output))
 
-    def _needs_normed_hidden(self, call: dict[str, Any]) -> bool:
+        def run(call: Call) -> tuple[Any, torch.Tensor]:
+            return self._call_model(**call), chunked.take_hidden()
+
+        self._calls = calls
+        try:
+            with chunked.without_head(with_norm=any(map(self._needs_normed_hidden, calls))):
+                return run_together([partial(run, call) for call in calls])
+        finally:
+            self._calls = []
+
+    def _loss_forward(self, calls: list[Call], outer: dict[str, torch.Tensor], inputs: list[LossInputs]) -> list[Any]:
+        """Run the trunk once over whole batches, then norm, head and loss over chunks of their trained tokens."""
+        assert self.chunked is not None
+        ran = self._run_trunk(calls)
+        runs = [
+            LossRun(self.chunked, each, self._head_options(call), self.statistics)
+            for call, each in zip(calls, inputs, strict=True)
+        ]
+        losses = self.chunked.compute(runs, [hidden for _, hidden in ran], outer)
+        return [_with_loss(output, loss) for (output, _), (loss,) in zip(ran, losses, strict=True)]
+
+    def _token_forward(
+        self, calls: list[Call], outer: dict[str, torch.Tensor], inputs: list[LossInputs], temperature: float,
+        names: Sequence[str],
+    ) -> list[TokenLogprobs]:  # fmt: skip
+        """Run the trunk once over whole batches, then norm, head and log-probabilities over chunks of trained tokens."""
+        assert self.chunked is not None
+        ran = self._run_trunk(calls)
+        runs = [
+            LogprobRun(self.chunked, each, self._head_options(call), temperature, names, self.statistics)
+            for call, each in zip(calls, inputs, strict=True)
+        ]
+        values = self.chunked.compute(runs, [hidden for _, hidden in ran], outer)
+        return [
+            _by_name(names, of_call, each.labels.shape, self._aux_losses(output))
+            for (output, _), of_call, each in zip(ran, values, inputs, strict=True)
+        ]
+
+    def _needs_normed_hidden(self, call: Call) -> bool:
         """Return whether the caller or a hook uses the last hidden states, so that the final norm must be computed."""
         norm = self.engine.parts.final_norm
         if norm is not None and has_foreign_hooks(norm):
@@ -400,21 +513,22 @@ class ModelForward:
             config.output_hidden_states or config.get_text_config().output_hidden_states if wanted is None else wanted
         )
 
-    def _head_options(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _head_options(self, call: Call) -> dict[str, Any]:
         """Return the arguments of a call that are also passed to the model for each chunk."""
-        options = {k: v for k, v in call.items() if k not in self._signature.parameters and k not in _DECODER_ONLY}
+        known = {*self._signature.parameters, *_DECODER_ONLY, *_OF_THE_LOSS}
+        options = {k: v for k, v in call.items() if k not in known}
         without_aux = {name: False for name in AUXILIARY if name in self._signature.parameters}
         return options | without_aux | {"use_cache": False}
 
     # Finding the rows of block inputs
 
-    def _probe_rows(self, index: int) -> list[torch.Size]:
+    def _probe_rows(self, index: int, batch: int) -> list[torch.Size]:
         """Return the shapes of a block's inputs for a batch with one more row."""
-        rows = self.engine.running.num_rows
-        call = {k: _one_more_row(k, v, rows) for k, v in self._call.items()}
+        rows = self.engine.running.num_rows[batch]
+        call = {k: _one_more_row(k, v, rows) for k, v in self._calls[batch].items()}
         shapes: list[torch.Size] = []
         state = self.engine.device.rng_state()
-        self.blocks.probing, self.embedding.probe_rows = (index, shapes), rows + 1
+        self.blocks.probing, self.embedding.probe_rows = (index, batch, shapes), rows + 1
         try:
             with torch.no_grad():
                 self._call_model(**call)
@@ -426,16 +540,18 @@ class ModelForward:
         raise AssertionError(f"block {index} was not reached by the probe")
 
 
+_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # which each chunk has for itself
 # Arguments of the decoder, which chunks do not call.
 _DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
 
 
 def _by_name(
-    names: Sequence[str], values: Sequence[torch.Tensor], shape: torch.Size, aux_loss: torch.Tensor | None
+    names: Sequence[str], values: Sequence[torch.Tensor], shape: torch.Size, aux_losses: Mapping[str, torch.Tensor]
 ) -> TokenLogprobs:
     """Return flat values (B * T,) in the shape (B, T) of the labels, or None for values that were not computed."""
     found = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
-    return TokenLogprobs(found["logprobs"], found.get("mean"), found.get("entropy"), aux_loss)
+    constant = {name: found[name].detach() for name in WITHOUT_GRADIENT if name in found}
+    return TokenLogprobs(**(found | constant), **aux_losses)
 
 
 class MissingLogits:
@@ -453,6 +569,42 @@ class MissingLogits:
 
     def __repr__(self) -> str:
         return "no logits with head='chunked'"
+
+
+def _without_labels(inputs: LossInputs) -> Call:
+    """Return arguments of a call whose loss the chunks compute.
+
+    With one ignored token instead of all labels, the model's own loss has no cross-entropy: it is the auxiliary loss of
+    experts, or zero.
+    """
+    ignored = inputs.labels.new_full((1, 1), IGNORE_INDEX)
+    return {"labels": ignored, "shift_labels": ignored, "num_items_in_batch": inputs.num_items}
+
+
+def _with_loss(output: Any, loss: torch.Tensor) -> Any:
+    """Return a model's output with the loss of the chunks added to its own, and without logits."""
+    fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
+    return type(output)(loss=loss + output.loss, logits=MissingLogits(), **fields)
+
+
+def _tokens_at_once(batch: _Batch, most_rows: int | None) -> int:
+    """Return the tokens of the batch's largest micro-batch."""
+    return min(batch.rows, most_rows or batch.rows) * batch.length
+
+
+def _needs_grad(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def _choose_cache(call: Call, recording: bool) -> None:
+    """Turn off the cache of keys and values unless the caller asks for it. Raise StreamingError if that is in training."""
+    # Configs have use_cache=True by default; a cache is kept only for callers that ask for one.
+    if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
+        call["use_cache"] = False
+    if recording and call["use_cache"]:
+        raise StreamingError(
+            "use_cache=True is for generation; in training it would keep every block's keys; set it to False"
+        )
 
 
 def _rank(value: Any) -> Any:

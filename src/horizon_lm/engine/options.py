@@ -46,11 +46,13 @@ class StreamArguments(StreamingOptions):
         if self.check_gradients < 0:
             raise ConfigError(f"check_gradients is {self.check_gradients}; it must be a number of blocks, 0 for none")
 
-    def get_precision(self) -> Precision:
-        """Return the formats of weights and gradients in host memory."""
+    def get_precision(self, parts: ModelParts | None = None) -> Precision:
+        """Return the formats of weights and gradients in host memory. Gradients of adapters are small, and kept in float32."""
         dtype = getattr(torch, self.grad_dtype, None) if isinstance(self.grad_dtype, str) else self.grad_dtype
         if dtype is None and self.grad_dtype is not None:
             raise ConfigError(f"grad_dtype is {self.grad_dtype!r}; choose bfloat16 or float32")
+        if dtype is None and parts is not None and parts.frozen_base():
+            dtype = torch.float32
         return get_precision(self.precision, dtype)
 
     def take_apart(self, model: Any) -> ModelParts:
@@ -67,7 +69,9 @@ class StreamArguments(StreamingOptions):
             )
         attention.register()
         proof = find_proof(parts)
-        used = attention.choose(model, self.attn_implementation, self._on_accelerator and VARLEN in proof.features)
+        # A classifier may take the score of a masked token, if padding is not its padding token; varlen computes none.
+        automatic = self._on_accelerator and VARLEN in proof.features and not parts.classifies
+        used = attention.choose(model, self.attn_implementation, automatic)
         reason = proof.reason_against(
             *([MICRO_BATCHES] if self.device_micro_batch_size is not None else []),
             *([VARLEN] if used == attention.NAME else []),
@@ -79,11 +83,12 @@ class StreamArguments(StreamingOptions):
         return parts
 
     def _chunked_path(self, parts: ModelParts) -> ChunkedPath | None:
-        """Return the path that computes the loss from hidden states in chunks; None with ``head="whole"``.
+        """Return the path that computes the loss from hidden states in chunks; None with ``head="whole"``, and for a
+        classifier, whose few scores need no chunks.
 
         Warn, and return None, if the model's loss cannot be computed in chunks.
         """
-        if self.head == "whole":
+        if self.head == "whole" or parts.classifies:
             return None
         path = find_chunked_path(parts)
         if isinstance(path, ChunkedPath):

@@ -21,6 +21,8 @@ class OuterParameters:
         self.engine = engine
         self._layout = engine.store.units[OUTER].layout
         parts = engine.parts
+        # Adapters are bound in blocks.
+        self._names = [name for name in self._layout if name not in parts.adapter_names]
         # Buffers outside of blocks (mostly rope frequencies) stay on the device permanently.
         streamed = {id(m) for b in parts.blocks for m in b.modules()}
         for module in parts.model.modules():
@@ -34,8 +36,9 @@ class OuterParameters:
         if engine.recording is None or not engine.trained(OUTER):
             with engine.cursor.compute(Kind.FORWARD, OUTER):
                 return self._views()
-        trained = engine.trained(OUTER)
-        tensors = _OuterFunction.apply(self, engine.recording, trained, engine.anchor)
+        trained = [name for name in engine.trained(OUTER) if name in self._names]
+        # All other nodes depend on the first output, so that autograd runs this node last.
+        engine.running.anchor, *tensors = _OuterFunction.apply(self, engine.recording, trained, engine.anchor)
         return self._views() | dict(zip(trained, tensors, strict=True))
 
     def in_place(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
@@ -49,7 +52,7 @@ class OuterParameters:
     def _views(self) -> dict[str, torch.Tensor]:
         """Return views of the buffer, by full name."""
         buffer = self.engine.memory.outer_weights[0]
-        return {name: self._layout.view(buffer, name).detach() for name in self._layout}
+        return {name: self._layout.view(buffer, name).detach() for name in self._names}
 
     def forward(self, trained: list[str]) -> tuple[torch.Tensor, ...]:
         """Return the trained parameters on the device."""
@@ -58,17 +61,23 @@ class OuterParameters:
             return tuple(views[name] for name in trained)
 
     def backward(self, trained: list[str], grads: tuple[torch.Tensor | None, ...]) -> None:
-        """Write the gradients of the trained parameters, or zeros, to the buffer from which they are landed."""
+        """Write the gradients of the trained parameters, or zeros, to the buffer from which they are landed. Those of
+        adapters are in it already.
+        """
         engine = self.engine
         layout, buffer = engine.store.units[OUTER].grad_layout, engine.memory.outer_grads[0]
         by_name = dict(zip(trained, grads, strict=True))
         with engine.cursor.compute(Kind.BACKWARD, OUTER):
-            buffer.zero_()  # parameters without a gradient, and padding
             for name in layout:
                 grad = by_name.get(name)
                 if grad is not None:
                     layout.view(buffer, name).copy_(grad)
-            engine.landed(OUTER, [name for name in layout if by_name.get(name) is not None])
+                elif name not in engine.ready_adapters:
+                    layout.view(buffer, name).zero_()
+            for gap in layout.gaps(buffer):
+                gap.zero_()
+            ready = [name for name in layout if by_name.get(name) is not None or name in engine.ready_adapters]
+            engine.gradients_ready(OUTER, ready)
 
 
 class _OuterFunction(torch.autograd.Function):
@@ -80,10 +89,10 @@ class _OuterFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.outer, ctx.forward_state, ctx.trained = outer, forward_state, trained
         ctx.set_materialize_grads(False)
-        return outer.forward(trained)
+        return anchor.detach().clone(), *outer.forward(trained)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, _: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         with ctx.outer.engine.backward_of(ctx.forward_state):
             ctx.outer.backward(ctx.trained, grads)
         return None, None, None, None

@@ -74,18 +74,31 @@ class MicroBatchRandomness:
     Args:
         device: the model's device.
         num_micro_batches: the number of micro-batches.
-        draws: let the draw advance the global generator. In evaluation plain Hugging Face draws nothing, so the
-            generator is reset afterwards, and training continues as if there had been no evaluation.
+        draws: let the draw advance the global generator, if a micro-batch uses its random numbers. In evaluation plain
+            Hugging Face draws nothing, so the generator is reset afterwards, and training continues as if there had been
+            no evaluation.
     """
 
     def __init__(self, device: Device, num_micro_batches: int, draws: bool = True) -> None:
         self._device = device
         self._own: list[Any] | None = None  # the state of each micro-batch's stream
+        self._draws = draws
         if num_micro_batches > 1:
-            before = None if draws else torch.get_rng_state()
+            self._before = torch.get_rng_state()
             self._own = [device.seeded_rng_state(seed) for seed in micro_batch_seeds(num_micro_batches)]
-            if before is not None:
-                torch.set_rng_state(before)
+            self._seeded, self._after = list(self._own), torch.get_rng_state()
+            torch.set_rng_state(self._before)
+
+    def finish(self) -> None:
+        """Advance the global generator by the draw if a micro-batch has used it. Without dropout, a plain model draws
+        nothing, so that what it draws elsewhere, for example noise on embeddings, comes from the same place.
+        """
+        if self._own is None or not self._draws or all(map(_same_state, self._own, self._seeded)):
+            return
+        if torch.equal(self._before, torch.get_rng_state()):
+            torch.set_rng_state(self._after)
+        else:
+            micro_batch_seeds(len(self._own))
 
     @contextmanager
     def drawing(self, index: int) -> Iterator[Any]:
@@ -100,6 +113,11 @@ class MicroBatchRandomness:
             self._own[index] = self._device.rng_state()
         finally:
             self._device.set_rng_state(outside)
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    """Return whether two random states are equal: those of the host and, on an accelerator, of the device."""
+    return all(map(_same_state, a, b)) if isinstance(a, tuple) else torch.equal(a, b)
 
 
 def micro_batch_seeds(num_micro_batches: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.cost.block_probe import measured_footprint, run_on_meta
 from horizon_lm.engine.executor import Engine
-from horizon_lm.engine.micro_batches import BlockCall, ProbeDoneError, RowOutputs, slice_all
+from horizon_lm.engine.micro_batches import BlockCall, BlockCalls, ProbeDoneError, RowOutputs
 from horizon_lm.engine.recompute import no_autocast_cache
 from horizon_lm.engine.tree import Tree
 from horizon_lm.model import capture
@@ -23,24 +23,25 @@ from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.planning.device_memory import working
 from horizon_lm.planning.memory import BufferSettings, device_buffers, slab_elements
 from horizon_lm.planning.outline import Footprint
-from horizon_lm.planning.residency import BatchSize, DevicePlan, Residency, spend
+from horizon_lm.planning.residency import BatchSize, DevicePlan, Residency, choose_residency
 
 
 def plan_device(
-    engine: Engine, footprints: Sequence[Footprint], hidden: torch.Tensor, num_micro_batches: int
+    engine: Engine, footprints: Sequence[Footprint], hidden: torch.Tensor, tokens: int, num_micro_batches: int
 ) -> DevicePlan:
     """Plan what stays on the device in steps like this one, and how much memory such steps take.
 
     Args:
         engine: the model's engine.
         footprints: the memory that each block takes for one micro-batch.
-        hidden: input of the first block for the whole batch, shape (B, T, H).
-        num_micro_batches: number of micro-batches.
+        hidden: input of the first block for the largest batch of the step, shape (B, T, H).
+        tokens: tokens of all batches of the step.
+        num_micro_batches: number of micro-batches of all batches.
     """
     options, sizes = engine.options, engine.parts.sizes()
     trained = engine.parts.sizes(trained_only=True)
     assert options.head_peak is not None
-    boundary, tokens = hidden.numel() * hidden.element_size(), hidden.numel() // hidden.shape[-1]
+    boundary = tokens * hidden.shape[-1] * hidden.element_size()
     num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
     most_tokens = max(tokens, engine.expected.tokens)  # buffers are allocated for the largest batch from the start
     settings = BufferSettings(
@@ -71,12 +72,14 @@ def plan_device(
     if residency is not None:
         resident = sum(weights[num_blocks - residency.weights :])
         # The user's choice is kept if it fits exactly, without the margin; otherwise it is reduced to the plan.
-        if needed.most(residency.boundaries, residency.graphs) + resident > spare - taken:
-            residency = Residency(*map(min, astuple(residency), astuple(spend(left, weights, needed))))
+        if needed.step_peak(residency.boundaries, residency.graphs) + resident > spare - taken:
+            residency = Residency(*map(min, astuple(residency), astuple(choose_residency(left, weights, needed))))
     else:
-        residency = spend(left, weights, needed)
+        residency = choose_residency(left, weights, needed)
     final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
-    peak = sum(device_buffers(sizes, final, trained).values()) + needed.most(residency.boundaries, residency.graphs)
+    peak = sum(device_buffers(sizes, final, trained).values()) + needed.step_peak(
+        residency.boundaries, residency.graphs
+    )
     return DevicePlan(residency, peak + engine.device.scratch_bytes)
 
 
@@ -152,8 +155,8 @@ class Rehearsal:
     """
 
     def __init__(
-        self, engine: Engine, blocks: Sequence[StreamedBlock], row_dims: Callable[[int, BlockCall], list[int | None]],
-        outputs: dict[int, RowOutputs], segments: Segments | None,
+        self, engine: Engine, blocks: Sequence[StreamedBlock], row_dims: Callable[[int, BlockCalls], list[int | None]],
+        outputs: dict[int, list[RowOutputs]], segments: Segments | None,
     ) -> None:  # fmt: skip
         self._engine, self._blocks, self._row_dims, self._outputs = engine, blocks, row_dims, outputs
         self._structures = [structure_key(each.module) for each in blocks]
@@ -161,34 +164,45 @@ class Rehearsal:
         self._measured: dict[Any, RowOutputs] = {}  # footprints, by structure
         self._footprints: dict[Any, Footprint] = {}  # outputs, by structure
         self._hidden: torch.Tensor | None = None  # input of the first block for the whole batch, (B, T, H)
-        self._num_micro_batches = 0
 
     def forward(self, index: int, call: BlockCall) -> Any:
         """Return an output for a block. Raise ProbeDoneError at the last block, when all blocks are measured."""
         structure = self._structures[index]
         if self._hidden is None:
-            self._hidden, self._num_micro_batches = call.tensors[call.hidden], len(self._engine.running.micro_batches)
+            self._hidden = call.tensors[call.hidden]
         if structure not in self._measured:
             self._measured[structure] = self._measure(index, call)
         if index == len(self._blocks) - 1:
             raise ProbeDoneError
-        outputs = self._outputs[index] = self._measured[structure]
-        return outputs.rebuild(outputs.imitate(self._engine.running.num_rows))[0]
+        outputs = self._measured[structure]
+        self._outputs[index] = [outputs]
+        return outputs.rebuild(outputs.imitate(self._num_rows))[0]
 
     def _measure(self, index: int, call: BlockCall) -> RowOutputs:
         """Measure a block on the first micro-batch, which is the largest. Return the structure of its output."""
-        rows, *_ = self._engine.running.micro_batches
-        inputs = slice_all(call.tensors, self._row_dims(index, call), rows)
-        with attending(self._segments, *rows), capture.capture(()):
+        part, *_ = self._engine.running.micro_batches
+        calls = BlockCalls([call])
+        inputs = calls.inputs(call.tensors, self._row_dims(index, calls), part)
+        with attending(self._segments, *part.rows), capture.capture(()):
             footprint, output = find_footprint(self._engine, self._blocks[index], *call.rebuild(inputs))
         self._footprints[self._structures[index]] = footprint
-        outputs = RowOutputs(self._engine.running.num_rows)
-        outputs.add(rows, Tree((output, {})))  # like a block without captured outputs
+        outputs = RowOutputs(self._num_rows)
+        outputs.add(part.rows, Tree((output, {})))  # like a block without captured outputs
         outputs.release()
         return outputs
 
-    def plan(self) -> DevicePlan:
-        """Return the plan for the batch of the rehearsal."""
+    @property
+    def _num_rows(self) -> int:
+        (num_rows,) = self._engine.running.num_rows  # a rehearsal runs one batch, the largest
+        return num_rows
+
+    def plan(self, tokens: int, num_micro_batches: int) -> DevicePlan:
+        """Return the plan for a step.
+
+        Args:
+            tokens: tokens of all its batches, of which the rehearsal has the largest.
+            num_micro_batches: number of its micro-batches.
+        """
         assert self._hidden is not None
         footprints = [self._footprints[structure] for structure in self._structures]
-        return plan_device(self._engine, footprints, self._hidden, self._num_micro_batches)
+        return plan_device(self._engine, footprints, self._hidden, tokens, num_micro_batches)

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt
 from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
 from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.units import ModelParts, is_adapter_model
-from horizon_lm.store.checkpoint_writer import save_pretrained
+from horizon_lm.store.checkpoint_writer import checkpoint_tensors, save_pretrained
 from horizon_lm.store.store import Store
 
 
@@ -64,6 +64,22 @@ def stats(model: Any) -> dict[str, Any]:
     }
 
 
+def named_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights with their names, for an inference engine, while the model goes on to live in host memory.
+
+    Names and shapes are those of the checkpoint that `save_pretrained` writes, for example one tensor for each expert. At any
+    time one unit is converted; a weight that needs no conversion is a view of the model's memory, so copy what you keep.
+    Call it between two steps.
+
+    Args:
+        model: a streamed model.
+        dtype: dtype of the weights; None for the one in which they are streamed.
+    """
+    engine = _engine(model)
+    engine.synchronize()
+    yield from checkpoint_tensors(engine.parts, engine.store, dtype or engine.store.precision.weight_dtype)
+
+
 class StreamedModel:
     """The class that `attach` mixes into the model's class. It overrides what streaming changes, and rejects what is
     not supported.
@@ -79,10 +95,16 @@ class StreamedModel:
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Wait for updates and return torch's state dict. Its tensors share the model's memory, in the dtype of its
-        precision.
+        precision. Adapters are returned as their fp32 masters, which PEFT saves.
         """
-        self._horizon.engine.synchronize()
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        engine = self._horizon.engine
+        engine.synchronize()
+        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        if engine.store.precision.low_half and not kwargs.get("keep_vars"):
+            for name in engine.parts.adapter_names & {key.removeprefix(prefix) for key in state}:
+                state[prefix + name] = engine.store.master(name)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights, as in torch. In precision ``fp32_master``, float32 values are stored without rounding."""
@@ -186,10 +208,18 @@ class StreamedModel:
         same_device = device is None or device.type in ("cpu", engine.device.torch_device.type)
         if same_device and dtype in (None, engine.store.precision.weight_dtype):
             return self
-        _reject_move(f"{method}()")
+        _reject_move(method if "(" in method else f"{method}()")
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        _reject_move("type(), to_empty() and the like")
+    def to_empty(self, *args: Any, **kwargs: Any) -> Any:
+        _reject_move("to_empty()")
+
+    def share_memory(self) -> Any:
+        _reject_move("share_memory()")
+
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Return the model if a function of another module's `to` and the like changes neither device nor dtype."""
+        moved = function(torch.empty(0, dtype=self._horizon.engine.store.precision.weight_dtype))
+        return self._unless_changed("to(), type() and the like", moved.device, moved.dtype)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         raise StreamingError(
@@ -246,6 +276,15 @@ def _upload(folder: Path, arguments: dict[str, Any]) -> None:
 
 
 @cache
+@torch.compiler.disable
+def _reject_compile() -> NoReturn:
+    """Raise StreamingError. It is called by code that torch.compile has made, which an error would otherwise end."""
+    raise StreamingError(
+        "torch.compile(model) would bake weights into compiled code that are streamed; stream with compile=True instead, "
+        "which compiles the blocks"
+    )
+
+
 def _streamed_class(cls: Any) -> Any:
     """Return the class of a streamed model.
 
@@ -253,6 +292,8 @@ def _streamed_class(cls: Any) -> Any:
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _reject_compile()
         return self._horizon.forward(args, kwargs)
 
     def new(_: Any, *args: Any, **kwargs: Any) -> Any:

@@ -95,25 +95,25 @@ class PendingUpdates:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._running: list[Task] = []
-        self._unit_optimizer: weakref.ref[UnitOptimizer] | None = None  # weak, because it refers to the engine
+        self._optimizer_in_backward: weakref.ref[UnitOptimizer] | None = None  # weak, because it refers to the engine
         self.table: TableUpdate | None = None
         self.partial_update = PartialUpdate()
 
     @property
-    def unit_optimizer(self) -> UnitOptimizer | None:
+    def optimizer_in_backward(self) -> UnitOptimizer | None:
         """The optimizer that updates each unit when its gradient has landed; None if gradients are kept for a step."""
-        if self._unit_optimizer is None:
+        if self._optimizer_in_backward is None:
             return None
-        optimizer = self._unit_optimizer()
+        optimizer = self._optimizer_in_backward()
         if optimizer is None:
             raise StreamingError(
                 "the optimizer with update_in_backward is gone, and gradients are not kept; load the model again"
             )
         return optimizer
 
-    @unit_optimizer.setter
-    def unit_optimizer(self, optimizer: UnitOptimizer) -> None:
-        self._unit_optimizer = weakref.ref(optimizer)
+    @optimizer_in_backward.setter
+    def optimizer_in_backward(self, optimizer: UnitOptimizer) -> None:
+        self._optimizer_in_backward = weakref.ref(optimizer)
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Add updates that have been given to the device."""

@@ -35,7 +35,7 @@ class StreamedBlock:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, buffers: "DeviceBuffers", compiled: bool = False,
+        self, name: str, module: nn.Module, buffers: "BuffersOfModules", compiled: bool = False,
         written: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
         self._written = written
@@ -46,6 +46,10 @@ class StreamedBlock:
             name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, _ in module.named_parameters(remove_duplicate=False)
         }
+        self._orders = [
+            (owner, list(owner._parameters)) for owner in {id(o): o for o, _ in self._places.values()}.values()
+        ]
+        self._parametrized = _parametrized(self._modules)
         self._host = {name: owner._parameters[attribute] for name, (owner, attribute) in self._places.items()}
         self._structure = Structure(self._modules)
         self._attributes = [_Attributes(module) for module in self._modules]
@@ -80,6 +84,8 @@ class StreamedBlock:
         # identify tensors by object.
         for name, tensor in params.items():
             owner, attribute = self._places[name]
+            if (owner, attribute) in self._parametrized and not tensor.requires_grad:
+                tensor = tensor.data  # parametrize counts up its version, which it shares with the whole slot
             owner._parameters[attribute] = tensor  # type: ignore[assignment]
         buffers = self._put_buffers()
         weights = {name: params[name].detach().clone() for name in self._written & params.keys()}
@@ -103,6 +109,9 @@ class StreamedBlock:
             for name in params:
                 owner, attribute = self._places[name]
                 owner._parameters[attribute] = self._host[name]
+            for owner, order in self._orders:
+                if list(owner._parameters) != order or not owner._buffers.keys().isdisjoint(order):
+                    _restore_parameters(owner, order)
 
     def _put_buffers(self) -> dict[tuple[nn.Module, str], "_BufferCopy"]:
         put = {}
@@ -147,6 +156,22 @@ class StreamedBlock:
         identity.
         """
         return [attributes.read() for attributes in self._attributes]
+
+
+def _parametrized(modules: Iterable[nn.Module]) -> set[tuple[nn.Module, str]]:
+    """Return the parameters to which PEFT applies adapters by torch's parametrize, with their modules."""
+    return {(m.get_base_layer(), m.parameter_name) for m in modules if hasattr(m, "parameter_name")}  # type: ignore[operator, misc]
+
+
+def _restore_parameters(module: nn.Module, names: list[str]) -> None:
+    """Put the parameters of a module in order again, after torch's parametrize has taken out some of them.
+
+    PEFT applies adapters of a parameter by it, in each forward pass. What it puts back is a buffer, because bound weights
+    are plain tensors.
+    """
+    for name in names:
+        module._parameters[name] = module._parameters.pop(name)
+        module._buffers.pop(name, None)
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
@@ -228,7 +253,7 @@ class _BufferCopy:
         self.host_version, self.version = host._version, device._version
 
 
-class DeviceBuffers:
+class BuffersOfModules:
     """The blocks' buffers on the device; equal buffers are stored once."""
 
     def __init__(self, device: torch.device) -> None:

@@ -81,13 +81,19 @@ def logprobs_of_logits(
         logits: logits (n, V).
         labels: labels (n,), none of them ignored.
         temperature: divisor of the logits.
-        names: ``logprobs`` of the labels, ``mean`` log-probability over the vocabulary, or ``entropy`` in nats.
+        names: ``logprobs`` of the labels, ``mean`` log-probability over the vocabulary, ``entropy`` in nats; and, without
+            gradients, ``mean_logits`` over the vocabulary, ``log_sum_sq_probs`` (log of the sum of squared
+            probabilities), and ``is_top1`` (1 where the label has the largest logit).
     """
-    logs = torch.log_softmax(logits.float() / temperature if temperature != 1 else logits.float(), dim=-1)
+    scaled = logits.float() / temperature if temperature != 1 else logits.float()
+    logs = torch.log_softmax(scaled, dim=-1)
     make = {
         "logprobs": lambda: logs.gather(-1, labels[:, None]).squeeze(-1),
         "mean": lambda: logs.mean(-1),
         "entropy": lambda: -(logs.exp() * logs).sum(-1),
+        "mean_logits": lambda: scaled.detach().mean(-1),
+        "log_sum_sq_probs": lambda: torch.logsumexp(2 * logs.detach(), dim=-1),
+        "is_top1": lambda: (scaled.detach().argmax(-1) == labels).float(),
     }
     return [make[name]() for name in names]
 

@@ -38,7 +38,7 @@ def find_proof(parts: ModelParts) -> Proof:
     """Return the table's entry for a model."""
     model = parts.model.get_base_model() if hasattr(parts.model, "get_base_model") else parts.model
     cls, kind = _class_of_transformers(type(model)), model.config.model_type
-    entry = _table()["types"].get(kind)
+    entry = _table()["classifiers" if parts.classifies else "types"].get(kind)
     if entry is None or entry["class"] != cls.__name__:
         return Proof(cls.__name__, f"{cls.__name__} of type {kind!r} is not in the table of proven models", frozenset())
     if cls is not type(model) and not hasattr(model, "_horizon"):

@@ -1,4 +1,4 @@
-"""Find the units of a Hugging Face causal language model, and freeze weights that are not trained."""
+"""Find the units of a Hugging Face decoder, and freeze weights that are not trained."""
 
 import difflib
 import re
@@ -12,7 +12,7 @@ from torch import nn
 
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.planning.memory import ModelSizes
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block, block_index, is_block
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")
@@ -29,16 +29,19 @@ class ParamRef:
 
 @dataclass(slots=True)
 class ModelParts:
-    """The parts of a causal language model.
+    """The parts of a causal language model, or of a decoder with a `score` (sequence classification, reward models).
 
     Attributes:
         decoder: module that contains the list of blocks.
         blocks: list of decoder blocks.
         block_prefix: name of the list of blocks in the model.
-        embed, head: input embedding and output projection.
-        final_norm: norm between the last block and the head; None if it has no usual name.
-        units: parameters by unit, in the order of the model; a tied table belongs to ``embed`` only.
+        embed, head: input embedding and output projection; the head of a classifier is its `score`.
+        final_norm: norm between the last block and the head; None if it has no usual name, or is wrapped by PEFT.
+        units: parameters by unit, in the order of the model; a tied table belongs to ``embed`` only. Adapters inside blocks
+            belong to ``outer``, which stays on the device during a step.
+        adapters: full names of the adapters' parameters inside each block.
         tied: the head uses the embedding table.
+        classifies: the head gives scores of labels, not logits of tokens.
         written: weights that a block's forward pass may write in training, by block.
     """
 
@@ -51,6 +54,8 @@ class ModelParts:
     final_norm: nn.Module | None
     units: dict[str, list[ParamRef]]
     tied: bool
+    classifies: bool = False
+    adapters: Mapping[int, frozenset[str]] = field(default_factory=dict)
     written: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     @property
@@ -78,14 +83,37 @@ class ModelParts:
         refs = self.units[EMBED] if self.tied else self.units[HEAD]
         return int(refs[0].param.shape[1])
 
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs of the head: V, or the number of labels of a classifier."""
+        return int(self.units[HEAD][0].param.shape[0]) if self.classifies else self.sizes().vocabulary
+
+    @property
+    def adapter_names(self) -> frozenset[str]:
+        """Full names of the adapters' parameters inside all blocks."""
+        return frozenset(name for names in self.adapters.values() for name in names)
+
     def first_differentiated(self) -> int:
         """Return the first block with a gradient, or the number of blocks if no block has one."""
         norm = {id(p) for p in self.final_norm.parameters()} if self.final_norm else set()
-        before_blocks = (ref for unit in (EMBED, OUTER) for ref in self.units[unit] if id(ref.param) not in norm)
+        adapters = {name: u for u, names in self.adapters.items() for name in names}
+        before_blocks = (
+            ref
+            for unit in (EMBED, OUTER)
+            for ref in self.units[unit]
+            if id(ref.param) not in norm and ref.name not in adapters
+        )
         if any(ref.param.requires_grad for ref in before_blocks):
             return 0
-        trained = (u for u in range(self.num_blocks) if any(ref.param.requires_grad for ref in self.units[block(u)]))
-        return next(trained, self.num_blocks)
+        trained = [u for u in range(self.num_blocks) if any(ref.param.requires_grad for ref in self.units[block(u)])]
+        trained += [adapters[r.name] for r in self.units[OUTER] if r.name in adapters and r.param.requires_grad]
+        return min(trained, default=self.num_blocks)
+
+    def frozen_base(self) -> frozenset[str]:
+        """Return the units without trainable weights if only adapters are trained in blocks; empty for other models."""
+        blocks = {block(u) for u in range(self.num_blocks)}
+        frozen = {unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs)}
+        return frozenset(frozen) if self.adapters and blocks <= frozen else frozenset()
 
     def sizes(self, trained_only: bool = False) -> ModelSizes:
         """Return the numbers of elements of the model's parameters, or only of trainable parameters."""
@@ -109,37 +137,48 @@ def find_parts(model: Any) -> ModelParts:
     """Find the parts of a model.
 
     Raises:
-        ModelNotSupportedError: the model is not a causal LM with a list of decoder blocks, or cannot be streamed exactly.
+        ModelNotSupportedError: the model is not a decoder with a list of blocks and a head, or cannot be streamed exactly.
     """
     name = type(model).__name__
-    if not callable(getattr(model, "get_output_embeddings", None)) or model.get_output_embeddings() is None:
-        raise ModelNotSupportedError(
-            f"{name} is not a causal language model: it has no output embeddings. Load it with AutoModelForCausalLM."
-        )
+    head, classifies = _find_head(name, model)
     prefix, blocks = _find_blocks(model, model.get_decoder())
     decoder = model.get_submodule(prefix.rpartition(".")[0])
     _reject_cross_layer_state(name, model, prefix, blocks)
-    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    final_norm = next(
-        (m for n, m in decoder.named_children() if n in _FINAL_NORM_NAMES and _count_params(m) > 0), None
-    )  # fmt: skip
+    embed = model.get_input_embeddings()
+    final_norm = next((m for n, m in decoder.named_children() if n in _FINAL_NORM_NAMES and _is_norm(m)), None)
 
     if getattr(embed, "sparse", False) or getattr(embed, "max_norm", None) is not None:
         raise ModelNotSupportedError(
             f"{name}: an input embedding with sparse gradients or max_norm is not streamed; set sparse=False and max_norm=None"
         )
-    units = _find_units(name, model, blocks, embed, head)
+    units, adapters = _find_units(name, model, blocks, embed, head)
     table = next((ref for ref in units[EMBED] if (embed, "weight") in ref.places), None)
     if table is None or len(units[EMBED]) != 1:
         raise ModelNotSupportedError(f"{name}: the input embedding is not one table of rows, which streaming needs")
     tied = any(module is head for module, _ in table.places)
-    return ModelParts(model, decoder, blocks, prefix, embed, head, final_norm, units, tied)
+    return ModelParts(model, decoder, blocks, prefix, embed, head, final_norm, units, tied, classifies, adapters)
+
+
+def _find_head(name: str, model: Any) -> tuple[nn.Module, bool]:
+    """Return the model's output projection, and whether it is the `score` of a classifier."""
+    head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None
+    if head is not None:
+        return head, False
+    # The name is the convention of transformers' decoders; encoders have a `classifier` after a pooling layer.
+    score = getattr(model, "score", None)
+    if type(score) is nn.Linear:
+        return score, True
+    raise ModelNotSupportedError(
+        f"{name} has neither the output embeddings of a causal language model nor the `score` of a decoder that classifies "
+        "rows. Load a decoder with AutoModelForCausalLM or AutoModelForSequenceClassification."
+    )
 
 
 def _find_units(
     name: str, model: Any, blocks: nn.ModuleList, embed: nn.Module, head: nn.Module
-) -> dict[str, list[ParamRef]]:
-    """Return the model's parameters by unit, in the order of the model."""
+) -> tuple[dict[str, list[ParamRef]], dict[int, frozenset[str]]]:
+    """Return the model's parameters by unit, in the order of the model, and the names of adapters in each block."""
+    adapted = _adapter_params(model)
     owner: dict[int, str] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
     owner |= {id(module): HEAD for module in head.modules()} | {id(module): EMBED for module in embed.modules()}
     refs: dict[int, ParamRef] = {}
@@ -155,9 +194,14 @@ def _find_units(
             ref = refs.setdefault(id(param), ParamRef(f"{module_name}.{attribute}".removeprefix("."), param, []))
             ref.places.append((module, attribute))
     tied = head._parameters.get("weight") is embed._parameters.get("weight")
+    adapters: dict[int, set[str]] = {}
     units: dict[str, list[ParamRef]] = {u: [] for u in (EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER)}
     for ref in refs.values():
         found = {owner.get(id(module), OUTER) for module, _ in ref.places}
+        if id(ref.param) in adapted and len(found) == 1 and is_block(*found):
+            units[OUTER].append(ref)
+            adapters.setdefault(block_index(*found), set()).add(ref.name)
+            continue
         is_head_weight = any(module is head and attribute == "weight" for module, attribute in ref.places)
         if found <= {EMBED, HEAD} and EMBED in found:
             units[EMBED].append(ref)
@@ -170,7 +214,19 @@ def _find_units(
                 f"{name}: {ref.name} is one parameter in {len(ref.places)} places; only the head may be tied to the embedding, "
                 "and parameters outside of blocks to each other"
             )
-    return units
+    return units, {index: frozenset(names) for index, names in adapters.items()}
+
+
+def _adapter_params(model: Any) -> set[int]:
+    """Return the identities of the parameters of PEFT's adapters, active or not.
+
+    A layer with adapters has the names of its attributes that belong to them in ``adapter_layer_names``.
+    """
+    parts = (
+        getattr(layer, name, None) for layer in model.modules() for name in getattr(layer, "adapter_layer_names", ())
+    )
+    modules = (part for part in parts if isinstance(part, nn.Module))
+    return {id(param) for module in modules for param in module.parameters()}
 
 
 def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -205,13 +261,24 @@ def _reject_cross_layer_state(name: str, model: Any, prefix: str, blocks: nn.Mod
         )
 
 
+def adapted_model(model: Any) -> Any:
+    """Return the model inside a PEFT model, if all parameters are in it; any other model as it is."""
+    if not hasattr(model, "get_base_model"):
+        return model
+    inside = model.get_base_model()
+    own = {id(param) for param in inside.parameters()}
+    return inside if all(id(param) in own for param in model.parameters()) else model
+
+
 def is_adapter_model(model: Any) -> bool:
     """Return whether a model is a PEFT model, or has adapters that transformers saves in PEFT's format."""
     return type(model).__module__.partition(".")[0] == "peft" or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def _count_params(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module has parameters, and none in modules inside it."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and len(own) == len(list(module.parameters()))
 
 
 def freeze(model: Any, trainable: str | None) -> None:

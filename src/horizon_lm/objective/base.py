@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,6 +49,11 @@ class Loss:
     weight: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     token_metrics: Mapping[str, TokenSums] = field(default_factory=dict)
+
+
+def without_adapters(model: Any) -> AbstractContextManager[Any]:
+    """Context manager: compute with the base of a PEFT model; no change to any other model."""
+    return getattr(model, "disable_adapter", nullcontext)()
 
 
 def num_targets(batch: Batch) -> torch.Tensor:

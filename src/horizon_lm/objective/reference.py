@@ -14,10 +14,10 @@ import torch
 from horizon_lm.data.loader import Batch, batches_in_order
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import NonFiniteError
-from horizon_lm.objective.base import evaluation_mode
+from horizon_lm.objective.base import evaluation_mode, without_adapters
 from horizon_lm.objective.dpo import answer_logprobs
 from horizon_lm.resources import usable_cores
-from horizon_lm.store.store import as_array
+from horizon_lm.store.store import UnitSlabs, as_array
 
 _MAGIC = b"HLMPAIR1"
 _RECORD = np.dtype([("pair", "<f4", 2), ("checksum", "<u8")])
@@ -147,7 +147,7 @@ class ReferenceCache:
         """Compute and store the pairs that are missing."""
         if kept.known.all():
             return
-        with evaluation_mode(self._model):
+        with evaluation_mode(self._model), without_adapters(self._model):
             for batch in batches_in_order(rows, batch_size):
                 first, stop = batch.rows[0], batch.rows[-1] + 1
                 if not kept.known[first:stop].all():
@@ -161,7 +161,7 @@ def lookup(values: np.ndarray) -> Callable[[Batch], np.ndarray]:
 
 
 def model_key(model: Any) -> str:
-    """Return a hash of a streamed model's config, computation and weights."""
+    """Return a hash of a streamed model's config, computation and weights, without adapters."""
     import transformers
 
     engine = model._horizon.engine
@@ -171,17 +171,18 @@ def model_key(model: Any) -> str:
     ]  # fmt: skip
     digest = hashlib.sha256(repr(computation).encode())
     with ThreadPoolExecutor(usable_cores()) as threads:
-        for each in threads.map(_digest, engine.store.units.items()):
+        left_out = engine.parts.adapter_names
+        units = engine.store.units
+        for each in threads.map(lambda unit: _digest(unit, units[unit], left_out), units):
             digest.update(each)
     return digest.hexdigest()
 
 
-def _digest(unit: tuple[str, Any]) -> bytes:
+def _digest(name: str, slabs: UnitSlabs, left_out: frozenset[str]) -> bytes:
     """Return a hash of the names and weights of a unit, without the alignment gaps between the weights."""
-    name, slabs = unit
     digest = hashlib.sha256(name.encode())
-    for slab in (slabs.weights, slabs.low):
-        for tensor in slabs.layout if slab is not None else ():
+    for slab in (slabs.weights, slabs.low) if slabs.low is not None else (slabs.weights,):
+        for tensor in (each for each in slabs.layout if each not in left_out):
             digest.update(tensor.encode())
             digest.update(as_array(slabs.layout.view(slab, tensor)))
     return digest.digest()

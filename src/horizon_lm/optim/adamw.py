@@ -142,6 +142,17 @@ class AdamW(torch.optim.Optimizer):
             self._issue_update(present, clip_factor(self.grad_norm, self.max_grad_norm))
         return loss
 
+    def landed_grad_norm(self) -> float:
+        """Return the global norm of the gradients of this step, before clipping. Wait until they are in host memory."""
+        self._engine.wait_for_grads()
+        present = {unit: self._present(unit) for unit in self._store.units}
+        return float(sum(self._squared_norms(present).values()) ** 0.5)
+
+    @property
+    def update_in_backward(self) -> bool:
+        """True if units are updated in the backward pass."""
+        return self._in_backward
+
     @property
     def num_steps(self) -> int:
         """The number of steps applied. A step counts as soon as nothing but its updates in host memory is left to do."""

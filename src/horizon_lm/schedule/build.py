@@ -41,6 +41,7 @@ class Layout:
         accumulate: micro-batches are added in an fp32 accumulator, which is landed through a staging slot.
         update_in_backward: each unit is updated as soon as its gradient has landed. Blocks share two landing slots in host
             memory; only a tied table has a gradient slab, because two gradients are added there.
+        adapters: blocks have adapters, which are outer parameters: each block's backward writes its gradients of them.
     """
 
     num_blocks: int
@@ -49,6 +50,7 @@ class Layout:
     resident: int = 0
     accumulate: bool = False
     update_in_backward: bool = False
+    adapters: bool = False
 
     def is_offloaded(self, index: int) -> bool:
         """Return whether a block's boundary is offloaded."""
@@ -107,6 +109,7 @@ def forward(
     keeps: Iterable[int] = (),
     embed: bool = True,
     changed: bool = True,
+    blocks_changed: bool | None = None,
     table_update: bool = False,
     head: bool = True,
     head_grads: bool = False,
@@ -118,19 +121,22 @@ def forward(
         keeps: blocks whose boundary is kept for a backward pass (none in evaluation).
         embed: the table is read (False if the caller passes ``inputs_embeds``).
         changed: weights have changed since the last forward pass, or are about to change. Only then are outer
-            parameters and resident blocks streamed in; otherwise they are still on the device.
+            parameters streamed in; otherwise they are still on the device.
+        blocks_changed: the same for resident blocks, which an update of adapters leaves as they are; None for ``changed``.
         table_update: the table's update is pending. Rows that this pass reads are updated first, the other rows after
             all other units.
         head: the output projection is used.
         head_grads: the head's gradients are computed in the forward pass, together with the loss.
     """
-    return _forward(layout, frozenset(keeps), embed, changed, table_update, head, head_grads)
+    blocks_changed = changed if blocks_changed is None else blocks_changed
+    return _forward(layout, frozenset(keeps), embed, changed, blocks_changed, table_update, head, head_grads)
 
 
 @lru_cache(_CACHED)
 def _forward(
-    layout: Layout, keeps: frozenset[int], embed: bool, changed: bool, table_update: bool, head: bool, head_grads: bool
-) -> Pass:
+    layout: Layout, keeps: frozenset[int], embed: bool, changed: bool, blocks_changed: bool, table_update: bool,
+    head: bool, head_grads: bool,
+) -> Pass:  # fmt: skip
     ops: list[Op] = []
     if changed:
         ops.append(_stream_in(OUTER, Buffer(Buf.OUTER), layout))
@@ -145,7 +151,7 @@ def _forward(
         ops.append(_compute(Kind.FORWARD, EMBED, (Buffer(Buf.TABLE_ROWS),)))
 
     def load(u: int) -> list[Op]:
-        stays = layout.is_resident(u) and not changed
+        stays = layout.is_resident(u) and not blocks_changed
         return [] if stays else [_stream_in(block(u), layout.weights(u), layout)]
 
     ops.extend(load(0))
@@ -215,16 +221,17 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
         if position + 1 < len(order):
             ops.extend(load(order[position + 1]))  # prefetch, as in the forward pass
         inputs = [layout.weights(u), *([Buffer(Buf.RING, u % 2)] if layout.is_offloaded(u) else [])]
+        adapters = (Buffer(Buf.OUTER_GRADS),) if layout.adapters and OUTER in trainable else ()
         if block(u) not in trainable:
-            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs)))
+            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), adapters))
         elif layout.accumulate:
             accumulator, staging = Buffer(Buf.ACCUMULATOR), Buffer(Buf.STAGING)
-            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (accumulator,)))
+            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (accumulator, *adapters)))
             ops.append(_compute(Kind.STAGE, block(u), (accumulator,), (staging,)))
             ops.extend(_stream_out(block(u), staging, layout))
         else:
             slot = Buffer(Buf.GRADS, u % 2)
-            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (slot,)))
+            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (slot, *adapters)))
             ops.extend(_stream_out(block(u), slot, layout))
 
     # Last: the table's gradient follows from the first block's, and outer parameters are used throughout the model.
@@ -247,25 +254,25 @@ def _update_pass(layout: Layout, units: tuple[str, ...]) -> Pass:
     return Pass("update", derive_waits(ops))
 
 
-def save(layout: Layout, *, table: bool = True) -> Pass:
+def save(layout: Layout, units: Iterable[str]) -> Pass:
     """Return the pass that writes a checkpoint, after an update and before the next step.
 
     The update of a unit in the next step waits until the unit is saved, so units are saved in the order of these updates.
 
     Args:
         layout: layout of the schedule.
-        table: save the embedding, too; False if its update is left to the next forward pass, see `save_table`.
+        units: units to save, in any order; without the embedding if its update is left to the next forward pass, see
+            `save_table`.
     """
-    return _save_pass(layout, table)
+    return _save_pass(layout, frozenset(units))
 
 
 @lru_cache(_CACHED)
-def _save_pass(layout: Layout, table: bool) -> Pass:
+def _save_pass(layout: Layout, units: frozenset[str]) -> Pass:
     blocks = [block(u) for u in range(layout.num_blocks)]
-    head, embed = [] if layout.tied else [HEAD], [EMBED] if table else []
     # Rows of the table are updated by the forward pass that follows the next updates.
-    units = [*head, *reversed(blocks), OUTER, *embed] if layout.update_in_backward else [OUTER, *blocks, *head, *embed]
-    return Pass("save", derive_waits([_save(unit, layout) for unit in units]))
+    order = [HEAD, *reversed(blocks), OUTER, EMBED] if layout.update_in_backward else [OUTER, *blocks, HEAD, EMBED]
+    return Pass("save", derive_waits([_save(unit, layout) for unit in order if unit in units]))
 
 
 @lru_cache(_CACHED)

@@ -1,0 +1,249 @@
+"""Run several functions in lock-step: in threads of which one runs at a time, and which meet at the same points.
+
+Hugging Face's forward method computes one batch. To compute several batches unit by unit, one forward call per batch runs in a
+thread of its own and waits at each unit until all calls have arrived; the unit is then computed for all of them, with
+its weights loaded once. Outside of a lock-step a meeting has one participant and returns at once.
+"""
+
+import contextvars
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+_DEVICE_TYPES = ("cpu", "cuda")
+_current = threading.local()  # the member whose function this thread runs
+
+
+class ThreadState:
+    """The settings that torch keeps for each thread, at the time of construction: what is computed depends on them."""
+
+    def __init__(self) -> None:
+        self._variables = contextvars.copy_context()
+        self._grad = torch.is_grad_enabled()
+        self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _DEVICE_TYPES]
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._device = torch.get_default_device()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call a function with these settings and return its result."""
+
+        def call() -> T:
+            with ExitStack() as stack:
+                for device_type, enabled, dtype in self._autocast:
+                    if (enabled, dtype) != (
+                        torch.is_autocast_enabled(device_type),
+                        torch.get_autocast_dtype(device_type),
+                    ):
+                        stack.enter_context(torch.autocast(device_type, dtype, enabled, self._autocast_cache))
+                if self._device != torch.get_default_device():
+                    stack.enter_context(self._device)
+                if self._stream is not None:
+                    stack.enter_context(torch.cuda.stream(self._stream))
+                stack.enter_context(torch.set_grad_enabled(self._grad))
+                return function()
+
+        return self._variables.copy().run(call)
+
+
+@dataclass
+class _Meeting:
+    """What a member waits for."""
+
+    point: Hashable
+    value: Any
+    compute: Callable[[list[Any]], Sequence[Any]]
+    state: ThreadState
+
+
+class _AbandonedError(BaseException):
+    """Raised inside a waiting member, to end its thread after another member has failed."""
+
+
+class _Member:
+    """A function in a thread, which runs while the thread that started it waits.
+
+    Attributes:
+        meeting: where it waits; None while it runs and after its end.
+        answer: the result of the last meeting.
+        failure: an error to raise where it waits, instead of the answer.
+        result: the result of the function.
+        error: the error that ended the function.
+        ended: the function has returned or failed.
+    """
+
+    def __init__(self, function: Callable[[], Any], state: ThreadState, prepare: Callable[[], None]) -> None:
+        self._function, self._state, self._prepare = function, state, prepare
+        self._may_run, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+        self.meeting: _Meeting | None = None
+        self.answer: Any = None
+        self.failure: BaseException | None = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.ended, self._runs = False, False
+        self._thread: threading.Thread | None = (
+            None  # started by the first `resume`, so that an interrupt leaves none behind
+        )
+
+    def resume(self) -> None:
+        """Let the function run to its next meeting or its end. Raise the error that ended it."""
+        self._prepare()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="horizon-lockstep", daemon=True)
+            self._thread.start()
+        self.meeting, self._runs = None, True
+        self._may_run.release()
+        self._waits.acquire()
+        self._runs = False
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def wait(self, meeting: _Meeting) -> Any:
+        """Wait for a meeting, inside the function. Return the answer."""
+        self.meeting = meeting
+        self._waits.release()
+        self._may_run.acquire()
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        answer, self.answer = self.answer, None
+        return answer
+
+    def abandon(self) -> None:
+        """End the thread, which may be running if its `resume` was interrupted."""
+        if self._thread is None or self._thread.ident is None:
+            return
+        if self._runs:
+            self._waits.acquire()
+        if not self.ended:
+            self.failure = _AbandonedError()
+            self._may_run.release()
+        self._thread.join()
+        self.error = None
+
+    def _run(self) -> None:
+        self._may_run.acquire()
+        try:
+            if self.failure is None:
+                _current.member = self
+                self.result = self._state.run(self._function)
+        except _AbandonedError:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended = True
+            del self._function
+            self._waits.release()
+
+
+def run_together(functions: Sequence[Callable[[], T]], prepare: Sequence[Callable[[], None]] | None = None) -> list[T]:
+    """Run functions in lock-step, and return their results.
+
+    One runs at a time, in the given order between two meetings. An error of one of them, or of a meeting, ends all of them
+    and is raised.
+
+    Args:
+        functions: the functions.
+        prepare: for each of them, a function that is called whenever it begins or goes on.
+    """
+    prepare = prepare or [_nothing] * len(functions)
+    if len(functions) == 1:
+        prepare[0]()
+        return [functions[0]()]
+    state = ThreadState()
+    members: list[_Member] = []
+    try:
+        for function, before in zip(functions, prepare, strict=True):
+            members.append(_Member(function, state, before))
+        for member in members:
+            member.resume()
+        while waiting := [member for member in members if member.meeting is not None]:
+            _hold(waiting)
+        return [member.result for member in members]
+    finally:
+        for member in members:
+            member.abandon()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _hold(waiting: list[_Member]) -> None:
+    """Hold the meeting that the first of these members waits for, with all that wait for the same one."""
+    first = waiting[0].meeting
+    assert first is not None
+    together = [
+        (member, member.meeting) for member in waiting if member.meeting and member.meeting.point == first.point
+    ]
+    try:
+        answers = first.state.run(lambda: first.compute([meeting.value for _, meeting in together]))
+    except BaseException as error:  # raised where the first member waits, whose code may explain it
+        waiting[0].failure = error
+        waiting[0].resume()
+        raise
+    for (member, _), answer in zip(together, answers, strict=True):
+        member.answer = answer
+    del answers, answer
+    for member, _ in together:
+        member.resume()
+
+
+def run_on_in_backward(outputs: Any) -> None:
+    """Let autograd run the graph of these outputs without a break, once it has begun with it.
+
+    Of the nodes that are ready, autograd takes the one that was made last, by a number that each thread counts for itself. So
+    nodes of two graphs that were made in lock-step would take turns, and a streamed model can run one backward pass at a
+    time.
+    """
+    number = torch.autograd._get_sequence_nr()
+    nodes = [
+        leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
+    seen = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        node._set_sequence_nr(number)
+        inner = {each for each, _ in node.next_functions if each is not None and each.next_functions} - seen
+        seen |= inner
+        nodes += inner
+
+
+def meet(point: Hashable, value: Any, compute: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    """Compute a value together with the other functions of the lock-step that this thread belongs to, if any.
+
+    Args:
+        point: where this is; functions that arrive at the same point are computed together.
+        value: this function's part.
+        compute: function of the parts of all of them that returns a result for each, called in the thread that runs the
+            lock-step, with the settings of the first of them.
+    """
+    member: _Member | None = getattr(_current, "member", None)
+    if member is None:
+        (answer,) = compute([value])
+        return answer
+    return member.wait(_Meeting(point, value, compute, ThreadState()))
+
+
+def apart(function: Callable[[], T]) -> T:
+    """Call a function at once and alone: what meets in it does not wait for the rest of the lock-step."""
+    member = getattr(_current, "member", None)
+    _current.member = None
+    try:
+        return function()
+    finally:
+        _current.member = member
+
+
+def place() -> int:
+    """Return a number that only the function that runs here has among those in lock-step; 0 outside of a lock-step."""
+    member = getattr(_current, "member", None)
+    return 0 if member is None else id(member)
