@@ -32,10 +32,14 @@ from horizon_lm.errors import (
 if TYPE_CHECKING:
     from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
     from horizon_lm.checkpoints.export import export_checkpoint
+    from horizon_lm.checkpoints.merge import merge_adapter
     from horizon_lm.config import DatasetConfig, DpoConfig, PretrainConfig, RunConfig, SftConfig
     from horizon_lm.engine.chunked_losses import token_logprobs
     from horizon_lm.engine.loading import from_config, from_pretrained, stream
-    from horizon_lm.engine.streamed_model import stats, synchronize
+    from horizon_lm.engine.lockstep import run_together
+    from horizon_lm.engine.streamed_model import named_weights, stats, synchronize
+    from horizon_lm.integrations.trainer import trainer
+    from horizon_lm.integrations.trainer_plan import plan
     from horizon_lm.optim.adamw import AdamW
     from horizon_lm.training.loop import train
 
@@ -49,15 +53,20 @@ _HOME = {
     "RunConfig": "horizon_lm.config",
     "SftConfig": "horizon_lm.config",
     "export_checkpoint": "horizon_lm.checkpoints.export",
+    "merge_adapter": "horizon_lm.checkpoints.merge",
     "from_config": "horizon_lm.engine.loading",
     "from_pretrained": "horizon_lm.engine.loading",
     "load_checkpoint": "horizon_lm.checkpoints.checkpoint",
+    "named_weights": "horizon_lm.engine.streamed_model",
+    "plan": "horizon_lm.integrations.trainer_plan",
+    "run_together": "horizon_lm.engine.lockstep",
     "save_checkpoint": "horizon_lm.checkpoints.checkpoint",
     "stats": "horizon_lm.engine.streamed_model",
     "stream": "horizon_lm.engine.loading",
     "synchronize": "horizon_lm.engine.streamed_model",
     "token_logprobs": "horizon_lm.engine.chunked_losses",
     "train": "horizon_lm.training.loop",
+    "trainer": "horizon_lm.integrations.trainer",
 }
 __all__ = [
     "AdamW",
@@ -94,12 +103,17 @@ __all__ = [
     "from_config",
     "from_pretrained",
     "load_checkpoint",
+    "merge_adapter",
+    "named_weights",
+    "plan",
+    "run_together",
     "save_checkpoint",
     "stats",
     "stream",
     "synchronize",
     "token_logprobs",
     "train",
+    "trainer",
 ]  # fmt: skip
 
 

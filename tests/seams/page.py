@@ -37,7 +37,8 @@ _SECTIONS = {
     "PEFT": "",
     "Trainers": (
         "`transformers.Trainer` with its own optimizer, accumulation, evaluation and saving trains a streamed model as a plain one, "
-        "and resumes (`tests/seams/test_trainer.py`)."
+        "and resumes (`tests/seams/test_trainer.py`). `horizon_lm.trainer` makes it, and TRL's trainers, load each block twice a step: "
+        "[Trainer and TRL](trainer.md) says what was tried."
     ),
 }
 

@@ -292,6 +292,16 @@ def stays(model: Any, how: str, where: str) -> Any:
     return gradients(model)
 
 
+@row("W10.compile", MOVING, "`torch.compile(model)` and `model.compile()`", REJECTED, says="compile=True",
+     cases={"function": Case(arguments={"method": False}), "method": Case(arguments={"method": True})}, survives=False)  # fmt: skip
+def compiled(model: Any, method: bool) -> Any:
+    torch._dynamo.reset()
+    if method:
+        model.compile(backend="eager")
+        return evaluated(model)
+    return evaluated(torch.compile(model, backend="eager"))
+
+
 @row("W10.no-op", MOVING, "`.cpu()`, `.to('cpu')` and `.to(device)` of the whole model change nothing and return the model",
      cases={name: Case(arguments={"target": target}) for name, target in (("cpu", None), ("to-cpu", "cpu"), ("device", torch.device("cpu")))})  # fmt: skip
 def no_op(model: Any, target: Any) -> Any:

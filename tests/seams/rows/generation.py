@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tests import families
+from tests.e2e import tiny as tiny_model
 from tests.seams.seam import Case, row
 from tests.seams.tiny import tiny
 
@@ -94,3 +95,15 @@ def after_training(model: Any) -> Any:
 def from_embeddings(model: Any) -> Any:
     hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
     return _generate(model, inputs_embeds=hidden)
+
+
+@row("generation.pipeline", SECTION, "`pipeline('text-generation', model=model, tokenizer=...)`, greedy and with sampling",
+     cases={"": Case(partial(tiny_model.build_model, 373))})  # fmt: skip
+def text_pipeline(model: Any) -> Any:
+    from transformers import pipeline
+
+    pipe = pipeline("text-generation", model=model, tokenizer=tiny_model.build_tokenizer())
+    greedy = pipe("What does the keeper do?", max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    torch.manual_seed(0)
+    chat = [[{"role": "user", "content": "Who counts the stars?"}]]
+    return [greedy, pipe(chat, max_new_tokens=6, do_sample=True)[0][0]["generated_text"][-1]["content"]]

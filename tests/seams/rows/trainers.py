@@ -53,6 +53,30 @@ def accelerate_mixed_precision(model: Any) -> Any:
     return [losses, evaluated(unwrapped)]
 
 
+@row("fabric.train", SECTION, "Lightning Fabric: `setup(model, optimizer, move_to_device=False)`, `backward`, with our `max_grad_norm`",
+     cases={"ours": Case(arguments={"ours": True}), "torch": Case(arguments={"ours": False})})  # fmt: skip
+def fabric_train(model: Any, ours: bool) -> Any:
+    from lightning_fabric import Fabric
+
+    streamed = hasattr(model, "_horizon")
+    fabric = Fabric(accelerator="cpu", devices=1)
+    if ours and streamed:
+        optimizer = adamw(model, max_grad_norm=0.5)
+    else:
+        optimizer = adamw(model) if ours else torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    wrapped, optimizer = fabric.setup(model, optimizer, move_to_device=False)
+    losses = []
+    for step in range(4):
+        value = wrapped(**families.batch(seed=step)).loss
+        fabric.backward(value)
+        if not (ours and streamed):
+            fabric.clip_gradients(wrapped, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(value.detach()))
+    return [losses, copied_weights(model)]
+
+
 @row("accelerate.offload", SECTION, "`accelerate.cpu_offload`", EITHER, survives=False)
 def accelerate_offload(model: Any) -> Any:
     from accelerate import cpu_offload

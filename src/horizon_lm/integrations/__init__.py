@@ -1,0 +1,1 @@
+"""Trainers of other packages, made to train a streamed model."""

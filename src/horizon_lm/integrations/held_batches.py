@@ -1,0 +1,80 @@
+"""Hold back the micro-batches of a step, and compute their losses in one pass.
+
+A Trainer computes the loss of a micro-batch and differentiates it before the next one. A streamed model would load every
+block twice for each. Held back, all losses of the step are computed in lock-step, and their sum is differentiated once.
+"""
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.lockstep import run_together
+
+_computing: ContextVar[bool] = ContextVar("a held loss is being computed", default=False)
+
+
+def _held_back(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `compute_loss` that returns zero before the step's last micro-batch, and there the sum of the losses of all.
+
+    Evaluation, and whoever asks for outputs, gets the loss at once.
+    """
+
+    @functools.wraps(compute_loss)
+    def compute_or_hold(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        kwargs["num_items_in_batch"] = num_items_in_batch
+        if _computing.get() or return_outputs or not self.model.training or not torch.is_grad_enabled():
+            return compute_loss(self, model, inputs, return_outputs=return_outputs, **kwargs)
+        state = self.accelerator.gradient_state
+        synchronizes = state.sync_gradients
+        compute = partial(_compute, compute_loss, self, model, inputs, **kwargs)
+        # A loss may depend on whether its micro-batch is the last one.
+        held = self._held = [*(self._held or ()), (compute, partial(state._set_sync_gradients, synchronizes))]
+        if not synchronizes:
+            return torch.zeros((), device=self.args.device, requires_grad=True)
+        self._held = None
+        try:
+            return sum(run_together(*map(list, zip(*held, strict=True))))
+        finally:
+            state._set_sync_gradients(True)
+
+    return compute_or_hold
+
+
+def _compute(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute a loss that was held back, in which a call of the base class's `compute_loss` is not held back again."""
+    token = _computing.set(True)
+    try:
+        return compute_loss(*args, **kwargs)
+    finally:
+        _computing.reset(token)
+
+
+class HeldBatches:
+    """A mixin for subclasses of ``transformers.Trainer``; it comes before them in the order of base classes.
+
+    The trainer's own ``compute_loss`` is called once for each micro-batch, as it would be, with the same arguments, at the
+    step's last micro-batch. What surrounds it (`training_step`, in which some trainers generate) is not moved.
+    """
+
+    _held: list[tuple[Any, Any]] | None = None  # the step's earlier losses, and what each is prepared by
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, without what an interrupted step before has held back."""
+        self._held = None
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Hold back the losses of a subclass that computes its own, as a whole."""
+        super().__init_subclass__(**kwargs)
+        if "compute_loss" in vars(cls):
+            cls.compute_loss = _held_back(vars(cls)["compute_loss"])  # type: ignore[method-assign]
+
+    @_held_back
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)  # type: ignore[misc]

@@ -1,0 +1,50 @@
+"""The state of a scheduler as JSON, and back: with the numbers as keys, counters and tuples that JSON does not have."""
+
+from collections import Counter
+from typing import Any
+
+from horizon_lm.errors import ConfigError
+
+_TAG = "horizon_lm.type"
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def to_plain(value: Any, owner: str) -> Any:
+    """Return a value as data for JSON.
+
+    Args:
+        value: plain values, lists, tuples, dictionaries and counters.
+        owner: name of the scheduler, for the message.
+
+    Raises:
+        ConfigError: the value has an object that is none of them.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, list):
+        return [to_plain(item, owner) for item in value]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "items": [to_plain(item, owner) for item in value]}
+    if type(value) is dict and _TAG not in value and all(isinstance(key, str) for key in value):
+        return {key: to_plain(item, owner) for key, item in value.items()}
+    if type(value) in (dict, Counter):
+        items = [[to_plain(key, owner), to_plain(item, owner)] for key, item in value.items()]
+        return {_TAG: type(value).__name__, "items": items}
+    raise ConfigError(
+        f"the state of the scheduler {owner} has a {type(value).__name__}, which a checkpoint cannot hold; keep plain numbers in "
+        "it, or set save_strategy='no' or save_only_model=True"
+    )
+
+
+def from_plain(value: Any) -> Any:
+    """Return the value that `to_plain` has turned into data."""
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: from_plain(item) for key, item in value.items()}
+    items = [from_plain(item) for item in value["items"]]
+    if value[_TAG] == "tuple":
+        return tuple(items)
+    return Counter(dict(items)) if value[_TAG] == "Counter" else dict(items)

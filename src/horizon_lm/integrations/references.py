@@ -1,0 +1,60 @@
+"""Keep the reference of preference trainers off the device: precomputed, or a streamed model of its own.
+
+TRL compares the policy with the model that it started from. By default it loads that model a second time, onto the device.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from horizon_lm.engine.loading import from_pretrained
+from horizon_lm.errors import ConfigError
+
+CREATE_MODEL = "create_model_from_path"  # by which TRL's trainers load a reference
+_COMPARE = ("beta", "num_generations")  # arguments of trainers with a reference, or that generate
+PRECOMPUTE = "precompute_ref_log_probs"
+
+
+def prepare_reference(arguments: Mapping[str, Any]) -> None:
+    """Set ``precompute_ref_log_probs`` in the arguments of a trainer that would otherwise load a reference model.
+
+    Args:
+        arguments: of the trainer's constructor, by name.
+
+    Raises:
+        ConfigError: the model has adapters, from whose base the trainer would take the reference.
+    """
+    from datasets import Dataset
+
+    args, model = arguments.get("args"), arguments["model"]
+    if hasattr(model, "peft_config") and any(hasattr(args, name) for name in _COMPARE):
+        raise ConfigError(
+            f"{type(args).__name__}: adapters are not supported yet in trainers that compare with a reference or generate; "
+            "train all weights, or use SFTTrainer"
+        )
+    given = [arguments.get("train_dataset"), *_eval_sets(arguments.get("eval_dataset"))]
+    readable = all(isinstance(each, Dataset) for each in given) and not hasattr(model.config, "vision_config")
+    if getattr(args, PRECOMPUTE, None) is False and readable and arguments.get("ref_model") is None:
+        setattr(args, PRECOMPUTE, True)
+        print(f"{PRECOMPUTE}=True: the reference is computed once before training, and takes no memory then")
+
+
+def _eval_sets(dataset: Any) -> list[Any]:
+    if dataset is None:
+        return []
+    return list(dataset.values()) if isinstance(dataset, Mapping) else [dataset]
+
+
+def streamed_like(model: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a replacement for functions that load a model by name: the model is streamed, to the device of ``model``."""
+    engine = model._horizon.engine
+    precision = "float32" if engine.store.precision.name == "float32" else "bf16"  # it is not trained
+
+    def replace_loader(_original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(name: str, *_classes: Any, **kwargs: Any) -> Any:
+            options = {key: kwargs[key] for key in ("trust_remote_code", "revision") if kwargs.get(key)}
+            reference = from_pretrained(name, str(engine.device.torch_device), precision, **options)
+            return reference.requires_grad_(False)
+
+        return load
+
+    return replace_loader

@@ -1,0 +1,255 @@
+"""Train a streamed model with transformers' Trainer and its subclasses, among them TRL's trainers."""
+
+import inspect
+from functools import cache
+from typing import Any, cast
+
+from horizon_lm.errors import ConfigError, HorizonError, StreamingError, first_line
+from horizon_lm.integrations import fused_head, references
+from horizon_lm.integrations.held_batches import HeldBatches
+from horizon_lm.integrations.patching import replaced
+from horizon_lm.integrations.trainer_checkpoints import TrainerCheckpoints
+from horizon_lm.integrations.trainer_plan import TrainerPlan
+from horizon_lm.integrations.trainer_rows import longest_row
+from horizon_lm.optim.adamw import AdamW
+from horizon_lm.planning.render import summary_lines
+
+# Settings of a Trainer that a streamed model does not support, with the values that leave them off, and the remedy.
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "deepspeed": ((None, ""), "a streamed model needs no ZeRO; leave it out"),
+    "fsdp": ((None, "", [], False), "several devices are not supported yet; leave it out"),
+    "torch_compile": ((None, False), "stream with compile=True, which compiles the blocks"),
+    "use_liger_kernel": ((None, False), "the streamed head never makes all logits; leave it out"),
+    "fp16": ((None, False), "use bf16, which needs no scaling of the loss"),
+    "fp16_full_eval": ((None, False), "choose the precision in horizon_lm.stream()"),
+    "bf16_full_eval": ((None, False), "choose the precision in horizon_lm.stream()"),
+    "auto_find_batch_size": ((None, False), "the plan knows the memory of a step; leave it out"),
+    "sync_ref_model": ((None, False), "it would write to the weights of the reference; leave it out"),
+    "use_vllm": ((None, False), "the weights are in host memory; leave it out, and the streamed model generates"),
+}
+_ADAMW = {
+    "adamw_torch": "float32", "adamw_torch_fused": "float32", "adamw_hf": "float32", "adamw_apex_fused": "float32",
+    "paged_adamw": "float32", "paged_adamw_32bit": "float32", "adamw_8bit": "8bit", "adamw_bnb_8bit": "8bit",
+    "paged_adamw_8bit": "8bit", "adamw_torch_8bit": "8bit",
+}  # fmt: skip
+
+
+class StreamedTrainer(HeldBatches, TrainerCheckpoints):
+    """The mixin of `trainer`.
+
+    Attributes:
+        streamed_optimizer: the Trainer's optimizer, if it is horizon_lm.AdamW; None otherwise.
+    """
+
+    streamed_optimizer: AdamW | None = None
+    _own_limit: float | None = None  # the optimizer's max_grad_norm, besides that of the arguments
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _named(type(self), args, kwargs)
+        if given.get("model") is not None:
+            _require_streamed(given["model"])
+        _reject_unsupported(given.get("args"))
+        if given.get("peft_config") is not None:
+            raise StreamingError(
+                "peft_config would add adapters to a streamed model; add them first, and then stream it: "
+                "horizon_lm.stream(peft.get_peft_model(model, peft_config))"
+            )
+        replacements: dict[str, Any] = {}
+        model = given.get("model")
+        if model is not None:
+            references.prepare_reference(given)
+            replacements[fused_head.ADD_HEAD] = fused_head.unless_streamed(model)
+            replacements[references.CREATE_MODEL] = references.streamed_like(model)
+        with replaced(type(self), replacements):
+            super().__init__(*args, **kwargs)
+        trainer: Any = self
+        if trainer.model_init is None:  # otherwise, it makes the model that is trained
+            _require_streamed(trainer.model)
+
+    def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = self
+        _require_streamed(trainer.model)
+        if trainer.args.n_gpu > 1 or trainer.accelerator.num_processes > 1:
+            raise StreamingError(
+                "several devices are not supported yet; show the trainer one, for example with CUDA_VISIBLE_DEVICES=0"
+            )
+        return super()._wrap_model(model, *args, **kwargs)  # type: ignore[misc]
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Create our AdamW, with the Trainer's settings and parameter groups, unless another kind is asked for."""
+        from accelerate.optimizer import AcceleratedOptimizer
+
+        trainer: Any = self
+        moments = _ADAMW.get(getattr(trainer.args.optim, "value", trainer.args.optim))
+        if isinstance(trainer.optimizer, AcceleratedOptimizer):
+            return trainer.optimizer
+        self._apply_plan()
+        if trainer.optimizer is None and self._chooses_optimizer():
+            trainer.optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        if trainer.optimizer is None and moments is not None and trainer.optimizer_cls_and_kwargs is None:
+            trainer.optimizer = self._own_optimizer(trainer.model if model is None else model, moments)
+        if not isinstance(trainer.optimizer, AdamW):
+            return trainer.optimizer or super().create_optimizer(model)  # type: ignore[misc]
+        self.streamed_optimizer, self._own_limit = trainer.optimizer, trainer.optimizer.max_grad_norm
+        self._clip_in_step()
+        # Prepared here, because accelerate would move the optimizer's state to the device.
+        trainer.optimizer = AcceleratedOptimizer(trainer.optimizer, device_placement=False)
+        trainer.optimizer._is_accelerate_prepared = True
+        return trainer.optimizer
+
+    def _chooses_optimizer(self) -> bool:
+        """Return whether the trainer that is streamed has its own way to make an optimizer."""
+        from transformers import Trainer
+
+        below = type(self).__mro__[type(self).__mro__.index(StreamedTrainer) + 1 :]
+        own = [each for each in below if each is not Trainer and issubclass(each, Trainer)]
+        return any(name in vars(each) for each in own for name in ("create_optimizer", "get_optimizer_cls_and_kwargs"))
+
+    def _apply_plan(self) -> None:
+        """Print the plan of the steps, choose what it chooses, and raise DoesNotFitError if they do not fit."""
+        trainer: Any = self
+        args, tokenizer = trainer.args, trainer.processing_class
+        length, evaluates = longest_row(trainer.train_dataset, args, tokenizer), trainer.eval_dataset is not None
+        if length is None:
+            print("no plan was made, because the length of the longest row is not known; set max_length, or call "
+                  "horizon_lm.plan(model, args, length=...)")  # fmt: skip
+            return
+        eval_length = (longest_row(trainer.eval_dataset, args, tokenizer) or length) if evaluates else 0
+        try:
+            planned = TrainerPlan(trainer.model, args, length, eval_length, trainer.state.max_steps or None)
+            plan = planned.make()
+        except HorizonError as error:  # trains all the same
+            print(f"no plan was made: {first_line(error)}")
+            return
+        if not plan.fits:
+            planned.reject(plan)
+        planned.apply(plan)
+        for line in (*summary_lines(plan), *planned.generation_lines(plan)):
+            print(f"plan: {line}")
+
+    def _own_optimizer(self, model: Any, moments: str) -> AdamW:
+        trainer: Any = self
+        args, decayed = trainer.args, set(trainer.get_decay_parameter_names(model))
+        params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        groups = [
+            {"params": [p for name, p in params if name in decayed], "weight_decay": args.weight_decay},
+            {"params": [p for name, p in params if name not in decayed], "weight_decay": 0.0},
+        ]
+        return AdamW(
+            model, args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon,
+            params=[group for group in groups if group["params"]], moments=moments, seed=args.seed,
+        )  # fmt: skip
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate. Explain what to do about a set whose reference was not computed before training."""
+        try:
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+        except ValueError as error:
+            if references.PRECOMPUTE not in str(error):
+                raise
+            raise ConfigError(
+                "the reference of this set was not computed before training; give the set to the trainer as eval_dataset, or a "
+                "streamed reference: ref_model=horizon_lm.from_pretrained(name, precision='bf16')"
+            ) from error
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        optimizer = self.streamed_optimizer
+        if optimizer is None:
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        if self._shows_gradients():
+            optimizer.max_grad_norm = self._own_limit
+            return super()._clip_grad_norm(model)  # type: ignore[misc]  # one more pass over the gradients
+        self._clip_in_step()
+        return optimizer.landed_grad_norm()  # the step clips, while it updates
+
+    def _shows_gradients(self) -> bool:
+        """Return whether a callback may read or change gradients between clipping and the step."""
+        from transformers import TrainerCallback
+
+        trainer: Any = self
+        event = "on_pre_optimizer_step"
+        own = (getattr(type(each), event) for each in trainer.callback_handler.callbacks)
+        return any(function is not getattr(TrainerCallback, event) for function in own)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        optimizer = self.streamed_optimizer
+        if optimizer is None or grad_norm is not None:
+            return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+        self._clip_in_step()
+        return None if optimizer.update_in_backward else optimizer.landed_grad_norm()
+
+    def _clip_in_step(self) -> None:
+        """Let our optimizer clip gradients to the Trainer's present norm, because it does so while it updates."""
+        trainer, optimizer = cast(Any, self), self.streamed_optimizer
+        assert optimizer is not None
+        limits = [limit for limit in (trainer.args.max_grad_norm, self._own_limit) if limit]
+        if limits and optimizer.update_in_backward:
+            raise ConfigError(
+                "max_grad_norm: update_in_backward updates weights before the norm of all gradients is known; set "
+                "max_grad_norm=0"
+            )
+        optimizer.max_grad_norm = min(limits, default=None)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """Return loss, logits and labels. Logits of all tokens are computed only if somebody asks for them."""
+        trainer: Any = self
+        horizon = trainer.model._horizon
+        horizon.whole_logits = not prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        finally:
+            horizon.whole_logits = False
+
+
+@cache
+def trainer(cls: type) -> Any:
+    """Return a subclass of a Trainer that trains a streamed model, with all micro-batches of a step in one pass.
+
+    Args:
+        cls: ``transformers.Trainer`` or a subclass, for example ``trl.SFTTrainer``.
+
+    Raises:
+        ConfigError: ``cls`` is no such class.
+    """
+    from transformers import Trainer
+
+    if not (isinstance(cls, type) and issubclass(cls, Trainer)):
+        raise ConfigError(f"trainer takes a subclass of transformers.Trainer, such as trl.SFTTrainer, not {cls!r}")
+    if issubclass(cls, StreamedTrainer):
+        return cls
+    copied = {name: getattr(cls, name) for name in ("__module__", "__doc__", "__qualname__")}
+    return type(cls.__name__, (StreamedTrainer, cls), copied)
+
+
+def _named(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a trainer's constructor by name. A subclass may pass them on as ``*args, **kwargs``."""
+    signatures = [inspect.signature(vars(each)["__init__"]) for each in cls.__mro__ if "__init__" in vars(each)]
+    first = next((each for each in signatures if not _passes_on(each)), signatures[0])
+    taken = next(each for each in signatures if "model" in each.parameters)
+    # One with arguments of its own passes on the rest, of which only those by name can be told apart.
+    positional = args if first is taken else ()
+    known = {name: value for name, value in kwargs.items() if name in taken.parameters}
+    return taken.bind_partial(None, *positional, **known).arguments
+
+
+def _passes_on(signature: inspect.Signature) -> bool:
+    """Return whether a constructor takes ``*args, **kwargs`` and nothing else."""
+    kinds = {each.kind for each in list(signature.parameters.values())[1:]}
+    return kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+def _require_streamed(model: Any) -> None:
+    if not hasattr(model, "_horizon"):
+        raise StreamingError(
+            "horizon_lm.trainer(...) trains a streamed model: load it with horizon_lm.from_pretrained(name), or call "
+            "horizon_lm.stream(model)"
+        )
+
+
+def _reject_unsupported(args: Any) -> None:
+    for name, (allowed, remedy) in _UNSUPPORTED.items():
+        value = getattr(args, name, None)
+        if not any(value is each or value == each for each in allowed):
+            raise ConfigError(f"{type(args).__name__}: {name}={value!r} is not supported by a streamed model: {remedy}")

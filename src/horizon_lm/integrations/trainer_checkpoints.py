@@ -1,0 +1,83 @@
+"""Checkpoints of a Trainer that trains a streamed model.
+
+Folders, rotation, ``trainer_state.json`` and the weights of ``save_pretrained`` are the Trainer's. Beside them lies the exact
+state, in our format: masters, moments, and the scheduler as JSON. Nothing of it is read through pickle.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.errors import ConfigError
+from horizon_lm.integrations.plain_state import from_plain, to_plain
+from horizon_lm.model.adapters import load_adapters
+
+FOLDER = "horizon"  # in a checkpoint of the Trainer
+
+
+class TrainerCheckpoints:
+    """A mixin for subclasses of ``transformers.Trainer``: save and load the state of a streamed model and of our AdamW."""
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the scheduler. Reject one whose state a checkpoint could not hold, before training."""
+        trainer: Any = self
+        scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        saves = getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy) != "no"
+        if trainer.streamed_optimizer is not None and saves and not trainer.args.save_only_model:
+            _scheduler_state(trainer)
+        return scheduler
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer: Any = self
+        optimizer = trainer.streamed_optimizer
+        if optimizer is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        state = {"scheduler": _scheduler_state(trainer)}
+        save_checkpoint(Path(output_dir) / FOLDER, trainer.model, optimizer, state=state)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not _folder(resume_from_checkpoint).is_dir():  # of another optimizer, or with save_only_model
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        if checkpoint is None:
+            return
+        if trainer.streamed_optimizer is None:
+            if _folder(checkpoint).is_dir():
+                own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate has wrapped it
+                raise ConfigError(
+                    f"{checkpoint} was saved with horizon_lm.AdamW, and this trainer has {type(own).__name__}; go on "
+                    "with the same optim, or load the checkpoint's weights with from_pretrained, and train from there"
+                )
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        if not _folder(checkpoint).is_dir():
+            raise ConfigError(
+                f"{checkpoint} has no {FOLDER}/, the state of the optimizer: it was saved with save_only_model, or by another "
+                "trainer. Load its weights with from_pretrained, and train from there."
+            )
+        # The Trainer restores random states itself, after the batches that it skips.
+        state = load_checkpoint(_folder(checkpoint), trainer.model, trainer.streamed_optimizer, random=False)
+        trainer.lr_scheduler.load_state_dict(from_plain(state["scheduler"]))
+
+    def _load_best_model(self) -> None:
+        trainer: Any = self
+        best = _folder(trainer.state.best_model_checkpoint)
+        if best.is_dir():
+            # All bits of the masters, which model.safetensors may not have.
+            load_checkpoint(best, trainer.model, random=False)
+        elif hasattr(trainer.model, "peft_config"):
+            load_adapters(trainer.model, best.parent)  # PEFT would replace parameters
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+
+def _scheduler_state(trainer: Any) -> Any:
+    scheduler = trainer.lr_scheduler
+    return to_plain(scheduler.state_dict(), type(getattr(scheduler, "scheduler", scheduler)).__name__)
+
+
+def _folder(checkpoint: str) -> Path:
+    return Path(checkpoint) / FOLDER

@@ -1,0 +1,183 @@
+"""Plan the training of a streamed model by a transformers Trainer: the bytes on host, device and disk, and the time."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from horizon_lm.config import RunConfig, plan_config
+from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.integrations.trainer_rows import length_limit
+from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.request import Machine, Saves
+from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
+from horizon_lm.preflight.inputs import RowShape, Source
+from horizon_lm.preflight.this_machine import this_machine
+from horizon_lm.quantities import format_bytes, format_seconds
+
+_TWO_SEQUENCES = ("DPOConfig", "RewardConfig")  # TRL's arguments of trainers whose rows are pairs
+_FUSED_HEAD = ("logprobs", "entropy")  # what TRL's trainers ask of the head, besides the loss
+
+
+class TrainerPlan:
+    """The plan of a Trainer's steps.
+
+    Args:
+        model: a streamed model.
+        args: ``transformers.TrainingArguments``, or a config of TRL.
+        length: tokens of the longest row.
+        eval_length: tokens of the longest row of the eval set; 0 without one.
+        num_steps: optimizer steps; None for ``args.max_steps``.
+
+    Raises:
+        ConfigError: the model has adapters, which are not planned yet.
+        StreamingError: the model is not streamed.
+    """
+
+    def __init__(self, model: Any, args: Any, length: int, eval_length: int = 0, num_steps: int | None = None) -> None:
+        if not hasattr(model, "_horizon"):
+            raise StreamingError("plan needs a streamed model; call horizon_lm.stream(model) first")
+        if hasattr(model, "peft_config"):
+            raise ConfigError("a model with adapters cannot be planned yet")
+        self._model, self._args = model, args
+        self._rows = RowShape(length, eval_length)
+        self._num_steps = num_steps or (args.max_steps if args.max_steps > 0 else None)
+        config = model.config
+        name = getattr(config, "name_or_path", "") or type(model).__name__
+        classifier = _classifier(model)
+        self._source = Source(
+            name, config, _itemsize(config), is_local=True, model_class=classifier,
+            head_values=_FUSED_HEAD if hasattr(args, "max_length") and classifier is None else (),
+        )  # fmt: skip
+        self._run = _run_config(model, args, self._rows, name)
+        self._batch = args.per_device_train_batch_size * _sequences(args)
+
+    def make(self) -> Plan:
+        """Return the plan. Micro-batches are those of the Trainer; if these do not fit, the largest that do."""
+        accumulates = self._args.gradient_accumulation_steps > 1
+        if accumulates and self._run.device_micro_batch_size is None:
+            made = self._planned(self._run.model_copy(update={"device_micro_batch_size": self._batch}))
+            if made.fits:
+                return made
+        return self._planned(self._run)
+
+    def apply(self, plan: Plan) -> None:
+        """Let the model compute fewer rows at once than the Trainer's batch has, if that is what fits."""
+        horizon = self._model._horizon
+        options, chosen = horizon.engine.options, plan.step.settings.micro_batch
+        if options.device_micro_batch_size is None and chosen is not None and chosen < self._batch:
+            horizon.reconfigure(replace(options, device_micro_batch_size=chosen))
+
+    def reject(self, plan: Plan) -> None:
+        """Raise DoesNotFitError, with the numbers and the changes that would help."""
+        raise does_not_fit(plan, remedies_of(plan, self._run, self._source))
+
+    def generation_lines(self, plan: Plan) -> Iterator[str]:
+        """Yield what generating costs in each step, if this trainer generates."""
+        args = self._args
+        every = getattr(args, "steps_per_generation", None)
+        if every is None or not getattr(args, "max_completion_length", None):
+            return
+        times = args.gradient_accumulation_steps / every
+        passes = round(args.max_completion_length * max(1.0, times))
+        weights = sum(slabs.weights.nbytes for slabs in self._model._horizon.engine.store.units.values())
+        hardware = plan.machine.hardware
+        rate = hardware.link_in if hardware is not None else 0.0
+        duration = f": {format_seconds(passes * weights / rate)} at {format_bytes(int(rate))}/s" if rate else ""
+        steps = "" if times >= 1 else f", every {round(1 / times)} steps"
+        yield (
+            f"generation{steps}: up to {passes:,} forward passes, one for each token, which load {format_bytes(weights)} "
+            f"each{duration}"
+        )
+
+    def _planned(self, run: RunConfig) -> Plan:
+        return plan_run(
+            run, self._source, self._machine(), rows=self._rows, num_steps=self._num_steps, saves=self._saves()
+        )
+
+    def _machine(self) -> Machine:
+        machine = this_machine(self._run)
+        loaded = sum(self._model._horizon.engine.store.num_bytes.values())  # the plan counts them by purpose
+        return replace(machine, process_bytes=max(0, machine.process_bytes - loaded))
+
+    def _saves(self) -> Saves:
+        args, num_steps = self._args, self._num_steps
+        strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+        if strategy == "steps" and num_steps is not None:
+            num = num_steps // int(
+                args.save_steps if args.save_steps >= 1 else max(1, int(args.save_steps * num_steps))
+            )
+        elif strategy == "epoch":
+            num = math.ceil(args.num_train_epochs)
+        else:
+            num = int(strategy == "best")
+        return Saves(num, min(num, args.save_total_limit or num), args.save_only_model, with_model=True)
+
+
+def plan(model: Any, args: Any, length: int | None = None) -> Plan:
+    """Return the plan of training a streamed model with these arguments of a Trainer; nothing is allocated.
+
+    Args:
+        model: a streamed model.
+        args: ``transformers.TrainingArguments``, or a config of TRL.
+        length: tokens of the longest row; None for the limit that ``args`` set.
+
+    Raises:
+        ConfigError: no length is given, and ``args`` set no limit.
+        StreamingError: the model is not streamed.
+    """
+    length = length or length_limit(args)
+    if length is None:
+        raise ConfigError("the longest row is not known: set max_length, or give plan(model, args, length=...)")
+    return TrainerPlan(model, args, length).make()
+
+
+def _itemsize(config: Any) -> int:
+    dtype = getattr(config, "dtype", None)
+    return int(getattr(dtype, "itemsize", 2) or 2)
+
+
+def _classifier(model: Any) -> Any:
+    """Return the class of transformers that opens this model if it classifies rows; None for a causal language model."""
+    from transformers import AutoModelForSequenceClassification
+
+    name = type(model).__name__
+    return AutoModelForSequenceClassification if name.endswith("ForSequenceClassification") else None
+
+
+def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
+    """Return the settings of a run that trains like this Trainer."""
+    engine = model._horizon.engine
+    options, precision = engine.options, engine.store.precision
+    settings = {
+        "model_name_or_path": name,
+        "output_dir": args.output_dir,
+        "device": str(engine.device.torch_device),
+        "precision": precision.name,
+        "grad_dtype": str(precision.grad_dtype).removeprefix("torch."),
+        "max_length": rows.length,
+        "per_device_train_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps * _sequences(args),
+        "moments": "8bit" if "8bit" in getattr(args.optim, "value", args.optim) else "float32",
+        "head": options.head,
+        "device_micro_batch_size": options.device_micro_batch_size,
+        "compile": options.compile,
+        "mlp_chunk_tokens": options.mlp_chunk_tokens,
+        "allow_unproven_model": True,  # whether it may be streamed was decided when it was
+    }
+    if rows.eval_length:
+        settings |= {"test_split_size": 1, "per_device_eval_batch_size": args.per_device_eval_batch_size}
+    if options.head == "chunked":
+        settings["head_chunk_tokens"] = options.head_chunk_tokens
+    if options.residency is not None:
+        settings["activation_checkpoints"] = options.residency.boundaries
+        settings["resident_blocks"] = options.residency.weights
+        settings["resident_graphs"] = options.residency.graphs
+    params = list(model.named_parameters())
+    if not all(param.requires_grad for _, param in params):
+        settings["trainable"] = "|".join(name for name, param in params if param.requires_grad)
+    return plan_config(**settings)
+
+
+def _sequences(args: Any) -> int:
+    return 2 if any(each.__name__ in _TWO_SEQUENCES for each in type(args).__mro__) else 1

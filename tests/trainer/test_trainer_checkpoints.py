@@ -1,0 +1,158 @@
+"""A Trainer goes on from its checkpoint as if it had not been interrupted, and the folder is an ordinary one."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
+import horizon_lm
+from horizon_lm.errors import ConfigError
+from tests import families
+from tests.seams.compare import difference
+from tests.trainer.test_held_batches import history, train
+
+CLS = horizon_lm.trainer(Trainer)
+BETWEEN = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}  # an epoch has four steps
+
+
+def masters(model: Any) -> dict[str, torch.Tensor]:
+    """Return all bits of the weights."""
+    return {name: model.get_parameter(name).float() for name, _ in model.named_parameters()} | {
+        f"low of {unit}": slabs.low.clone()
+        for unit, slabs in model._horizon.engine.store.units.items()
+        if slabs.low is not None
+    }
+
+
+def build(precision: str = "float32", **config: Any) -> Any:
+    return horizon_lm.stream(families.build("llama", **config), precision=precision)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [
+        ("float32", {}),
+        ("fp32_master", {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
+        ("bf16", {"optim": "adamw_8bit"}),
+        (
+            "float32",
+            {"dropout": 0.1, "bf16": True, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"},
+        ),
+    ],
+    ids=str,
+)
+def test_resume_in_mid_epoch_is_bit_exact(tmp_path: Path, precision: str, settings: dict[str, Any]) -> None:
+    settings = BETWEEN | settings
+    config = {"attention_dropout": settings.pop("dropout", 0.0)}
+    whole = train(CLS, build(precision, **config), tmp_path / "whole", **settings)
+    stopped = train(CLS, build(precision, **config), tmp_path / "parts", callbacks=[StopAt(2)], **settings)
+    assert difference(masters(whole.model), masters(stopped.model), 0.0) is not None
+    resumed = train(CLS, build(precision, **config), tmp_path / "parts", resume=True, **settings)
+    assert resumed.state.global_step == whole.state.global_step
+    assert difference(masters(whole.model), masters(resumed.model), 0.0) is None
+    assert history(resumed) == history(whole)
+    a, b = (each.streamed_optimizer.state_dict() for each in (whole, resumed))
+    assert difference(a, b, 0.0) is None
+    assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
+
+
+def test_the_folder_is_an_ordinary_one_and_nothing_of_ours_is_pickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = train(CLS, build("fp32_master"), tmp_path, **BETWEEN, save_total_limit=2)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-7"}
+    last = tmp_path / "checkpoint-7"
+    opened = horizon_lm.stream(AutoModelForCausalLM.from_pretrained(last), precision="fp32_master")
+    assert difference(masters(opened), masters(trainer.model), 0.0) is None
+    assert {path.name for path in last.iterdir()} == {
+        "config.json", "generation_config.json", "horizon", "model.safetensors", "rng_state.pth", "trainer_state.json",
+        "training_args.bin",
+    }  # fmt: skip
+    assert not [path for path in (last / "horizon").rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
+    (last / "training_args.bin").write_bytes(b"not read")
+    loaded: list[str] = []
+    load = torch.load
+    monkeypatch.setattr(
+        torch, "load", lambda file, *args, **more: loaded.append(str(file)) or load(file, *args, **more)
+    )
+    train(CLS, build("fp32_master"), tmp_path, **BETWEEN, resume=True, max_steps=8)
+    assert [Path(file).name for file in loaded] == ["rng_state.pth"]  # by transformers, with weights_only
+
+
+def test_best_model(tmp_path: Path) -> None:
+    settings = BETWEEN | {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    settings |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # so it is the first one
+    kept: dict[int, Any] = {}
+
+    class Keep(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            kept[state.global_step] = masters(model)
+
+    trainer = train(CLS, build("fp32_master"), tmp_path, **settings, callbacks=[Keep()])
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
+    assert difference(masters(trainer.model), kept[6], 0.0) is not None
+    assert difference(masters(trainer.model), kept[2], 0.0) is None
+
+
+def test_checkpoints_that_cannot_be_resumed_from(tmp_path: Path) -> None:
+    train(CLS, build(), tmp_path / "model only", **BETWEEN, save_only_model=True)
+    with pytest.raises(ConfigError, match="save_only_model"):
+        train(CLS, build(), tmp_path / "model only", **BETWEEN, resume=True)
+    train(CLS, build(), tmp_path / "whole", **BETWEEN)
+    checkpoint = tmp_path / "whole" / "checkpoint-6"
+    shutil.copytree(checkpoint, tmp_path / "kept")
+    unit = sorted((checkpoint / "horizon").rglob("*.safetensors"))[0]
+    data = bytearray(unit.read_bytes())
+    data[-1] ^= 1
+    unit.write_bytes(data)
+    with pytest.raises(ConfigError, match=unit.name):
+        train(CLS, build(), tmp_path / "whole", **BETWEEN, resume=str(checkpoint))
+    with pytest.raises(ConfigError, match="precision"):
+        train(CLS, build("bf16"), tmp_path / "whole", **BETWEEN, resume=str(tmp_path / "kept"))
+
+
+def test_push_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads: list[dict[str, Any]] = []
+
+    class Job:
+        def is_done(self) -> bool:
+            return True
+
+        done = is_done
+
+        def result(self) -> None:
+            return None
+
+    class Hub:
+        def create_repo(self, *args: Any, **kwargs: Any) -> Any:
+            return type("Url", (str,), {"repo_id": "someone/model"})("https://hub/someone/model")
+
+        def upload_folder(self, **given: Any) -> Any:
+            uploads.append({"files": {path.name for path in Path(given["folder_path"]).iterdir()}})
+            return Job()
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    trainer = train(CLS, build(), tmp_path, **BETWEEN, push_to_hub=True, hub_model_id="someone/model", hub_token="none")
+    assert uploads
+    trainer.push_to_hub()
+    assert {"model.safetensors", "README.md", "config.json"} <= uploads[-1]["files"]
+    card = (tmp_path / "README.md").read_text()
+    assert "learning_rate: 0.001" in card
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

@@ -1,0 +1,90 @@
+"""The plan of a Trainer counts the bytes that its steps take."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainingArguments
+from trl import DPOConfig, SFTConfig
+
+import horizon_lm
+from horizon_lm.errors import ConfigError, DoesNotFitError, StreamingError
+from horizon_lm.integrations import trainer_plan
+from horizon_lm.planning.request import Limit
+from horizon_lm.preflight.this_machine import this_machine
+from tests import families
+from tests.numerics.test_lockstep import losses_together
+from tests.seams.compare import difference
+from tests.seams.use import copied_weights
+from tests.trainer.test_held_batches import rows
+
+LENGTH = 16
+
+
+def arguments(tmp_path: Path, cls: Any = TrainingArguments, **settings: Any) -> Any:
+    given = {"output_dir": str(tmp_path), "use_cpu": True, "max_steps": 10, "report_to": "none", "save_strategy": "no"}
+    batch = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}
+    return cls(**(given | batch | settings))
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit"])
+def test_host_bytes_are_those_of_a_step(tmp_path: Path, precision: str, optim: str) -> None:
+    model = horizon_lm.stream(
+        families.build("llama"), precision=precision, activation_checkpoints="host", device_micro_batch_size=3
+    )
+    planned = horizon_lm.plan(model, arguments(tmp_path, optim=optim), length=LENGTH)
+    assert planned.fits
+    moments = "8bit" if "8bit" in optim else "float32"
+    optimizer = horizon_lm.AdamW(model, moments=moments)
+    losses_together(model, [families.batch(rows=3, length=LENGTH)] * 4)
+    optimizer.step()
+    measured = horizon_lm.stats(model)["host_bytes_by_kind"]
+    names = {item.name: item.num_bytes for item in planned.host.items}
+    assert sum(measured.values()) == sum(
+        num_bytes for name, num_bytes in names.items() if not name.startswith(("process", "activations", "device"))
+    ), (measured, names)
+
+
+def test_too_little_memory_is_rejected_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    weights = copied_weights(model)
+    trainer = horizon_lm.trainer(Trainer)(model, arguments(tmp_path), train_dataset=rows())
+    trainer.train()
+    assert "plan: host memory: " in capsys.readouterr().out
+    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    trainer = horizon_lm.trainer(Trainer)(model, arguments(tmp_path), train_dataset=rows())
+    limits = [Limit("a small machine", 2**20)]
+    monkeypatch.setattr(trainer_plan, "this_machine", lambda run: replace(this_machine(run), host_limits=limits))
+    with pytest.raises(DoesNotFitError, match=r"host: .* needed") as error:
+        trainer.train()
+    assert "a small machine" in str(error.value)
+    assert difference(copied_weights(model), weights, 0.0) is None
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
+def test_lengths_come_from_the_arguments(tmp_path: Path) -> None:
+    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    with pytest.raises(ConfigError, match="length="):
+        horizon_lm.plan(model, arguments(tmp_path))
+    sft = horizon_lm.plan(model, arguments(tmp_path, SFTConfig, max_length=32))
+    dpo = horizon_lm.plan(model, arguments(tmp_path, DPOConfig, max_length=32))
+    assert (sft.request.rows, dpo.request.rows) == (12, 24)
+    assert sft.step.outline.length == 32
+    with pytest.raises(StreamingError, match="streamed"):
+        horizon_lm.plan(families.build("llama"), arguments(tmp_path), length=8)
+
+
+@pytest.mark.parametrize("settings", [{"save_only_model": True}, {}], ids=str)
+def test_disk_of_checkpoints(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = horizon_lm.stream(families.build("llama"), precision="fp32_master")
+    args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, learning_rate=1e-3, **settings)
+    trainer = horizon_lm.trainer(Trainer)(model, args, train_dataset=rows())
+    planned = horizon_lm.plan(model, args, length=16)
+    trainer.train()
+    trainer.save_model()
+    weights = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert weights == pytest.approx(planned.disk.num_bytes, rel=0.15)  # headers and padding of a tiny model

@@ -1,0 +1,183 @@
+"""TRL's trainers train a streamed model as they train a plain one, in the settings that people choose."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import trl
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import horizon_lm
+from horizon_lm.errors import ConfigError, StreamingError
+from tests.e2e import tiny
+from tests.seams.compare import difference
+from tests.seams.use import copied_weights
+from tests.trainer import rows
+from tests.trainer.test_held_batches import Loads, history
+
+GENERATE = {"num_generations": 2, "max_completion_length": 6, "max_steps": 4}
+TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "sft packed": (trl.SFTTrainer, trl.SFTConfig, {"packing": True, "max_length": 64}),
+    "sft assistant only": (trl.SFTTrainer, trl.SFTConfig, {"assistant_only_loss": True}),
+    "sft neftune": (trl.SFTTrainer, trl.SFTConfig, {"neftune_noise_alpha": 5.0}),
+    "dpo with a reference": (trl.DPOTrainer, trl.DPOConfig, {}),
+    "rloo": (trl.RLOOTrainer, trl.RLOOConfig, GENERATE),
+    "grpo with a reference": (trl.GRPOTrainer, trl.GRPOConfig, GENERATE | {"beta": 0.1, "temperature": 0.9}),
+}
+
+
+def length_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(sum(map(ord, str(each))) % 7) for each in completions]
+
+
+def make(name: str, cls: Any, model: Any, output: Path, **more: Any) -> Any:
+    """Return a trainer."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    _, config, settings = TRAINERS[name]
+    kind = name.split()[0]
+    given = {
+        "output_dir": str(output), "max_steps": 6, "per_device_train_batch_size": 2, "logging_steps": 1, "seed": 7,
+        "gradient_accumulation_steps": 4, "save_strategy": "no", "learning_rate": 1e-3, "report_to": "none", "use_cpu": True,
+        "disable_tqdm": True, "dataloader_pin_memory": False, "bf16": False,
+    }  # fmt: skip
+    extra = {key: more.pop(key) for key in ("callbacks", "ref_model", "peft_config", "optimizers") if key in more}
+    if kind in ("grpo", "rloo"):
+        extra["reward_funcs"] = length_reward
+    marks = tiny.CHATML_WITH_MARKS if "assistant" in name else tiny.CHATML
+    torch.manual_seed(0)
+    return cls(
+        model=model, args=config(**(given | settings | more)), train_dataset=datasets.Dataset.from_list(rows.of_kind(kind)),
+        processing_class=tiny.build_tokenizer(marks), **extra,
+    )  # fmt: skip
+
+
+def plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def streamed(folder: Path) -> Any:
+    return horizon_lm.from_pretrained(folder, "cpu", "float32")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TRAINERS)
+def test_equal_to_the_plain_model(tmp_path: Path, name: str) -> None:
+    folder, cls = tiny.save_model(tmp_path / "model"), TRAINERS[name][0]
+    models, trained = {"plain": plain(folder), "streamed": streamed(folder)}, {}
+    loads = Loads(models["streamed"])
+    for kind, model in models.items():
+        more: dict[str, Any] = {"callbacks": [loads]} if kind == "streamed" else {}
+        if name.startswith("dpo"):
+            more["ref_model"] = (plain if kind == "plain" else streamed)(folder)
+        trained[kind] = make(name, cls if kind == "plain" else horizon_lm.trainer(cls), model, tmp_path / kind, **more)
+        trained[kind].train()
+    lines = [[{k: round(v, 6) for k, v in line.items()} for line in history(each)] for each in trained.values()]
+    assert difference(*lines, 1e-5) is None
+    assert difference(copied_weights(models["plain"]), copied_weights(models["streamed"]), 1e-5) is None
+    if not name.startswith(("grpo", "rloo")):  # these generate in a step
+        assert max(loads.counts) <= 2
+    reference = getattr(trained["streamed"], "ref_model", None)
+    assert reference is None or hasattr(reference, "_horizon")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_preference_trainer_computes_its_reference_before_training(tmp_path: Path) -> None:
+    """TRL would load the reference onto the device."""
+    model = streamed(tiny.save_model(tmp_path / "model"))
+    trainer = make("dpo with a reference", horizon_lm.trainer(trl.DPOTrainer), model, tmp_path)
+    assert trainer.ref_model is None
+    assert "ref_chosen_logps" in trainer.train_dataset.column_names
+
+
+def with_adapters(model: Any) -> Any:
+    """Return a model with adapters that are not zero."""
+    torch.manual_seed(1)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_(std=0.02)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters(tmp_path: Path) -> None:
+    folder = tiny.save_model(tmp_path / "model")
+    models = {
+        "plain": with_adapters(plain(folder)),
+        "streamed": horizon_lm.stream(with_adapters(plain(folder)), precision="float32"),
+    }
+    loads, trained = Loads(models["streamed"]), {}
+    for kind, model in models.items():
+        cls = trl.SFTTrainer if kind == "plain" else horizon_lm.trainer(trl.SFTTrainer)
+        callbacks = [] if kind == "plain" else [loads]
+        trained[kind] = make("sft packed", cls, model, tmp_path / kind, callbacks=callbacks)
+        trained[kind].train()
+    assert difference(*map(history, trained.values()), 1e-5) is None
+    assert difference(*map(copied_weights, models.values()), 1e-5) is None
+    assert max(loads.counts) <= 2
+    with pytest.raises(ConfigError, match="SFTTrainer"):
+        make("dpo with a reference", horizon_lm.trainer(trl.DPOTrainer), models["streamed"], tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_default_precision_follows_autocast(tmp_path: Path) -> None:
+    """Weights are rounded to bfloat16 before a forward pass, where autocast rounds them in each product."""
+    folder = tiny.save_model(tmp_path / "model")
+    settings = {"bf16": True, "max_steps": 12}
+    expected = make("sft assistant only", trl.SFTTrainer, plain(folder), tmp_path / "plain", **settings)
+    model = horizon_lm.from_pretrained(folder, "cpu")
+    assert model._horizon.engine.store.precision.name == "fp32_master"
+    got = make("sft assistant only", horizon_lm.trainer(trl.SFTTrainer), model, tmp_path / "streamed", **settings)
+    for trainer in (expected, got):
+        trainer.train()
+    assert difference(history(expected), history(got), 2e-2) is None
+    assert history(got)[-2]["loss"] < history(got)[0]["loss"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_without_the_second_line_says_what_is_missing(tmp_path: Path) -> None:
+    trainer = make("sft packed", trl.SFTTrainer, streamed(tiny.save_model(tmp_path / "model")), tmp_path)
+    with pytest.raises(StreamingError, match=r"horizon_lm\.trainer\(SFTTrainer\)"):
+        trainer.train()
+    with pytest.raises(StreamingError, match=r"horizon_lm\.trainer\(SFTTrainer\)"):
+        trainer.evaluate(trainer.train_dataset)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_liger_kernel": True}, "use_liger_kernel=True is not supported"),
+        ({"torch_compile": True}, "compile=True"),
+        ({"auto_find_batch_size": True}, "the plan knows"),
+        ({"deepspeed": {}}, "needs no ZeRO"),
+    ],
+    ids=str,
+)
+def test_settings_that_a_streamed_model_does_not_support(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    model = streamed(tiny.save_model(tmp_path / "model"))
+    config = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    with pytest.raises(ConfigError, match=message):
+        horizon_lm.trainer(trl.SFTTrainer)(model=model, args=config)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_and_classes_that_cannot_be_trained(tmp_path: Path) -> None:
+    folder = tiny.save_model(tmp_path / "model")
+    with pytest.raises(StreamingError, match="from_pretrained"):
+        make("sft packed", horizon_lm.trainer(trl.SFTTrainer), plain(folder), tmp_path)
+    with pytest.raises(StreamingError, match="from_pretrained"):
+        make("sft packed", horizon_lm.trainer(trl.SFTTrainer), str(folder), tmp_path)
+    with pytest.raises(ConfigError, match="subclass of transformers"):
+        horizon_lm.trainer(dict)
+    with pytest.raises(StreamingError, match="then stream it"):
+        make("sft packed", horizon_lm.trainer(trl.SFTTrainer), streamed(folder), tmp_path, peft_config=LoraConfig())
