@@ -9,6 +9,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from horizon_lm.checkpoints.frozen_base import hash_base, require_base, write_adapter_configs
 from horizon_lm.checkpoints.manifest import Manifest, read_json, read_manifest, require_hash, verify
 from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
 from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file, write_json
@@ -65,8 +66,8 @@ def save_checkpoint(
     if optimizer is not None:
         _require_own(optimizer, engine)
     engine.check_alive()
-    unit_optimizer = engine.updates.unit_optimizer
-    if engine.cursor.active or (unit_optimizer is not None and unit_optimizer.pending):
+    optimizer_in_backward = engine.updates.optimizer_in_backward
+    if engine.cursor.active or (optimizer_in_backward is not None and optimizer_in_backward.pending):
         raise StreamingError("save_checkpoint was called inside a step; call it after optimizer.step()")
     engine.wait_for_saves()
     restore_folder(disk, folder)
@@ -93,9 +94,10 @@ def save_checkpoint(
 
     def describe(files: Any, entries: Any) -> Manifest:
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in store.source_dtypes.items()}
-        return Manifest(scalars["step"] if scalars else 0, store.precision.name, moments, dtypes, files, entries)
+        step = scalars["step"] if scalars else 0
+        return Manifest(step, store.precision.name, moments, dtypes, files, entries, base)
 
-    files = _unit_files(engine, optimizer)
+    base, files = hash_base(store), _unit_files(engine, optimizer)
     writer = CheckpointWriter(folder, files, describe, fill, published, disk, rate_limit or RateLimit(None))
     writer.prepare(lambda part: _write_side_files(engine, part, add_files, disk))
     if engine.device_lost:  # nothing changes any more, so no update has to wait
@@ -110,15 +112,18 @@ def save_checkpoint(
     return writer.saving
 
 
-def load_checkpoint(folder: str | Path, model: Any, optimizer: AdamW | None = None) -> dict[str, Any]:
+def load_checkpoint(
+    folder: str | Path, model: Any, optimizer: AdamW | None = None, *, random: bool = True
+) -> dict[str, Any]:
     """Load a checkpoint into a streamed model and its optimizer, bit for bit.
 
-    All files are verified before the first weight changes. Random generators get their saved states.
+    All files are verified before the first weight changes.
 
     Args:
         folder: the folder of a checkpoint.
         model: a streamed model of the same architecture and precision.
         optimizer: its `AdamW`, with the same parameters, groups and kind of moments; None to load the weights alone.
+        random: give the random generators their saved states.
 
     Returns:
         The ``state`` that was saved.
@@ -131,7 +136,8 @@ def load_checkpoint(folder: str | Path, model: Any, optimizer: AdamW | None = No
     manifest = read_manifest(folder)
     verify(folder, manifest)
     content = restore(folder, manifest, model, optimizer)
-    restore_random_state(content["random"])
+    if random:
+        restore_random_state(content["random"])
     return content["state"]
 
 
@@ -171,11 +177,12 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: AdamW | Non
 
 
 def _unit_files(engine: Engine, optimizer: AdamW | None) -> dict[str, UnitFile]:
-    """Return the layout of the file of each unit that has slabs: a tied head has none."""
+    """Return the layout of the file of each unit that has slabs: a tied head has none. The frozen base of adapters has no
+    files.
+    """
     moments = optimizer.moments if optimizer is not None else None
-    return {
-        unit: unit_file(engine.store, moments, unit) for unit in engine.store.units if engine.slab_unit(unit) == unit
-    }
+    units = [u for u in engine.store.units if engine.slab_unit(u) == u and u not in engine.store.frozen]
+    return {unit: unit_file(engine.store, moments, unit) for unit in units}
 
 
 def _read_unit(folder: Path, unit: str, file: UnitFile) -> tuple[str, str]:
@@ -217,12 +224,13 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Ad
         raise ConfigError(
             f"{folder} was saved with moments {manifest.moments}, and this optimizer has {optimizer.moments.kind}; use the same"
         )
+    require_base(folder, manifest, store)
     saved = {name for name in manifest.files if name.startswith(f"{UNITS}/")}
     if saved != (expected := {_name(unit) for unit in _unit_files(engine, None)}):
         raise ConfigError(
             f"{folder} has {len(saved)} units, and this model has {len(expected)}; it is of another model"
         )
-    own = {name: tuple(slabs.layout.entries[name].shape) for slabs in store.units.values() for name in slabs.layout}
+    own = {name: tuple(store.shape(name)) for name, unit in store.unit_of.items() if unit not in store.frozen}
     found = {each.tensor: each.shape for each in manifest.tensors}
     for name, shape in own.items():
         if found.get(name) != shape:
@@ -243,6 +251,7 @@ def _require_buffers(folder: Path, buffers: Mapping[str, torch.Tensor], engine: 
 def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], None] | None, disk: Disk) -> None:
     dtype = next(iter(engine.store.source_dtypes.values()))
     write_configs(disk, engine.parts.model, part, dtype)
+    write_adapter_configs(engine.parts.model, part)
     if add_files is not None:
         add_files(part)
 

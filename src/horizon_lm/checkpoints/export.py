@@ -1,4 +1,4 @@
-"""Turn a checkpoint into an ordinary Hugging Face folder, one tensor at a time."""
+"""Turn a checkpoint into an ordinary Hugging Face folder, one tensor at a time; one of adapters into PEFT's folder."""
 
 import shutil
 from pathlib import Path
@@ -14,6 +14,7 @@ from horizon_lm.checkpoints.unit_file import LOW, UNITS
 from horizon_lm.disk import Disk, replace_folder
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hub
+from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
 from horizon_lm.model.units import find_parts
 from horizon_lm.store.checkpoint_writer import save_pretrained
 from horizon_lm.store.precision import join_master
@@ -63,6 +64,8 @@ def export_checkpoint(
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder. Memory is needed for one tensor at a time.
 
+    A checkpoint of adapters becomes PEFT's folder of the adapters.
+
     Args:
         checkpoint: the folder of a checkpoint; its files are verified first.
         folder: the folder to write; it must not exist.
@@ -78,8 +81,11 @@ def export_checkpoint(
         raise ConfigError(f"{folder} exists; choose another folder")
     manifest = read_manifest(checkpoint)
     verify(checkpoint, manifest)
-    config = hub.load_config(checkpoint, trust_remote_code=False)
-    model = hub.open_skeleton(checkpoint, config)
+    config = hub.read_config(checkpoint, trust_remote_code=False)
+    model_class = hub.saved_class(config)
+    model = hub.open_skeleton(
+        checkpoint, hub.require_model(config, str(checkpoint), model_class), model_class=model_class
+    )
     for name, value in read_tensors(checkpoint / BUFFERS).items():
         path, _, attribute = name.rpartition(".")
         model.get_submodule(path).register_buffer(attribute, value)
@@ -87,13 +93,34 @@ def export_checkpoint(
     chosen = dtype or _exported_dtype(read_state(checkpoint))
 
     def fill(part: Path) -> None:
-        save_pretrained(find_parts(model), store, part, getattr(torch, chosen) if chosen else None, max_shard_size)
+        as_dtype = getattr(torch, chosen) if chosen else None
+        if manifest.base:
+            _save_adapters(model, checkpoint, store, part, as_dtype)
+        else:
+            save_pretrained(find_parts(model), store, part, as_dtype, max_shard_size)
         for file in manifest.files:
-            if "/" not in file and file not in _OWN:
+            if "/" not in file and file not in _OWN and not (part / file).exists():
                 shutil.copyfile(checkpoint / file, part / file)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     replace_folder(Disk(), folder, fill)
+
+
+def _save_adapters(
+    model: Any, checkpoint: Path, store: _CheckpointStore, folder: Path, dtype: torch.dtype | None
+) -> None:
+    """Let PEFT write the adapters of a checkpoint, with a model that has no weights."""
+    # PEFT writes the name of the model that the adapters are added to.
+    model.config.name_or_path = model.name_or_path = base_of_adapters(checkpoint)
+    configs = {"default": checkpoint} | {
+        path.parent.name: path.parent for path in checkpoint.glob("*/adapter_config.json")
+    }
+    for name, at in configs.items():
+        if (at / ADAPTER_CONFIG).is_file():
+            model = Adapters(folder=str(at)).add_to(model, draw=False, name=name)
+    prefix = "base_model.model."
+    values = {prefix + name: store.master(name).to(dtype or store.source_dtypes[name]) for name in store.unit_of}
+    model.save_pretrained(folder, state_dict=values)
 
 
 def _exported_dtype(state: dict[str, Any]) -> str | None:

@@ -81,6 +81,7 @@ class Manifest:
         dtypes: dtype of each parameter in the model that was trained, for export.
         files: all files but the manifest, by path inside the checkpoint.
         tensors: all tensors of the units' files.
+        base: xxh3-128 of the weights of each unit that is not saved, because it is frozen under adapters.
         packages: installed versions.
     """
 
@@ -90,6 +91,7 @@ class Manifest:
     dtypes: Mapping[str, str]
     files: Mapping[str, FileEntry]
     tensors: Iterable[TensorEntry]
+    base: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=installed_packages)
 
     def to_json(self) -> bytes:
@@ -164,6 +166,7 @@ def _require_types(manifest: Manifest) -> None:
     """Raise ValueError, TypeError or AttributeError if a value is not of its type, or a tensor lies outside of its file."""
     strings = [manifest.precision, manifest.moments or "", *manifest.packages.values()]
     strings += [entry.xxh3_128 for entry in manifest.files.values()]
+    strings += manifest.base.values()
     numbers = [manifest.step, *(entry.size for entry in manifest.files.values())]
     for each in manifest.tensors:
         strings += [each.file, each.tensor, each.dtype, each.xxh3_64]

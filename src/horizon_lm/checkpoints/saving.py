@@ -79,7 +79,7 @@ class Saving:
         error: the reason why it could not be written; its files are removed, and earlier checkpoints are intact.
         seconds: time from the beginning to the end.
         issue: issues what is left to write.
-        wait_for_moves: waits until the units are written; a simulated device writes them in it.
+        wait_for_moves: waits until the units are written; on a simulated device, this call writes them.
     """
 
     folder: Path

@@ -27,11 +27,12 @@ _COMMANDS = {
     "eval": "Run lm-eval tasks on a model that may be larger than the device's memory.",
     "checkpoints": "List the checkpoints of a run, and verify their files.",
     "export": "Turn a checkpoint into a Hugging Face folder.",
+    "merge": "Merge adapters into their base, one unit of the model at a time.",
     "report": "Write an HTML page about a run: loss, speed, memory compared with the plan, timeline of a step.",
     "doctor": "Benchmark this machine (about a minute), and print what a bug report needs.",
     "version": "Print the versions of Horizon-LM and of the packages that its numbers depend on.",
 }
-_STARTS_THREADS = ("plan", "train", "inspect", "generate", "eval", "export", "doctor")
+_STARTS_THREADS = ("plan", "train", "inspect", "generate", "eval", "export", "merge", "doctor")
 # Run settings are not declared as options: any setting of the schema can override the run file.
 _ACCEPT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 # Options of other commands may also be written with underscores, as settings are.

@@ -13,6 +13,7 @@ from pydantic import (
     field_validator,
 )
 
+from horizon_lm.config.adapters import AdapterSettings
 from horizon_lm.config.checkpoints import CheckpointSettings
 from horizon_lm.config.datasets import WITHOUT_ROWS, DataSettings
 from horizon_lm.config.engine import EngineSettings
@@ -131,7 +132,9 @@ def _has_no_eval_set(info: ValidationInfo) -> bool:
 
 
 # The groups of settings, last one first: pydantic and `text.groups` collect fields from the last base class to the first.
-class RunConfig(CheckpointSettings, OutputSettings, TrainingSettings, EngineSettings, DataSettings, ModelSettings):
+class RunConfig(
+    CheckpointSettings, OutputSettings, TrainingSettings, EngineSettings, DataSettings, AdapterSettings, ModelSettings
+):
     """The settings of a training run. Settings that the run would not use are rejected."""
 
     @property

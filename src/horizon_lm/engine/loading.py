@@ -15,8 +15,9 @@ from horizon_lm.engine.parameters import require_plain
 from horizon_lm.engine.streamed_model import StreamedModel
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model import attention, hub
+from horizon_lm.model.adapters import Adapters, base_of_adapters
 from horizon_lm.model.hub import build_skeleton
-from horizon_lm.model.units import ModelParts, ParamRef
+from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
 from horizon_lm.store.checkpoint_loader import Checkpoint, load_weights
 from horizon_lm.store.store import Store
 
@@ -130,13 +131,14 @@ def stream(
     check_gradients: int = 0,
     allow_unproven_model: bool = False,
 ) -> Any:
-    """Stream a Hugging Face causal language model that is already in memory.
+    """Stream a Hugging Face decoder that is already in memory.
 
     Its parameters are moved into the store one by one, and the memory of each is freed immediately. The module and its
     parameters remain the same objects.
 
     Args:
-        model: a transformers causal language model with its weights.
+        model: a transformers causal language model, or a decoder for sequence classification (a reward model), with its
+            weights.
         device: ``auto`` (CUDA if available), ``cpu``, ``cuda`` (or ``cuda:1``), ``simulated``, or a `Device`.
         precision: the format of weights in host memory: ``fp32_master`` (bf16 and 16 low bits, together an exact fp32
             master), ``bf16`` (updates are rounded stochastically) or ``float32``.
@@ -190,9 +192,12 @@ def from_pretrained(
     trust_remote_code: bool = False,
     subfolder: str = "",
     config: Any = None,
+    model_class: Any = None,
     **options: Any,
 ) -> Any:
     """Load a folder of safetensors or a hub id as a streamed model. Weights are read straight into the store, one by one.
+
+    A folder of PEFT's adapters is opened as a PEFT model, with its frozen base.
 
     Args:
         model_name_or_path: a Hugging Face folder or hub id.
@@ -202,6 +207,8 @@ def from_pretrained(
         trust_remote_code: allow code that comes with the model.
         subfolder: the folder of the model inside of ``model_name_or_path``.
         config: the config to use instead of the folder's.
+        model_class: ``transformers.AutoModelForSequenceClassification`` for a reward model or another classifier of rows,
+            whose ``score`` is newly initialised if the folder has none; None for a causal language model.
         options: other arguments of `stream` and of transformers' ``from_pretrained``: ``dtype``, ``revision``,
             ``cache_dir``, ``token``, ``force_download``, ``local_files_only``, and attributes of the model's config.
             Arguments that streaming does not support are rejected; the message names an alternative.
@@ -210,24 +217,42 @@ def from_pretrained(
         ConfigError: an argument or the folder is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
-    return _open(model_name_or_path, device, precision, gguf_file, trust_remote_code, subfolder, config, options)
+    return _open(
+        model_name_or_path, device, precision, gguf_file, trust_remote_code, subfolder, config, model_class, options
+    )
 
 
-def open_without_weights(
+def open_for_run(
     model_name_or_path: str | Path,
     device: str | Device = "auto",
     precision: str | None = None,
     *,
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
+    adapters: Adapters | None = None,
+    reads_weights: bool = True,
     **options: Any,
 ) -> Any:
-    """Return a streamed model like `from_pretrained`, whose weights are not read: a checkpoint will restore them.
+    """Return the streamed model of a run, like `from_pretrained`.
 
-    Weights of a GGUF file are read all the same, because transformers opens such a file only as a whole.
+    Args:
+        model_name_or_path, device, precision, gguf_file, trust_remote_code, options: as in `from_pretrained`.
+        adapters: adapters to add to the model, which is frozen and has no fp32 master; a PEFT model is returned.
+        reads_weights: read the weights. Otherwise a checkpoint will restore them; those of a GGUF file are read all the
+            same, because transformers opens such a file only as a whole.
     """
     return _open(
-        model_name_or_path, device, precision, gguf_file, trust_remote_code, "", None, options, reads_weights=False
+        model_name_or_path,
+        device,
+        precision,
+        gguf_file,
+        trust_remote_code,
+        "",
+        None,
+        None,
+        options,
+        adapters,
+        reads_weights,
     )
 
 
@@ -239,52 +264,102 @@ def _open(
     trust_remote_code: bool,
     subfolder: str,
     config: Any,
+    model_class: Any,
     options: dict[str, Any],
+    adapters: Adapters | None = None,
     reads_weights: bool = True,
 ) -> Any:
-    precision = read_precision(precision, options)
     folder = hub.local_folder(model_name_or_path, **download_arguments(options)) / subfolder
-    config = hub.load_config(folder, trust_remote_code) if config is None and gguf_file is None else config
+    base = None if adapters is not None or (folder / "config.json").is_file() else base_of_adapters(folder)
+    if base is not None:
+        adapters, model_name_or_path, folder = Adapters(folder=str(folder)), base, hub.local_folder(base)
+    precision = read_precision(precision, options)
+    if config is None and gguf_file is None:
+        config = hub.load_config(folder, trust_remote_code, model_class=model_class)
     changes = config_arguments(options, config)
     settings = StreamArguments(device=device, precision=precision, **options)
     if gguf_file is not None:
-        return _stream(hub.load_gguf(folder, gguf_file), settings)
+        if hub.auto_class(model_class) is not hub.auto_class(None):
+            raise ConfigError(
+                f"gguf_file={gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
+            )
+        model = hub.load_gguf(folder, gguf_file)
+        return _stream(model if adapters is None else adapters.add_to(model, draw=True), settings)
     for name, value in changes.items():
         setattr(config, name, value)
     attention.register()
     model = hub.open_skeleton(
-        folder, config, trust_remote_code=trust_remote_code, attn_implementation=settings.attn_implementation
-    )
-    parts, store = _with_store(model, settings)
+        folder, config, model_class=model_class, trust_remote_code=trust_remote_code,
+        attn_implementation=settings.attn_implementation,
+    )  # fmt: skip
+    if adapters is not None:
+        model.requires_grad_(False)
+        config.name_or_path = model.name_or_path = str(
+            model_name_or_path
+        )  # which PEFT writes into the adapter's config
+    parts, store = _with_store(model, settings, frozen=adapters is not None)
     if reads_weights:
-        load_weights(parts, store, Checkpoint(folder))
+        new = load_weights(parts, store, Checkpoint(folder))
+        _draw(parts.model, new, store, torch.device("cpu"), next(iter(store.source_dtypes.values())))
+    if adapters is not None:
+        return _add_adapters(adapters, parts, store, settings)
     return settings.attach(parts, store)
 
 
-def from_config(config: Any, device: str | Device = "auto", precision: str = "fp32_master", **options: Any) -> Any:
+def _add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: StreamArguments) -> Any:
+    """Add adapters to a model whose weights are in a store, attach it to its device, and return the PEFT model."""
+    names = {id(ref.param): ref.name for refs in base.units.values() for ref in refs}
+    model = adapters.add_to(base.model, draw=True)
+    parts = settings.take_apart(adapted_model(model))
+    refs = [ref for of_unit in parts.units.values() for ref in of_unit]
+    old_names = {ref.name: names[id(ref.param)] for ref in refs if id(ref.param) in names}
+    store = store.extended(_shapes(parts), old_names, settings.get_precision(parts), parts.frozen_base())
+    for ref in refs:
+        _move_in(ref, store)
+    settings.attach(parts, store)
+    return model
+
+
+def from_config(
+    config: Any,
+    device: str | Device = "auto",
+    precision: str = "fp32_master",
+    *,
+    model_class: Any = None,
+    **options: Any,
+) -> Any:
     """Create a streamed model with random weights.
 
     They are drawn on the device by the initialisation of transformers, unit by unit, so the largest unit must fit
     there.
 
     Args:
-        config: the config of a transformers causal language model.
+        config: the config of a transformers decoder.
         device: as in `stream`.
         precision: as in `stream`.
+        model_class: as in `from_pretrained`.
         options: other arguments of `stream`.
     """
     settings = StreamArguments(device=device, precision=precision, **options)
     opened = open_device(settings.device, settings.device_memory)
-    model = build_skeleton(config)
+    model = build_skeleton(config, model_class)
     parts, store = _with_store(model, settings)
     for refs in parts.units.values():
         _draw(parts.model, refs, store, opened.torch_device)
     return replace(settings, device=opened).attach(parts, store)
 
 
-def _draw(model: Any, refs: Sequence[ParamRef], store: Store, device: torch.device) -> None:
-    """Initialise the parameters of one unit on a device, and write them to the store."""
-    drawn = {ref.name: torch.zeros(ref.param.shape, dtype=store.weight(ref.name).dtype, device=device) for ref in refs}
+def _draw(
+    model: Any, refs: Sequence[ParamRef], store: Store, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Initialise the parameters of one unit on a device, and write them to the store.
+
+    They are drawn in ``dtype``; None for that of the store.
+    """
+    drawn = {
+        ref.name: torch.zeros(ref.param.shape, dtype=dtype or store.weight(ref.name).dtype, device=device)
+        for ref in refs
+    }
     for ref in refs:
         for module, attribute in ref.places:
             module._parameters[attribute] = nn.Parameter(drawn[ref.name], requires_grad=False)
@@ -299,20 +374,32 @@ def _draw(model: Any, refs: Sequence[ParamRef], store: Store, device: torch.devi
 
 
 def _stream(model: Any, settings: StreamArguments) -> Any:
-    """Move a model's parameters into a new store, and attach the model to a device."""
-    if isinstance(model, StreamedModel):
+    """Move a model's parameters into a new store, and attach the model to a device. Return the model.
+
+    Of a PEFT model, the model inside it is attached: PEFT, and whoever generates, calls that one.
+    """
+    inside = adapted_model(model)
+    if isinstance(inside, StreamedModel):
         raise StreamingError("the model is streamed already")
-    parts = settings.take_apart(model)
+    parts = settings.take_apart(inside)
     for refs in parts.units.values():
         for ref in refs:
             require_plain(ref.param)
-    store = Store(_shapes(parts), settings.get_precision())
+    store = Store(_shapes(parts), settings.get_precision(parts), parts.frozen_base())
     for refs in parts.units.values():
         for ref in refs:
-            store.source_dtypes[ref.name] = ref.param.dtype
-            store.write(ref.name, ref.param.data)
-            ref.param.data = store.weight(ref.name)  # frees the original memory of the parameter
-    return settings.attach(parts, store)
+            _move_in(ref, store)
+    settings.attach(parts, store)
+    return model
+
+
+def _move_in(ref: ParamRef, store: Store) -> None:
+    """Move the values of a parameter into a store, unless they are there already."""
+    place = store.weight(ref.name)
+    if place.data_ptr() != ref.param.data_ptr():
+        store.source_dtypes.setdefault(ref.name, ref.param.dtype)
+        store.write(ref.name, ref.param.data)
+        ref.param.data = place  # frees the original memory of the parameter
 
 
 def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
@@ -320,10 +407,14 @@ def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
     return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in parts.units.items()}
 
 
-def _with_store(model: Any, settings: StreamArguments) -> tuple[ModelParts, Store]:
-    """Create a store for a skeleton on the meta device, and replace its parameters by views into the store."""
+def _with_store(model: Any, settings: StreamArguments, frozen: bool = False) -> tuple[ModelParts, Store]:
+    """Create a store for a skeleton on the meta device, and replace its parameters by views into the store.
+
+    ``frozen``: no weight will be trained, so there are no low halves.
+    """
     parts = settings.take_apart(model)
-    store = Store(_shapes(parts), settings.get_precision())
+    never_trained = set(parts.units) if frozen else parts.frozen_base()
+    store = Store(_shapes(parts), settings.get_precision(parts), never_trained)
     for refs in parts.units.values():
         for ref in refs:
             ref.param = nn.Parameter(store.weight(ref.name), ref.param.requires_grad)

@@ -75,18 +75,24 @@ def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
     )
 
 
-def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = None) -> Any:
+def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = None, model_class: Any = None) -> Any:
     """Return the Hugging Face config in a folder.
 
     Args:
         folder: folder of the model.
         trust_remote_code: run code of the folder, if its config asks for it.
         gguf_file: file in the folder to read instead of config.json.
+        model_class: the class that the config must have a model of, as in `auto_class`.
 
     Raises:
         ConfigError: there is no usable config, or a file of the model is not safe to read.
-        ModelNotSupportedError: the model is not a causal language model.
+        ModelNotSupportedError: the config has no model of this class.
     """
+    return require_model(read_config(folder, trust_remote_code, gguf_file), str(folder), auto_class(model_class))
+
+
+def read_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = None) -> Any:
+    """Return the config in a folder, of any kind of model. Arguments as in `load_config`; raises ConfigError, too."""
     from transformers import AutoConfig
 
     require_model_files(folder)
@@ -97,10 +103,9 @@ def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
     else:
         require_sane_config(folder / "config.json")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # transformers' parsers raise anything
         raise ConfigError(f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)})") from error
-    return _require_causal(config, str(folder))
 
 
 def require_model_files(folder: Path) -> None:
@@ -127,7 +132,7 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the network, the hub, or transformers' parsers
         raise _not_found(name, name, error) from error
-    return _require_causal(config, name)
+    return require_model(config, name, auto_class(None))
 
 
 def known_config(known: KnownModel) -> Any:
@@ -191,8 +196,42 @@ def stored_bytes(folder: Path, config: Any) -> int:
     return config_bytes(config)
 
 
-def _require_causal(config: Any, place: str) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+def auto_class(model_class: Any) -> Any:
+    """Return the class of transformers that builds a model: AutoModelForCausalLM for None.
+
+    Raises:
+        ConfigError: models of this class are not read from a folder.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if model_class not in (None, AutoModelForCausalLM, AutoModelForSequenceClassification):
+        raise ConfigError(
+            f"model_class is {getattr(model_class, '__name__', model_class)}; use AutoModelForCausalLM or "
+            "AutoModelForSequenceClassification, or load the model with transformers and stream() it"
+        )
+    return model_class or AutoModelForCausalLM
+
+
+def saved_class(config: Any) -> Any:
+    """Return the class, as in `auto_class`, of the model that a config was saved with."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if _names_classifier(config) else AutoModelForCausalLM
+
+
+def _names_classifier(config: Any) -> str:
+    """Return the sequence classification model among the architectures of a config; empty if there is none."""
+    names = config.architectures if isinstance(config.architectures, list) else []
+    return next((name for name in map(str, names) if name.endswith("ForSequenceClassification")), "")
+
+
+def require_model(config: Any, place: str, model_class: Any) -> Any:
+    """Return a config; raise ModelNotSupportedError, naming ``place``, if it has no model of this class to train."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    )
 
     if getattr(config, "quantization_config", None):
         raise ModelNotSupportedError(
@@ -204,9 +243,17 @@ def _require_causal(config: Any, place: str) -> Any:
                 f"{place}: its config names a kernel on the hub ({getattr(config, name)}); remove {name[1:]} from it"
             )
     auto_map = getattr(config, "auto_map", None) or {}
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
+    causal = model_class is AutoModelForCausalLM
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if causal else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if type(config) not in mapping and model_class.__name__ not in auto_map:
+        kind = "causal language model" if causal else "sequence classification model"
         raise ModelNotSupportedError(
-            f"{place}: {config.model_type!r} has no causal language model in transformers; Horizon-LM trains decoders"
+            f"{place}: {config.model_type!r} has no {kind} in transformers; Horizon-LM trains decoders"
+        )
+    if causal and (name := _names_classifier(config)):
+        raise ModelNotSupportedError(
+            f"{place} holds a {name}, which has no language model head; from Python, load it with "
+            "from_pretrained(..., model_class=AutoModelForSequenceClassification)"
         )
     return config
 
@@ -309,14 +356,13 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def build_skeleton(config: Any, **options: Any) -> nn.Module:
-    """Return the causal language model of a Hugging Face config without weights, in evaluation mode."""
-    from transformers import AutoModelForCausalLM
+def build_skeleton(config: Any, model_class: Any = None, **options: Any) -> nn.Module:
+    """Return the model of a Hugging Face config without weights, in evaluation mode: that of `auto_class`."""
     from transformers.initialization import no_init_weights
 
     # Random initialization on the meta device has no effect, but takes most of the time of building a model.
     with no_init_weights(), parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, **{"trust_remote_code": False, **options})
+        model = auto_class(model_class).from_config(config, **{"trust_remote_code": False, **options})
     lost = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
     assert not lost, f"{type(model).__name__}: the buffer {lost[0]} was made by torch.empty"
     model.tie_weights()

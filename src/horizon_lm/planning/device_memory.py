@@ -88,7 +88,7 @@ def device_use(step: Step) -> DeviceUse:
     """Return the device memory of a step in bytes."""
     residency = step.settings.residency
     checkpoints = step.staying * step.boundary
-    in_training = step_working(step).most(residency.boundaries, residency.graphs)
+    in_training = step_working(step).step_peak(residency.boundaries, residency.graphs)
     most = max([in_training, *(_forward(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(
         buffers=device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained),

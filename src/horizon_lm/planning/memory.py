@@ -131,6 +131,7 @@ class HostSettings:
         rows: maximum number of distinct table rows read by a step.
         boundary: bytes of one block's input for the whole batch.
         offloaded: number of boundaries in host memory.
+        frozen_base: only units with trainable parameters have low halves, and are in checkpoints.
     """
 
     precision: str
@@ -140,6 +141,7 @@ class HostSettings:
     rows: int = 0
     boundary: int = 0
     offloaded: int = 0
+    frozen_base: bool = False
 
 
 def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> Mapping[str, int]:
@@ -153,16 +155,33 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
     kept = trained.units
     if settings.update_in_backward:
         kept = [trained.table] if trained.tied else []
-    moment = MOMENT_BYTES[settings.moments]
     kinds = {
         "weights": _slabs(sizes.units, WEIGHT_BYTES[settings.precision]),
-        "low_halves": _slabs(sizes.units, LOW_HALF_BYTES[settings.precision]),
+        "low_halves": _slabs(_with_masters(sizes, trained, settings), LOW_HALF_BYTES[settings.precision]),
         "grads": _slabs(kept, settings.grad_bytes),
-        "moments": 2 * (_slabs(trained.units, moment) + (_scales(trained) if settings.moments == "8bit" else 0)),
+        "moments": _moments(trained, settings),
         "landing": _landing(trained, settings) if settings.update_in_backward else 0,
         "boundaries": settings.offloaded * settings.boundary,
     }
     return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
+
+
+def checkpoint_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> int:
+    """Return the bytes of the slabs in a checkpoint. The arguments are those of `host_bytes`."""
+    per_weight = (WEIGHT_BYTES[settings.precision], LOW_HALF_BYTES[settings.precision])
+    saved = _with_masters(sizes, trained, settings)
+    return sum(_slabs(saved, itemsize) for itemsize in per_weight) + _moments(trained, settings)
+
+
+def _with_masters(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> list[Sequence[int]]:
+    """Return the tensors of each unit that may be trained; a frozen base has no low halves and is in no checkpoint."""
+    units = zip(sizes.units, trained.units, strict=True)
+    return [tensors for tensors, part in units if sum(part) or not settings.frozen_base]
+
+
+def _moments(trained: ModelSizes, settings: HostSettings) -> int:
+    scales = _scales(trained) if settings.moments == "8bit" else 0
+    return 2 * (_slabs(trained.units, MOMENT_BYTES[settings.moments]) + scales)
 
 
 def _slabs(units: Sequence[Sequence[int]], itemsize: int) -> int:

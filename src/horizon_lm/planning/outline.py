@@ -104,6 +104,8 @@ class ModelOutline:
             of the count.
         attention: name of the attention implementation.
         first_differentiated: the first block with a gradient.
+        has_adapters: blocks have adapters, which belong to the outer parameters.
+        base_is_frozen: adapters are trained, and no weight of a block.
         whole_head_only: reason why the loss cannot be computed in chunks of tokens; empty if it can.
         whole_batch_only: the batch must not be split into micro-batches, because the model was not proven with them.
         unproven: reason why the model may differ from plain autograd; empty if the two were compared.
@@ -124,6 +126,8 @@ class ModelOutline:
     head_backward: Linear[Work]
     attention: str
     first_differentiated: int = 0
+    has_adapters: bool = False
+    base_is_frozen: bool = False
     whole_head_only: str = ""
     whole_batch_only: bool = False
     unproven: str = ""
@@ -143,10 +147,11 @@ class ModelOutline:
         return [found[id(self.kind(index))] for index in range(self.num_blocks)]
 
     def step_flops(self, tokens: int) -> float:
-        """Return the model's operations in a training step: those of three forward passes, not counting
-        recomputation.
+        """Return the model's operations in a training step: those of three forward passes, or of two if the base is frozen,
+        not counting recomputation.
         """
         rows = tokens / self.length
         blocks = [kind.forward.at(rows) * len(kind.indices) for kind in self.kinds]
         attention = sum(work.attention for work in blocks)
-        return 6.0 * self.active * tokens + 3.0 * attention
+        products = 4.0 if self.base_is_frozen else 6.0
+        return products * self.active * tokens + 3.0 * attention

@@ -7,7 +7,7 @@ from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import Curve, DeviceUse, device_use, memory_curve
-from horizon_lm.planning.memory import host_bytes, slab_elements
+from horizon_lm.planning.memory import ModelSizes, checkpoint_bytes, host_bytes, slab_elements
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Budget, Item, Limit, Machine, Request
 from horizon_lm.planning.step import Step
@@ -117,6 +117,7 @@ def make_plan(
         machine,
         step,
         [
+            *_adapter_reasons(outline),
             *choice.reasons,
             *([f"allow_unproven_model: {outline.unproven}"] if outline.unproven else ()),
             *([f"head: whole, because {outline.whole_head_only}"] if outline.whole_head_only else ()),
@@ -130,7 +131,7 @@ def make_plan(
         disk=Budget(
             "disk",
             [
-                *_disk_items(step, request, host),
+                *_disk_items(step, request),
                 *([] if machine.download_limits or not download.num_bytes else [download]),
             ],
             machine.disk_limits,
@@ -146,6 +147,13 @@ def make_plan(
         time=time,
         save=save,
     )
+
+
+def _adapter_reasons(outline: ModelOutline) -> list[str]:
+    if not outline.base_is_frozen:
+        return []
+    trained, total = outline.trained.num_parameters, outline.sizes.num_parameters
+    return [f"adapters: {trained:,} parameters are trained, {trained / total:.2%} of {total:,}"]
 
 
 def _shorter_step_reasons(
@@ -231,7 +239,8 @@ def _host_items(step: Step, use: DeviceUse, request: Request, machine: Machine) 
     if machine.on_host:
         items += [Item(f"device: {item.name}", item.num_bytes, item.note) for item in _device_items(step, use)]
     workers = machine.compile_workers if request.compiled else 0
-    largest = max(map(slab_elements, step.outline.sizes.units)) * request.export_bytes
+    saved, width = _exported(step, request)
+    largest = max(map(slab_elements, saved.units)) * width
     # The export follows the last step, when the memory of activations is free again.
     export = max(0, largest - (use.activations if machine.on_host else 0))
     return [
@@ -256,13 +265,22 @@ def _staging_reasons(host: Sequence[Item], machine: Machine) -> list[str]:
 _TRANSFERRED = ("weights", "grads", "landing", "boundaries")
 
 
-def _disk_items(step: Step, request: Request, host: Sequence[Item]) -> list[Item]:
-    exported = step.outline.sizes.num_parameters * request.export_bytes
-    items = [Item("exported model", exported, f"{request.export_bytes} bytes per parameter")]
+def _exported(step: Step, request: Request) -> tuple[ModelSizes, int]:
+    """Return the parameters of the exported model, and their bytes. PEFT saves the adapters alone, in float32."""
+    outline = step.outline
+    return (outline.trained, 4) if outline.base_is_frozen else (outline.sizes, request.export_bytes)
+
+
+def _disk_items(step: Step, request: Request) -> list[Item]:
+    saved, width = _exported(step, request)
+    exported = saved.num_parameters * width
+    of_adapters = " of the adapters" if step.outline.base_is_frozen else ""
+    items = [Item("exported model", exported, f"{width} bytes per parameter{of_adapters}")]
     saves = request.saves
     if saves.num:
-        state = {_HOST_NAMES[kind][0] for kind in ("weights", "low_halves", "moments")}
-        each = exported if saves.only_model else sum(item.num_bytes for item in host if item.name in state)
+        each = exported if saves.only_model or saves.with_model else 0
+        if not saves.only_model:
+            each += checkpoint_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
         count = min(saves.num, saves.kept + 1)  # the oldest is deleted once the newest is complete
         note = f"{count} at once; {saves.num} x {format_bytes(each)} = {format_bytes(saves.num * each)} written over the run"
         items.append(Item("checkpoints", count * each, note))

@@ -109,11 +109,13 @@ class Saves:
         num: checkpoints that are written over the run.
         kept: maximum number of complete checkpoints on disk; one more is being written beside them.
         only_model: they are exports of the model, without the optimizer's state.
+        with_model: they have an export of the model beside the state, as those of a Trainer do.
     """
 
     num: int = 0
     kept: int = 0
     only_model: bool = False
+    with_model: bool = False
 
 
 @dataclass(frozen=True)

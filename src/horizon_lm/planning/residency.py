@@ -114,7 +114,7 @@ class Working:
     boundary: int
     first: int = 0
 
-    def most(self, boundaries: int, graphs: int = 0) -> int:
+    def step_peak(self, boundaries: int, graphs: int = 0) -> int:
         """Return the peak of a step in which these numbers of last blocks keep their boundaries and their graphs.
 
         All kept data exists while the head computes. During the backward pass of a block, only that of the block and of
@@ -131,7 +131,7 @@ class Working:
         return max(most, kept + self.head)
 
 
-def spend(spare: int, weights: Sequence[int], working: Working) -> Residency:
+def choose_residency(spare: int, weights: Sequence[int], working: Working) -> Residency:
     """Choose what stays in spare device memory.
 
     A boundary on the device saves its transfer to the host and back. A resident graph saves a quarter of its block's
@@ -144,15 +144,15 @@ def spend(spare: int, weights: Sequence[int], working: Working) -> Residency:
         working: bytes that computations need.
     """
     num_blocks = len(weights)
-    boundaries = next((n for n in range(num_blocks, 0, -1) if working.most(n) <= spare), 0)
+    boundaries = next((n for n in range(num_blocks, 0, -1) if working.step_peak(n) <= spare), 0)
     if boundaries < num_blocks:
         return Residency(boundaries, 0, 0)
     resident = graphs = 0
     for num_bytes in reversed(weights):
-        if spare - num_bytes < working.most(num_blocks, graphs + 1):
+        if spare - num_bytes < working.step_peak(num_blocks, graphs + 1):
             break
         spare, resident, graphs = spare - num_bytes, resident + 1, graphs + 1
-    spare -= working.most(num_blocks, graphs)
+    spare -= working.step_peak(num_blocks, graphs)
     for num_bytes in reversed(weights[: num_blocks - resident]):
         if spare < num_bytes:
             break

@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES, BufferSettings, HostSettings, ModelSizes
+from horizon_lm.planning.memory import (
+    LOW_HALF_BYTES,
+    MOMENT_BYTES,
+    WEIGHT_BYTES,
+    BufferSettings,
+    HostSettings,
+    ModelSizes,
+)
 from horizon_lm.planning.outline import ModelOutline, Work
 from horizon_lm.planning.request import FixedSettings
 from horizon_lm.planning.residency import Residency
@@ -108,6 +115,7 @@ class Step:
             rows=self.table_rows,
             boundary=self.boundary,
             offloaded=self.waiting,
+            frozen_base=self.outline.base_is_frozen,
         )
 
     @property
@@ -121,6 +129,7 @@ class Step:
             resident=settings.residency.weights,
             accumulate=settings.micro_batch is not None and settings.grad_bytes < 4,
             update_in_backward=settings.update_in_backward,
+            adapters=self.outline.has_adapters,
         )
 
     def passes(self) -> list[Pass]:
@@ -131,7 +140,13 @@ class Step:
         is_trained = {unit: bool(_sizes_of(unit, trained)) for unit in (EMBED, *units)}
         updated = [u for u in units if is_trained[u] and not (u == HEAD and trained.tied)]
         head_grads = settings.chunked_head and is_trained[HEAD]
-        forward = build.forward(layout, keeps=blocks, table_update=is_trained[EMBED], head_grads=head_grads)
+        forward = build.forward(
+            layout,
+            keeps=blocks,
+            blocks_changed=any(map(sum, trained.blocks)),
+            table_update=is_trained[EMBED],
+            head_grads=head_grads,
+        )
         backward = build.backward(
             layout, blocks=blocks, trainable=[u for u in (EMBED, *units) if is_trained[u]], head_grads=head_grads
         )
@@ -140,9 +155,16 @@ class Step:
     def save_passes(self) -> list[Pass]:
         """Return the passes of a step before which a checkpoint is begun."""
         forward, *others = self.passes()
-        if not self.outline.trained.table:
-            return [build.save(self.layout), forward, *others]
-        return [build.save(self.layout, table=False), forward, build.save_table(self.layout), *others]
+        table = bool(self.outline.trained.table)
+        save = build.save(self.layout, [unit for unit in self.saved_units if unit != EMBED or not table])
+        return [save, forward, *([build.save_table(self.layout)] if table else []), *others]
+
+    @property
+    def saved_units(self) -> list[str]:
+        """The units of a checkpoint: all that have slabs, or only the trained ones if the base of adapters is frozen."""
+        sizes = self.outline.trained if self.outline.base_is_frozen else self.outline.sizes
+        units = [EMBED, *map(block, range(self.outline.num_blocks)), *([] if sizes.tied else [HEAD]), OUTER]
+        return [unit for unit in units if sum(_sizes_of(unit, sizes))]
 
     def cost(self, hardware: Hardware) -> "StepCost":
         """Return the costs of the step's operations on a machine, for `schedule.simulate`."""

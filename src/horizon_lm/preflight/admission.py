@@ -82,7 +82,7 @@ def make_request(
     run: RunConfig, source: Source, rows: RowShape, num_parameters: int, num_steps: int | None, saves: Saves
 ) -> Request:
     """Convert the settings of a run to a request to the planner."""
-    grad = run.grad_dtype or ("float32" if run.precision == "float32" else "bfloat16")
+    grad = run.grad_dtype or ("float32" if run.precision == "float32" or run.use_peft else "bfloat16")
     return Request(
         **StreamingOptions.of(run),
         per_device_train_batch_size=run.per_device_train_batch_size,

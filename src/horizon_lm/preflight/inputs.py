@@ -23,13 +23,19 @@ class Source:
         config: Hugging Face config.
         stored_bytes: bytes per element of the checkpoint.
         is_local: the weights are on this machine.
+        model_class: class of transformers that opens the model; None for a causal language model.
+        head_values: per-token values from which the loss is computed; None for those that the run's settings imply.
+        adapters: adapters that are trained; None for those of the run's settings.
     """
 
     name: str
     config: Any
     stored_bytes: int
     is_local: bool
-    _outlines: dict[Any, ModelOutline] = field(default_factory=dict)
+    model_class: Any = None
+    head_values: tuple[str, ...] | None = None
+    adapters: Any = None
+    _outlines: dict[Any, ModelOutline] = field(default_factory=dict, init=False)
 
     def cache_bytes_per_token(self, run: RunConfig) -> int:
         """Return the device bytes of the keys and values of one token in generation, over all blocks."""
@@ -49,6 +55,7 @@ class Source:
     ) -> ModelOutline:
         """Return the model's outline for a run. The arguments are those of `cost.model_outline.outline_config`."""
         from horizon_lm.cost.model_outline import outline_config
+        from horizon_lm.model.adapters import Adapters
 
         accelerated = run.device != "cpu"
         options: dict[str, Any] = {
@@ -60,9 +67,11 @@ class Source:
             "mlp_chunk_tokens": mlp_chunk_tokens or run.mlp_chunk_tokens,
             "trust_remote_code": run.trust_remote_code,
             "trainable": run.trainable,
+            "adapters": self.adapters or Adapters.of(run),
             "packed": isinstance(run, TextConfig) and bool(run.packing or run.eval_packing),
             "allow_unproven_model": run.allow_unproven_model,
-            "head_values": _head_values(run),
+            "head_values": _head_values(run) if self.head_values is None else self.head_values,
+            "model_class": self.model_class,
         }
         key = tuple(options.values())
         if key not in self._outlines:

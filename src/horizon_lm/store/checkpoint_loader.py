@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import nn
 
 from horizon_lm.errors import CheckpointWarning, ConfigError, first_line
 from horizon_lm.model.hub import require_finite
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.units import ModelParts, ParamRef
+from horizon_lm.schedule.ops import HEAD
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
 from horizon_lm.store.store import Store
@@ -44,8 +45,16 @@ def check_folder(model: Any, folder: Path) -> list[str]:
     return check_headers(model, checkpoint, find_conversion(model, checkpoint.names))
 
 
-def check_headers(model: Any, checkpoint: Checkpoint, conversion: Conversion) -> list[str]:
+def check_headers(
+    model: Any, checkpoint: Checkpoint, conversion: Conversion, optional: Collection[str] = ()
+) -> list[str]:
     """Check names, dtypes and shapes of a checkpoint, and return warnings.
+
+    Args:
+        model: the model, possibly without weights.
+        checkpoint: the checkpoint.
+        conversion: the mapping of the checkpoint to the model.
+        optional: full names of parameters that the checkpoint may lack; they will be newly initialised.
 
     Raises:
         ConfigError: a parameter is missing, duplicated, of another shape, or not in floating point; or the checkpoint
@@ -62,12 +71,18 @@ def check_headers(model: Any, checkpoint: Checkpoint, conversion: Conversion) ->
                 _require_shape(name, tensor.shape, expected[name].shape)
             missing.discard(parameters.get(name, name))
             unset.discard(name)
+    new, missing = missing & set(optional), missing - set(optional)
     if missing:
         raise ConfigError(
             f"{checkpoint.folder} lacks {len(missing)} of {len(set(parameters.values()))} parameters, for example "
             f"{min(missing)}; the folder does not hold a {type(model).__name__}"
         )
     sentences = list(_unused(model, checkpoint.folder, conversion.unused))
+    if new:
+        sentences.append(
+            f"{checkpoint.folder} has no {' and '.join(sorted(new))}, which will be newly initialised; train it before its "
+            "scores are used"
+        )
     if unset := {name for name in unset if not may_be_missing(model, name)}:
         sentences.append(
             f"{checkpoint.folder}: {_tensors_are(list(unset))} missing and will have the values of a new model; check that "
@@ -163,8 +178,12 @@ def _reject_dropped(model: Any, folder: Path, unused: Mapping[str, str]) -> None
 __all__ = ["Checkpoint", "load_weights"]
 
 
-def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> None:
-    """Check a checkpoint and load it into the store. Emit a CheckpointWarning for ignored tensors.
+def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> list[ParamRef]:
+    """Check a checkpoint and load it into the store. Emit a CheckpointWarning for tensors that are ignored or missing.
+
+    Returns:
+        The parameters that the checkpoint lacks and that must be initialised: the `score` of a classifier that is made
+        of a causal language model.
 
     Raises:
         ConfigError: the headers do not match the model (see `check_headers`), weights are NaN or infinite, or a tied head
@@ -172,7 +191,8 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> Non
     """
     model = parts.model
     conversion = find_conversion(model, checkpoint.names)
-    for sentence in check_headers(model, checkpoint, conversion):
+    optional = parts.units[HEAD] if parts.classifies else []
+    for sentence in check_headers(model, checkpoint, conversion, [ref.name for ref in optional]):
         warnings.warn(sentence, CheckpointWarning, stacklevel=3)
     parameters, buffers = parameter_names(model), dict(model.named_buffers())
     written: dict[str, str] = {}
@@ -195,6 +215,7 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> Non
                         "that they are one parameter; set tie_word_embeddings: false in it"
                     )
                 written[own] = name
+    return [ref for ref in optional if ref.name not in written]
 
 
 def _is_stored(store: Store, name: str, tensor: torch.Tensor) -> bool:

@@ -56,6 +56,13 @@ def save_pretrained(
     disk.sync(folder)
 
 
+def checkpoint_tensors(parts: ModelParts, store: Store, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a checkpoint with their names, unit by unit."""
+    exporter = _Exporter(parts, store, dtype, {})
+    for index in range(exporter.num_units):
+        yield from exporter.unit(index).items()
+
+
 class _Exporter:
     """The tensors of a checkpoint with their names, layouts and dtypes, unit by unit."""
 
@@ -75,6 +82,11 @@ class _Exporter:
         self._units: list[list[str]] = [list(slabs.layout) for slabs in store.units.values()]
         self._units.append(list(self._buffers))
         self.main_dtype = dtype or next(iter(store.source_dtypes.values()))
+
+    @property
+    def num_units(self) -> int:
+        """The number of units, of which the last one has the buffers."""
+        return len(self._units)
 
     def plan(self) -> list[dict[str, torch.Tensor]]:
         """Return meta tensors for each unit, with the shapes and dtypes of the tensors that `unit` returns."""

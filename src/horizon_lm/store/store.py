@@ -2,7 +2,7 @@
 
 import math
 import mmap
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
+from horizon_lm.errors import StreamingError
 from horizon_lm.quantities import page_aligned
+from horizon_lm.schedule.ops import OUTER
 from horizon_lm.store.precision import Precision, join_master, split_master
 
 
@@ -114,49 +116,115 @@ class UnitSlabs:
 
     def __init__(self, layout: SlabLayout) -> None:
         self.layout = layout
+        self.arena = Arena(0)  # of the weights, which start at this byte in it
+        self.start = 0
         self.weights = torch.empty(0)
-        self.start = 0  # offset of the weights in their arena, in bytes
         self.low: torch.Tensor | None = None
         self.grad_layout = layout.restrict(())
         self.grads = torch.empty(0)
 
 
+def _arena_bytes(layouts: Iterable[SlabLayout], dtype: torch.dtype) -> int:
+    """Return the bytes of slabs with these layouts, each in whole pages."""
+    return sum(page_aligned(layout.numel * dtype.itemsize) for layout in layouts)
+
+
 class Store:
-    """The slabs of all units, cut from one arena per kind.
+    """The slabs of all units.
 
     Args:
         shapes: shapes of each unit's tensors, by full parameter name. A tied tensor appears once.
         precision: storage mode.
+        frozen: units that are never trained, and have no low halves.
+        kept: slabs of units whose memory is kept, with the layout of the same tensors under other names.
     """
 
-    def __init__(self, shapes: Mapping[str, Mapping[str, torch.Size]], precision: Precision) -> None:
-        self.precision = precision
+    def __init__(
+        self,
+        shapes: Mapping[str, Mapping[str, torch.Size]],
+        precision: Precision,
+        frozen: Collection[str] = (),
+        kept: Mapping[str, UnitSlabs] | None = None,
+    ) -> None:
+        self.precision, self.frozen = precision, frozenset(frozen)
         self.units = {unit: UnitSlabs(SlabLayout(tensors)) for unit, tensors in shapes.items()}
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
         self.source_dtypes: dict[str, torch.dtype] = {}
         self.version = 0  # version of the weights, incremented by every update
+        self.block_version = 0  # the same for weights of blocks, which an update of adapters leaves as they are
         self.has_grads = False
 
-        weights = self.new_arena([s.layout for s in self.units.values()], precision.weight_dtype)
-        low = self.new_arena([s.layout for s in self.units.values()], torch.int16) if precision.low_half else None
-        self._weights = weights
-        for slabs in self.units.values():
-            slabs.start = weights.position
-            slabs.weights = weights.take(slabs.layout.numel, precision.weight_dtype)
-            slabs.low = low.take(slabs.layout.numel, torch.int16) if low is not None else None
-        self.num_bytes = {"weights": weights.num_bytes, "low_halves": low.num_bytes if low else 0}
+        kept = kept or {}
+        # The outer parameters have an arena of their own, because they alone grow when adapters are added.
+        for group in ([unit for unit in self.units if unit != OUTER], [OUTER] if OUTER in self.units else []):
+            self._allocate([unit for unit in group if unit not in kept])
+        for unit, slabs in kept.items():
+            own = self.units[unit]
+            own.arena, own.start, own.weights, own.low = slabs.arena, slabs.start, slabs.weights, slabs.low
+        dtype, with_low = precision.weight_dtype, [s.layout for s in self.units.values() if s.low is not None]
+        self.num_bytes = {
+            "weights": _arena_bytes([slabs.layout for slabs in self.units.values()], dtype),
+            "low_halves": _arena_bytes(with_low, torch.int16),
+        }
+
+    def _allocate(self, units: Sequence[str]) -> None:
+        """Allocate the weights of these units, and their low halves if the precision has them and they may be trained."""
+        dtype = self.precision.weight_dtype
+        split = [unit for unit in units if self.precision.low_half and unit not in self.frozen]
+        weights = self.new_arena([self.units[unit].layout for unit in units], dtype)
+        low = self.new_arena([self.units[unit].layout for unit in split], torch.int16)
+        for unit in units:
+            slabs = self.units[unit]
+            slabs.arena, slabs.start = weights, weights.position
+            slabs.weights = weights.take(slabs.layout.numel, dtype)
+            slabs.low = low.take(slabs.layout.numel, torch.int16) if unit in split else None
+
+    def extended(
+        self,
+        shapes: Mapping[str, Mapping[str, torch.Size]],
+        old_names: Mapping[str, str],
+        precision: Precision,
+        frozen: Collection[str],
+    ) -> "Store":
+        """Return the store of the same model with more parameters. Units without new parameters keep their memory.
+
+        Args:
+            shapes: shapes of each unit's tensors, by full parameter name.
+            old_names: names in this store of the parameters that it has.
+            precision: storage mode, with the same dtype of weights.
+            frozen: units that are never trained.
+        """
+        kept = {
+            unit: self.units[unit]
+            for unit, tensors in shapes.items()
+            if [old_names.get(name) for name in tensors] == list(self.units[unit].layout)
+        }
+        store = Store(shapes, precision, frozen, kept)
+        store.source_dtypes = {
+            name: self.source_dtypes[old] for name, old in old_names.items() if old in self.source_dtypes
+        }
+        return store
 
     @staticmethod
     def new_arena(layouts: Iterable[SlabLayout], dtype: torch.dtype) -> Arena:
         """Return an arena that holds exactly one slab for each layout."""
-        return Arena(sum(page_aligned(layout.numel * dtype.itemsize) for layout in layouts))
+        return Arena(_arena_bytes(layouts, dtype))
 
     def allocate_grads(self, trainable: Iterable[str], units: Collection[str]) -> None:
         """Allocate gradient slabs of these units for these parameters, given by full name.
 
         Gradients can be allocated only once, because the slots and moments of all units have the same layout.
+
+        Raises:
+            StreamingError: a parameter belongs to a frozen unit.
         """
         trainable = set(trainable)
+        for unit, slabs in self.units.items():
+            if self.precision.low_half and slabs.low is None and not trainable.isdisjoint(slabs.layout):
+                raise StreamingError(
+                    f"{unit}: the base of a model with adapters was frozen when it was streamed, and has no fp32 master; "
+                    "unfreeze its weights before stream(), or stream with precision='bf16'"
+                )
         for slabs in self.units.values():
             slabs.grad_layout = slabs.layout.restrict(trainable)
         dtype = self.precision.grad_dtype
@@ -177,7 +245,7 @@ class Store:
         """
         slabs = self.units[self.unit_of[name]]
         entry, dtype = slabs.layout.entries[name], self.precision.weight_dtype
-        return self._weights.at(slabs.start + entry.offset * dtype.itemsize, entry.numel, dtype).view(entry.shape)
+        return slabs.arena.at(slabs.start + entry.offset * dtype.itemsize, entry.numel, dtype).view(entry.shape)
 
     def grad(self, name: str) -> torch.Tensor:
         """Return the gradient of a trainable parameter as a view into its slab."""
@@ -200,9 +268,14 @@ class Store:
         if slabs.low is not None:
             slabs.layout.view(slabs.low, name).zero_()
 
-    def weights_changed(self) -> None:
-        """Record that the weights are new, or will be once the pending updates are done."""
+    def weights_changed(self, blocks: bool = True) -> None:
+        """Record that the weights are new, or will be once the pending updates are done.
+
+        Args:
+            blocks: weights of blocks are among them.
+        """
         self.version += 1
+        self.block_version += blocks
 
     def reset_low(self, name: str) -> None:
         """Reset the low half of a parameter, so that its fp32 master equals its bf16 half."""

@@ -60,7 +60,7 @@ def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradie
         None if the rows cannot be told apart: a user's own loss is not called again, and with ``update_in_backward`` a
         backward would change the weights.
     """
-    in_backward = model._horizon.engine.updates.unit_optimizer is not None
+    in_backward = model._horizon.engine.updates.optimizer_in_backward is not None
     if isinstance(objective, CustomObjective) or (with_gradient and in_backward):
         return None
     model.zero_grad()

@@ -148,9 +148,10 @@ def reserve_buffers(model: Any, plan: Plan) -> None:
 
 def _open(config: RunConfig, reads_weights: bool) -> Any:
     from horizon_lm.engine import loading
+    from horizon_lm.model.adapters import Adapters
 
-    opened = loading.from_pretrained if reads_weights else loading.open_without_weights
-    return opened(
+    adapters = Adapters.of(config)
+    return loading.open_for_run(
         config.model_name_or_path,
         device=choose_device(config.device),
         **StreamingOptions.of(config),
@@ -158,6 +159,8 @@ def _open(config: RunConfig, reads_weights: bool) -> Any:
         trust_remote_code=config.trust_remote_code,
         attn_implementation=config.attn_implementation,
         allow_unproven_model=config.allow_unproven_model,
+        adapters=adapters,
+        reads_weights=reads_weights or adapters is not None,  # a checkpoint has the adapters alone
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 _WINDOW = 128  # steps
 _FEWEST = 32  # steps before the first report
 _FACTOR = 8.0  # robust standard deviations
-# To the median. However smooth a run is, smaller changes harm nobody; the norm of single short rows often triples.
+# Smallest ratio to the median that is reported, even in a smooth run; the gradient norm of one short row often triples.
 _LEAST_RATIO = {"loss": 1.5, "gradient norm": 4.0}
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 

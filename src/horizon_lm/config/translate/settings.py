@@ -15,7 +15,6 @@ from horizon_lm.config.translate.unsupported import UNSUPPORTED, tables
 from horizon_lm.config.yaml_file import read_yaml
 from horizon_lm.errors import ConfigError, first_line
 
-_ADAPTERS: dict[str, list[Any]] = {"use_peft": [True], "adapter": ["lora", "qlora"], "finetuning_type": ["lora"]}
 _PER_EPOCH = {"evals_per_epoch": ("eval_strategy", "eval_steps"), "saves_per_epoch": ("save_strategy", "save_steps")}
 
 
@@ -65,6 +64,7 @@ def translate_file(path: str, objective: str | None = None) -> Translation:
     for key, method in table.get("rejected", {}).items():
         if key in theirs:
             raise ConfigError(f"{path}: {key}: this is a file of {method}, which is not a supported objective")
+    theirs = {**table.get("assumed", {}), **theirs}
     result = Translation(table["name"], objective or _objective(theirs, table))
     if result.objective != "sft":
         result.settings["objective"] = result.objective
@@ -82,6 +82,9 @@ def translate_file(path: str, objective: str | None = None) -> Translation:
                 result.left_out[key] = f"{value!r} is not a valid value"
     defaults = _defaults(theirs, table)
     result.settings = {**defaults, **result.settings}
+    for name, other in table.get("twice", {}).items():
+        if name not in theirs and other in result.settings:
+            result.settings[name] = 2 * _parse_text(result.settings[other])
     if isinstance(steps := _parse_text(result.settings.get("max_steps")), int) and steps > 0:
         result.settings.pop("num_train_epochs", None)  # in all three trainers, max_steps takes precedence
     _leave_out_invalid(result, defaults, path)
@@ -144,6 +147,8 @@ def _translate_setting(
 ) -> None:
     rename, values = table.get("rename", {}), table.get("values", {})
     schema = SCHEMAS[result.objective].model_fields
+    if key in table.get("lists", ()) and isinstance(value, str) and "," in value:
+        value = [part.strip() for part in value.split(",")]
     found = values.get(key, {}).get(_table_key(value), values.get(key, {}).get(_table_key(_parse_text(value))))
     if found is not None:
         result.settings |= found
@@ -158,8 +163,6 @@ def _translate_setting(
             result.settings[strategy] = "no"
         else:
             result.settings |= {strategy: "steps", interval: round(1 / times, 6)} if times > 1 else {strategy: "epoch"}
-    elif key.startswith("lora_"):
-        result.left_out[key] = "adapters are not supported yet"
     elif value is False:
         # A setting that is switched off needs no mention, unless it is in the table.
         if key in table.get("unsupported_if_false", {}):
@@ -181,9 +184,6 @@ def _defaults(theirs: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, 
 def _notes(
     theirs: Mapping[str, Any], table: Mapping[str, Any], defaults: Mapping[str, Any], result: Translation
 ) -> Iterator[str]:
-    by_default = "adapters_unless" in table and table["adapters_unless"] not in theirs
-    if by_default or any(key.startswith("lora_") or value in _ADAPTERS.get(key, []) for key, value in theirs.items()):
-        yield "It trained adapters, but here all weights are trained: divide its learning rate by ten or more"
     explicit = {*theirs, *(result.settings.keys() - defaults.keys())}
     yield from (note["text"] for note in table.get("notes", []) if explicit.isdisjoint(note["unless"]))
 

@@ -129,7 +129,6 @@ UNSUPPORTED = {  # the replacement or remedy, by name
     "num_items_in_batch": "the loss is always the mean over all targets of a step; remove it",
     "torch_dtype": _PRECISION,
     "train_file": "write the file into datasets",
-    "use_peft": "all weights are trained, or those that match trainable; adapters are not supported yet",
     "validation_file": "write the file into eval_datasets",
     "warmup_ratio": "use warmup_steps; values below 1 are a fraction of all steps",
 }  # fmt: skip

@@ -1,0 +1,56 @@
+"""The frozen base of adapters in a checkpoint: its hashes instead of its weights, and the adapters' configs."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import xxhash
+
+from horizon_lm.checkpoints.manifest import Manifest
+from horizon_lm.errors import ConfigError
+from horizon_lm.resources import usable_cores
+from horizon_lm.store.store import Store, as_array
+
+# By store: the version of its blocks, and the hashes of then. A base changes only if other code writes it.
+_known: "WeakKeyDictionary[Store, tuple[int, Mapping[str, str]]]" = WeakKeyDictionary()
+
+
+def hash_base(store: Store) -> Mapping[str, str]:
+    """Return the xxh3-128 of the weights of each frozen unit; none if all units are saved."""
+    version, found = _known.get(store, (-1, {}))
+    if version != store.block_version:
+        units = [unit for unit in store.units if unit in store.frozen and store.units[unit].layout.numel]
+        with ThreadPoolExecutor(usable_cores()) as threads:
+            found = dict(zip(units, threads.map(lambda unit: _hash(store, unit), units), strict=True))
+        _known[store] = store.block_version, found
+    return found
+
+
+def _hash(store: Store, unit: str) -> str:
+    digest, slabs = xxhash.xxh3_128(), store.units[unit]
+    for name in slabs.layout:  # without the padding between tensors
+        digest.update(as_array(slabs.layout.view(slabs.weights, name).reshape(-1)).data)
+    return digest.hexdigest()
+
+
+def require_base(folder: Path, manifest: Manifest, store: Store) -> None:
+    """Raise ConfigError if the adapters of a checkpoint were trained on another base than that of a store."""
+    if not manifest.base and not store.frozen:
+        return
+    if not manifest.base or not store.frozen:
+        saved, own = ("adapters", "all weights") if manifest.base else ("all weights", "adapters")
+        raise ConfigError(f"{folder} is of a training of {saved}, and this model trains {own}")
+    for unit, found in hash_base(store).items():
+        if manifest.base.get(unit) != found:
+            raise ConfigError(
+                f"{folder} has adapters of another base: the weights of {unit} differ from those that the adapters were trained "
+                "on; load the same model"
+            )
+
+
+def write_adapter_configs(model: Any, folder: Path) -> None:
+    """Write the config of each adapter, in folders as PEFT names them."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        config.save_pretrained(folder if name == "default" else folder / name)

@@ -1,0 +1,64 @@
+"""Settings of adapters that are trained on a frozen model, with TRL's names."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+
+from horizon_lm.config.types import Fraction, Names, Settings, UnusedError
+
+
+class AdapterSettings(Settings):
+    """The LoRA adapters of PEFT to train, instead of the model's weights."""
+
+    heading: ClassVar[str] = "Adapters"
+
+    use_peft: bool = Field(
+        False, description="Train LoRA adapters (arXiv 2106.09685) of PEFT on the frozen model. Needs peft."
+    )
+    lora_r: PositiveInt = Field(16, description="Rank of the adapters.")
+    lora_alpha: Annotated[PositiveFloat, BeforeValidator(lambda x: float(x) if type(x) is int else x)] = Field(
+        32.0, description="Adapters are scaled by lora_alpha / lora_r."
+    )
+    lora_dropout: Fraction = Field(0.05, description="Dropout of the adapters' inputs.")
+    lora_target_modules: str | Names | None = Field(
+        None,
+        description="Names of the linear layers that get adapters, a regular expression of their names, or all-linear. Default: "
+        "PEFT's choice for the model.",
+    )
+    lora_target_parameters: Names | None = Field(
+        None,
+        description="Names of parameters that get adapters, such as mlp.experts.gate_up_proj, for stacked experts.",
+    )
+    lora_modules_to_save: Names | None = Field(
+        None, description="Names of modules to train as a whole beside the adapters, such as embed_tokens."
+    )
+    use_rslora: bool = Field(False, description="Scale adapters by lora_alpha / sqrt(lora_r) (arXiv 2312.03732).")
+    use_dora: bool = Field(False, description="Train magnitude and direction of weights apart (arXiv 2402.09353).")
+    adapter_name_or_path: str | None = Field(
+        None, description="Folder or hub id of an adapter to go on with. Its own ranks and targets are used."
+    )
+
+    @field_validator("use_peft")
+    @classmethod
+    def _reject_trainable(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("trainable") is not None:
+            raise ValueError("trains adapters alone, so trainable is not used; remove one of the two")
+        return value
+
+    @field_validator(
+        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
+        "use_rslora", "use_dora", "adapter_name_or_path",
+    )  # fmt: skip
+    @classmethod
+    def _needs_peft(cls, value: Any, info: ValidationInfo) -> Any:
+        if value != cls.model_fields[info.field_name or ""].default and not info.data.get("use_peft", True):
+            raise UnusedError("is not used without use_peft: true; set it, or remove this")
+        return value
+
+    @field_validator("adapter_name_or_path")
+    @classmethod
+    def _reject_settings_of_a_new_adapter(cls, value: str | None, info: ValidationInfo) -> str | None:
+        for name, field in AdapterSettings.model_fields.items() if value is not None else ():
+            if name not in ("use_peft", "adapter_name_or_path") and info.data.get(name, field.default) != field.default:
+                raise ValueError(f"has its own {name}; remove one of the two")
+        return value

@@ -1,0 +1,190 @@
+"""The adapters of a run: PEFT's own, on a model with or without weights."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.model import hub
+from horizon_lm.model.units import adapted_model
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """LoRA adapters to train on a frozen model, with PEFT's names.
+
+    Attributes:
+        r, lora_alpha, lora_dropout, target_modules, target_parameters, modules_to_save, use_rslora, use_dora: as in
+            ``peft.LoraConfig``.
+        folder: folder or hub id of adapters to go on with, whose own settings are used; None for new adapters.
+    """
+
+    r: int = 16
+    lora_alpha: float = 32.0
+    lora_dropout: float = 0.05
+    target_modules: str | tuple[str, ...] | None = None
+    target_parameters: tuple[str, ...] | None = None
+    modules_to_save: tuple[str, ...] | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    folder: str | None = None
+
+    @classmethod
+    def of(cls, run: Any) -> "Adapters | None":
+        """Return the adapters of a run's settings; None if the run trains none."""
+        if not run.use_peft:
+            return None
+        if run.adapter_name_or_path is not None:
+            return cls(folder=run.adapter_name_or_path)
+        modules = run.lora_target_modules
+        if isinstance(modules, str) and modules.isidentifier():
+            modules = [modules]  # a name, which PEFT would take for a regular expression of whole names
+        return cls(
+            run.lora_r, run.lora_alpha, run.lora_dropout, modules if isinstance(modules, str) else _tuple(modules),
+            _tuple(run.lora_target_parameters), _tuple(run.lora_modules_to_save), run.use_rslora, run.use_dora,
+        )  # fmt: skip
+
+    def add_to(self, model: Any, *, draw: bool, name: str = "default") -> Any:
+        """Add the adapters to a model, which is frozen and whose layers are replaced in place, and return the PEFT model.
+
+        Args:
+            model: a plain model, or a PEFT model that gets more adapters.
+            draw: draw or read the adapters' values; without it, they are on the meta device.
+            name: PEFT's name of the adapters.
+
+        Raises:
+            ConfigError: PEFT is not installed, or rejects the adapters for this model.
+        """
+        peft = _peft()
+        with _rejections():
+            folder = None if self.folder is None else hub.local_folder(self.folder)
+            config = self._new(peft) if folder is None else _read_config(peft, folder)
+            if folder is not None and draw:
+                require_weights(folder)
+                return peft.PeftModel.from_pretrained(model, folder, name, is_trainable=True, config=config)
+            if isinstance(model, peft.PeftModel):
+                model.add_adapter(name, config, low_cpu_mem_usage=not draw)
+                return model
+            return peft.get_peft_model(model, config, name, low_cpu_mem_usage=not draw)
+
+    def _new(self, peft: Any) -> Any:
+        modules = self.target_modules
+        return peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.r,
+            lora_alpha=int(self.lora_alpha) if self.lora_alpha == int(self.lora_alpha) else self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=list(modules) if isinstance(modules, tuple) else modules,
+            target_parameters=None if self.target_parameters is None else list(self.target_parameters),
+            modules_to_save=None if self.modules_to_save is None else list(self.modules_to_save),
+            use_rslora=self.use_rslora,
+            use_dora=self.use_dora,
+        )
+
+
+def base_of_adapters(folder: Path) -> str | None:
+    """Return the name of the model that the adapters in a folder belong to; None if the folder has no adapters.
+
+    Raises:
+        ConfigError: the adapters' config cannot be read, or names no model.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        name = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({first_line(error)}); download it again") from error
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{path} names no base_model_name_or_path; write the folder or hub id of the base model into it"
+        )
+    return name
+
+
+def require_weights(folder: Path) -> Path:
+    """Return the file of the adapters in a folder. Raise ConfigError if there is none in safetensors, because PEFT would
+    read a pickle.
+    """
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapters as safetensors")
+    return path
+
+
+def read_adapters(model: Any, folder: Path) -> None:
+    """Read the values of a PEFT model's adapters from a folder, in float32 if they are stored in less, as PEFT does.
+
+    Raises:
+        ConfigError: the file cannot be read, or its tensors are not those of the model's adapters.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    peft, path = _peft(), require_weights(folder)
+    with _rejections():
+        state = load_file(path)
+        half = (torch.float16, torch.bfloat16)
+        state = {name: value.float() if value.dtype in half else value for name, value in state.items()}
+        # Not PEFT's low_cpu_mem_usage, which would move the adapters to the device of the base: meta.
+        for module in model.modules():
+            for attribute, param in module._parameters.items():
+                if param is not None and param.requires_grad:
+                    module._parameters[attribute] = torch.nn.Parameter(torch.empty_like(param, device="cpu"))
+        own = {name for name, param in model.named_parameters() if param.requires_grad}
+        result = peft.set_peft_model_state_dict(model, state)
+    lacking = [name for name in result.missing_keys if name in own]
+    for problem, names in (
+        ("has tensors that the model has no place for", result.unexpected_keys),
+        ("lacks tensors", lacking),
+    ):
+        if names:
+            raise ConfigError(f"{path} {problem}, for example {names[0]}; it does not belong to this base")
+
+
+def load_adapters(model: Any, folder: Path) -> None:
+    """Load saved values of the adapters of a streamed PEFT model, which stay where they are. Raise ConfigError if there are
+    none in safetensors.
+    """
+    from safetensors.torch import load_file
+
+    state = load_file(require_weights(folder))
+    _peft().set_peft_model_state_dict(adapted_model(model), state)
+
+
+def _read_config(peft: Any, folder: Path) -> Any:
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"{folder} has no {ADAPTER_CONFIG}; it is not the folder of adapters")
+    config = peft.PeftConfig.from_pretrained(folder)
+    config.inference_mode = False
+    return config
+
+
+def _tuple(values: list[str] | None) -> tuple[str, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("adapters need PEFT: pip install 'horizon-lm[peft]'") from error
+    return peft
+
+
+@contextmanager
+def _rejections() -> Iterator[None]:
+    """Context manager: report adapters that PEFT rejects."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # PEFT raises anything
+        raise ConfigError(
+            f"PEFT cannot add these adapters to the model ({first_line(error)}); correct the lora_ settings"
+        ) from error

@@ -1,0 +1,240 @@
+"""Runs that train adapters: equal to plain PEFT, resumed exactly, and exported as PEFT writes them."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, get_scheduler, set_seed
+
+import horizon_lm
+from horizon_lm.errors import ConfigError
+from horizon_lm.training.loop import seed_step
+from tests.e2e import resuming, tiny
+from tests.e2e.command import run
+from tests.e2e.resuming import SAVING, Runs, assert_resumes
+from tests.thinning import thinned
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True, "lora_dropout": 0.0},
+    "dora": {"use_dora": True},
+}
+
+
+@pytest.fixture(scope="module")
+def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return resuming.settings(tmp_path_factory.mktemp("rows"), model) | LORA
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(monkeypatch)
+
+
+def plain_losses(settings: dict[str, Any], batches: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train the same adapters with plain PEFT, and return the losses and the adapters as PEFT saves them."""
+    set_seed(42)
+    model = AutoModelForCausalLM.from_pretrained(settings["model_name_or_path"], dtype=torch.float32)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=32, lora_dropout=settings.get("lora_dropout", 0.05),
+        target_modules="all-linear", use_rslora=settings.get("use_rslora", False), use_dora=settings.get("use_dora", False),
+    )  # fmt: skip
+    model = peft.get_peft_model(model, config).train()
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], settings["learning_rate"], weight_decay=0.0
+    )
+    scheduler = get_scheduler("cosine", optimizer, 2, len(batches))
+    losses = []
+    for step, batch in enumerate(batches, 1):
+        seed_step(42, step)
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses, peft.get_peft_model_state_dict(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_equals_plain_peft(base: dict[str, Any], tmp_path: Path, kind: str) -> None:
+    """The same adapters are drawn, the same dropout, and the same losses follow, for 20 steps."""
+    batches: list[Any] = []
+
+    def watched(model: Any, batch: Any) -> Any:
+        batches.append({**batch.inputs(), "labels": batch.labels})
+        return model(**batches[-1]).loss
+
+    settings = base | KINDS[kind] | {"precision": "float32", "max_steps": 20, "logging_steps": 1}
+    result = horizon_lm.train(
+        {**settings, "output_dir": str(tmp_path / "run")}, objective=watched, print_fn=lambda _: None
+    )
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    ours = [line["loss"] for line in lines if "loss" in line]
+    losses, adapters = plain_losses(settings, batches)
+    assert ours == pytest.approx(losses, rel=3e-6)
+    saved = load_file(result.model_dir / "adapter_model.safetensors")
+    assert {name: (t.shape, t.dtype) for name, t in saved.items()} == {
+        n: (t.shape, t.dtype) for n, t in adapters.items()
+    }
+    for name, value in adapters.items():
+        assert torch.allclose(saved[name], value, rtol=1e-4, atol=2e-6), name
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "fp32_master": {},
+    "float32, dora": {"precision": "float32", "use_dora": True},
+    "bf16, 8-bit moments": {"precision": "bf16", "moments": "8bit"},
+    "in backward": {"update_in_backward": True, "max_grad_norm": 0},
+    "micro-batches": {"gradient_accumulation_steps": 2, "device_micro_batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("mode", thinned(MODES, every=2))
+def test_resume_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path, mode: str) -> None:
+    assert_resumes(runs, base | MODES[mode], tmp_path, (1, 4))
+
+
+def test_a_checkpoint_has_the_adapters_alone(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    runs.train({**base, **SAVING, "output_dir": str(tmp_path / "run")})
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    assert [path.name for path in (checkpoint / "units").iterdir()] == ["outer.safetensors"]
+    manifest = json.loads((checkpoint / "manifest.json").read_text())["checkpoint"]
+    assert set(manifest["base"]) == {"embed", "block0", "block1", "head"}
+
+
+def test_another_base_is_rejected(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    """One changed weight of the base suffices; the checkpoint is intact, and the unit is named."""
+    cut = {**base, "output_dir": str(tmp_path / "run")}
+    runs.interrupt(cut, stop_after=3)
+    folder = Path(tiny.save_model(tmp_path / "other"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] += 0.5
+    model.save_pretrained(folder)
+    changed = {**cut, "model_name_or_path": str(folder), "resume_with_changes": True}
+    with pytest.raises(ConfigError, match="adapters of another base: the weights of block1 differ"):
+        horizon_lm.train(changed, print_fn=lambda _: None)
+
+
+def test_a_full_checkpoint_is_not_resumed_with_adapters(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    full = {name: value for name, value in base.items() if name not in LORA}
+    runs.interrupt({**full, "output_dir": str(tmp_path / "run")}, stop_after=3)
+    changed = {**base, "output_dir": str(tmp_path / "run"), "resume_with_changes": True}
+    with pytest.raises(ConfigError, match="is of a training of all weights, and this model trains adapters"):
+        horizon_lm.train(changed, print_fn=lambda _: None)
+
+
+def test_exported_adapters(base: dict[str, Any], tmp_path: Path) -> None:
+    """The folder of the run, and that of a checkpoint of its last step, load in plain PEFT and give the same logits."""
+    settings = base | {"max_steps": 6, "save_steps": 5, "output_dir": str(tmp_path / "run"), "precision": "float32"}
+    result = horizon_lm.train(settings, print_fn=lambda _: None)
+    assert run("export", tmp_path / "run" / "checkpoint-5", tmp_path / "exported").exit_code == 0
+    ids = torch.arange(3, 30)[None]
+    logits = {}
+    for folder in (result.model_dir, tmp_path / "exported"):
+        plain = AutoModelForCausalLM.from_pretrained(base["model_name_or_path"], dtype=torch.float32)
+        plain = peft.PeftModel.from_pretrained(plain, folder).eval()
+        streamed = horizon_lm.from_pretrained(folder, device="cpu", precision="float32").eval()
+        logits[folder] = plain(ids).logits
+        assert torch.equal(streamed(ids).logits, logits[folder])
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == base["model_name_or_path"]
+        assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 32, "LORA")
+        assert {t.dtype for t in load_file(folder / "adapter_model.safetensors").values()} == {torch.float32}
+    assert not torch.equal(*logits.values())  # after steps 6 and 5
+
+
+def test_going_on_with_an_adapter(base: dict[str, Any], tmp_path: Path) -> None:
+    """A run that starts from the adapters of another begins with their loss, and trains the same tensors."""
+    first = horizon_lm.train({**base, "output_dir": str(tmp_path / "first")}, print_fn=lambda _: None)
+    more = {name: value for name, value in base.items() if not name.startswith("lora_")}
+    more |= {"adapter_name_or_path": str(first.model_dir), "output_dir": str(tmp_path / "second")}
+    second = horizon_lm.train(more, print_fn=lambda _: None)
+    assert second.eval_loss_before == pytest.approx(first.eval_loss_after, rel=1e-6)
+    names = [set(load_file(each.model_dir / "adapter_model.safetensors")) for each in (first, second)]
+    assert names[0] == names[1]
+
+
+def test_the_base_is_not_changed(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    """The bytes of every frozen unit are those that were loaded, after 20 steps."""
+    seen: list[dict[str, str]] = []
+
+    def remember() -> None:
+        store = runs.loops[-1].model._horizon.engine.store
+        slabs = {unit: store.units[unit].weights.view(torch.uint8).numpy() for unit in store.frozen}
+        seen.append({unit: hashlib.sha256(slab.data).hexdigest() for unit, slab in slabs.items()})
+
+    runs.before_step = {1: remember, 20: remember}
+    runs.train({**base, "max_steps": 20, "output_dir": str(tmp_path / "run")})
+    assert len(seen[0]) == 4
+    assert seen[0] == seen[1]
+
+
+def test_dpo_prefers_against_the_base(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is the base with adapters off, also if a run goes on with adapters that have learned something."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = horizon_lm.train({**base, "output_dir": str(tmp_path / "first")}, print_fn=lambda _: None)
+    pairs = [
+        {"prompt": f"Night {n}? ", "chosen": "The keeper counts the stars.", "rejected": "Rain, rain."}
+        for n in range(14)
+    ]
+    rows = tiny.write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    dpo = {name: value for name, value in base.items() if not name.startswith("lora_")}
+    dpo |= {"objective": "dpo", "datasets": [{"path": str(rows)}], "logging_steps": 1, "precision": "float32"}
+    dpo |= {"adapter_name_or_path": str(first.model_dir), "output_dir": str(tmp_path / "dpo"), "max_steps": 2}
+    horizon_lm.train(dpo, print_fn=lambda _: None)
+    lines = map(json.loads, (tmp_path / "dpo" / "metrics.jsonl").read_text().splitlines())
+    loss = next(line["loss"] for line in lines if "loss" in line)
+    plain = AutoModelForCausalLM.from_pretrained(base["model_name_or_path"], dtype=torch.float32)
+    plain = peft.PeftModel.from_pretrained(plain, first.model_dir).eval()
+    tokenizer = tiny.build_tokenizer()
+
+    def logprob(prompt: str, answer: str) -> torch.Tensor:
+        start, ids = len(tokenizer(prompt).input_ids), torch.tensor([[*tokenizer(prompt + answer).input_ids, 1]])
+        values = plain(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])
+        return values[0, start - 1 :].sum()
+
+    def margin(pair: dict[str, str]) -> torch.Tensor:
+        return logprob(pair["prompt"], pair["chosen"]) - logprob(pair["prompt"], pair["rejected"])
+
+    with torch.no_grad():
+        policy = torch.stack([margin(pair) for pair in pairs])
+        with plain.disable_adapter():
+            reference = torch.stack([margin(pair) for pair in pairs])
+    losses = -torch.nn.functional.logsigmoid(0.1 * (policy - reference))
+    assert losses.min() * 0.999 < loss < losses.max() * 1.001  # the mean over some of the pairs
+    assert abs(loss - 0.6931) > 1e-3  # what a reference with adapters would give
+
+
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
+    "unused": ({"use_peft": False}, "lora_r.*is not used without use_peft"),
+    "trainable": ({"trainable": "lm_head"}, "trains adapters alone, so trainable is not used"),
+    "no such layer": ({"lora_target_modules": ["nothing"]}, "PEFT cannot add these adapters.*nothing"),
+    "not an adapter": (
+        {"lora_r": 16, "lora_target_modules": None, "adapter_name_or_path": "."},
+        "has no adapter_config.json",
+    ),
+    "its own rank": ({"adapter_name_or_path": "."}, "has its own lora_r"),
+}
+
+
+def test_a_target_may_be_one_name(base: dict[str, Any], tmp_path: Path) -> None:
+    settings = base | {"lora_target_modules": "q_proj", "max_steps": 1, "output_dir": str(tmp_path / "run")}
+    result = horizon_lm.train(settings, print_fn=lambda _: None)
+    assert json.loads((result.model_dir / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_bad_settings(base: dict[str, Any], tmp_path: Path, case: str) -> None:
+    changes, message = REJECTED[case]
+    with pytest.raises(ConfigError, match=message):
+        horizon_lm.train({**base, **changes, "output_dir": str(tmp_path / "run")}, print_fn=lambda _: None)
