@@ -102,11 +102,12 @@ class Runs:
         horizon_lm.train(settings, print_fn=lines.append, **options)
         loop, result = self.loops[-1], self._result
         samples = result.output_dir / "samples.jsonl"
+        weights = next(result.model_dir.glob("*model.safetensors"))  # of the model, or of its adapters
         outcome = {
             "memory": digest(loop),
             "metrics": untimed(result.output_dir / "metrics.jsonl"),
             "samples": samples.read_text() if samples.exists() else "",
-            "model": hashlib.sha256((result.model_dir / "model.safetensors").read_bytes()).hexdigest(),
+            "model": hashlib.sha256(weights.read_bytes()).hexdigest(),
             "result": (result.num_steps, result.eval_loss_before, result.eval_loss_after, result.num_skipped),
         }
         return outcome, lines

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.config.datasets import WITHOUT_ROWS
 from horizon_lm.config.load import read_run_config
+from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.translate import translate_file
 from tests.e2e import tiny
 from tests.e2e.command import run
@@ -50,7 +52,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LEFT_OUT = {
     "trl": ("gradient_checkpointing: every block is recomputed", "bf16: weights are bf16 with an fp32 master by default"),
-    "llamafactory": ("deepspeed: weights are always streamed", "template: the model's own", "finetuning_type: ", "max_samples: use fraction"),
+    "llamafactory": ("deepspeed: weights are always streamed", "template: the model's own", "max_samples: use fraction"),
     "axolotl": ("gradient_checkpointing: ", "bf16: ", "pad_to_sequence_len: ", "special_tokens: ", "dataset_prepared_path: "),
 }  # fmt: skip
 
@@ -175,11 +177,11 @@ TRL, LLAMA_FACTORY, AXOLOTL = (
         ),
         # rows
         (
-            "model_name_or_path: m\nuse_peft: false\ndatasets: [{path: a, columns: [text]}, {path: b}]\n",
+            "model_name_or_path: m\nuse_liger_kernel: false\ndatasets: [{path: a, columns: [text]}, {path: b}]\n",
             {"datasets": [{"path": "a", "format": "text"}, {"path": "b"}]},
         ),
         (
-            "model_name_or_path: m\nuse_peft: false\ndatasets: [{path: a}]\ndataset_text_field: body\n",
+            "model_name_or_path: m\nuse_liger_kernel: false\ndatasets: [{path: a}]\ndataset_text_field: body\n",
             {"datasets": [{"path": "a", "columns": {"text": "body"}}]},
         ),
         (
@@ -215,7 +217,6 @@ def test_translation_keeps_the_meaning(work: Path, text: str, expected: dict[str
         (AXOLOTL, "limits its default warmup to 100 steps"),
         (AXOLOTL + "shuffle_merged_datasets: false\nbf16: false\n", "shuffle_merged_datasets: rows are shuffled in every epoch"),
         (TRL + "bf16: false\n", "bf16: weights are bf16 with an fp32 master here; precision: float32"),
-        ("model_name_or_path: m\nstage: sft\ndataset: d\n", "It trained adapters"),
         (LLAMA_FACTORY.replace("d\n", "many\n"), "dataset_info.many.num_samples: use fraction"),
         (LLAMA_FACTORY.replace("d\n", "many\n"), "dataset_info.many.tags: messages must be {role, content}"),
         (LLAMA_FACTORY.replace("d\n", "keepers\n"), "dataset_info.keepers.columns: query is not mapped"),
@@ -245,9 +246,39 @@ def test_unsupported_loss_is_rejected(tmp_path: Path, text: str) -> None:
     assert "is not supported with objective: dpo" in result.stderr
 
 
-def test_translated_adapter_run_has_a_note(tmp_path: Path) -> None:
-    path = tmp_path / "theirs.yaml"
-    path.write_text("model_name_or_path: m\ndataset_name: d\nuse_peft: true\nlora_r: 16\nlearning_rate: 2e-4\n")
-    result = run("init", "--from", path)
-    assert "divide its learning rate by ten or more" in " ".join(result.stdout.replace("#", "").split())
-    assert "lora_r: adapters are not supported yet" in result.stdout
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "TRL": (
+        "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nlora_r: 8\nlora_target_modules: [q_proj]\n",
+        {"lora_r": 8, "lora_alpha": 32.0, "lora_dropout": 0.05, "lora_target_modules": ["q_proj"]},
+    ),
+    "Axolotl": (
+        "base_model: m\ndatasets: [{path: d, type: alpaca}]\nadapter: lora\nlora_r: 8\nlora_alpha: 16\n"
+        "lora_target_linear: true\npeft_use_dora: true\n",
+        {"lora_r": 8, "lora_alpha": 16.0, "lora_target_modules": "all-linear", "use_dora": True},
+    ),
+    "LLaMA-Factory, by default": (
+        "model_name_or_path: m\nstage: sft\ndataset: d\n",
+        {"lora_r": 8, "lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": "all-linear"},
+    ),
+    "LLaMA-Factory": (
+        "model_name_or_path: m\nstage: sft\ndataset: d\nfinetuning_type: lora\nlora_rank: 64\nlora_target: q_proj,v_proj\n",
+        {"lora_r": 64, "lora_alpha": 128.0, "lora_target_modules": ["q_proj", "v_proj"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("trainer", ADAPTERS)
+def test_adapters_are_translated(work: Path, trainer: str) -> None:
+    """With the other trainer's own defaults, where they differ."""
+    text, expected = ADAPTERS[trainer]
+    (work / "theirs.yaml").write_text(text)
+    translated = translate_file("theirs.yaml")
+    assert not {name for name in translated.left_out if "lora" in name or name in ("adapter", "finetuning_type")}
+    config = SCHEMAS["sft"].model_validate(translated.settings, context=WITHOUT_ROWS)
+    assert config.use_peft
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_full_fine_tuning_has_no_adapters(work: Path) -> None:
+    (work / "theirs.yaml").write_text("model_name_or_path: m\nstage: sft\ndataset: d\nfinetuning_type: full\n")
+    assert "use_peft" not in translate_file("theirs.yaml").settings

@@ -75,7 +75,7 @@ def hash_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("num_kills", "num_steps"), [(10, 30), pytest.param(50, 150, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    ("num_kills", "num_steps"), [(5, 15), pytest.param(50, 150, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
 def test_a_run_that_is_killed_ends_like_one_that_is_not(
     tmp_path: Path, model: Path, num_kills: int, num_steps: int

@@ -28,6 +28,7 @@ from horizon_lm.training.setup import load_tokenizer
 from tests import families
 from tests.e2e import tiny
 from tests.e2e.command import run
+from tests.thinning import thinned
 
 QUIET: dict[str, Any] = {"print_fn": lambda text: None}
 
@@ -109,7 +110,8 @@ def test_export_in_float32_keeps_every_digit(base: dict[str, Any], model: Path) 
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("float32", "float32"), ("fp32_master", "bfloat16"), ("bf16", "bfloat16")]
+    ("precision", "dtype"),
+    thinned([("float32", "float32"), ("bf16", "bfloat16"), ("fp32_master", "bfloat16")], every=2),
 )
 def test_default_export_dtype(base: dict[str, Any], model: Path, tmp_path: Path, precision: str, dtype: str) -> None:
     AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(tmp_path / "published")

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from horizon_lm.store.precision import join_master, split_master
 from horizon_lm.store.store import Arena, SlabLayout
 from tests import families
 from tests.storages import StorageMeter
+from tests.thinning import thinned
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=200))
@@ -59,8 +61,7 @@ def test_layout_views_do_not_overlap() -> None:
     assert layout.restrict(["c", "a"]).numel == 96
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize(("family", "precision"), thinned(product(families.FAMILIES, ("float32", "fp32_master"))))
 def test_folder_round_trip(family: str, precision: str, tmp_path: Path) -> None:
     reference = families.build(family)
     reference.save_pretrained(tmp_path / "in")
