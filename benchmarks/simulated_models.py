@@ -154,7 +154,7 @@ def case_lines(case: Case) -> Iterator[str]:
 def introduction() -> Iterator[str]:
     yield "# Simulated, not measured: models and machines that we do not have\n"
     yield (
-        f"{DATE}. Plans of `horizon-lm plan` for our schedule on published hardware figures (`plan/profiles`), rows of "
+        f"{DATE}. Plans of `horizon-lm plan` for our schedule on published hardware figures (`planning/profiles`), rows of "
         f"{LENGTH:,} tokens, blocks compiled; k = 1024. `docs/field-check.md` says how far to trust such figures: "
         "those of Hopper GPUs are probably too fast by a fifth or more."
     )

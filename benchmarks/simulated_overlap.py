@@ -101,7 +101,7 @@ def introduction() -> list[str]:
     return [
         "# Simulated, not measured: the time that the host optimizer adds to a step",
         "",
-        f"{DATE}. Every figure here is a simulation of our schedule on published hardware figures (see `plan/profiles`). "
+        f"{DATE}. Every figure here is a simulation of our schedule on published hardware figures (see `planning/profiles`). "
         "Nothing was measured on such machines; `docs/field-check.md` compares such figures with published ones.",
         "",
         f"Model: {MODEL}, {parameters:,} parameters, all trained, in {step.settings.precision}: an update moves {moved:.0f} "
