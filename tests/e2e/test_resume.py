@@ -226,6 +226,8 @@ def test_each_setting_is_known_to_resume() -> None:
         "precision", "moments", "grad_dtype", "update_in_backward", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs",
         "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps",
         "num_train_epochs", "label_smoothing_factor", "beta", "label_smoothing", "loss_type", "loss_weights", "disable_dropout",
+        "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
+        "lora_modules_to_save", "use_rslora", "use_dora", "adapter_name_or_path",
     }  # fmt: skip
 
 

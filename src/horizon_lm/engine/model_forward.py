@@ -193,7 +193,7 @@ class ModelForward:
 
     def _meet(self, kind: Hashable, call: Call, compute: Callable[[list[Call]], list[Any]]) -> Any:
         """Compute a call, together with the calls of the same kind that are in lock-step with it."""
-        if self.is_adapter and not torch.is_grad_enabled():
+        if (self.is_adapter or self.engine.parts.adapters) and not torch.is_grad_enabled():
             # The code around this call may have changed the model's adapters for it, and changes them back afterwards.
             return apart(lambda: compute([call])[0])
         return meet((id(self), torch.is_grad_enabled(), kind), call, compute)
