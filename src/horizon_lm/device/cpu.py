@@ -13,6 +13,7 @@ from horizon_lm.device.transfers import SquaredNorm
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
+from horizon_lm.codecs.base import Codec
 from horizon_lm.store.store import Arena, as_array
 
 _ROWS_ELEMENTS = 1 << 19  # elements that one thread lands: a millisecond of work
@@ -30,6 +31,12 @@ class HostLink:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
+
+    def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
+        if destination.dtype == dtype:
+            codec.decode(packed, destination)
+        else:
+            destination.copy_(codec.decode(packed, torch.empty(destination.shape, dtype=dtype)))
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         destination.copy_(table.index_select(0, rows))

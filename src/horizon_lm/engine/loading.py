@@ -11,6 +11,7 @@ from torch import nn
 
 from horizon_lm.device.base import Device
 from horizon_lm.engine.options import StreamArguments, open_device
+from horizon_lm.engine.packed_parameters import PackedParameter
 from horizon_lm.engine.parameters import require_plain
 from horizon_lm.engine.streamed_model import StreamedModel
 from horizon_lm.errors import ConfigError, StreamingError
@@ -395,6 +396,8 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
 
 def _move_in(ref: ParamRef, store: Store) -> None:
     """Move the values of a parameter into a store, unless they are there already."""
+    if ref.name in store.codecs:  # a placeholder, whose codes were read into the store
+        return
     place = store.weight(ref.name)
     if place.data_ptr() != ref.param.data_ptr():
         store.source_dtypes.setdefault(ref.name, ref.param.dtype)
@@ -417,7 +420,11 @@ def _with_store(model: Any, settings: StreamArguments, frozen: bool = False) -> 
     store = Store(_shapes(parts), settings.get_precision(parts), never_trained)
     for refs in parts.units.values():
         for ref in refs:
-            ref.param = nn.Parameter(store.weight(ref.name), ref.param.requires_grad)
+            ref.param = (
+                PackedParameter.of(store, ref.name)
+                if ref.name in store.codecs
+                else nn.Parameter(store.weight(ref.name), ref.param.requires_grad)
+            )
             for module, attribute in ref.places:
                 module._parameters[attribute] = ref.param
     return parts, store

@@ -14,6 +14,7 @@ from horizon_lm.device.base import Device
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.model_forward import ModelForward
+from horizon_lm.engine.packed_parameters import PackedParameter
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt
 from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
 from horizon_lm.model.head_path import ChunkedPath
@@ -331,8 +332,12 @@ def attach(
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
     engine = Engine(parts, store, device, options)
-    device.register_host([slabs.weights for slabs in store.units.values() if slabs.weights.numel()])
+    slabs = [slab for each in store.units.values() for slab in (each.weights, each.packed.data) if slab.numel()]
+    device.register_host(slabs)
     for name, ref in engine.refs.items():
+        if name in store.codecs:
+            adopt(ref.param, PackedParameter, engine)
+            continue
         heads = any(module is parts.head for module, _ in ref.places)
         assert ref.param.data_ptr() == store.weight(name).data_ptr() or ref.param.numel() == 0
         adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)
