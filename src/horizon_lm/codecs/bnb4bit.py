@@ -16,7 +16,7 @@ from horizon_lm.codecs.base import Codec, Component, Part, spans
 _NESTED_BLOCK = 256  # scales that share one scale
 
 # Quantiles of a normal distribution (QLoRA, appendix E), and the values of a sign, two exponent bits and one mantissa bit.
-_TABLES = {
+TABLES = {
     "nf4": (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
         -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -82,7 +82,7 @@ class Bnb4Bit(Codec):
         return values.mul_(outer).add_(components["nested_offset"])
 
     def encode_components(self, weight: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:
-        table = torch.tensor(_TABLES[self.quant_type])
+        table = torch.tensor(TABLES[self.quant_type])
         components["quant_map"].copy_(table)
         codes, scales = _quantize(weight.reshape(-1), table, self.blocksize)
         codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)

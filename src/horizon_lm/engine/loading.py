@@ -293,8 +293,13 @@ def _open(
         folder, config, model_class=model_class, trust_remote_code=trust_remote_code,
         attn_implementation=settings.attn_implementation,
     )  # fmt: skip
-    if adapters is not None:
+    quantization = quantization_of(config) or four_bits
+    checkpoint = open_checkpoint(folder, quantization_of(config))
+    if adapters is not None or quantization is not None:
         model.requires_grad_(False)
+    if quantization is not None:
+        del config.quantization_config
+    if adapters is not None:
         config.name_or_path = model.name_or_path = str(
             model_name_or_path
         )  # which PEFT writes into the adapter's config

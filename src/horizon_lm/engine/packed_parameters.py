@@ -38,6 +38,17 @@ class PackedParameter(StreamedParameter):
         """Return a new tensor with the decoded values, in the dtype of the model's weights."""
         return self._store.decode(self._name)
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise StreamingError(
+            f"{self._name} is quantized and its values cannot be replaced (an initialisation of adapters that changes the base, "
+            "such as PiSSA, needs a bf16 copy of the model)"
+        )
+
     def packed(self) -> torch.Tensor:
         """Return the codes and scales, 1-D uint8, as a view of host memory."""
         return self._store.packed(self._name)
@@ -52,7 +63,7 @@ class PackedParameter(StreamedParameter):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             return args[0] if func in _KEEPS else result
-        if _reads:
+        if _reads and not _writes(func):
             return func(*map(_decoded, args), **{name: _decoded(value) for name, value in (kwargs or {}).items()})
         found = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, PackedParameter)), None)
         raise StreamingError(
@@ -70,6 +81,11 @@ class PackedParameter(StreamedParameter):
         raise StreamingError(
             f"{self._name} is quantized and cannot be pickled; save the model with save_pretrained(), which decodes it"
         )
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _decoded(value: Any) -> Any:
