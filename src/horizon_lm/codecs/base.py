@@ -12,6 +12,7 @@ import torch
 
 from horizon_lm.errors import ConfigError
 
+_AT_ONCE = 1 << 20  # packed bytes that are decoded at once, which bounds the memory for it
 _ALIGNMENT = 16  # bytes to which each component is padded, for vector loads
 
 
@@ -95,9 +96,21 @@ class Codec(ABC):
         """Quantize a weight into its bytes."""
         self.encode_components(weight.float(), self.views(packed, weight.shape))
 
-    def decode(self, packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Decode bytes into ``out``, which has the tensor's shape, and return it."""
-        self.decode_components(self.views(packed, out.shape), out)
+    def decode(self, packed: torch.Tensor, out: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Decode bytes into ``out``, which has the tensor's shape, and return it.
+
+        Args:
+            packed: codes and scales, 1-D uint8.
+            out: the decoded tensor.
+            dtype: dtype that values are rounded to before that of ``out``; None for that of ``out`` alone.
+        """
+        components = self.views(packed, out.shape)
+        for part in self.parts(out.shape, _AT_ONCE):
+            place = out.view(-1)[part.start : part.stop].view(part.shape)
+            target = place if dtype in (None, out.dtype) else torch.empty(part.shape, dtype=dtype)
+            self.decode_components({name: components[name][rows] for name, rows in part.rows.items()}, target)
+            if target is not place:
+                place.copy_(target)
         return out
 
 

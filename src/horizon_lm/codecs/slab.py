@@ -54,11 +54,6 @@ class PackedSlab:
         entry = self.entries[name]
         return self.data[entry.start : entry.start + entry.num_bytes]
 
-    def decode(self, name: str, out: torch.Tensor) -> torch.Tensor:
-        """Decode a tensor into ``out``, which has its shape, and return it."""
-        self.entries[name].codec.decode(self.packed(name), out)
-        return out
-
 
 def aligned(num_bytes: int) -> int:
     """Return the bytes that a quantized tensor of ``num_bytes`` takes in a slab."""

@@ -33,10 +33,7 @@ class HostLink:
         destination.copy_(source)
 
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
-        if destination.dtype == dtype:
-            codec.decode(packed, destination)
-        else:
-            destination.copy_(codec.decode(packed, torch.empty(destination.shape, dtype=dtype)))
+        codec.decode(packed, destination, dtype)
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         destination.copy_(table.index_select(0, rows))

@@ -539,11 +539,12 @@ class Engine:
 
     def _weights_in(self, slabs: UnitSlabs, slot: torch.Tensor) -> list[Move]:
         """Return the moves that stream a unit into a slot: a copy, and the decoding of what is quantized."""
-        plain, dtype = slabs.weights, self.store.precision.weight_dtype
+        plain = slabs.weights
         moves: list[Move] = []
         if plain.numel() or not slabs.packed.num_bytes:
             moves.append(Copy(slot[: plain.numel()], plain, plain.numel() * plain.element_size()))
         for name, entry in slabs.packed.entries.items():
+            dtype = self.store.decoded_dtype(name)
             moves.append(Decode(slabs.layout.view(slot, name), slabs.packed.packed(name), entry.codec, dtype))
         return moves
 

@@ -59,7 +59,7 @@ class PackedParameter(StreamedParameter):
             raise StreamingError(
                 f"{args[0]._name} is quantized and cannot be trained; train adapters, or load a bf16 copy of the model"
             )
-        if func in METADATA or func in _KEEPS:
+        if func in METADATA or func in _KEEPS or func is torch.empty_like:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             return args[0] if func in _KEEPS else result

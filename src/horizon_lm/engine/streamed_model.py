@@ -14,7 +14,6 @@ from horizon_lm.device.base import Device
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.model_forward import ModelForward
-from horizon_lm.engine.packed_parameters import PackedParameter
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt
 from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
 from horizon_lm.model.head_path import ChunkedPath
@@ -335,8 +334,7 @@ def attach(
     slabs = [slab for each in store.units.values() for slab in (each.weights, each.packed.data) if slab.numel()]
     device.register_host(slabs)
     for name, ref in engine.refs.items():
-        if name in store.codecs:
-            adopt(ref.param, PackedParameter, engine)
+        if name in store.codecs:  # a placeholder, which is never written and has no gradient
             continue
         heads = any(module is parts.head for module, _ in ref.places)
         assert ref.param.data_ptr() == store.weight(name).data_ptr() or ref.param.numel() == 0

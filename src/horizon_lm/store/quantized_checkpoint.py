@@ -20,8 +20,10 @@ from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.hub import require_finite
 from horizon_lm.model.quantization import matrix_codec
+from horizon_lm.model.units import ModelParts
+from horizon_lm.schedule.ops import block
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header
-from horizon_lm.store.conversion import Conversion, Target
+from horizon_lm.store.conversion import Conversion, Target, find_conversion
 
 _STATE = ".quant_state.bitsandbytes__"
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -36,12 +38,14 @@ class QuantizedWeight:
         shape: its shape when decoded.
         codec: its format.
         sources: the tensors of its components in the folder, by the names of the codec.
+        dtype: the dtype of the weight that was quantized.
         offset: the mean of its scales, which double quantization keeps outside of its tensors.
     """
 
     shape: torch.Size
     codec: Codec
     sources: Mapping[str, str]
+    dtype: torch.dtype = torch.bfloat16
     offset: float | None = None
 
 
@@ -142,14 +146,16 @@ class QuantizedCheckpoint(Checkpoint):
             state = json.loads(bytes(self.read([name])[name].tolist()))
             shape, blocksize = torch.Size(state["shape"]), int(state["blocksize"])
             nested, offset = "nested_blocksize" in state, state.get("nested_offset")
+            dtype = getattr(torch, state["dtype"])
             known = state["quant_type"] == kind and kind in TABLES and state.get("nested_blocksize", 256) == 256
+            known = known and isinstance(dtype, torch.dtype) and dtype.is_floating_point
             if not known or blocksize < 1 or (nested and not isinstance(offset, float)):
                 raise ValueError(f"quant_type {state['quant_type']}, blocksize {blocksize}, nested_offset {offset}")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{place}: {name} is damaged ({first_line(error)}); download it again") from error
         parts = ("absmax", "quant_map", *(("nested_absmax", "nested_quant_map") if nested else ()))
         sources = {"weight": weight} | {part: f"{weight}.{part}" for part in parts}
-        return QuantizedWeight(shape, Bnb4Bit(kind, blocksize, nested), sources, offset if nested else None)
+        return QuantizedWeight(shape, Bnb4Bit(kind, blocksize, nested), sources, dtype, offset if nested else None)
 
     def _find_mxfp4(self, codec: Codec, headers: Mapping[str, Header]) -> dict[str, QuantizedWeight]:
         found = {}
@@ -212,6 +218,22 @@ class QuantizedCheckpoint(Checkpoint):
 def _header_name(dtype: torch.dtype) -> str:
     names = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"} | {each: name for name, each in _SCALE_DTYPES.items()}
     return names[dtype]
+
+
+def codecs_of(checkpoint: QuantizedCheckpoint, parts: ModelParts) -> dict[str, Codec]:
+    """Return the codecs of a model's parameters that a checkpoint has quantized, by full name.
+
+    Raises:
+        ConfigError: a parameter outside of blocks is quantized, or quantized weights cannot be joined.
+    """
+    found = checkpoint.codecs(find_conversion(parts.model, checkpoint.names))
+    own = {ref.name for u in range(parts.num_blocks) for ref in parts.units[block(u)]}
+    if other := [name for name in found if name not in own]:
+        raise ConfigError(
+            f"{checkpoint.folder}: {other[0]} is quantized, but only the weights of blocks are decoded; use a copy of the model in "
+            "which the others are in bf16"
+        )
+    return found
 
 
 def open_checkpoint(folder: Path, quantization: Mapping[str, Any] | None) -> Checkpoint:

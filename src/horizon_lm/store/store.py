@@ -139,7 +139,7 @@ class UnitSlabs:
         self.start = 0
         self.weights = torch.empty(0)
         self.low: torch.Tensor | None = None
-        self.grad_layout = layout.restrict(())
+        self.grad_layout = self.layout.restrict(())
         self.grads = torch.empty(0)
 
 
@@ -272,7 +272,11 @@ class Store:
     def decode(self, name: str) -> torch.Tensor:
         """Return a new tensor with the decoded values of a quantized parameter, in the dtype of the weights."""
         out = torch.empty(self.shape(name), dtype=self.precision.weight_dtype)
-        return self.units[self.unit_of[name]].packed.decode(name, out)
+        return self.codecs[name].decode(self.packed(name), out, self.decoded_dtype(name))
+
+    def decoded_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that decoded values are rounded to: that of the weights that were quantized."""
+        return self.source_dtypes.get(name, self.precision.weight_dtype)
 
     def packed(self, name: str) -> torch.Tensor:
         """Return the bytes of a quantized parameter, a view of its slab."""
