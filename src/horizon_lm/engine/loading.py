@@ -20,7 +20,7 @@ from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model import attention, hub
 from horizon_lm.model.adapters import Adapters, base_of_adapters
 from horizon_lm.model.hub import build_skeleton
-from horizon_lm.model.quantization import expected_codecs, four_bits, quantization_of
+from horizon_lm.model.quantization import expected_codecs, four_bits, take_quantization
 from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
 from horizon_lm.store.checkpoint_loader import load_weights
 from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, codecs_of, open_checkpoint
@@ -303,6 +303,8 @@ def _open(
     changes = config_arguments(options, config)
     settings = StreamArguments(device=device, precision=precision, **options)
     if gguf_file is not None:
+        if quantization is not None:
+            raise ConfigError(f"gguf_file={gguf_file!r} is not quantized again; leave load_in_4bit out, or convert it first")
         if hub.auto_class(model_class) is not hub.auto_class(None):
             raise ConfigError(
                 f"gguf_file={gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
@@ -316,12 +318,10 @@ def _open(
         folder, config, model_class=model_class, trust_remote_code=trust_remote_code,
         attn_implementation=settings.attn_implementation,
     )  # fmt: skip
-    published = quantization_of(config)
+    published = take_quantization(config)
     if published and quantization:
         raise ConfigError(f"{folder}: the weights are quantized already; leave out load_in_4bit and quantization_config")
     frozen = adapters is not None or bool(published or quantization)
-    if published:
-        del config.quantization_config  # the model's own weights are read as they are
     if frozen:
         model.requires_grad_(False)
     if adapters is not None:

@@ -31,6 +31,28 @@ def four_bits(quant_type: str = "nf4", nested: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def requested_quantization(run: Any) -> dict[str, Any] | None:
+    """Return how a run's settings ask to quantize weights; None if they do not."""
+    return four_bits(run.bnb_4bit_quant_type, run.use_bnb_nested_quant) if run.load_in_4bit else None
+
+
+def take_quantization(config: Any) -> dict[str, Any] | None:
+    """Remove the ``quantization_config`` of a model's config, and return it; None if its weights are not quantized."""
+    found = quantization_of(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return found
+
+
+def require_adapters(config: Any, run: Any) -> None:
+    """Raise ConfigError if a run would train weights that are quantized."""
+    if quantization_of(config) and not run.use_peft:
+        raise ConfigError(
+            f"model_name_or_path: the weights of {run.model_name_or_path} are quantized, and cannot be trained; train adapters on them "
+            "with use_peft: true, or use a bf16 copy of the model"
+        )
+
+
 def quantization_of(config: Any) -> dict[str, Any] | None:
     """Return the ``quantization_config`` of a model's config; None if its weights are not quantized."""
     found = getattr(config, "quantization_config", None)

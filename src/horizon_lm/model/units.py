@@ -77,6 +77,10 @@ class ModelParts:
         """Refer to the model weakly, because the model now owns these parts."""
         self._model = weakref.ref(self.model)
 
+    def refs(self) -> list[ParamRef]:
+        """Return all parameters, unit by unit."""
+        return [ref for refs in self.units.values() for ref in refs]
+
     @property
     def num_blocks(self) -> int:
         return len(self.blocks)

@@ -59,6 +59,11 @@ class ModelSizes:
     def num_parameters(self) -> int:
         return sum(map(sum, self.units))
 
+    def file_bytes(self, itemsize: float) -> int:
+        """Return the bytes of all weights in a checkpoint, of which quantized tensors keep their codes and scales."""
+        packed, decoded = sum(each.num_bytes for each in self.packed), sum(sum(each.tensors) for each in self.packed)
+        return round((self.num_parameters - decoded) * itemsize) + packed
+
     def host_slabs(self, itemsize: int) -> int:
         """Return the bytes of the weights' slabs in host memory, without those of quantized tensors."""
         elements = [slab_elements(unit) for unit in self.units]

@@ -70,7 +70,7 @@ class Plan:
         hardware = self.machine.hardware
         if hardware is None or not hardware.disk_read:
             return None
-        return self.step.outline.sizes.num_parameters * self.request.stored_bytes / hardware.disk_read
+        return self.request.stored_bytes / hardware.disk_read
 
     @property
     def curve(self) -> Curve | None:

@@ -19,7 +19,7 @@ from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.hub import require_finite
-from horizon_lm.model.quantization import matrix_codec
+from horizon_lm.model.quantization import expected_codecs, matrix_codec
 from horizon_lm.model.units import ModelParts
 from horizon_lm.schedule.ops import block
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header
@@ -234,6 +234,30 @@ def codecs_of(checkpoint: QuantizedCheckpoint, parts: ModelParts) -> dict[str, C
             "which the others are in bf16"
         )
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The quantized weights of a run, before it is opened.
+
+    Attributes:
+        quantization: their ``quantization_config`` as JSON, so that this can be compared.
+        folder: their folder; None if it is not on this machine, or its weights are quantized while they are read.
+    """
+
+    quantization: str
+    folder: Path | None
+
+    @classmethod
+    def of(cls, quantization: Mapping[str, Any] | None, folder: Path | None) -> "Quantized | None":
+        return None if quantization is None else cls(json.dumps(quantization, sort_keys=True, default=str), folder)
+
+    def codecs(self, parts: ModelParts) -> dict[str, Codec]:
+        """Return the codecs of the weights of a model, by full name. Raises the errors of `codecs_of`."""
+        quantization = json.loads(self.quantization)
+        if self.folder is None:
+            return expected_codecs(parts, quantization)
+        return codecs_of(QuantizedCheckpoint(self.folder, quantization), parts)
 
 
 def open_checkpoint(folder: Path, quantization: Mapping[str, Any] | None) -> Checkpoint:
