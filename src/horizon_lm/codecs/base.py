@@ -107,11 +107,19 @@ class Codec(ABC):
         components = self.views(packed, out.shape)
         for part in self.parts(out.shape, _AT_ONCE):
             place = out.view(-1)[part.start : part.stop].view(part.shape)
-            target = place if dtype in (None, out.dtype) else torch.empty(part.shape, dtype=dtype)
-            self.decode_components({name: components[name][rows] for name, rows in part.rows.items()}, target)
-            if target is not place:
-                place.copy_(target)
+            self.decode_part(
+                {name: components[name][rows] for name, rows in part.rows.items()}, place, dtype or out.dtype
+            )
         return out
+
+    def decode_part(self, components: Mapping[str, torch.Tensor], out: torch.Tensor, dtype: torch.dtype) -> None:
+        """Decode the components of a part into ``out``, after rounding to ``dtype``."""
+        if dtype == out.dtype:
+            self.decode_components(components, out)
+        else:
+            rounded = torch.empty(out.shape, dtype=dtype, device=out.device)
+            self.decode_components(components, rounded)
+            out.copy_(rounded)
 
 
 def spans(count: int, bytes_each: int, max_bytes: int) -> Iterator[tuple[int, int]]:

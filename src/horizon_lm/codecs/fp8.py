@@ -42,7 +42,10 @@ class Fp8(Codec):
             top, bottom = first * rows, min(height, last * rows)
             part = torch.Size((bottom - top, width))
             yield Part(
-                top * width, bottom * width, part, {"weight": slice(top, bottom), "weight_scale_inv": slice(first, last)}
+                top * width,
+                bottom * width,
+                part,
+                {"weight": slice(top, bottom), "weight_scale_inv": slice(first, last)},
             )
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:

@@ -8,6 +8,8 @@ byte, the first in its lower half. A parameter costs 0.5 + 1 / 32 bytes.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -43,14 +45,14 @@ class Mxfp4(Codec):
             yield Part(first * size, last * size, part, {"blocks": rows, "scales": rows})
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
-        table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=out.device)
+        table = _table(out.device)
         for blocks, scales, matrix in zip(components["blocks"], components["scales"], out, strict=True):
             values = table[torch.stack((blocks & 15, blocks >> 4), dim=-1).int()]  # (O, I / 32, 16, 2)
             values = torch.ldexp(values, (scales.int() - _BIAS)[..., None, None])
             matrix.copy_(values.view(blocks.shape[0], -1).T)
 
     def encode_components(self, weight: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:
-        middles = torch.tensor([(a + b) / 2 for a, b in zip(_VALUES, _VALUES[1:], strict=False)])
+        middles = torch.tensor([(a + b) / 2 for a, b in pairwise(_VALUES)])
         for matrix, blocks, scales in zip(weight, components["blocks"], components["scales"], strict=True):
             values = matrix.T.reshape(*scales.shape, _BLOCK)  # (O, I / 32, 32)
             largest = values.abs().amax(dim=-1)
@@ -65,3 +67,9 @@ class Mxfp4(Codec):
             codes = magnitude + (halfway & (magnitude % 2 == 1)) + 8 * torch.signbit(scaled)
             pairs = codes.to(torch.uint8).view(*scales.shape, _BLOCK // 2, 2)
             blocks.copy_(pairs[..., 1] << 4 | pairs[..., 0])
+
+
+@cache
+def _table(device: torch.device) -> torch.Tensor:
+    """Return the values of all codes on a device, copied there once."""
+    return torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=device)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from horizon_lm.constants import PACKED_ALIGNMENT
 from horizon_lm.codecs.base import Codec
+from horizon_lm.constants import PACKED_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, Validat
 
 from horizon_lm.config.types import Fraction, Names, Settings, UnusedError
 
-
 _OF_THE_BASE = ("use_peft", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "adapter_name_or_path")
 
 
@@ -38,9 +37,12 @@ class AdapterSettings(Settings):
     use_rslora: bool = Field(False, description="Scale adapters by lora_alpha / sqrt(lora_r) (arXiv 2312.03732).")
     use_dora: bool = Field(False, description="Train magnitude and direction of weights apart (arXiv 2402.09353).")
     load_in_4bit: bool = Field(
-        False, description="Quantize the frozen weights of blocks to 4 bits while they are read (QLoRA, arXiv 2305.14314)."
+        False,
+        description="Quantize the frozen weights of blocks to 4 bits while they are read (QLoRA, arXiv 2305.14314).",
     )
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="Format of 4-bit weights, as in bitsandbytes.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field(
+        "nf4", description="Format of 4-bit weights, as in bitsandbytes."
+    )
     use_bnb_nested_quant: bool = Field(False, description="Quantize the scales of 4-bit weights, too.")
     adapter_name_or_path: str | None = Field(
         None, description="Folder or hub id of an adapter to go on with. Its own ranks and targets are used."

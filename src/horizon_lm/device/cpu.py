@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Counters, Task, counted_empty
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates
 from horizon_lm.device.transfers import SquaredNorm
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
-from horizon_lm.codecs.base import Codec
 from horizon_lm.store.store import Arena, as_array
 
 _ROWS_ELEMENTS = 1 << 19  # elements that one thread lands: a millisecond of work

@@ -304,7 +304,9 @@ def _open(
     settings = StreamArguments(device=device, precision=precision, **options)
     if gguf_file is not None:
         if quantization is not None:
-            raise ConfigError(f"gguf_file={gguf_file!r} is not quantized again; leave load_in_4bit out, or convert it first")
+            raise ConfigError(
+                f"gguf_file={gguf_file!r} is not quantized again; leave load_in_4bit out, or convert it first"
+            )
         if hub.auto_class(model_class) is not hub.auto_class(None):
             raise ConfigError(
                 f"gguf_file={gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
@@ -320,7 +322,9 @@ def _open(
     )  # fmt: skip
     published = take_quantization(config)
     if published and quantization:
-        raise ConfigError(f"{folder}: the weights are quantized already; leave out load_in_4bit and quantization_config")
+        raise ConfigError(
+            f"{folder}: the weights are quantized already; leave out load_in_4bit and quantization_config"
+        )
     frozen = adapters is not None or bool(published or quantization)
     if frozen:
         model.requires_grad_(False)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
@@ -120,7 +119,7 @@ def expected_codecs(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[
             if any(pattern.match(name) or name.endswith(text) for text, pattern in left_out.items()):
                 continue
             is_expert = ref.param.ndim == 3 and name.endswith("experts")
-            is_linear = type(module) in (nn.Linear, Conv1D) and attribute == "weight"
+            is_linear = (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and attribute == "weight"
             if isinstance(codec, Mxfp4):
                 if is_expert:
                     found[ref.name] = codec

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.codecs.base import Codec
+from horizon_lm.codecs.slab import PackedSlab
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.planning.memory import ModelSizes, PackedSizes
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block, block_index, is_block
-from horizon_lm.codecs.base import Codec
-from horizon_lm.codecs.slab import PackedSlab
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")

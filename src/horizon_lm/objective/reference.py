@@ -187,5 +187,5 @@ def _digest(name: str, slabs: UnitSlabs, left_out: frozenset[str]) -> bytes:
             digest.update(as_array(slabs.plain.view(slab, tensor)))
     for tensor in slabs.packed:
         digest.update(tensor.encode())
-        digest.update(slabs.packed.packed(tensor).numpy())
+        digest.update(as_array(slabs.packed.packed(tensor)))
     return digest.digest()

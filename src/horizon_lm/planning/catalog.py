@@ -214,7 +214,11 @@ def _read() -> tuple[KnownModel, ...]:
     entries = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     models = [
         KnownModel(
-            entry["name"], tuple(entry["aliases"]), entry["parameters"], entry["config"], entry.get("quantization_config")
+            entry["name"],
+            tuple(entry["aliases"]),
+            entry["parameters"],
+            entry["config"],
+            entry.get("quantization_config"),
         )
         for entry in entries
     ]

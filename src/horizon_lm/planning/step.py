@@ -231,7 +231,9 @@ class StepCost:
         """Return the bytes that the link could transfer while the copy stream decodes."""
         hardware = self._hardware
         rate = hardware.host_rate if hardware.on_host else hardware.device_bandwidth
-        return round((num_bytes + numel * self._outline.compute_bytes) / rate * min(hardware.link_in, hardware.host_rate))
+        return round(
+            (num_bytes + numel * self._outline.compute_bytes) / rate * min(hardware.link_in, hardware.host_rate)
+        )
 
     # Checkpoints
 

@@ -130,7 +130,7 @@ def open_source(run: RunConfig) -> Source:
     require_adapters(config, run)
     quantization = take_quantization(config)
     if known and run.use_peft:
-        quantization = known.quantization
+        quantization = dict(known.quantization) if known.quantization else None
     return Source(name, config, hub.config_bytes(config), hub.is_cached(hub_id), quantization=quantization)
 
 

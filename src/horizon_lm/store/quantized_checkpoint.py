@@ -204,9 +204,9 @@ class QuantizedCheckpoint(Checkpoint):
         place = super().file_of(source)
         if tensor.dtype in (torch.float32, torch.bfloat16):
             require_finite(source, tensor, place)
-        if component == "quant_map" and isinstance(codec, Bnb4Bit):
-            if not torch.equal(tensor.view(-1), torch.tensor(TABLES[codec.quant_type])):
-                raise ConfigError(f"{place}: {source} is not the table of {codec.quant_type}; download it again")
+        table = TABLES[codec.quant_type] if component == "quant_map" and isinstance(codec, Bnb4Bit) else None
+        if table is not None and not torch.equal(tensor.view(-1), torch.tensor(table)):
+            raise ConfigError(f"{place}: {source} is not the table of its format; download it again")
         raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else None
         if raw is None:
             return

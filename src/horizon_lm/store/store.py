@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from horizon_lm.codecs.base import Codec
+from horizon_lm.codecs.slab import PackedSlab
 from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
 from horizon_lm.errors import StreamingError
 from horizon_lm.quantities import page_aligned
 from horizon_lm.schedule.ops import OUTER
-from horizon_lm.codecs.base import Codec
-from horizon_lm.codecs.slab import PackedSlab
 from horizon_lm.store.precision import Precision, join_master, split_master
 
 

@@ -51,7 +51,9 @@ def load_tokenizer(config: RunConfig) -> Any:
 
     folder = hub.local_folder(config.model_name_or_path)
     if config.gguf_file is None:
-        require_adapters(hub.load_config(folder, config.trust_remote_code), config)  # before minutes are spent on the data
+        require_adapters(
+            hub.load_config(folder, config.trust_remote_code), config
+        )  # before minutes are spent on the data
     else:
         hub.read_gguf_header(hub.gguf_path(folder, config.gguf_file))
     tokenizer = open_tokenizer(folder, gguf_file=config.gguf_file, trust_remote_code=config.trust_remote_code)
@@ -153,7 +155,6 @@ def _open(config: RunConfig, reads_weights: bool) -> Any:
     from horizon_lm.model.quantization import requested_quantization
 
     adapters = Adapters.of(config)
-    quantization = requested_quantization(config)
     return loading.open_for_run(
         config.model_name_or_path,
         device=choose_device(config.device),
@@ -163,7 +164,7 @@ def _open(config: RunConfig, reads_weights: bool) -> Any:
         attn_implementation=config.attn_implementation,
         allow_unproven_model=config.allow_unproven_model,
         adapters=adapters,
-        **({} if quantization is None else {"quantization_config": quantization}),
+        quantization_config=requested_quantization(config),
         reads_weights=reads_weights or adapters is not None,  # a checkpoint has the adapters alone
     )
 
