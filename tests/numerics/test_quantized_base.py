@@ -42,18 +42,18 @@ CASES = [
 ]  # fmt: skip
 
 
-def save_plain(family: str, folder: Path) -> None:
+def save_plain(family: str, folder: Path, **config: Any) -> None:
     sizes = {"n_embd": 64, "n_inner": 96} if family == "gpt2" else SIZES
     if family in ("qwen3_moe", "deepseek_v3"):
         sizes = sizes | {"moe_intermediate_size": 32}
     if family == "deepseek_v3":  # transformers' decoder takes a last row of smaller tiles for one of equal tiles
         sizes = sizes | {"qk_rope_head_dim": 16}
-    families.build(family, **sizes).to(torch.bfloat16).save_pretrained(folder)
+    families.build(family, **sizes, **config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def save_published(family: str, kind: str, folder: Path) -> Path:
+def save_published(family: str, kind: str, folder: Path, **config: Any) -> Path:
     """Write a folder of quantized weights in the layout of its publishers; a plain one for ``4bit``."""
-    save_plain(family, folder)
+    save_plain(family, folder, **config)
     if kind == "4bit":
         return folder
     if kind in ("nf4", "nested"):
@@ -68,12 +68,12 @@ def save_published(family: str, kind: str, folder: Path) -> Path:
         else:
             tensors[name] = weight
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {
         "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
         "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(TILE)},
     }[kind]  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(settings))
     return folder
 
 

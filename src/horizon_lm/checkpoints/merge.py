@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.codecs.base import Codec
 from horizon_lm.disk import Disk, replace_folder
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hub
@@ -110,7 +111,8 @@ class _MergedStore:
         self._owners = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self.unit_of
         }
-        self.codecs = codecs_of(checkpoint, parts) if isinstance(checkpoint, QuantizedCheckpoint) else {}
+        self._formats = codecs_of(checkpoint, parts) if isinstance(checkpoint, QuantizedCheckpoint) else {}
+        self.codecs: Mapping[str, Codec] = {}  # merged weights are not quantized
         self._merging = _Merging(Adapters(folder=str(adapter)).add_to(model, draw=False), adapter)
         self._loaded, self._values = "", dict[str, torch.Tensor]()
 
@@ -129,8 +131,8 @@ class _MergedStore:
 
     def _read(self, target: Target) -> dict[str, torch.Tensor]:
         """Return tensors of the base by their names in the model, decoded if they are quantized."""
-        if isinstance(self._checkpoint, QuantizedCheckpoint) and target.name in self.codecs:
-            codec, shape = self.codecs[target.name], self.shape(target.name)
+        if isinstance(self._checkpoint, QuantizedCheckpoint) and target.name in self._formats:
+            codec, shape = self._formats[target.name], self.shape(target.name)
             packed = torch.empty(codec.num_bytes(shape), dtype=torch.uint8)
             self._checkpoint.pack(self._plain, target, codec, packed, shape)
             return {target.name: codec.decode(packed, torch.empty(shape, dtype=self.source_dtypes[target.name]))}
