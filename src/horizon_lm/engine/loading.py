@@ -1,6 +1,7 @@
 """Create a streamed model from a model in memory, from a folder or hub id, or from a config."""
 
 import difflib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -16,7 +17,7 @@ from horizon_lm.engine.options import StreamArguments, open_device
 from horizon_lm.engine.packed_parameters import PackedParameter, decoding
 from horizon_lm.engine.parameters import require_plain
 from horizon_lm.engine.streamed_model import StreamedModel
-from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.errors import CheckpointWarning, ConfigError, StreamingError
 from horizon_lm.model import attention, hub
 from horizon_lm.model.adapters import Adapters, base_of_adapters
 from horizon_lm.model.hub import build_skeleton
@@ -322,8 +323,10 @@ def _open(
     )  # fmt: skip
     published = take_quantization(config)
     if published and quantization:
-        raise ConfigError(
-            f"{folder}: the weights are quantized already; leave out load_in_4bit and quantization_config"
+        warnings.warn(
+            f"{folder}: the weights are quantized already ({published['quant_method']}), so load_in_4bit has no effect",
+            CheckpointWarning,
+            stacklevel=3,
         )
     frozen = adapters is not None or bool(published or quantization)
     if frozen:
