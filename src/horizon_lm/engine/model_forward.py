@@ -38,7 +38,7 @@ from horizon_lm.model import attention
 from horizon_lm.model.block_template import Structure, has_foreign_hooks
 from horizon_lm.model.functional import in_place, logprobs_of_logits
 from horizon_lm.model.head_path import AUXILIARY, ChunkedPath
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.units import ModelParts, adapter_params
 from horizon_lm.planning.residency import BatchSize
 
 _MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature")
@@ -90,6 +90,7 @@ class ModelForward:
         self.engine, self.is_adapter, self._takes_images = engine, is_adapter, takes_images
         parts = engine.parts
         self._model, self._class = weakref.ref(parts.model), model_class
+        self.adapter_params = adapter_params(parts.model)  # identities of PEFT's parameters, in blocks and elsewhere
         self._signature = inspect.signature(model_class.forward)
         self.blocks, self.embedding = Blocks(engine), StreamedEmbedding(engine)
         self.head, self.outer = LmHead(engine), OuterParameters(engine)
@@ -99,6 +100,8 @@ class ModelForward:
         self.statistics: TokenStatistics | None = None  # collects those of each forward pass with labels
         self.whole_logits = False  # compute all logits at once, because the caller uses them
         self._calls: list[Call] = []  # arguments of the running forward pass, for a row probe
+        self.renew: Callable[[], None] | None = None  # attaches the model again if PEFT has changed its adapters
+        self._own_forwards: list[tuple[nn.Module, Any]] = []  # before they were replaced; None for those of the class
         self._replaced = self._replace_forwards(parts)
         inside = {id(module) for block in parts.blocks for module in block.modules()}
         self._structure = Structure(
@@ -140,8 +143,28 @@ class ModelForward:
                 assert norm is not None
                 forwards[norm] = _weakly(self.chunked.norm_forward, _own_forward(norm))
         for module, forward in forwards.items():
+            self._own_forwards.append((module, module.__dict__.get("forward")))
             module.forward = forward  # type: ignore[method-assign]
         return list(forwards.items())
+
+    def replace_forwards(self) -> None:
+        """Undo `restore_forwards`."""
+        for module, forward in self._replaced:
+            module.forward = forward
+
+    def restore_forwards(self) -> None:
+        """Give streamed modules their own forward methods back, and remove the replaced ones from copies of these modules."""
+        replaced = {id(forward) for _, forward in self._replaced}
+        for module in self.model.modules():
+            if id(module.__dict__.get("forward")) in replaced:
+                del module.forward
+        for module, forward in self._own_forwards:
+            if forward is not None:
+                module.forward = forward
+
+    def is_structure_changed(self) -> bool:
+        """Return whether a module or parameter of the model was added, removed or replaced."""
+        return self._root_ids() != self._root or self._structure.is_changed() or self.blocks.is_structure_changed()
 
     def _root_ids(self) -> list[int]:
         return [*map(id, self.model._modules.values()), *map(id, self.model._parameters.values())]
@@ -170,6 +193,11 @@ class ModelForward:
     def _call_model(self, **kwargs: Any) -> Any:
         """Call the model's original forward method."""
         return self._class.forward(self.model, **kwargs)
+
+    @property
+    def model_class(self) -> Any:
+        """The model's own class, before it was streamed."""
+        return self._class
 
     @property
     def model(self) -> Any:

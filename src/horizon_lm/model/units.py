@@ -178,7 +178,7 @@ def _find_units(
     name: str, model: Any, blocks: nn.ModuleList, embed: nn.Module, head: nn.Module
 ) -> tuple[dict[str, list[ParamRef]], dict[int, frozenset[str]]]:
     """Return the model's parameters by unit, in the order of the model, and the names of adapters in each block."""
-    adapted = _adapter_params(model)
+    adapted = adapter_params(model)
     owner: dict[int, str] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
     owner |= {id(module): HEAD for module in head.modules()} | {id(module): EMBED for module in embed.modules()}
     refs: dict[int, ParamRef] = {}
@@ -217,7 +217,7 @@ def _find_units(
     return units, {index: frozenset(names) for index, names in adapters.items()}
 
 
-def _adapter_params(model: Any) -> set[int]:
+def adapter_params(model: Any) -> set[int]:
     """Return the identities of the parameters of PEFT's adapters, active or not.
 
     A layer with adapters has the names of its attributes that belong to them in ``adapter_layer_names``.
@@ -227,6 +227,11 @@ def _adapter_params(model: Any) -> set[int]:
     )
     modules = (part for part in parts if isinstance(part, nn.Module))
     return {id(param) for module in modules for param in module.parameters()}
+
+
+def is_adapter_layer(module: nn.Module) -> bool:
+    """Return whether a module is one of PEFT's layers with adapters."""
+    return bool(getattr(module, "adapter_layer_names", ()))
 
 
 def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
