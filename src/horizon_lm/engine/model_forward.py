@@ -27,7 +27,7 @@ from horizon_lm.engine.embedding import StreamedEmbedding
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.gradient_check import GradientCheck
 from horizon_lm.engine.lm_head import LmHead
-from horizon_lm.engine.lockstep import apart, meet, run_on_in_backward, run_together
+from horizon_lm.engine.lockstep import apart, meet, place, run_on_in_backward, run_together
 from horizon_lm.engine.micro_batches import ProbeDoneError, split_batches
 from horizon_lm.engine.outer import OuterParameters
 from horizon_lm.engine.parameters import StandIn
@@ -35,6 +35,7 @@ from horizon_lm.engine.residency_planner import ResidencyPlanner
 from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.errors import MissingLogitsError, StreamingError
 from horizon_lm.model import attention
+from horizon_lm.model.active_adapters import ActiveAdapters
 from horizon_lm.model.block_template import Structure, has_foreign_hooks
 from horizon_lm.model.functional import in_place, logprobs_of_logits
 from horizon_lm.model.head_path import AUXILIARY, ChunkedPath
@@ -98,6 +99,7 @@ class ModelForward:
         self.chunked = ChunkedLmHead(self.head, path, _weakly(self._call_model)) if path is not None else None
         self.planner = ResidencyPlanner(engine)
         self.statistics: TokenStatistics | None = None  # collects those of each forward pass with labels
+        self.switches_per_call = False  # each call in lock-step has its own switches of adapters
         self.whole_logits = False  # compute all logits at once, because the caller uses them
         self._calls: list[Call] = []  # arguments of the running forward pass, for a row probe
         self.renew: Callable[[], None] | None = None  # attaches the model again if PEFT has changed its adapters
@@ -221,10 +223,20 @@ class ModelForward:
 
     def _meet(self, kind: Hashable, call: Call, compute: Callable[[list[Call]], list[Any]]) -> Any:
         """Compute a call, together with the calls of the same kind that are in lock-step with it."""
-        if (self.is_adapter or self.engine.parts.adapters) and not torch.is_grad_enabled():
-            # The code around this call may have changed the model's adapters for it, and changes them back afterwards.
+        point = (id(self), torch.is_grad_enabled(), kind)
+        if place() == 0 or not self.adapter_params:
+            return meet(point, call, compute)
+        if not self.switches_per_call and not torch.is_grad_enabled():
+            # The code around this call may have switched adapters for it, and switches them back afterwards.
             return apart(lambda: compute([call])[0])
-        return meet((id(self), torch.is_grad_enabled(), kind), call, compute)
+        adapters = ActiveAdapters(self.model)
+        state = adapters.read()
+
+        def compute_with_adapters(calls: list[Call]) -> list[Any]:
+            with adapters.set_to(state):
+                return compute(calls)
+
+        return meet((*point, state), call, compute_with_adapters)
 
     def _forward_all(self, is_chunked: bool, has_labels: bool, calls: list[Call]) -> list[Any]:
         """Run one forward pass over all calls. Return the output of each."""

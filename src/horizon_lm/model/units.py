@@ -165,8 +165,8 @@ def _find_head(name: str, model: Any) -> tuple[nn.Module, bool]:
     if head is not None:
         return head, False
     # The name is the convention of transformers' decoders; encoders have a `classifier` after a pooling layer.
-    score = getattr(model, "score", None)
-    if type(score) is nn.Linear:
+    score: Any = getattr(model, "score", None)
+    if type(getattr(score, "original_module", score)) is nn.Linear:  # PEFT trains a copy of it, as a whole
         return score, True
     raise ModelNotSupportedError(
         f"{name} has neither the output embeddings of a causal language model nor the `score` of a decoder that classifies "
