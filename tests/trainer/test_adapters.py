@@ -8,8 +8,9 @@ import pytest
 import torch
 import trl
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 import horizon_lm
 from horizon_lm.integrations import references
@@ -18,6 +19,7 @@ from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.trainer import rows
 from tests.trainer.test_held_batches import Loads, history
+from tests.trainer.test_trainer_checkpoints import StopAt, masters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 3
@@ -65,17 +67,19 @@ def make(kind: str, cls: Any, model: Any, output: Path, **more: Any) -> Any:
     """Return a trainer."""
     AcceleratorState._reset_state(reset_partial_state=True)
     _, arguments, settings, *_ = TRAINERS[kind]
-    given = {
+    given: dict[str, Any] = {
         "output_dir": str(output), "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "seed": 7,
         "gradient_accumulation_steps": 4, "save_strategy": "no", "learning_rate": 1e-3, "report_to": "none", "use_cpu": True,
         "disable_tqdm": True, "dataloader_pin_memory": False, "bf16": False,
-    }  # fmt: skip
-    extra = {key: more.pop(key) for key in ("callbacks", "peft_config", "compute_loss_func") if key in more}
+    } | settings | more  # fmt: skip
+    extra = {key: given.pop(key) for key in ("callbacks", "peft_config") if key in given}
     if kind in ("grpo", "rloo"):
         extra["reward_funcs"] = length_reward
+    if "eval_strategy" in given:
+        extra["eval_dataset"] = datasets.Dataset.from_list(rows.of_kind(kind, 4))
     torch.manual_seed(0)
     return cls(
-        model=model, args=arguments(**(given | settings | more)), train_dataset=datasets.Dataset.from_list(rows.of_kind(kind)),
+        model=model, args=arguments(**given), train_dataset=datasets.Dataset.from_list(rows.of_kind(kind)),
         processing_class=tiny.build_tokenizer(), **extra,
     )  # fmt: skip
 
@@ -153,3 +157,72 @@ def test_switches_do_not_leak_between_losses(tmp_path: Path) -> None:
         trained[-1].train()
     assert difference(*map(history, trained), 1e-5) is None
     assert difference(*[adapters(each.model) for each in trained], 1e-5) is None
+
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}  # an epoch has three steps
+
+
+def run(kind: str, source: str, precision: str, folder: Path, output: Path, resume: bool = False, **more: Any) -> Any:
+    """Train, and return the trainer."""
+    model = base(kind, folder)
+    if source == "model":
+        model = with_adapters(kind, model)
+    else:
+        more["peft_config"] = config(kind, lora_dropout=0.1)
+    cls = horizon_lm.trainer(TRAINERS[kind][0])
+    trainer = make(kind, cls, horizon_lm.stream(model, precision=precision), output, **(SAVING | more))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "precision"),
+    [("sft", "peft_config", "fp32_master"), ("dpo", "model", "float32"), ("reward", "peft_config", "bf16")],
+)
+def test_resume_in_mid_epoch_is_bit_exact(tmp_path: Path, kind: str, source: str, precision: str) -> None:
+    folder = tiny.save_model(tmp_path / "model")
+    whole = run(kind, source, precision, folder, tmp_path / "whole")
+    stopped = run(kind, source, precision, folder, tmp_path / "parts", callbacks=[StopAt(2)])
+    assert difference(masters(whole.model), masters(stopped.model), 0.0) is not None
+    resumed = run(kind, source, precision, folder, tmp_path / "parts", resume=True)
+    assert difference(masters(whole.model), masters(resumed.model), 0.0) is None
+    assert history(resumed) == history(whole)
+    states = [each.streamed_optimizer.state_dict() for each in (whole, resumed)]
+    assert difference(*states, 0.0) is None
+
+
+def test_the_folder_is_that_of_peft(tmp_path: Path) -> None:
+    """It has the adapters with all their bits, and nothing of the base; plain PEFT opens it."""
+    folder = tiny.save_model(tmp_path / "model")
+    trainer = run("sft", "peft_config", "fp32_master", folder, tmp_path / "run")
+    last = tmp_path / "run" / "checkpoint-5"
+    files = {str(path.relative_to(last)) for path in last.rglob("*.safetensors")}
+    assert files == {"adapter_model.safetensors", "horizon/units/outer.safetensors"}
+    saved, store = load_file(last / "adapter_model.safetensors"), trainer.model._horizon.engine.store
+    for name, value in saved.items():
+        own = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+        assert torch.equal(value, store.master(own)), name
+    assert len(saved) == len(trainer.model._horizon.engine.parts.adapter_names)
+    plain = PeftModel.from_pretrained(base("sft", folder), last).eval()
+    opened = horizon_lm.stream(PeftModel.from_pretrained(base("sft", folder), last), precision="float32").eval()
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        assert torch.equal(plain(input_ids=ids).logits, opened(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("more", [{}, {"save_only_model": True}], ids=str)
+def test_best_model(tmp_path: Path, more: dict[str, Any]) -> None:
+    """The best checkpoint's adapters are loaded in the end, in their places."""
+    settings = more | {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "max_steps": 4}
+    settings |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # so it is the first one
+    kept: dict[int, Any] = {}
+
+    class Keep(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            kept[state.global_step] = masters(model)
+
+    folder = tiny.save_model(tmp_path / "model")
+    trainer = run("sft", "model", "fp32_master", folder, tmp_path / "run", callbacks=[Keep()], **settings)
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
+    assert difference(masters(trainer.model), kept[4], 0.0) is not None
+    assert difference(masters(trainer.model), kept[2], 0.0) is None
