@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import horizon_lm
 from horizon_lm.integrations import references
+from tests import families
 from tests.e2e import tiny
+from tests.numerics.test_lockstep import losses_together
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.trainer import rows
@@ -226,3 +228,34 @@ def test_best_model(tmp_path: Path, more: dict[str, Any]) -> None:
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
     assert difference(masters(trainer.model), kept[4], 0.0) is not None
     assert difference(masters(trainer.model), kept[2], 0.0) is None
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_plan_counts_the_bytes_of_a_step(tmp_path: Path, precision: str, late: bool) -> None:
+    """16 bytes for each parameter of the adapters, and 2 or 4 for the base; other adapters, too."""
+    model = base("sft", tiny.save_model(tmp_path / "model"))
+    options: dict[str, Any] = {"precision": precision, "activation_checkpoints": "host", "device_micro_batch_size": 2}
+    if late:
+        model = with_adapters("sft", horizon_lm.stream(model.bfloat16(), **options))
+        model.add_adapter("other", config("sft", r=2, target_modules=["q_proj"]))
+    else:
+        model = horizon_lm.stream(with_adapters("sft", model), **options)
+    args = trl.SFTConfig(str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True)
+    planned = horizon_lm.plan(model, args, length=16)
+    assert planned.fits
+    assert planned.step.outline.base_is_frozen
+    optimizer = horizon_lm.AdamW(model)
+    losses_together(model, [families.batch(rows=2, length=16)] * 2)
+    optimizer.step()
+    measured = horizon_lm.stats(model)["host_bytes_by_kind"]
+    counted = {item.name: item.num_bytes for item in planned.host.items}
+    own = {name: size for name, size in counted.items() if not name.startswith(("process", "activations", "device"))}
+    assert sum(measured.values()) == sum(own.values()), (measured, own)
+
+
+def test_the_plan_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("reward", "peft_config", "float32", tiny.save_model(tmp_path / "model"), tmp_path / "run", max_steps=1)
+    out = capsys.readouterr().out
+    assert "plan: host memory: " in out
+    assert "no plan was made" not in out
