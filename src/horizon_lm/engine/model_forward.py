@@ -36,6 +36,7 @@ from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.errors import MissingLogitsError, StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.active_adapters import ActiveAdapters
+from horizon_lm.model.adapter_kinds import is_differentiable_cache
 from horizon_lm.model.block_template import Structure, has_foreign_hooks
 from horizon_lm.model.functional import in_place, logprobs_of_logits
 from horizon_lm.model.head_path import AUXILIARY, ChunkedPath
@@ -641,6 +642,10 @@ def _choose_cache(call: Call, recording: bool) -> None:
     # Configs have use_cache=True by default; a cache is kept only for callers that ask for one.
     if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
         call["use_cache"] = False
+    if torch.is_grad_enabled() and is_differentiable_cache(call.get("past_key_values")):
+        raise StreamingError(
+            "past_key_values need gradients, as in PEFT's prefix tuning, which is not streamed; use LoRA, or prompt tuning"
+        )
     if recording and call["use_cache"]:
         raise StreamingError(
             "use_cache=True is for generation; in training it would keep every block's keys; set it to False"

@@ -21,6 +21,7 @@ from horizon_lm.engine.model_forward import ModelForward
 from horizon_lm.engine.streamed_model import attach
 from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning
 from horizon_lm.model import attention, capture
+from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.outer_trial import require_each_block_once, try_outer
 from horizon_lm.model.proven import IMAGES, MICRO_BATCHES, VARLEN, find_proof, require_proven
@@ -61,6 +62,7 @@ class StreamArguments(StreamingOptions):
 
     def take_apart(self, model: Any) -> ModelParts:
         """Return the units of a model. Reject a model that cannot be streamed before any of its parameters is moved."""
+        require_adapters_that_stream(model)
         capture.install_hooks(model)  # so that its own hooks do not count as foreign hooks later
         parts = find_parts(model)
         trial = try_outer(parts)

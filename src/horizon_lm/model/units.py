@@ -151,6 +151,11 @@ def find_parts(model: Any) -> ModelParts:
         raise ModelNotSupportedError(
             f"{name}: an input embedding with sparse gradients or max_norm is not streamed; set sparse=False and max_norm=None"
         )
+    if is_adapter_layer(embed):
+        raise ModelNotSupportedError(
+            f"{name}: PEFT's adapters of the input embedding (modules_to_save, target_modules, trainable_token_indices) are not "
+            "streamed; leave the embedding out of them"
+        )
     units, adapters = _find_units(name, model, blocks, embed, head)
     table = next((ref for ref in units[EMBED] if (embed, "weight") in ref.places), None)
     if table is None or len(units[EMBED]) != 1:
@@ -180,6 +185,8 @@ def _find_units(
     """Return the model's parameters by unit, in the order of the model, and the names of adapters in each block."""
     adapted = adapter_params(model)
     owner: dict[int, str] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
+    if adapted:
+        _reject_shared_modules(name, model, blocks, owner)
     owner |= {id(module): HEAD for module in head.modules()} | {id(module): EMBED for module in embed.modules()}
     refs: dict[int, ParamRef] = {}
     for module_name, module in model.named_modules():
@@ -217,13 +224,31 @@ def _find_units(
     return units, {index: frozenset(names) for index, names in adapters.items()}
 
 
+def _reject_shared_modules(name: str, model: Any, blocks: nn.ModuleList, owner: Mapping[int, str]) -> None:
+    """Raise ModelNotSupportedError if a module with parameters is in several blocks, as in some methods of PEFT."""
+    inside = [(block(i), module) for i, each in enumerate(blocks) for module in each.modules()]
+    shared = {
+        id(m) for unit, m in inside if owner[id(m)] != unit and any(p is not None for p in m._parameters.values())
+    }
+    paths = [path for path, module in model.named_modules() if id(module) in shared]
+    if paths:
+        raise ModelNotSupportedError(
+            f"{name}: the parameters of {paths[0]} are in several blocks, each of which would train its own; use a method of "
+            "PEFT that shares nothing between blocks, such as LoRA"
+        )
+
+
 def adapter_params(model: Any) -> set[int]:
     """Return the identities of the parameters of PEFT's adapters, active or not.
 
-    A layer with adapters has the names of its attributes that belong to them in ``adapter_layer_names``.
+    A layer with adapters has the names of its attributes that belong to them in ``adapter_layer_names``, and of others, few
+    of which are parameters, in ``other_param_names``.
     """
     parts = (
-        getattr(layer, name, None) for layer in model.modules() for name in getattr(layer, "adapter_layer_names", ())
+        getattr(layer, name, None)
+        for layer in model.modules()
+        if is_adapter_layer(layer)
+        for name in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ()))
     )
     modules = (part for part in parts if isinstance(part, nn.Module))
     return {id(param) for module in modules for param in module.parameters()}
