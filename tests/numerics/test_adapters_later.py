@@ -1,5 +1,6 @@
 """Adapters that PEFT adds to a streamed model, removes from it, switches, and merges into it: equal to plain PEFT."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,21 @@ def test_merged_and_unmerged(kind: str, late: bool) -> None:
     assert_same(plain, model)
 
 
+def test_a_merged_model_is_saved_as_a_plain_one(tmp_path: Path) -> None:
+    """Also if it was not used between adding and merging, and by other code that writes a frozen base in bf16."""
+    plain = adapted(families.build("llama")).merge_and_unload()
+    model = adapted(horizon_lm.stream(families.build("llama"), precision="float32")).merge_and_unload()
+    model.save_pretrained(tmp_path)
+    opened = type(plain).from_pretrained(tmp_path)
+    assert difference(dict(plain.named_parameters()), dict(opened.named_parameters()), 0.0) is None
+    frozen = horizon_lm.stream(adapted(families.build("llama")), precision="fp32_master")
+    name, param = next((n, p) for n, p in frozen.named_parameters() if "base_layer" in n)
+    param.data.mul_(2)
+    expected = adapted(families.build("llama")).get_parameter(name).bfloat16() * 2
+    logits(frozen)
+    assert torch.equal(frozen.get_parameter(name), expected)
+
+
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp32_master"])
 def test_merged_for_good(precision: str) -> None:
     """A model without adapters is left, which is streamed. In 16 bits it is that of plain PEFT with a base in bf16."""
@@ -271,3 +287,35 @@ def test_other_changes_of_the_structure_are_still_rejected() -> None:
     block.mlp.up_proj = torch.nn.Linear(*reversed(block.mlp.up_proj.weight.shape), bias=False)
     with pytest.raises(StreamingError, match="Change the model first"):
         model(**families.batch())
+
+
+def test_switching_in_lock_step() -> None:
+    """Without gradients, each function sees its own switches; with gradients, a switch that others would see is rejected."""
+    plain, model = (adapted(each) for each in pair())
+    batches = [families.batch(seed=step) for step in range(3)]
+
+    def against_base(each: Any, batch: Any) -> torch.Tensor:
+        with torch.no_grad(), each.disable_adapter():
+            reference = each(**batch).loss
+        return each(**batch).loss - 0.5 * reference
+
+    for each in (plain, model):
+        each.train()
+    expected = [against_base(plain, batch) for batch in batches]
+    got = horizon_lm.run_together([partial(against_base, model, batch) for batch in batches])
+    sum(expected).backward()
+    sum(got).backward()
+    assert [float(each) for each in got] == pytest.approx([float(each) for each in expected], rel=3e-6)
+    grads = [{n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (plain, model)]
+    assert difference(*grads, 1e-5) is None
+    model.zero_grad()
+    model.add_adapter("other", LoraConfig(**OTHER))
+
+    def with_other(batch: Any) -> torch.Tensor:
+        model.set_adapter("other")
+        loss: torch.Tensor = model(**batch).loss
+        model.set_adapter("default")
+        return loss
+
+    with pytest.raises(StreamingError, match="around run_together"):
+        horizon_lm.run_together([partial(with_other, batch) for batch in batches])

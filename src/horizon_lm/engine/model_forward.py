@@ -8,8 +8,8 @@ Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,13 +27,13 @@ from horizon_lm.engine.embedding import StreamedEmbedding
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.gradient_check import GradientCheck
 from horizon_lm.engine.lm_head import LmHead
-from horizon_lm.engine.lockstep import apart, meet, place, run_on_in_backward, run_together
+from horizon_lm.engine.lockstep import apart, meet, place, run_on_in_backward, run_together, watch
 from horizon_lm.engine.micro_batches import ProbeDoneError, split_batches
 from horizon_lm.engine.outer import OuterParameters
 from horizon_lm.engine.parameters import StandIn
 from horizon_lm.engine.residency_planner import ResidencyPlanner
 from horizon_lm.engine.token_statistics import TokenStatistics
-from horizon_lm.errors import MissingLogitsError, StreamingError
+from horizon_lm.errors import HorizonError, MissingLogitsError, StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.active_adapters import ActiveAdapters
 from horizon_lm.model.adapter_kinds import is_differentiable_cache
@@ -100,6 +100,8 @@ class ModelForward:
         self.chunked = ChunkedLmHead(self.head, path, _weakly(self._call_model)) if path is not None else None
         self.planner = ResidencyPlanner(engine)
         self.statistics: TokenStatistics | None = None  # collects those of each forward pass with labels
+        self._adapters_at_begin: Any = None  # their state when the running lock-step began
+        watch(self)
         self.switches_per_call = False  # each call in lock-step has its own switches of adapters
         self.whole_logits = False  # compute all logits at once, because the caller uses them
         self._calls: list[Call] = []  # arguments of the running forward pass, for a row probe
@@ -232,12 +234,38 @@ class ModelForward:
             return apart(lambda: compute([call])[0])
         adapters = ActiveAdapters(self.model)
         state = adapters.read()
+        if not self.switches_per_call and state != self._adapters_at_begin:
+            raise StreamingError(
+                "adapters were switched in one of the functions of run_together, where the others would see it; switch them "
+                "around run_together, or compute this call under torch.no_grad()"
+            )
 
         def compute_with_adapters(calls: list[Call]) -> list[Any]:
             with adapters.set_to(state):
                 return compute(calls)
 
         return meet((*point, state), call, compute_with_adapters)
+
+    @contextmanager
+    def in_lockstep(self) -> Iterator[None]:
+        """Context manager: remember which adapters were active when the lock-step began."""
+        horizon = self._present()
+        before = horizon._adapters_at_begin
+        if horizon.adapter_params and not horizon.switches_per_call and horizon.model is not None:
+            horizon._adapters_at_begin = ActiveAdapters(horizon.model).read()
+        try:
+            yield
+        finally:
+            horizon._adapters_at_begin = before
+
+    def _present(self) -> "ModelForward":
+        """Return what this object was replaced by, if PEFT has changed the model's adapters."""
+        model = self._model()
+        if model is None or "_horizon" not in vars(model):  # it is being attached
+            return self
+        with suppress(HorizonError):  # raised where the model is used
+            return model._horizon  # type: ignore[no-any-return]
+        return self
 
     def _forward_all(self, is_chunked: bool, has_labels: bool, calls: list[Call]) -> list[Any]:
         """Run one forward pass over all calls. Return the output of each."""
