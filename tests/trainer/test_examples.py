@@ -25,6 +25,7 @@ STEPS = 20
 SETTINGS: dict[str, list[str]] = {
     "trainer": [],
     "sft": [],
+    "sft_lora": ["--use_peft", "--lora_target_modules", "all-linear", "--lora_dropout", "0"],
     "dpo": [],
     "kto": [],
     "reward": [],
@@ -91,7 +92,7 @@ def prepare(name: str, folder: Path) -> None:
         classifier = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
         classifier.save_pretrained(folder / "model")
     (folder / "rows").mkdir()
-    tiny.write_jsonl(folder / "rows" / "train.jsonl", rows.of_kind(name))
+    tiny.write_jsonl(folder / "rows" / "train.jsonl", rows.of_kind(name.partition("_")[0]))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -122,5 +123,8 @@ def test_equal_with_and_without_the_two_lines(
     if name != "grpo":  # generates in a step
         assert max(step["loads"] for step in passes.steps) <= LOADS[name]
         assert {step["rows"] for step in passes.steps} == {LOADS[name] * ROWS[name]}
+    if name == "sft_lora":
+        assert (tmp_path / "streamed" / "adapter_model.safetensors").is_file()
+        return
     saved = json.loads((tmp_path / "streamed" / "config.json").read_text())
     assert saved["architectures"] == [type(expected.model).__name__]

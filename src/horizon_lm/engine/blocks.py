@@ -119,6 +119,10 @@ class Blocks:
             each.release()
         return rebuilt
 
+    def is_structure_changed(self) -> bool:
+        """Return whether a module or parameter inside a block was added, removed or replaced."""
+        return any(each.is_structure_changed() for each in self.blocks)
+
     def rehearse(self) -> Rehearsal:
         """Make the next forward pass a rehearsal, which only measures the memory that blocks take."""
         self.rehearsal = Rehearsal(self.engine, self.blocks, self.row_dims, self._outputs, self.segments[0])

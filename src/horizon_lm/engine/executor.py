@@ -102,6 +102,7 @@ class Engine:
             Any, ...
         ] = ()  # kept blocks, residency and trained parameters of the last recorded pass
 
+        self._retired = False  # the model was attached again, with other adapters
         self.device_lost = False  # the device has failed, and host memory was settled without it
         self._outer_version, self._resident_version = -1, -1  # versions of outer parameters and of resident blocks
         self._set_residency(options.residency or Residency(0))
@@ -144,6 +145,14 @@ class Engine:
                 "before the first training step"
             )
 
+    def trains_other_adapters(self) -> bool:
+        """Return whether an adapter requires a gradient for which no memory was allocated when training began."""
+        if not self.store.has_grads or not self.parts.adapters:
+            return False
+        layout = self.store.units[OUTER].grad_layout
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(name not in layout and self.refs[name].param.requires_grad for name in self.parts.adapter_names)
+
     def update_in_backward(self, optimizer: UnitOptimizer) -> None:
         """Update each unit as soon as its gradient has landed, from now on. Raise ConfigError if gradients are
         allocated already.
@@ -156,6 +165,10 @@ class Engine:
         self.updates.optimizer_in_backward = optimizer
         self.allocate_grads()
         self.grads.slots = LandingSlots(self.store, self.device, self.parts)
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        """Return the full name of a parameter; None for one that is not the model's."""
+        return self._name_of.get(id(param))
 
     # Properties that determine the schedule
 
@@ -590,7 +603,7 @@ class Engine:
 
     def hand_out_grad(self, param: nn.Parameter) -> None:
         """Wait until a gradient has landed and no update reads it, before other code reads or writes it."""
-        name = self._name_of.get(id(param))
+        name = self.name_of(param)
         if name is None:
             return
         if self.updates.optimizer_in_backward is not None and self.updates.optimizer_in_backward.pending:
@@ -616,13 +629,33 @@ class Engine:
 
     def clear_grads(self) -> None:
         """Mark all gradients empty, and valid again after a fault. No memory is written."""
+        self._require_attached()
         self.wait_for_grads()
         self.grads.clear()
+
+    def retire(self, store: Store) -> None:
+        """Free what is not used any more, because the model is attached again with another store. No pass may be running."""
+        self._retired = True
+        self.memory.release()
+        for unit, slabs in self.store.units.items():
+            moved = store.units[unit].weights.data_ptr() != slabs.weights.data_ptr()
+            for slab in (slabs.grads, *([slabs.weights] if moved else [])):
+                if slab.numel():
+                    self.device.free_host(slab)
+        self.device.trim()
+
+    def _require_attached(self) -> None:
+        if self._retired:
+            raise StreamingError(
+                "the model has other adapters, or trains another one, since this optimizer was created or this loss computed; "
+                "create the optimizer after the adapters"
+            )
 
     # Faults
 
     def check_alive(self) -> None:
         """Continue an update or save that was interrupted; raise PartialUpdateError if an update was cut off."""
+        self._require_attached()
         self.updates.partial_update.require_complete()
         if self.cursor.schedule is not None and self.cursor.schedule.name in ("update", "save"):
             self.cursor.finish()

@@ -40,10 +40,11 @@ class ForeignWrites:
         if not written:
             return
         self._store.weights_changed()
-        if self._store.precision.low_half and not with_low_halves:
-            for name in written:
+        masters = [name for name in written if self._store.units[self._store.unit_of[name]].low is not None]
+        if masters and not with_low_halves:
+            for name in masters:
                 self._store.reset_low(name)
-            self._warn(written)
+            self._warn(masters)
 
     def _warn(self, written: list[str]) -> None:
         if self._warned:

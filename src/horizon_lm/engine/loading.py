@@ -19,6 +19,7 @@ from horizon_lm.engine.parameters import require_plain
 from horizon_lm.engine.streamed_model import StreamedModel
 from horizon_lm.errors import CheckpointWarning, ConfigError, StreamingError
 from horizon_lm.model import attention, hub
+from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.adapters import Adapters, base_of_adapters
 from horizon_lm.model.hub import build_skeleton
 from horizon_lm.model.quantization import expected_codecs, four_bits, take_quantization
@@ -424,6 +425,7 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
 
     Of a PEFT model, the model inside it is attached: PEFT, and whoever generates, calls that one.
     """
+    require_adapters_that_stream(model)
     inside = adapted_model(model)
     if isinstance(inside, StreamedModel):
         raise StreamingError("the model is streamed already")

@@ -7,10 +7,11 @@ its weights loaded once. Outside of a lock-step a meeting has one participant an
 
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -18,6 +19,22 @@ from torch.utils._pytree import tree_leaves
 T = TypeVar("T")
 _DEVICE_TYPES = ("cpu", "cuda")
 _current = threading.local()  # the member whose function this thread runs
+
+
+class Watcher(Protocol):
+    """An object that is told when a lock-step begins and ends."""
+
+    def in_lockstep(self) -> AbstractContextManager[None]:
+        """Context manager: a lock-step is running."""
+        ...
+
+
+_watchers: "weakref.WeakSet[Watcher]" = weakref.WeakSet()
+
+
+def watch(watcher: Watcher) -> None:
+    """Tell an object about each lock-step, for as long as it lives."""
+    _watchers.add(watcher)
 
 
 class ThreadState:
@@ -158,6 +175,13 @@ def run_together(functions: Sequence[Callable[[], T]], prepare: Sequence[Callabl
     if len(functions) == 1:
         prepare[0]()
         return [functions[0]()]
+    with ExitStack() as stack:
+        for watcher in list(_watchers):
+            stack.enter_context(watcher.in_lockstep())
+        return _run_members(functions, prepare)
+
+
+def _run_members(functions: Sequence[Callable[[], T]], prepare: Sequence[Callable[[], None]]) -> list[T]:
     state = ThreadState()
     members: list[_Member] = []
     try:

@@ -8,8 +8,8 @@ Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,18 +27,20 @@ from horizon_lm.engine.embedding import StreamedEmbedding
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.gradient_check import GradientCheck
 from horizon_lm.engine.lm_head import LmHead
-from horizon_lm.engine.lockstep import apart, meet, run_on_in_backward, run_together
+from horizon_lm.engine.lockstep import apart, meet, place, run_on_in_backward, run_together, watch
 from horizon_lm.engine.micro_batches import ProbeDoneError, split_batches
 from horizon_lm.engine.outer import OuterParameters
 from horizon_lm.engine.parameters import StandIn
 from horizon_lm.engine.residency_planner import ResidencyPlanner
 from horizon_lm.engine.token_statistics import TokenStatistics
-from horizon_lm.errors import MissingLogitsError, StreamingError
+from horizon_lm.errors import HorizonError, MissingLogitsError, StreamingError
 from horizon_lm.model import attention
+from horizon_lm.model.active_adapters import ActiveAdapters
+from horizon_lm.model.adapter_kinds import is_differentiable_cache
 from horizon_lm.model.block_template import Structure, has_foreign_hooks
 from horizon_lm.model.functional import in_place, logprobs_of_logits
 from horizon_lm.model.head_path import AUXILIARY, ChunkedPath
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.units import ModelParts, adapter_params
 from horizon_lm.planning.residency import BatchSize
 
 _MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature")
@@ -90,6 +92,7 @@ class ModelForward:
         self.engine, self.is_adapter, self._takes_images = engine, is_adapter, takes_images
         parts = engine.parts
         self._model, self._class = weakref.ref(parts.model), model_class
+        self.adapter_params = adapter_params(parts.model)  # identities of PEFT's parameters, in blocks and elsewhere
         self._signature = inspect.signature(model_class.forward)
         self.blocks, self.embedding = Blocks(engine), StreamedEmbedding(engine)
         self.head, self.outer = LmHead(engine), OuterParameters(engine)
@@ -97,8 +100,13 @@ class ModelForward:
         self.chunked = ChunkedLmHead(self.head, path, _weakly(self._call_model)) if path is not None else None
         self.planner = ResidencyPlanner(engine)
         self.statistics: TokenStatistics | None = None  # collects those of each forward pass with labels
+        self._adapters_at_begin: Any = None  # their state when the running lock-step began
+        watch(self)
+        self.switches_per_call = False  # each call in lock-step has its own switches of adapters
         self.whole_logits = False  # compute all logits at once, because the caller uses them
         self._calls: list[Call] = []  # arguments of the running forward pass, for a row probe
+        self.renew: Callable[[], None] | None = None  # attaches the model again if PEFT has changed its adapters
+        self._own_forwards: list[tuple[nn.Module, Any]] = []  # before they were replaced; None for those of the class
         self._replaced = self._replace_forwards(parts)
         inside = {id(module) for block in parts.blocks for module in block.modules()}
         self._structure = Structure(
@@ -140,8 +148,28 @@ class ModelForward:
                 assert norm is not None
                 forwards[norm] = _weakly(self.chunked.norm_forward, _own_forward(norm))
         for module, forward in forwards.items():
+            self._own_forwards.append((module, module.__dict__.get("forward")))
             module.forward = forward  # type: ignore[method-assign]
         return list(forwards.items())
+
+    def replace_forwards(self) -> None:
+        """Undo `restore_forwards`."""
+        for module, forward in self._replaced:
+            module.forward = forward
+
+    def restore_forwards(self) -> None:
+        """Give streamed modules their own forward methods back, and remove the replaced ones from copies of these modules."""
+        replaced = {id(forward) for _, forward in self._replaced}
+        for module in self.model.modules():
+            if id(module.__dict__.get("forward")) in replaced:
+                del module.forward
+        for module, forward in self._own_forwards:
+            if forward is not None:
+                module.forward = forward
+
+    def is_structure_changed(self) -> bool:
+        """Return whether a module or parameter of the model was added, removed or replaced."""
+        return self._root_ids() != self._root or self._structure.is_changed() or self.blocks.is_structure_changed()
 
     def _root_ids(self) -> list[int]:
         return [*map(id, self.model._modules.values()), *map(id, self.model._parameters.values())]
@@ -172,6 +200,11 @@ class ModelForward:
         return self._class.forward(self.model, **kwargs)
 
     @property
+    def model_class(self) -> Any:
+        """The model's own class, before it was streamed."""
+        return self._class
+
+    @property
     def model(self) -> Any:
         """The streamed model."""
         return self._model()
@@ -193,10 +226,46 @@ class ModelForward:
 
     def _meet(self, kind: Hashable, call: Call, compute: Callable[[list[Call]], list[Any]]) -> Any:
         """Compute a call, together with the calls of the same kind that are in lock-step with it."""
-        if (self.is_adapter or self.engine.parts.adapters) and not torch.is_grad_enabled():
-            # The code around this call may have changed the model's adapters for it, and changes them back afterwards.
+        point = (id(self), torch.is_grad_enabled(), kind)
+        if place() == 0 or not self.adapter_params:
+            return meet(point, call, compute)
+        if not self.switches_per_call and not torch.is_grad_enabled():
+            # The code around this call may have switched adapters for it, and switches them back afterwards.
             return apart(lambda: compute([call])[0])
-        return meet((id(self), torch.is_grad_enabled(), kind), call, compute)
+        adapters = ActiveAdapters(self.model)
+        state = adapters.read()
+        if not self.switches_per_call and state != self._adapters_at_begin:
+            raise StreamingError(
+                "adapters were switched in one of the functions of run_together, where the others would see it; switch them "
+                "around run_together, or compute this call under torch.no_grad()"
+            )
+
+        def compute_with_adapters(calls: list[Call]) -> list[Any]:
+            with adapters.set_to(state):
+                return compute(calls)
+
+        return meet((*point, state), call, compute_with_adapters)
+
+    @contextmanager
+    def in_lockstep(self) -> Iterator[None]:
+        """Context manager: remember which adapters were active when the lock-step began."""
+        horizon = self._present()
+        before = horizon._adapters_at_begin
+        if horizon.adapter_params and not horizon.switches_per_call and horizon.model is not None:
+            horizon._adapters_at_begin = ActiveAdapters(horizon.model).read()
+        try:
+            yield
+        finally:
+            horizon._adapters_at_begin = before
+
+    def _present(self) -> "ModelForward":
+        """Return what this object was replaced by, if PEFT has changed the model's adapters."""
+        model = self._model()
+        if model is None or "_horizon" not in vars(model):  # it is being attached
+            return self
+        with suppress(HorizonError):  # raised where the model is used
+            return model._horizon  # type: ignore[no-any-return]
+        return self
 
     def _forward_all(self, is_chunked: bool, has_labels: bool, calls: list[Call]) -> list[Any]:
         """Run one forward pass over all calls. Return the output of each."""
@@ -601,6 +670,10 @@ def _choose_cache(call: Call, recording: bool) -> None:
     # Configs have use_cache=True by default; a cache is kept only for callers that ask for one.
     if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
         call["use_cache"] = False
+    if torch.is_grad_enabled() and is_differentiable_cache(call.get("past_key_values")):
+        raise StreamingError(
+            "past_key_values need gradients, as in PEFT's prefix tuning, which is not streamed; use LoRA, or prompt tuning"
+        )
     if recording and call["use_cache"]:
         raise StreamingError(
             "use_cache=True is for generation; in training it would keep every block's keys; set it to False"

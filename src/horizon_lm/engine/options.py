@@ -3,7 +3,9 @@ device.
 """
 
 import warnings
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +16,12 @@ from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.device_buffers import EngineOptions
+from horizon_lm.engine.late_adapters import are_adapters_changed, attach_again
+from horizon_lm.engine.model_forward import ModelForward
 from horizon_lm.engine.streamed_model import attach
 from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning
 from horizon_lm.model import attention, capture
+from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.outer_trial import require_each_block_once, try_outer
 from horizon_lm.model.proven import IMAGES, MICRO_BATCHES, VARLEN, find_proof, require_proven
@@ -57,6 +62,7 @@ class StreamArguments(StreamingOptions):
 
     def take_apart(self, model: Any) -> ModelParts:
         """Return the units of a model. Reject a model that cannot be streamed before any of its parameters is moved."""
+        require_adapters_that_stream(model)
         capture.install_hooks(model)  # so that its own hooks do not count as foreign hooks later
         parts = find_parts(model)
         trial = try_outer(parts)
@@ -108,8 +114,11 @@ class StreamArguments(StreamingOptions):
             return self.device.partition(":")[0] not in ("cpu", "simulated")
         return self.device.torch_device.type != "cpu"
 
-    def attach(self, parts: ModelParts, store: Store) -> Any:
-        """Open the device, and attach the model to it."""
+    def attach(self, parts: ModelParts, store: Store, before: Store | None = None) -> Any:
+        """Open the device, and attach the model to it.
+
+        ``before``: the model's store when it was attached to this device before.
+        """
         device = open_device(self.device, self.device_memory)
         device.open_streams()
         on_host = device.torch_device.type == "cpu"
@@ -128,10 +137,25 @@ class StreamArguments(StreamingOptions):
             self.check_recompute,
         )
         images = self.allow_unproven_model or IMAGES in find_proof(parts).features
-        model = attach(parts, store, device, options, path, images)
+        model = attach(parts, store, device, options, path, images, before)
         if self.check_gradients:
             model._horizon.check_gradients(self.check_gradients)
+        horizon = weakref.ref(model._horizon)
+        model._horizon.renew = lambda: self._renew(horizon())
         return model
+
+    def _renew(self, horizon: ModelForward | None) -> None:
+        """Attach a model again if PEFT has changed its adapters. Leave other changes to the checks of the forward pass."""
+        if horizon is None or horizon.engine.device_lost or not are_adapters_changed(horizon):
+            return
+        engine = horizon.engine
+        again = replace(
+            self,
+            device=engine.device,
+            device_micro_batch_size=engine.options.device_micro_batch_size,
+            check_gradients=0,
+        )
+        attach_again(horizon, again.take_apart, again.get_precision, partial(again.attach, before=engine.store))
 
     def _residency(self, num_blocks: int, device: Device) -> Residency | None:
         """Return the residency that the arguments fix, or None if it must be planned."""

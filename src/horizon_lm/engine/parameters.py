@@ -99,8 +99,9 @@ class StreamedParameter(nn.Parameter):
             elif not _is_same_memory(self, value):
                 raise StreamingError(
                     "the values of a streamed parameter live in the model's host memory, so its .data cannot be replaced "
-                    "by another tensor; copy the values with param.data.copy_(values). Cast or move a model before "
-                    "horizon_lm.stream(), or choose precision and device there."
+                    "by another tensor; copy the values with param.data.copy_(values). Cast or move a model, or add "
+                    "adapters that change its weights (PEFT's pissa, loftq), before horizon_lm.stream(), or choose precision and "
+                    "device there."
                 )
 
     @property

@@ -13,6 +13,7 @@ import torch
 from horizon_lm.device.base import Device
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.merging import let_adapters_merge
 from horizon_lm.engine.model_forward import ModelForward
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt
 from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
@@ -85,11 +86,17 @@ class StreamedModel:
     not supported.
     """
 
-    _horizon: ModelForward
+    @property
+    def _horizon(self) -> ModelForward:
+        """The model's forward pass, with the adapters that the model has now."""
+        horizon: ModelForward = self.__dict__["_horizon"]
+        if horizon.renew is not None and not horizon.engine.cursor.active:
+            horizon.renew()
+        return self.__dict__["_horizon"]  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
-        self._horizon.engine.clear_grads()
+        self.__dict__["_horizon"].engine.clear_grads()  # also of a model whose adapters have changed meanwhile
 
     # Weights in and out
 
@@ -315,8 +322,9 @@ def _streamed_class(cls: Any) -> Any:
 
 
 def attach(
-    parts: ModelParts, store: Store, device: Device, options: EngineOptions, path: ChunkedPath | None, images: bool
-) -> Any:
+    parts: ModelParts, store: Store, device: Device, options: EngineOptions, path: ChunkedPath | None, images: bool,
+    before: Store | None = None,
+) -> Any:  # fmt: skip
     """Make a model streamed. Its parameters must already be views into ``store``.
 
     Args:
@@ -326,13 +334,15 @@ def attach(
         options: settings of the engine.
         path: the path from hidden states to the loss in chunks; None for ``head="whole"``.
         images: accept images, video and audio.
+        before: the store of the same model, if it was attached to this device before.
     """
     model = parts.model
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
     engine = Engine(parts, store, device, options)
-    slabs = [slab for each in store.units.values() for slab in (each.weights, each.packed.data) if slab.numel()]
-    device.register_host(slabs)
+    slabs = [slab for each in store.units.values() for slab in (each.weights, each.packed.data)]
+    kept = {slab.data_ptr() for each in before.units.values() for slab in (each.weights, each.packed.data)} if before else ()
+    device.register_host([slab for slab in slabs if slab.numel() and slab.data_ptr() not in kept])
     for name, ref in engine.refs.items():
         if name in store.codecs:  # a placeholder, which is never written and has no gradient
             continue
@@ -343,4 +353,5 @@ def attach(
     parts.refer_weakly()  # the model owns the engine, which refers to the parts
     model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), images)
     model.__class__ = _streamed_class(cls)  # type: ignore[arg-type]
+    let_adapters_merge(engine)
     return model

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from horizon_lm.engine.lockstep import run_together
+from horizon_lm.model.active_adapters import StatePerMember
 
 _computing: ContextVar[bool] = ContextVar("a held loss is being computed", default=False)
 
@@ -39,11 +40,31 @@ def _held_back(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
             return torch.zeros((), device=self.args.device, requires_grad=True)
         self._held = None
         try:
-            return sum(run_together(*map(list, zip(*held, strict=True))))
+            return sum(_run_held(self.model, held))
         finally:
             state._set_sync_gradients(True)
 
     return compute_or_hold
+
+
+def _run_held(model: Any, held: list[tuple[Any, Any]]) -> list[Any]:
+    """Compute losses in lock-step. Each may switch the model's adapters for itself, as for a reference."""
+    functions, prepare = map(list, zip(*held, strict=True))
+    horizon = getattr(model, "_horizon", None)
+    if horizon is None or not horizon.adapter_params:
+        return run_together(functions, prepare)
+    states = StatePerMember(model, len(held))
+
+    def go_on(number: int) -> None:
+        prepare[number]()
+        states.go_on_with(number)
+
+    horizon.switches_per_call = True
+    try:
+        return run_together(functions, [partial(go_on, number) for number in range(len(held))])
+    finally:
+        horizon.switches_per_call = False
+        states.end()
 
 
 def _compute(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

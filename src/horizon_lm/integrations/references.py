@@ -7,30 +7,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from horizon_lm.engine.loading import from_pretrained
-from horizon_lm.errors import ConfigError
 
 CREATE_MODEL = "create_model_from_path"  # by which TRL's trainers load a reference
-_COMPARE = ("beta", "num_generations")  # arguments of trainers with a reference, or that generate
 PRECOMPUTE = "precompute_ref_log_probs"
 
 
 def prepare_reference(arguments: Mapping[str, Any]) -> None:
-    """Set ``precompute_ref_log_probs`` in the arguments of a trainer that would otherwise load a reference model.
+    """Set ``precompute_ref_log_probs`` in the arguments of a trainer that would otherwise load a reference model, or compute
+    the reference in each step with the adapters off.
 
     Args:
         arguments: of the trainer's constructor, by name.
-
-    Raises:
-        ConfigError: the model has adapters, from whose base the trainer would take the reference.
     """
     from datasets import Dataset
 
     args, model = arguments.get("args"), arguments["model"]
-    if hasattr(model, "peft_config") and any(hasattr(args, name) for name in _COMPARE):
-        raise ConfigError(
-            f"{type(args).__name__}: adapters are not supported yet in trainers that compare with a reference or generate; "
-            "train all weights, or use SFTTrainer"
-        )
     given = [arguments.get("train_dataset"), *_eval_sets(arguments.get("eval_dataset"))]
     readable = all(isinstance(each, Dataset) for each in given) and not hasattr(model.config, "vision_config")
     if getattr(args, PRECOMPUTE, None) is False and readable and arguments.get("ref_model") is None:

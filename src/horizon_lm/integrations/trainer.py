@@ -49,11 +49,6 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints):
         if given.get("model") is not None:
             _require_streamed(given["model"])
         _reject_unsupported(given.get("args"))
-        if given.get("peft_config") is not None:
-            raise StreamingError(
-                "peft_config would add adapters to a streamed model; add them first, and then stream it: "
-                "horizon_lm.stream(peft.get_peft_model(model, peft_config))"
-            )
         replacements: dict[str, Any] = {}
         model = given.get("model")
         if model is not None:

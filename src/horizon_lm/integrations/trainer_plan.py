@@ -8,6 +8,8 @@ from typing import Any
 from horizon_lm.config import RunConfig, plan_config
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.integrations.trainer_rows import length_limit
+from horizon_lm.model.adapters import PresentAdapters
+from horizon_lm.model.units import adapted_model
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.request import Machine, Saves
 from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
@@ -30,15 +32,12 @@ class TrainerPlan:
         num_steps: optimizer steps; None for ``args.max_steps``.
 
     Raises:
-        ConfigError: the model has adapters, which are not planned yet.
         StreamingError: the model is not streamed.
     """
 
     def __init__(self, model: Any, args: Any, length: int, eval_length: int = 0, num_steps: int | None = None) -> None:
         if not hasattr(model, "_horizon"):
             raise StreamingError("plan needs a streamed model; call horizon_lm.stream(model) first")
-        if hasattr(model, "peft_config"):
-            raise ConfigError("a model with adapters cannot be planned yet")
         self._model, self._args = model, args
         self._rows = RowShape(length, eval_length)
         self._num_steps = num_steps or (args.max_steps if args.max_steps > 0 else None)
@@ -48,6 +47,7 @@ class TrainerPlan:
         self._source = Source(
             name, config, _itemsize(config), is_local=True, model_class=classifier,
             head_values=_FUSED_HEAD if hasattr(args, "max_length") and classifier is None else (),
+            adapters=_adapters(model),
         )  # fmt: skip
         self._run = _run_config(model, args, self._rows, name)
         self._batch = args.per_device_train_batch_size * _sequences(args)
@@ -96,8 +96,11 @@ class TrainerPlan:
         )
 
     def _machine(self) -> Machine:
-        machine = this_machine(self._run)
-        loaded = sum(self._model._horizon.engine.store.num_bytes.values())  # the plan counts them by purpose
+        machine, store = this_machine(self._run), self._model._horizon.engine.store
+        # The plan counts them by purpose, except for low halves that a base had before its adapters were added.
+        loaded = sum(store.num_bytes.values()) - sum(
+            store.units[unit].low.nbytes for unit in store.frozen if store.units[unit].low is not None
+        )
         return replace(machine, process_bytes=max(0, machine.process_bytes - loaded))
 
     def _saves(self) -> Saves:
@@ -141,8 +144,16 @@ def _classifier(model: Any) -> Any:
     """Return the class of transformers that opens this model if it classifies rows; None for a causal language model."""
     from transformers import AutoModelForSequenceClassification
 
-    name = type(model).__name__
+    name = type(adapted_model(model)).__name__
     return AutoModelForSequenceClassification if name.endswith("ForSequenceClassification") else None
+
+
+def _adapters(model: Any) -> PresentAdapters | None:
+    """Return the adapters of a streamed model; None if it has none."""
+    horizon = model._horizon
+    if not horizon.adapter_params:
+        return None
+    return PresentAdapters(model, [name for names in horizon.engine.trainable().values() for name in names])
 
 
 def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
@@ -174,7 +185,7 @@ def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
         settings["resident_blocks"] = options.residency.weights
         settings["resident_graphs"] = options.residency.graphs
     params = list(model.named_parameters())
-    if not all(param.requires_grad for _, param in params):
+    if _adapters(model) is None and not all(param.requires_grad for _, param in params):
         settings["trainable"] = "|".join(name for name, param in params if param.requires_grad)
     return plan_config(**settings)
 

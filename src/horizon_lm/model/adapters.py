@@ -1,7 +1,8 @@
 """The adapters of a run: PEFT's own, on a model with or without weights."""
 
+import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,35 @@ class Adapters:
             use_rslora=self.use_rslora,
             use_dora=self.use_dora,
         )
+
+
+class PresentAdapters:
+    """The adapters that a streamed model has, to be added to a skeleton of it.
+
+    Args:
+        model: a model with PEFT's adapters, or the PEFT model around it.
+        trained: full names, in the model without PEFT's own part, of the parameters that are trained.
+    """
+
+    def __init__(self, model: Any, trained: Collection[str]) -> None:
+        self._trained = frozenset(trained)
+        self._configs = {name: copy.deepcopy(config) for name, config in model.peft_config.items()}
+        for config in self._configs.values():
+            if isinstance(getattr(config, "init_lora_weights", None), str):
+                config.init_lora_weights = True  # others compute with the values of the base
+
+    def add_to(self, model: Any, *, draw: bool) -> Any:
+        """Add the adapters to a skeleton, and return the PEFT model. See `Adapters.add_to`."""
+        peft = _peft()
+        with _rejections():
+            for name, config in self._configs.items():
+                if isinstance(model, peft.PeftModel):
+                    model.add_adapter(name, config, low_cpu_mem_usage=not draw)
+                else:
+                    model = peft.get_peft_model(model, config, name, low_cpu_mem_usage=not draw)
+            for name, param in adapted_model(model).named_parameters():
+                param.requires_grad_(name in self._trained)
+        return model
 
 
 def base_of_adapters(folder: Path) -> str | None:

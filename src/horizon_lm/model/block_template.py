@@ -55,6 +55,10 @@ class StreamedBlock:
         self._attributes = [_Attributes(module) for module in self._modules]
         self._copies: dict[tuple[nn.Module, str], _BufferCopy] = {}
 
+    def is_structure_changed(self) -> bool:
+        """Return whether a module or parameter of the block was added, removed or replaced."""
+        return self._structure.is_changed()
+
     def param_names(self) -> list[str]:
         """Return the names of the block's parameters."""
         return list(self._places)
@@ -227,9 +231,13 @@ class Structure:
         self._modules = list(modules)
         self._ids = self._find_ids()
 
+    def is_changed(self) -> bool:
+        """Return whether a module or parameter was added, removed or replaced."""
+        return self._find_ids() != self._ids
+
     def require_unchanged(self, where: str) -> None:
         """Raise StreamingError if a module or parameter was added, removed or replaced."""
-        if self._find_ids() != self._ids:
+        if self.is_changed():
             raise StreamingError(
                 f"{where}: a module or parameter was added, removed or replaced after horizon_lm.stream(). Change the model "
                 "first (adapters, new layers), then stream it."

@@ -172,6 +172,11 @@ def find_parts(model: Any) -> ModelParts:
         raise ModelNotSupportedError(
             f"{name}: an input embedding with sparse gradients or max_norm is not streamed; set sparse=False and max_norm=None"
         )
+    if is_adapter_layer(embed):
+        raise ModelNotSupportedError(
+            f"{name}: PEFT's adapters of the input embedding (modules_to_save, target_modules, trainable_token_indices) are not "
+            "streamed; leave the embedding out of them"
+        )
     units, adapters = _find_units(name, model, blocks, embed, head)
     table = next((ref for ref in units[EMBED] if (embed, "weight") in ref.places), None)
     if table is None or len(units[EMBED]) != 1:
@@ -186,8 +191,8 @@ def _find_head(name: str, model: Any) -> tuple[nn.Module, bool]:
     if head is not None:
         return head, False
     # The name is the convention of transformers' decoders; encoders have a `classifier` after a pooling layer.
-    score = getattr(model, "score", None)
-    if type(score) is nn.Linear:
+    score: Any = getattr(model, "score", None)
+    if type(getattr(score, "original_module", score)) is nn.Linear:  # PEFT trains a copy of it, as a whole
         return score, True
     raise ModelNotSupportedError(
         f"{name} has neither the output embeddings of a causal language model nor the `score` of a decoder that classifies "
@@ -199,8 +204,10 @@ def _find_units(
     name: str, model: Any, blocks: nn.ModuleList, embed: nn.Module, head: nn.Module
 ) -> tuple[dict[str, list[ParamRef]], dict[int, frozenset[str]]]:
     """Return the model's parameters by unit, in the order of the model, and the names of adapters in each block."""
-    adapted = _adapter_params(model)
+    adapted = adapter_params(model)
     owner: dict[int, str] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
+    if adapted:
+        _reject_shared_modules(name, model, blocks, owner)
     owner |= {id(module): HEAD for module in head.modules()} | {id(module): EMBED for module in embed.modules()}
     refs: dict[int, ParamRef] = {}
     for module_name, module in model.named_modules():
@@ -239,16 +246,39 @@ def _find_units(
     return units, {index: frozenset(names) for index, names in adapters.items()}
 
 
-def _adapter_params(model: Any) -> set[int]:
+def _reject_shared_modules(name: str, model: Any, blocks: nn.ModuleList, owner: Mapping[int, str]) -> None:
+    """Raise ModelNotSupportedError if a module with parameters is in several blocks, as in some methods of PEFT."""
+    inside = [(block(i), module) for i, each in enumerate(blocks) for module in each.modules()]
+    shared = {
+        id(m) for unit, m in inside if owner[id(m)] != unit and any(p is not None for p in m._parameters.values())
+    }
+    paths = [path for path, module in model.named_modules() if id(module) in shared]
+    if paths:
+        raise ModelNotSupportedError(
+            f"{name}: the parameters of {paths[0]} are in several blocks, each of which would train its own; use a method of "
+            "PEFT that shares nothing between blocks, such as LoRA"
+        )
+
+
+def adapter_params(model: Any) -> set[int]:
     """Return the identities of the parameters of PEFT's adapters, active or not.
 
-    A layer with adapters has the names of its attributes that belong to them in ``adapter_layer_names``.
+    A layer with adapters has the names of its attributes that belong to them in ``adapter_layer_names``, and of others, few
+    of which are parameters, in ``other_param_names``.
     """
     parts = (
-        getattr(layer, name, None) for layer in model.modules() for name in getattr(layer, "adapter_layer_names", ())
+        getattr(layer, name, None)
+        for layer in model.modules()
+        if is_adapter_layer(layer)
+        for name in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ()))
     )
     modules = (part for part in parts if isinstance(part, nn.Module))
     return {id(param) for module in modules for param in module.parameters()}
+
+
+def is_adapter_layer(module: nn.Module) -> bool:
+    """Return whether a module is one of PEFT's layers with adapters."""
+    return bool(getattr(module, "adapter_layer_names", ()))
 
 
 def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:

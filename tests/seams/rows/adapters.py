@@ -9,7 +9,7 @@ import peft
 import torch
 
 from tests import families
-from tests.seams.seam import EITHER, REJECTED, Case, row
+from tests.seams.seam import EITHER, Case, row
 from tests.seams.use import adamw, copied_weights, evaluated, gradients, train
 
 SECTION = "PEFT"
@@ -89,7 +89,7 @@ def set_adapter(model: Any) -> Any:
         model.set_adapter("default")
 
 
-@row("W20.add", SECTION, "`add_adapter` after `stream()`", REJECTED, cases=_LORA)
+@row("W20.add", SECTION, "`add_adapter` after `stream()`", cases=_LORA)
 def add_adapter(model: Any) -> Any:
     first = evaluated(model)
     model.add_adapter("later", _config(r=2))
@@ -101,7 +101,7 @@ def add_adapter(model: Any) -> Any:
         model.delete_adapter("later")
 
 
-@row("W20.get", SECTION, "`get_peft_model(stream(model))`: adapters are added before `stream()`", REJECTED,
+@row("W20.get", SECTION, "`get_peft_model(stream(model))`",
      cases={"train": Case(arguments={"training": True}), "evaluate": Case(arguments={"training": False})})  # fmt: skip
 def get_peft_model(model: Any, training: bool) -> Any:
     adapted = peft.get_peft_model(model, _config())

@@ -1,0 +1,71 @@
+"""Merge PEFT's adapters into a streamed base, and take them out again, as PEFT does for a plain model.
+
+PEFT's layers read adapters and write base weights through ``param.data``, which in a streamed model are bf16 halves in host
+memory. While a layer merges, it has plain parameters with all bits; the results are written to the store.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.parameters import StreamedParameter
+from horizon_lm.model.functional import in_place
+from horizon_lm.model.units import is_adapter_layer
+
+_METHODS = ("merge", "unmerge")
+
+
+def let_adapters_merge(engine: Engine) -> None:
+    """Replace the methods of PEFT's layers that write base weights."""
+    for layer in engine.parts.model.modules():
+        if is_adapter_layer(layer):
+            for name in _METHODS:
+                if callable(getattr(type(layer), name, None)):
+                    setattr(layer, name, _merging(layer, name, weakref.ref(engine)))
+
+
+def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Callable[..., Any]:
+    ref = weakref.ref(layer)
+
+    def merge(*args: Any, **kwargs: Any) -> Any:
+        own, owner = ref(), engine()
+        assert own is not None
+        method = getattr(type(own), name)
+        if owner is None:
+            return method(own, *args, **kwargs)
+        with _plain_parameters(own, owner):
+            return method(own, *args, **kwargs)
+
+    return merge
+
+
+@contextmanager
+def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
+    """Context manager: give a layer plain parameters, and write those that change to the store."""
+    engine.synchronize()
+    store = engine.store
+    places = [
+        (module, attribute, param)
+        for module in layer.modules()
+        for attribute, param in module._parameters.items()
+        if isinstance(param, StreamedParameter) and engine.name_of(param) is not None
+    ]
+    plain = {}
+    for _, _, param in places:
+        name = engine.name_of(param)
+        assert name is not None
+        value = param.detach() if store.units[store.unit_of[name]].low is None else store.master(name)
+        plain[name] = nn.Parameter(value.clone(), param.requires_grad)
+    before = {name: param.detach().clone() for name, param in plain.items()}
+    with in_place((m, attribute, plain[str(engine.name_of(param))]) for m, attribute, param in places):
+        yield
+    with torch.no_grad():
+        for name, merged in plain.items():
+            if not torch.equal(merged.data, before[name]):
+                store.write(name, merged.data)
+                store.weights_changed()

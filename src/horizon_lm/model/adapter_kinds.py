@@ -1,0 +1,46 @@
+"""Reject the methods of PEFT that a streamed model would not compute as plain PEFT does.
+
+All methods that change layers inside blocks work as they are; these need something else of the model.
+"""
+
+from typing import Any
+
+import torch
+
+from horizon_lm.errors import ModelNotSupportedError
+
+_CACHE = "its prefixes are keys and values of a cache, which blocks would keep without their gradients"
+_REASONS = {
+    "PREFIX_TUNING": _CACHE,
+    "CARTRIDGE": _CACHE,
+    "ADAPTION_PROMPT": "it calls attention layers on its own, outside of their blocks",
+    "CPT": "its loss needs the gradients of a hook on a parameter",
+    "MULTITASK_PROMPT_TUNING": "it was not compared with plain PEFT",
+    "OSF": "it changes gradients by a hook on a parameter",
+    "POLY": "it was not compared with plain PEFT",
+    "SHADOW": "it was not compared with plain PEFT",
+    "XLORA": "it runs the model twice for each batch",
+}
+
+
+def require_adapters_that_stream(model: Any) -> None:
+    """Raise ModelNotSupportedError if a model has PEFT's adapters of a kind that is not streamed.
+
+    Args:
+        model: a PEFT model, the model inside it, or any other model.
+    """
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind in _REASONS:
+            raise ModelNotSupportedError(f"PEFT's {kind} is not streamed: {_REASONS[kind]}; use LoRA, or prompt tuning")
+        if getattr(config, "layer_replication", None):
+            raise ModelNotSupportedError(
+                "PEFT's layer_replication is not streamed: its layers share their weights; leave it out"
+            )
+
+
+def is_differentiable_cache(cache: Any) -> bool:
+    """Return whether keys or values in a cache need gradients, as those of prefix tuning do."""
+    tensors = [value for layer in getattr(cache, "layers", ()) for value in vars(layer).values()]
+    return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)

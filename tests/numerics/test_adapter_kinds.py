@@ -1,0 +1,250 @@
+"""PEFT's methods and initialisations, before and after `stream()`: as in plain PEFT, or rejected by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="needs the whole installation")
+
+import peft
+from peft import LoraConfig, get_peft_model
+
+import horizon_lm
+from horizon_lm.errors import HorizonError, ModelNotSupportedError, StreamingError
+from tests import families
+from tests.seams.compare import difference
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODULES = ["q_proj", "v_proj", "down_proj"]
+SQUARE = ["q_proj", "o_proj"]
+CAUSAL = {"task_type": "CAUSAL_LM"}
+
+
+def lora(**settings: Any) -> Callable[[], Any]:
+    return lambda: LoraConfig(**({"r": 4, "lora_alpha": 8, "target_modules": MODULES} | settings))
+
+
+def method(name: str, **settings: Any) -> Callable[[], Any]:
+    return lambda: getattr(peft, f"{name}Config")(**({"target_modules": MODULES} | settings))
+
+
+# Work, whether they are added before or after.
+WORK: dict[str, Callable[[], Any]] = {
+    "gaussian": lora(init_lora_weights="gaussian"),
+    "olora": lora(init_lora_weights="olora"),
+    "orthogonal": lora(init_lora_weights="orthogonal"),
+    "eva": lora(init_lora_weights="eva", eva_config=peft.EvaConfig()),
+    "modules_to_save=lm_head": lora(modules_to_save=["lm_head"]),
+    "modules_to_save=norm": lora(modules_to_save=["norm"]),
+    "target_modules=lm_head": lora(target_modules=[*MODULES, "lm_head"]),
+    "lora_bias": lora(lora_bias=True),
+    "bias=all": lora(bias="all"),
+    "layers_to_transform": lora(layers_to_transform=[1]),
+    "AdaLora": method("AdaLora", init_r=4, target_r=2, total_step=10),
+    "Adamss": method("Adamss"),
+    "BOFT": method("BOFT", target_modules=SQUARE, boft_block_size=4),
+    "Beft": method("Beft"),
+    "C3A": method("C3A", target_modules=SQUARE, block_size=8),
+    "Deft": method("Deft"),
+    "Delora": method("Delora", r=4),
+    "FourierFT": method("FourierFT", n_frequency=20, **CAUSAL),
+    "Frod": method("Frod"),
+    "Glora": method("Glora"),
+    "Gralora": method("Gralora", r=4, gralora_k=2),
+    "HRA": method("HRA", r=4),
+    "Hira": method("Hira"),
+    "IA3": method("IA3", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "LNTuning": method("LNTuning", target_modules=["input_layernorm"], **CAUSAL),
+    "LoHa": method("LoHa", r=4, alpha=8),
+    "LoKr": method("LoKr", r=4, alpha=8),
+    "Miss": method("Miss", r=4),
+    "OFT": method("OFT", oft_block_size=8, r=0),
+    "Peanut": method("Peanut"),
+    "Psoft": method("Psoft", r=4),
+    "Pvera": method("Pvera"),
+    "RandLora": method("RandLora", target_modules=SQUARE, r=4),
+    "Road": method("Road", group_size=8),
+    "Shira": method("Shira", r=2),
+    "Vera": method("Vera", target_modules=SQUARE, r=8),
+    "WaveFT": method("WaveFT", n_frequency=20),
+    "PromptTuning": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, **CAUSAL),
+    "PromptEncoder": lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, **CAUSAL),
+}
+# Write weights of the base, so they work before `stream()` alone.
+BEFORE: dict[str, Callable[[], Any]] = {
+    "pissa": lora(init_lora_weights="pissa"),
+    "pissa_niter": lora(init_lora_weights="pissa_niter_4"),
+}
+_EMBEDDING = "adapters of the input embedding"
+_SHARED = "are in several blocks"
+# Rejected, with what the error says before and after.
+REJECTED: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "modules_to_save=embed_tokens": (lora(modules_to_save=["embed_tokens"]), _EMBEDDING, _EMBEDDING),
+    "modules_to_save=both": (lora(modules_to_save=["lm_head", "embed_tokens"]), _EMBEDDING, _EMBEDDING),
+    "target_modules=embed_tokens": (lora(target_modules=[*MODULES, "embed_tokens"]), _EMBEDDING, _EMBEDDING),
+    "trainable_token_indices": (lora(trainable_token_indices=[1, 5]), _EMBEDDING, _EMBEDDING),
+    "TrainableTokens": (lambda: peft.TrainableTokensConfig(token_indices=[1, 5]), _EMBEDDING, _EMBEDDING),
+    "layer_replication": (lora(layer_replication=[(0, 2), (1, 3)]), "layer_replication", "layer_replication"),
+    "Lily": (method("Lily"), _SHARED, _SHARED),
+    "TinyLora": (method("TinyLora"), _SHARED, _SHARED),
+    "UniLora": (method("UniLora"), _SHARED, _SHARED),
+    "VBLoRA": (method("VBLoRA", r=2, vector_length=8, num_vectors=20), _SHARED, _SHARED),
+    "OSF": (method("OSF", effective_rank=4), "OSF is not streamed", "OSF is not streamed"),
+    "AdaptionPrompt": (
+        lambda: peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, **CAUSAL),
+        "ADAPTION_PROMPT is not streamed",
+        "Change the model first",
+    ),
+    "PrefixTuning": (
+        lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, **CAUSAL),
+        "PREFIX_TUNING is not streamed",
+        "prefix tuning, which is not streamed",
+    ),
+    "CPT": (
+        lambda: peft.CPTConfig(cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 1], **CAUSAL),
+        "CPT is not streamed",
+        "without keeping the logits",
+    ),
+    "MultitaskPromptTuning": (
+        lambda: peft.MultitaskPromptTuningConfig(num_virtual_tokens=3, num_tasks=2, **CAUSAL),
+        "MULTITASK_PROMPT_TUNING is not streamed",
+        "",
+    ),
+    "Poly": (method("Poly", r=4, n_tasks=2, n_skills=2), "POLY is not streamed", "POLY is not streamed"),
+}
+
+
+def build(tied: bool = False) -> Any:
+    return families.build("llama", tie_word_embeddings=tied)
+
+
+def adapted(model: Any, config: Any) -> Any:
+    """Return a model with adapters that change what it computes."""
+    torch.manual_seed(1)
+    model = get_peft_model(model, config)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.data.add_(torch.randn(param.shape).to(param.dtype) * 0.02)
+    return model
+
+
+def gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    loss = model.train()(**families.batch()).loss
+    loss.backward()
+    return float(loss), {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def stream(model: Any) -> Any:
+    return horizon_lm.stream(model, precision="float32")
+
+
+def assert_equal(plain: Any, models: list[Any]) -> None:
+    """Compare losses, and gradients bit for bit."""
+    loss, expected = gradients(plain)
+    assert expected
+    for model in models:
+        got, found = gradients(model)
+        assert got == pytest.approx(loss, rel=3e-6)
+        assert difference(expected, found, 0.0) is None
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_equal_to_plain_peft(kind: str) -> None:
+    config = WORK[kind]
+    early, late = stream(adapted(build(), config())), adapted(stream(build()), config())
+    assert_equal(adapted(build(), config()), [early, late])
+
+
+@pytest.mark.parametrize("kind", ["modules_to_save=lm_head", "target_modules=lm_head", "modules_to_save=norm"])
+def test_equal_with_a_tied_head(kind: str) -> None:
+    config = WORK[kind]
+    early, late = stream(adapted(build(True), config())), adapted(stream(build(True)), config())
+    assert_equal(adapted(build(True), config()), [early, late])
+
+
+@pytest.mark.parametrize("kind", BEFORE)
+def test_adapters_that_change_the_base_are_added_before(kind: str) -> None:
+    config = BEFORE[kind]
+    assert_equal(adapted(build(), config()), [stream(adapted(build(), config()))])
+    with pytest.raises(StreamingError, match=r"adapters that change its weights.*before horizon_lm\.stream"):
+        adapted(stream(build()), config())
+
+
+@pytest.mark.parametrize("kind", REJECTED)
+def test_rejected_by_name(kind: str) -> None:
+    config, before, after = REJECTED[kind]
+    with pytest.raises(ModelNotSupportedError, match=before):
+        stream(adapted(build(), config()))
+    if after:
+        with pytest.raises(HorizonError, match=after):
+            gradients(adapted(stream(build()), config()))
+
+
+def test_a_model_is_as_before_once_rejected_adapters_are_gone() -> None:
+    model = stream(build())
+    _, expected = gradients(model)
+    model.zero_grad()
+    tuned = get_peft_model(model, REJECTED["TinyLora"][0]())
+    with pytest.raises(ModelNotSupportedError):
+        tuned(**families.batch())
+    tuned.unload()
+    model.requires_grad_(True)
+    assert difference(expected, gradients(model)[1], 0.0) is None
+
+
+def test_eva_and_corda_from_data() -> None:
+    """They compute with activations of the base, which is plain then."""
+
+    def eva(model: Any) -> Any:
+        model = get_peft_model(model, WORK["eva"]())
+        peft.initialize_lora_eva_weights(
+            model, [families.batch(seed=step) for step in range(3)], show_progress_bar=False
+        )
+        return model
+
+    def corda(model: Any) -> Any:
+        config = lora(init_lora_weights="corda", corda_config=peft.tuners.lora.config.CordaConfig(corda_method="kpm"))()
+        with torch.no_grad():
+            preprocess_corda(model, config, run_model=lambda: model(**families.batch(rows=1)))
+        return get_peft_model(model, config)
+
+    from peft.tuners.lora.corda import preprocess_corda
+
+    for initialise in (eva, corda):
+        assert_equal(initialise(build()), [stream(initialise(build()))])
+
+
+def test_resized_embeddings() -> None:
+    def resized() -> Any:
+        torch.manual_seed(2)
+        model = build()
+        model.resize_token_embeddings(model.config.vocab_size + 8)
+        return model
+
+    config = lora()
+    early, late = stream(adapted(resized(), config())), adapted(stream(resized()), config())
+    assert_equal(adapted(resized(), config()), [early, late])
+
+
+def test_adalora_moves_its_ranks_while_training() -> None:
+    trained = []
+    for streams in (False, True):
+        config = peft.AdaLoraConfig(
+            target_modules=MODULES, init_r=6, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=8
+        )
+        model = adapted(stream(build()) if streams else build(), config)
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer: Any = torch.optim.AdamW(params, lr=1e-2)
+        for step in range(6):
+            model.train()(**families.batch(seed=step)).loss.backward()
+            optimizer.step()
+            model.base_model.update_and_allocate(step)
+            optimizer.zero_grad()
+        trained.append({name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name})
+    assert any((value == 0).any() for name, value in trained[0].items() if "lora_E" in name)
+    assert difference(*trained, 1e-4) is None
