@@ -14,6 +14,7 @@ import torch
 from horizon_lm.codecs.base import Codec, Component, Part, spans
 
 _NESTED_BLOCK = 256  # scales that share one scale
+_HALF_OF_STEPS = 32767.5
 
 # Quantiles of a normal distribution (QLoRA, appendix E), and the values of a sign, two exponent bits and one mantissa bit.
 TABLES = {
@@ -91,18 +92,25 @@ class Bnb4Bit(Codec):
             components["absmax"].copy_(scales)
             return
         offset, table = scales.mean(), dynamic_table()
-        codes, outer = _quantize(scales - offset, table, _NESTED_BLOCK)
+        codes, outer = _quantize(scales - offset, table, _NESTED_BLOCK, in_steps=True)
         components["absmax"].copy_(codes)
         components["nested_absmax"].copy_(outer)
         components["nested_quant_map"].copy_(table)
         components["nested_offset"].copy_(offset)
 
 
-def _quantize(values: torch.Tensor, table: torch.Tensor, blocksize: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the code of the nearest table entry of each value, divided by its block's scale, and the scales."""
+def _quantize(
+    values: torch.Tensor, table: torch.Tensor, blocksize: int, in_steps: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the code of the nearest table entry of each value, divided by its block's scale, and the scales.
+
+    ``in_steps``: values are rounded to one of 65,536 steps first, as bitsandbytes does for 8-bit codes.
+    """
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % blocksize)).view(-1, blocksize)
     scales = blocks.abs().amax(dim=1)
     scaled = (blocks * (1.0 / scales)[:, None]).nan_to_num_(0.0).clamp_(-1.0, 1.0)
+    if in_steps:
+        scaled = ((scaled + 1.0) * _HALF_OF_STEPS + 0.5).floor_() / _HALF_OF_STEPS - 1.0
     ordered, order = table.sort(stable=True)
     middles = (ordered[1:] + ordered[:-1]) / 2
     return order[torch.bucketize(scaled, middles)].to(torch.uint8).view(-1)[: values.numel()], scales

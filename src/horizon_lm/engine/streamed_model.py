@@ -341,7 +341,11 @@ def attach(
         raise StreamingError("the model is streamed already")
     engine = Engine(parts, store, device, options)
     slabs = [slab for each in store.units.values() for slab in (each.weights, each.packed.data)]
-    kept = {slab.data_ptr() for each in before.units.values() for slab in (each.weights, each.packed.data)} if before else ()
+    kept = (
+        {slab.data_ptr() for each in before.units.values() for slab in (each.weights, each.packed.data)}
+        if before
+        else ()
+    )
     device.register_host([slab for slab in slabs if slab.numel() and slab.data_ptr() not in kept])
     for name, ref in engine.refs.items():
         if name in store.codecs:  # a placeholder, which is never written and has no gradient

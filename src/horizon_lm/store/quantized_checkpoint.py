@@ -228,6 +228,15 @@ def codecs_of(checkpoint: QuantizedCheckpoint, parts: ModelParts) -> dict[str, C
     """
     found = checkpoint.codecs(find_conversion(parts.model, checkpoint.names))
     own = {ref.name for u in range(parts.num_blocks) for ref in parts.units[block(u)]}
+    transposed = {
+        ref.name
+        for ref in parts.refs()
+        if isinstance(found.get(ref.name), Bnb4Bit) and type(ref.places[0][0]).__name__ == "Conv1D"
+    }
+    if transposed:
+        raise ConfigError(
+            f"{checkpoint.folder}: {min(transposed)} was quantized as the transpose of the model's weight; use a bf16 copy of the model"
+        )
     if other := [name for name in found if name not in own]:
         raise ConfigError(
             f"{checkpoint.folder}: {other[0]} is quantized, but only the weights of blocks are decoded; use a copy of the model in "
