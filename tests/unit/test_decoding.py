@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from horizon_lm.device.cpu import HostLink
 from horizon_lm.kernels import decoding
 from tests.packed import CASES, packed_case
 
@@ -89,3 +90,27 @@ def _compiled(
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
     target = GPUTarget("cuda", capability, 32)
     return str(triton.compile(source, target=target, options={"enable_fp_fusion": fused}).asm["ptx"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_host_kernels_equal_torch(name: str, dtype: torch.dtype) -> None:
+    codec, shape, packed = packed_case(name)
+    for rounded in (dtype, torch.bfloat16):
+        expected = torch.empty(shape, dtype=dtype)
+        codec.decode(packed, expected, rounded)
+        for link in (HostLink(), HostLink()):
+            out = torch.full(shape, float("nan"), dtype=dtype)
+            link.decode(out, packed, codec, rounded)
+            assert torch.equal(out, expected)
+
+
+def test_host_kernels_decode_extreme_scales() -> None:
+    """The smallest and largest powers of two, whose products are subnormal or infinite."""
+    codec, shape, packed = packed_case("mxfp4")
+    scales = codec.views(packed, shape)["scales"]
+    scales.copy_((torch.arange(scales.numel()) * 37 % 255).view(scales.shape))
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(shape, dtype=dtype)
+        HostLink().decode(out, packed, codec, dtype)
+        assert torch.equal(out, codec.decode(packed, torch.empty(shape, dtype=dtype)))

@@ -69,12 +69,12 @@ class Bnb4Bit(Codec):
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
         codes, table = components["weight"], components["quant_map"]
         values = table[torch.stack((codes >> 4, codes & 15), dim=-1).int()].view(-1)[: out.numel()]
-        scales = self._scales(components)
+        scales = self.scales(components)
         padded = torch.nn.functional.pad(values, (0, scales.numel() * self.blocksize - values.numel()))
         padded = padded.view(-1, self.blocksize).mul_(scales[:, None])
         out.view(-1).copy_(padded.view(-1)[: out.numel()])
 
-    def _scales(self, components: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def scales(self, components: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the scale of each block in float32."""
         if not self.nested:
             return components["absmax"]

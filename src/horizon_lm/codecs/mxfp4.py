@@ -19,7 +19,7 @@ from horizon_lm.codecs.base import Codec, Component, Part, spans
 from horizon_lm.errors import ConfigError
 
 _BLOCK, _BIAS = 32, 127
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST_EXPONENT = 2  # of 6.0, the largest value
 
 
@@ -63,7 +63,7 @@ class Mxfp4(Codec):
             matrix.copy_(values.view(matrix.shape))
 
     def encode_components(self, weight: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:
-        middles = torch.tensor([(a + b) / 2 for a, b in pairwise(_VALUES)])
+        middles = torch.tensor([(a + b) / 2 for a, b in pairwise(VALUES)])
         for matrix, blocks, scales in zip(weight, components["blocks"], components["scales"], strict=True):
             values = matrix.reshape(-1, _BLOCK, matrix.shape[-1])  # (I / 32, 32, O)
             largest = values.abs().amax(dim=1)
@@ -83,4 +83,4 @@ class Mxfp4(Codec):
 @cache
 def _table(device: torch.device) -> torch.Tensor:
     """Return the values of all codes on a device, copied there once."""
-    return torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=device)
+    return torch.tensor([*VALUES, *(-value for value in VALUES)], device=device)

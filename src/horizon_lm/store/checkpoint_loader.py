@@ -201,7 +201,9 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     for target in conversion.targets:
         if isinstance(checkpoint, QuantizedCheckpoint) and (own := parameters.get(target.name)) in store.codecs:
             checkpoint.pack(model, target, store.codecs[own], store.packed(own), store.shape(own))
-            store.source_dtypes[own] = checkpoint.quantized[next(iter(target.sources))].dtype
+            store.source_dtypes[own] = store.decoded_dtypes[own] = checkpoint.quantized[
+                next(iter(target.sources))
+            ].dtype
             written[own] = target.name
             continue
         tensors = checkpoint.read(list(target.sources))

@@ -171,6 +171,7 @@ class Store:
         self.units = {unit: UnitSlabs(tensors, self._codecs_of(tensors)) for unit, tensors in shapes.items()}
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
         self.source_dtypes: dict[str, torch.dtype] = {}
+        self.decoded_dtypes: dict[str, torch.dtype] = {}  # of weights that were read quantized
         self.version = 0  # version of the weights, incremented by every update
         self.block_version = 0  # the same for weights of blocks, which an update of adapters leaves as they are
         self.has_grads = False
@@ -234,6 +235,9 @@ class Store:
         store.source_dtypes = {
             name: self.source_dtypes[old] for name, old in old_names.items() if old in self.source_dtypes
         }
+        store.decoded_dtypes = {
+            name: self.decoded_dtypes[old] for name, old in old_names.items() if old in self.decoded_dtypes
+        }
         return store
 
     @staticmethod
@@ -276,7 +280,7 @@ class Store:
 
     def decoded_dtype(self, name: str) -> torch.dtype:
         """Return the dtype that decoded values are rounded to: that of the weights that were quantized."""
-        return self.source_dtypes.get(name, self.precision.weight_dtype)
+        return self.decoded_dtypes.get(name, self.precision.weight_dtype)
 
     def packed(self, name: str) -> torch.Tensor:
         """Return the bytes of a quantized parameter, a view of its slab."""
