@@ -231,7 +231,7 @@ def test_placeholders(published: Any, tmp_path: Path) -> None:
     decoded = weight.decode()
     assert decoded.shape == weight.shape
     assert decoded.dtype == weight.dtype
-    model.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "plain", dtype=torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     assert torch.equal(plain.get_parameter(name), decoded)
     assert dict(horizon_lm.named_weights(model))[name].equal(decoded)
