@@ -25,6 +25,7 @@ TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "sft assistant only": (trl.SFTTrainer, trl.SFTConfig, {"assistant_only_loss": True}),
     "sft neftune": (trl.SFTTrainer, trl.SFTConfig, {"neftune_noise_alpha": 5.0}),
     "dpo with a reference": (trl.DPOTrainer, trl.DPOConfig, {}),
+    "kto": (trl.KTOTrainer, trl.KTOConfig, {}),
     "rloo": (trl.RLOOTrainer, trl.RLOOConfig, GENERATE),
     "grpo with a reference": (trl.GRPOTrainer, trl.GRPOConfig, GENERATE | {"beta": 0.1, "temperature": 0.9}),
 }
@@ -79,7 +80,7 @@ def test_equal_to_the_plain_model(tmp_path: Path, name: str) -> None:
     assert difference(*lines, 1e-5) is None
     assert difference(copied_weights(models["plain"]), copied_weights(models["streamed"]), 1e-5) is None
     if not name.startswith(("grpo", "rloo")):  # these generate in a step
-        assert max(loads.counts) <= 2
+        assert max(loads.counts) <= (3 if name == "kto" else 2)
     reference = getattr(trained["streamed"], "ref_model", None)
     assert reference is None or hasattr(reference, "_horizon")
 
