@@ -13,7 +13,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "docs/**/*.md", "docs/images/*", "docs/site.css", "benchmarks/results/*.md")
+PAGES = (
+    "*.md",
+    "docs/**/*.md",
+    "docs/images/*",
+    "docs/site.css",
+    "benchmarks/results/*.md",
+    "benchmarks/results/*.txt",
+)
 REMOTE = re.compile(r"""<(?:script|img|iframe)[^>]+src="?https?:|<link[^>]+rel="?stylesheet[^>]+href="?https?:""")
 log = logging.getLogger("mkdocs.hooks.docs_pages")
 

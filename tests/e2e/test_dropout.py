@@ -115,9 +115,8 @@ def test_one_micro_batch_equals_hugging_face_with_step_seeds(dropout_model: Path
         if name.endswith("c_attn.bias"):
             # The bias of the keys has no gradient but rounding, which AdamW scales to full steps: it is left out.
             got, tensor = (torch.cat([each.chunk(3)[0], each.chunk(3)[2]]) for each in (got, tensor))
-        assert (got - tensor).norm() <= 1e-4 * tensor.norm(), (
-            name
-        )  # AdamW amplifies rounding, which differs between CPUs
+        # AdamW amplifies rounding, which differs between CPUs.
+        assert (got - tensor).norm() <= 1e-4 * tensor.norm(), name
 
 
 def test_evaluation_restores_all_generators() -> None:

@@ -16,6 +16,7 @@ from horizon_lm.checkpoints import checkpoint
 from horizon_lm.config import RunConfig
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.errors import ConfigError, DeviceFaultError, HorizonError
+from horizon_lm.training import loop as training_loop
 from horizon_lm.training import resume as resume_module
 from tests.dying import Death, dying
 from tests.e2e import resuming, tiny
@@ -383,6 +384,25 @@ def test_what_is_left_out_is_missed(
         )  # weights that were not read may be NaN; the order of the rows is another one
     else:
         assert found != expected
+
+
+def test_a_reference_that_is_left_out_is_missed(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference of DPO: weights of a checkpoint are not those of the reference, so it cannot be computed from them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings, whole = as_dpo(base, tmp_path) | {"max_steps": 5}, tmp_path / "whole"
+    expected, _ = runs.train({**settings, **SAVING, "output_dir": str(whole)})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another cache"))
+    assert resume(runs, settings, whole, 3, tmp_path / "same") == expected
+    with monkeypatch.context() as patched:
+        patched.setattr(training_loop, "read_tensors", lambda path: None)
+        found = resume(runs, settings, whole, 3, tmp_path / "computed")
+        assert found["metrics"] != expected["metrics"]
+        assert found["model"] != expected["model"]
+        patched.setattr(training_loop, "read_tensors", lambda path: {})
+        with pytest.raises(ConfigError, match="has no reference for them"):
+            resume(runs, settings, whole, 3, tmp_path / "none")
 
 
 def without(suffix: str) -> Callable[[Path, Any], str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from horizon_lm.checkpoints.manifest import read_manifest, verify
 from tests.e2e import tiny
 from tests.e2e.processes import SECONDS, RunProcess
 from tests.thinning import thinned
@@ -33,6 +34,37 @@ def slow(self, example):
         print("tokenizing", file=sys.stderr, flush=True)
     return tokenize(self, example)
 ExampleTokenizer.tokenize = slow
+"""
+# Prints when the weights are loaded, which then takes forever.
+SLOW_LOADING = """
+import time
+import horizon_lm.training.loop as loop
+load = loop.load_model
+def slow(*args, **kwargs):
+    print("loading", flush=True)
+    time.sleep(1000)
+    return load(*args, **kwargs)
+loop.load_model = slow
+"""
+# Prints when a unit is written into a checkpoint, and goes on once a signal has arrived.
+SLOW_SAVING = """
+import time
+import horizon_lm.disk as disk
+from horizon_lm.training.interrupts import Interrupts
+arrived, handle, create, write = [], Interrupts._handle, disk._File.__init__, disk._File.write
+def note(self, *arguments):
+    arrived.append(True)
+    handle(self, *arguments)
+def noted(self, path, direct):
+    create(self, path, direct)
+    self.is_unit = path.parent.name == "units"
+def slow(self, data):
+    if self.is_unit:
+        print("saving", flush=True)
+        while not arrived:
+            time.sleep(0.01)
+    write(self, data)
+Interrupts._handle, disk._File.__init__, disk._File.write = note, noted, slow
 """
 # Prints before the second batch of an evaluation, and goes on once a signal has arrived.
 SLOW_EVALUATION = """
@@ -143,13 +175,14 @@ NonFinite.finite_loss = hang
         assert run.end() == 75
 
 
-def test_a_signal_ends_an_evaluation(tmp_path: Path, run_file: Path) -> None:
+@pytest.mark.parametrize("group", [False, True], ids=["process", "group"])
+def test_a_signal_ends_an_evaluation(tmp_path: Path, run_file: Path, group: bool) -> None:
     held_out = tiny.write_jsonl(tmp_path / "held_out.jsonl", tiny.alpaca_rows(3))
     with RunProcess(
         run_file, "--eval_datasets", held_out, "--per_device_eval_batch_size", 1, setup=SLOW_EVALUATION
     ) as run:
         run.wait_for("evaluating")
-        run.send(signal.SIGTERM)
+        run.send(signal.SIGTERM, group=group)
         assert run.end() == 75
     assert "interrupted after step 0 of 100000 by SIGTERM" in run.stderr
 
@@ -180,6 +213,43 @@ def test_a_signal_to_the_group_while_tokenizing(run_file: Path, number: signal.S
     assert all_end(workers)
     assert f"error: interrupted by {number.name}. Nothing was trained yet." in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_a_signal_to_the_group_while_loading(run_file: Path) -> None:
+    with RunProcess(run_file, setup=SLOW_LOADING) as run:
+        run.wait_for("loading")
+        run.send(signal.SIGTERM, group=True)
+        assert run.end() == 75
+    assert "error: interrupted by SIGTERM. Nothing was trained yet." in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_signal_to_the_group_in_a_step(run_file: Path) -> None:
+    with RunProcess(run_file, "--dataset_num_proc", 2) as run:
+        run.wait_for("step 2/")
+        run.send(signal.SIGTERM, group=True)
+        assert run.end() == 75
+    assert "interrupted after step" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_signal_to_the_group_during_a_save(tmp_path: Path, run_file: Path) -> None:
+    """The checkpoint that is being written is completed, and the next run goes on from the newest one."""
+    folder, saving = tmp_path / "run", ("--save_strategy", "steps", "--save_steps", 2)
+    with RunProcess(run_file, *saving, setup=SLOW_SAVING) as run:
+        run.wait_for("saving")
+        assert not (folder / "checkpoint-2").exists()
+        run.send(signal.SIGTERM, group=True)
+        assert run.end() == 75
+    assert "Traceback" not in run.stderr
+    kept = sorted(path.name for path in folder.glob("*checkpoint*"))
+    assert kept in (["checkpoint-2"], ["checkpoint-2", "checkpoint-3"]), kept  # the signal came in step 2 or 3
+    for name in kept:
+        verify(folder / name, read_manifest(folder / name))
+    last = kept[-1].removeprefix("checkpoint-")
+    with RunProcess(run_file, "--max_steps", 5, "--resume_with_changes") as run:
+        assert run.end() == 0, run.stderr
+    assert f"resume: from {folder / kept[-1]} (step {last} of 100000)" in run.stdout
 
 
 @pytest.mark.parametrize("setup", [SLOW_TOKENIZING, IDLE_WORKER], ids=["busy", "idle"])

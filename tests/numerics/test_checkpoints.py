@@ -4,7 +4,8 @@ import hashlib
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors import safe_open
 pytest.importorskip("xxhash", reason="needs the whole installation")
 
 import horizon_lm
+from horizon_lm.checkpoints import unit_file
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.checkpoints.random_state import random_state
 from horizon_lm.device.cpu import CpuDevice
@@ -31,6 +33,7 @@ from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import LastUse, Pass, ScheduleError, Stream, Wait
 from horizon_lm.schedule.verify import each_wait, without_wait
 from tests import families
+from tests.storages import StorageMeter
 from tests.thinning import thinned
 from tests.threaded import ThreadedDevice
 
@@ -41,9 +44,9 @@ BUFFERED = "deepseek_v3"  # has persistent buffers
 
 def opened(
     device: Any = "cpu", precision: str = "float32", moments: str = "float32", in_backward: bool = False, tied: bool = False,
-    family: str = "llama", seed: int = 0, frozen: str = "", **settings: Any,
+    family: str = "llama", seed: int = 0, frozen: str = "", size: Mapping[str, int] | None = None, **settings: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    plain = families.build(family, seed, tie_word_embeddings=tied)
+    plain = families.build(family, seed, tie_word_embeddings=tied, **size or {})
     for name, param in plain.named_parameters():
         param.requires_grad_(not frozen or frozen not in name)
     model = horizon_lm.stream(plain, device, precision=precision, **settings)
@@ -134,6 +137,27 @@ def test_training_goes_on_from_a_checkpoint_exactly(tmp_path: Path) -> None:
     for number in (2, 3):
         step(model, optimizer, number)
     assert digest(model, optimizer) == expected[3]
+
+
+def test_loading_allocates_a_chunk_for_each_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read into the slabs to which their bytes belong, so a resumed run has the peak of a new one."""
+    monkeypatch.setattr(unit_file, "_CHUNK_BYTES", 1 << 14)
+    size = {"hidden_size": 256, "intermediate_size": 1024}
+    (saved, optimizer), (model, another) = (opened(precision="fp32_master", size=size, seed=seed) for seed in (0, 1))
+    save_checkpoint(tmp_path / "saved", saved, optimizer)
+    smallest_block = min(path.stat().st_size for path in (tmp_path / "saved" / "units").glob("block*"))
+    assert smallest_block > 8 << 20
+    kept = horizon_lm.stats(model)["host_bytes"]
+    tracemalloc.start()
+    try:
+        with StorageMeter() as meter:
+            load_checkpoint(tmp_path / "saved", model, another)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert digest(model, another) == digest(saved, optimizer)
+    assert horizon_lm.stats(model)["host_bytes"] == kept
+    assert meter.peak + peak < smallest_block / 8
 
 
 class WatchedDisk(Disk):

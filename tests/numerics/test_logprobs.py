@@ -69,6 +69,35 @@ def test_values_and_gradients(family: str, settings: dict[str, Any], temperature
     assert_same_gradients(streamed, plain, 2e-5)
 
 
+@pytest.mark.parametrize("head", [CHUNKED, {"head": "whole"}], ids=["chunked", "whole"])
+@pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), ("gemma2", 0.7), ("granite", 0.7)])
+def test_statistics_without_gradients(family: str, temperature: float, head: dict[str, Any]) -> None:
+    """Those that DPO and GRPO of TRL log: they equal those of all logits, and leave the gradients as they are."""
+    plain = families.build(family).eval()
+    ids = families.batch()["input_ids"]
+    labels = ids.clone()
+    labels[0, :3] = -100
+    scaled = plain(input_ids=ids, use_cache=False).logits.double().detach() / temperature
+    counts = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] != -100
+    expected = {
+        "mean_logits": scaled.mean(-1) * counts,
+        "log_sum_sq_probs": torch.softmax(scaled, -1).square().sum(-1).log() * counts,
+    }
+    assert (expected["log_sum_sq_probs"][counts] < -1).all()  # the probabilities are no ones
+    grads = []
+    for names in ((), tuple(expected)):
+        streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", **head)
+        got = horizon_lm.token_logprobs(
+            streamed, input_ids=ids, labels=labels, temperature=temperature, statistics=names
+        )
+        for name in names:
+            assert not getattr(got, name).requires_grad
+            torch.testing.assert_close(getattr(got, name).double(), expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        got.logprobs.sum().backward()
+        grads.append([param.grad for param in streamed.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_two_forward_passes_before_one_backward_pass() -> None:
     """Two forward passes precede the backward pass, as in preference losses; neither owns the buffer of the head."""
     plain = families.build("llama").eval()

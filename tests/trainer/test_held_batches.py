@@ -93,6 +93,15 @@ def test_each_block_is_loaded_twice_a_step(tmp_path: Path) -> None:
     assert max(counts[Trainer]) > 6
 
 
+@pytest.mark.parametrize("head", ["chunked", "whole"])
+def test_label_smoothing_costs_no_further_load(tmp_path: Path, head: str) -> None:
+    """Its loss reads all logits, whatever the head."""
+    model = horizon_lm.stream(families.build("llama", num_hidden_layers=6), precision="float32", head=head)
+    settings = {"label_smoothing_factor": 0.1, "eval_strategy": "no"}
+    train(HeldTrainer, model, tmp_path, callbacks=[loads := Loads(model)], **settings)
+    assert set(loads.counts) == {2}
+
+
 def test_a_failing_batch_ends_the_step_and_not_the_trainer(tmp_path: Path) -> None:
     calls: list[int] = []
 

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 from transformers import Trainer, TrainingArguments
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, GRPOConfig, SFTConfig
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, DoesNotFitError, StreamingError
 from horizon_lm.integrations import trainer_plan
+from horizon_lm.integrations.trainer_plan import TrainerPlan
 from horizon_lm.planning.request import Limit
 from horizon_lm.preflight.this_machine import this_machine
+from horizon_lm.quantities import format_seconds
 from tests import families
 from tests.numerics.test_lockstep import losses_together
+from tests.outlines import machine
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.trainer.test_held_batches import rows
@@ -76,6 +79,34 @@ def test_lengths_come_from_the_arguments(tmp_path: Path) -> None:
     assert sft.step.outline.length == 32
     with pytest.raises(StreamingError, match="streamed"):
         horizon_lm.plan(families.build("llama"), arguments(tmp_path), length=8)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
+@pytest.mark.parametrize(
+    ("settings", "beginning", "passes"),
+    [
+        ({}, "generation: ", 40),
+        ({"steps_per_generation": 2}, "generation: ", 80),  # generates twice a step
+        ({"steps_per_generation": 8}, "generation, every 2 steps: ", 40),
+    ],
+    ids=str,
+)
+def test_the_plan_says_what_generating_costs(
+    tmp_path: Path, settings: dict[str, Any], beginning: str, passes: int
+) -> None:
+    """One forward pass for each token, and each loads all weights over the link."""
+    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    weights = sum(param.numel() * 4 for param in model.parameters())
+    args = arguments(tmp_path, GRPOConfig, max_completion_length=40, num_generations=3, **settings)
+    plan = horizon_lm.plan(model, args, length=LENGTH)
+    slow = replace(plan.machine, hardware=machine(link_in=weights / 2))  # a pass takes two seconds
+    (line,) = TrainerPlan(model, args, LENGTH).generation_lines(replace(plan, machine=slow))
+    assert line.startswith(f"{beginning}up to {passes} forward passes, one for each token, which load ")
+    assert f": {format_seconds(2 * passes)} at " in line
+    unknown = replace(plan, machine=replace(plan.machine, hardware=None))
+    (line,) = TrainerPlan(model, args, LENGTH).generation_lines(unknown)
+    assert line.endswith(" each")
+    assert not list(TrainerPlan(model, arguments(tmp_path, SFTConfig), LENGTH).generation_lines(plan))
 
 
 @pytest.mark.parametrize("settings", [{"save_only_model": True}, {}], ids=str)

@@ -14,8 +14,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 MODULE = re.compile(r"\b[a-z]+/[a-z_]+\.py\b")
 
 
-def test_the_training_step_is_the_same_on_the_page_and_in_the_executor() -> None:
+WIDTH = 100  # columns that the site shows of a block of code in a window of 1300 pixels
+
+
+def training_step() -> str:
     (step,) = re.findall(r"```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return str(step)
+
+
+def test_the_training_step_is_not_cut_off() -> None:
+    assert max(map(len, training_step().splitlines())) <= WIDTH
+
+
+def test_the_training_step_is_the_same_on_the_page_and_in_the_executor() -> None:
+    step = training_step()
     assert inspect.cleandoc(step) in inspect.cleandoc(re.sub("^    ", "", str(executor.__doc__), flags=re.MULTILINE))
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from horizon_lm.planning.plan import make_plan
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.planning.residency import Residency
 from horizon_lm.planning.step import Step, StepSettings, rates, update_bytes
-from horizon_lm.planning.step_time import step_time
+from horizon_lm.planning.step_time import save_time, step_time
 from horizon_lm.schedule.ops import EMBED, HEAD, UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import step_seconds
 from tests.outlines import BLOCK, HIDDEN, TABLE, dense, machine
@@ -193,3 +194,29 @@ def test_plan_suggests_smaller_moments(bandwidth: float, moments: str, named: bo
         of = replace(plan.step, settings=replace(plan.step.settings, moments="bfloat16"))
         shorter = 1 - step_time(of, machine(host_bandwidth={"16": bandwidth})).seconds / plan.time.seconds
         assert [match[1] for match in found if match] == [f"{100 * shorter:.0f}"]
+
+
+# Checkpoints
+
+
+def test_a_slower_disk_costs_more_of_the_steps() -> None:
+    """A checkpoint is written while training goes on; updates that come too early wait for it."""
+    of = step(2**17)
+    saves = [save_time(of, machine(disk_write=rate)) for rate in (1e8, 1e9, 3e9, 6e9, 1e11)]
+    stalls, seconds = [each.stall_seconds for each in saves], [each.seconds for each in saves]
+    assert stalls == sorted(stalls, reverse=True)
+    assert seconds == sorted(seconds, reverse=True)
+    assert stalls[0] > 10 * stalls[1] / 2 > 0
+    assert {each.num_bytes for each in saves} == {12 * PARAMETERS}  # bf16 and its low halves, and two moments
+
+
+def test_a_disk_that_takes_no_time_costs_nothing() -> None:
+    assert save_time(step(2**17), machine(disk_write=inf)).stall_seconds == 0
+
+
+def test_a_disk_that_is_much_slower_than_a_step_stops_the_next_updates() -> None:
+    """At the limit, the steps lose all of the time in which the checkpoint is written, but the step that hides it."""
+    of, slow = step(2**17), machine(disk_write=1e7)
+    saved = save_time(of, slow)
+    assert saved.seconds == pytest.approx(12 * PARAMETERS / 1e7, rel=1e-3)
+    assert saved.seconds - 2 * step_time(of, slow).seconds < saved.stall_seconds < saved.seconds

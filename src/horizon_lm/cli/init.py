@@ -1,4 +1,4 @@
-"""``horizon-lm init``."""
+"""``horizon-lm init``: write a run file to start from, or translate one of another trainer."""
 
 import sys
 from typing import Annotated

@@ -16,7 +16,7 @@ from horizon_lm.config.types import Bytes, Interval, Settings, UnusedError
 
 
 class CheckpointSettings(Settings):
-    """When checkpoints are written and kept, and how an interrupted run goes on."""
+    """Settings of writing and keeping checkpoints, and of resuming an interrupted run."""
 
     heading: ClassVar[str] = "Checkpoints"
 

@@ -2,29 +2,29 @@
 
 A training step, and the module of each line (docs/architecture.md has the picture and the glossary):
 
-    model(**batch)                                           engine/model_forward.py
-        plan what stays resident, once per batch size        engine/residency_planner.py
-        schedule = build.forward(layout)                     schedule/build.py (operations and their waits; cached)
-        copy in the batch's distinct embedding rows          engine/embedding.py
-        for each block, when the model's forward calls it:   engine/blocks.py
-            prefetch the next block into the other slot      schedule/build.py (load) -> engine/cursor.py -> device/
-            wait for this block's weights                    an event between two streams; no thread waits
-            compute its micro-batches, without a graph       model/block_template.py
-            keep its input: the activation checkpoint        engine/forward_state.py (on the device, or offloaded)
-        norm, LM head and loss over chunks of tokens         engine/chunked_lm_head.py, engine/chunked_losses.py
-    loss.backward()                                          autograd calls one node per unit, last to first
-        schedule = build.backward(layout)                    schedule/build.py
-        land the LM head's gradient in host memory           engine/lm_head.py
-        for each block, last to first:                       engine/block_autograd.py
-            prefetch the previous block and its input        schedule/build.py (load) -> engine/cursor.py -> device/
-            recompute each micro-batch and differentiate it  engine/recompute.py, engine/grad_sink.py
-            land its gradient: copy, or add to the host's    engine/host_grads.py -> device/cuda_link.py, device/cpu.py
-        sum and land the row gradients of the embedding      engine/embedding.py
-    optimizer.step()                                         optim/adamw.py
-        clip by the norm, which was summed while landing     engine/host_grads.py
-        for each unit, in the order of the next forward:     optim/update_tasks.py
-            run AdamW in pieces on host threads              device/host_threads.py, kernels/adamw.py
-        return; the next forward waits unit by unit          engine/executor.py (Engine.run_update)
+    model(**batch)                                       engine/model_forward.py
+      plan what stays resident, once per batch size      engine/residency_planner.py
+      schedule = build.forward(layout), cached           schedule/build.py: operations and their waits
+      copy in the batch's distinct embedding rows        engine/embedding.py
+      for each block, when the model's forward calls it: engine/blocks.py
+        prefetch the next block into the other slot      schedule/build.py -> engine/cursor.py
+        wait for this block's weights                    an event between streams; no thread waits
+        compute its micro-batches, without a graph       model/block_template.py
+        keep its input: the activation checkpoint        engine/forward_state.py
+      norm, LM head and loss over chunks of tokens       engine/chunked_lm_head.py
+    loss.backward()                                      one autograd node per unit, last to first
+      schedule = build.backward(layout)                  schedule/build.py
+      land the LM head's gradient in host memory         engine/lm_head.py
+      for each block, last to first:                     engine/block_autograd.py
+        prefetch the previous block and its input        schedule/build.py -> engine/cursor.py
+        recompute and differentiate each micro-batch     engine/recompute.py, engine/grad_sink.py
+        land its gradient: copy, or add to the host's    engine/host_grads.py -> device/cuda_link.py
+      sum and land the row gradients of the embedding    engine/embedding.py
+    optimizer.step()                                     optim/adamw.py
+      clip by the norm, which was summed while landing   engine/host_grads.py
+      for each unit, in the order of the next forward:   optim/update_tasks.py
+        run AdamW in pieces on host threads              device/host_threads.py, kernels/adamw.py
+      return; the next forward waits unit by unit        engine/executor.py: Engine.run_update
 
 Shapes do not occur here: the executor moves whole slabs, and the modules that compute a unit know its tensors.
 """

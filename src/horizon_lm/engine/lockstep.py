@@ -71,7 +71,7 @@ class ThreadState:
 
 @dataclass
 class _Meeting:
-    """What a member waits for."""
+    """The point at which a member waits, with the value that it brings to it."""
 
     point: Hashable
     value: Any

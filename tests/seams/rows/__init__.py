@@ -15,5 +15,6 @@ from tests.seams.rows import (  # noqa: F401
     optimizers,
     saving,
     trainers,
+    trl_trainers,
     weights,
 )

@@ -1,0 +1,221 @@
+"""The settings of a run file about saving, the best model and early stopping do what their descriptions say."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import horizon_lm
+from horizon_lm.checkpoints import manifest, saving
+from horizon_lm.errors import ConfigError, InterruptedRunError
+from tests.e2e import resuming
+from tests.e2e.command import run
+from tests.e2e.resuming import SAVING, Runs
+
+
+@pytest.fixture(scope="module")
+def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return resuming.settings(tmp_path_factory.mktemp("rows"), model)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(monkeypatch)
+
+
+def interrupted(runs: Runs, settings: dict[str, Any], stop_after: int = 5) -> tuple[str, list[str]]:
+    """Train until a signal arrives in a step, and return the error and the printed lines."""
+    lines: list[str] = []
+    runs._stop_after = stop_after
+    with pytest.raises(InterruptedRunError) as error:
+        horizon_lm.train(settings, print_fn=lines.append)
+    runs._stop_after = None
+    return str(error.value), lines
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def evaluations(folder: Path) -> dict[int, dict[str, float]]:
+    """Return the evaluations after a step by that step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line for line in lines if "eval_loss" in line and line["step"]}
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def exported(checkpoint: Path, out: Path, *options: str) -> dict[str, torch.Tensor]:
+    result = run("export", checkpoint, out, *options)
+    assert result.exit_code == 0, result.stderr
+    return weights_of(out)
+
+
+# Signals
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_save_on_signal(runs: Runs, base: dict[str, Any], tmp_path: Path, saves: bool) -> None:
+    message, _ = interrupted(runs, base | {"output_dir": str(tmp_path / "run"), "save_on_signal": saves})
+    assert checkpoints(tmp_path / "run") == (["checkpoint-5"] if saves else [])
+    assert ("checkpoint-5" in message) == saves
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kept"), [(1e-6, ["checkpoint-2", "checkpoint-4"]), (1e6, ["checkpoint-4", "checkpoint-5"])]
+)
+def test_save_on_signal_seconds(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, seconds: float, kept: list[str]
+) -> None:
+    """A checkpoint that would take too long is left out, and the run names the one before."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_on_signal_seconds": seconds}
+    runs.before_step[5] = lambda: runs.loops[-1].checkpoints.wait()  # which is on its way to the disk
+    message, lines = interrupted(runs, base | settings | {"output_dir": str(tmp_path / "run")})
+    assert checkpoints(tmp_path / "run") == kept
+    assert kept[-1] in message
+    left_out = [line for line in lines if line.startswith("no checkpoint of step 5: it would take about ")]
+    assert [line.endswith("save_on_signal_seconds is 1e-06") for line in left_out] == ([True] if seconds < 1 else [])
+
+
+# The best model and early stopping
+
+FALLING, RISING = 3e-3, 10.0  # learning rates: the loss of an evaluation falls or rises from step to step
+BEST: dict[str, tuple[float, dict[str, Any], Any]] = {
+    "the smallest loss": (RISING, {}, min),
+    "the metric without its prefix": (RISING, {"metric_for_best_model": "loss"}, min),
+    "greater is better": (FALLING, {"metric_for_best_model": "eval_loss", "greater_is_better": True}, max),
+    "another metric": (RISING, {"metric_for_best_model": "entropy"}, max),
+}
+
+
+@pytest.mark.parametrize("case", BEST)
+def test_the_best_model_is_exported(base: dict[str, Any], tmp_path: Path, case: str) -> None:
+    rate, settings, best_of = BEST[case]
+    folder = tmp_path / "run"
+    settings = base | SAVING | settings | {
+        "output_dir": str(folder), "load_best_model_at_end": True, "eval_steps": 1, "max_steps": 4, "learning_rate": rate,
+        "lr_scheduler_type": "constant", "warmup_steps": 0,
+    }  # fmt: skip
+    horizon_lm.train(settings, print_fn=lambda line: None)
+    name = "eval_" + settings.get("metric_for_best_model", "loss").removeprefix("eval_")
+    found = {step: line[name] for step, line in evaluations(folder).items()}
+    best = best_of(found, key=found.__getitem__)
+    assert best < 4, "the last model is the best one, so this shows nothing"
+    got, expected = weights_of(folder / "model"), exported(folder / f"checkpoint-{best}", tmp_path / "best")
+    other = exported(folder / f"checkpoint-{3 if best != 3 else 2}", tmp_path / "other")
+    assert all(torch.equal(got[each], expected[each]) for each in expected)
+    assert not all(torch.equal(got[each], other[each]) for each in other)
+
+
+def test_a_metric_that_evaluations_do_not_have_is_rejected(base: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"output_dir": str(tmp_path / "run"), "load_best_model_at_end": True, "metric_for_best_model": "bleu"}
+    with pytest.raises(ConfigError, match=r"evaluations have no eval_bleu; choose one of eval_loss"):
+        horizon_lm.train(base | settings, print_fn=lambda line: None)
+
+
+@pytest.mark.parametrize(("settings", "steps"), [
+    ({"early_stopping_patience": 2, "early_stopping_threshold": 100.0}, 3),  # only the first evaluation is an improvement
+    ({"early_stopping_patience": 2, "learning_rate": RISING, "lr_scheduler_type": "constant", "warmup_steps": 0}, 3),
+    ({"early_stopping_patience": 2}, 6),  # the loss falls
+])  # fmt: skip
+def test_early_stopping(base: dict[str, Any], tmp_path: Path, settings: dict[str, Any], steps: int) -> None:
+    folder = tmp_path / "run"
+    common = {"output_dir": str(folder), "eval_steps": 1, "max_steps": 6, "save_strategy": "no"}
+    result = horizon_lm.train(base | common | settings, print_fn=lambda line: None)
+    assert result.num_steps == steps
+    assert max(evaluations(folder)) == steps
+    assert (folder / "model" / "model.safetensors").is_file()
+
+
+# The rate of the disk
+
+
+def test_save_bandwidth_limits_the_bytes_per_second(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time stands still, so the longest wait is that of the last bytes: for all bytes before them."""
+    waits: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=waits.append, perf_counter=lambda: 0.0)
+    monkeypatch.setattr(saving, "time", clock)
+    rate = 1 << 20
+    settings = {"output_dir": str(tmp_path / "run"), "save_bandwidth": rate, "save_on_signal": True}
+    interrupted(runs, base | settings, stop_after=2)
+    sizes = [path.stat().st_size for path in (tmp_path / "run" / "checkpoint-2" / "units").iterdir()]
+    assert (sum(sizes) - max(sizes)) / rate < max(waits) < sum(sizes) / rate
+    waits.clear()
+    interrupted(runs, base | {"output_dir": str(tmp_path / "free")}, stop_after=2)
+    assert not waits
+
+
+# Formats
+
+
+def test_a_checkpoint_of_another_format_version_is_rejected(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a path, by the automatic choice, which does not begin anew, and by the commands."""
+    settings = base | {"output_dir": str(tmp_path / "run")}
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "VERSION", manifest.VERSION + 1)
+        interrupted(runs, settings, stop_after=2)
+    folder = tmp_path / "run" / "checkpoint-2"
+    message = rf"version {manifest.VERSION + 1}\b.*release"
+    for more in ({"resume_from_checkpoint": str(folder)}, {}):
+        with pytest.raises(ConfigError, match=message):
+            horizon_lm.train(settings | more, print_fn=lambda line: None)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
+    result = run("export", folder, tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"version {manifest.VERSION + 1}" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_the_command_exports_a_whole_model(runs: Runs, base: dict[str, Any], tmp_path: Path, dtype: str | None) -> None:
+    """In the dtype of the model that was trained, or in another one; plain transformers loads it."""
+    interrupted(runs, base | {"output_dir": str(tmp_path / "run"), "precision": "fp32_master"}, stop_after=2)
+    options = ["--dtype", dtype] if dtype else []
+    found = exported(tmp_path / "run" / "checkpoint-2", tmp_path / "out", *options)
+    expected = getattr(torch, dtype or "float32")  # of the tiny model
+    assert {tensor.dtype for tensor in found.values()} == {expected}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    trained = dict(runs.loops[-1].model.state_dict())
+    assert found.keys() <= trained.keys()
+    for name, tensor in found.items():
+        assert torch.equal(plain[name], tensor)
+        difference = (tensor.float() - trained[name].float()).norm() / trained[name].float().norm()
+        assert math.isfinite(difference)
+        assert difference < 5e-3
+
+
+# Memory
+
+
+def test_a_resumed_run_holds_the_memory_of_the_run(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    """Counted: buffers of the device, slabs and activation checkpoints of the host, and what the plan says of them."""
+
+    def held() -> dict[str, Any]:
+        engine = runs.loops[-1].model._horizon.engine
+        counters, plan = engine.device.counters, json.loads((runs.loops[-1].run_dir.path / "plan.json").read_text())
+        return {
+            "device": dict(counters.allocated), "device peak": counters.allocated_peak, "host": dict(engine.store.num_bytes),
+            "boundaries": engine.boundaries.num_bytes,
+            "planned": {item["name"]: item["bytes"] for item in plan["host"]["items"] if item["name"] != "process"},
+        }  # fmt: skip
+
+    settings = base | {"precision": "fp32_master", "moments": "8bit"}
+    runs.train(settings | {"output_dir": str(tmp_path / "whole")})
+    expected = held()
+    cut = settings | {"output_dir": str(tmp_path / "cut")}
+    runs.interrupt(cut, stop_after=5)
+    _, lines = runs.train(cut)
+    assert any(line.startswith("resume: from") for line in lines)
+    assert held() == expected
