@@ -29,6 +29,7 @@ class Source:
         adapters: adapters that are trained; None for those of the run's settings.
         quantization: the ``quantization_config`` of the weights; None if they are not quantized.
         folder: the folder of quantized weights, if they are on this machine.
+        quantized: the quantized weights of a model that is streamed already; None to find them by the other attributes.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Source:
     adapters: Any = None
     quantization: Mapping[str, Any] | None = None
     folder: Path | None = None
+    quantized: Any = None
     _outlines: dict[Any, ModelOutline] = field(default_factory=dict, init=False)
 
     def checkpoint_bytes(self, sizes: ModelSizes) -> int:
@@ -79,7 +81,7 @@ class Source:
             "trust_remote_code": run.trust_remote_code,
             "trainable": run.trainable,
             "adapters": self.adapters or Adapters.of(run),
-            "quantized": Quantized.of(self.quantization or requested_quantization(run), self.folder),
+            "quantized": self.quantized or Quantized.of(self.quantization or requested_quantization(run), self.folder),
             "packed": isinstance(run, TextConfig) and bool(run.packing or run.eval_packing),
             "allow_unproven_model": run.allow_unproven_model,
             "head_values": _head_values(run) if self.head_values is None else self.head_values,
