@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from horizon_lm.codecs.base import Codec
 from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.cpu import CpuDevice, HostLink
 from horizon_lm.device.transfers import Link
@@ -80,6 +81,9 @@ class ThreadedLink:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         for d, s in zip(destination.tensor_split(self._pieces), source.tensor_split(self._pieces), strict=True):
             self._enqueue(lambda d=d, s=s: self._host.copy(d, s))
+
+    def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
+        self._enqueue(lambda: self._host.decode(destination, packed, codec, dtype))
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         self._enqueue(lambda: self._host.gather(destination, table, rows))

@@ -9,6 +9,9 @@ IGNORE_INDEX = -100
 SLAB_ALIGNMENT = 32
 """Elements to which each tensor in a slab is padded: 64 bytes in bf16, a cache line, and enough for vector loads."""
 
+PACKED_ALIGNMENT = 256
+"""Bytes to which each quantized tensor in a slab is padded: enough for vector loads of a decoding kernel."""
+
 MOMENT_BLOCK = 256
 """Elements of an 8-bit moment that share an fp32 scale, as in Dettmers et al. (arXiv 2110.02861)."""
 

@@ -264,6 +264,18 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         "model_name_or_path: m\nstage: sft\ndataset: d\nfinetuning_type: lora\nlora_rank: 64\nlora_target: q_proj,v_proj\n",
         {"lora_r": 64, "lora_alpha": 128.0, "lora_target_modules": ["q_proj", "v_proj"]},
     ),
+    "TRL, 4 bits": (
+        "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nload_in_4bit: true\nbnb_4bit_quant_type: fp4\n",
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "use_bnb_nested_quant": False},
+    ),
+    "Axolotl, 4 bits": (
+        "base_model: m\ndatasets: [{path: d, type: alpaca}]\nadapter: qlora\nload_in_4bit: true\nlora_r: 8\n",
+        {"load_in_4bit": True, "use_bnb_nested_quant": True},
+    ),
+    "LLaMA-Factory, 4 bits": (
+        "model_name_or_path: m\nstage: sft\ndataset: d\nfinetuning_type: lora\nquantization_bit: 4\n",
+        {"load_in_4bit": True, "use_bnb_nested_quant": True},
+    ),
 }
 
 
@@ -273,7 +285,11 @@ def test_adapters_are_translated(work: Path, trainer: str) -> None:
     text, expected = ADAPTERS[trainer]
     (work / "theirs.yaml").write_text(text)
     translated = translate_file("theirs.yaml")
-    assert not {name for name in translated.left_out if "lora" in name or name in ("adapter", "finetuning_type")}
+    assert not {
+        name
+        for name in translated.left_out
+        if "lora" in name or "bit" in name or name in ("adapter", "finetuning_type")
+    }
     config = SCHEMAS["sft"].model_validate(translated.settings, context=WITHOUT_ROWS)
     assert config.use_peft
     assert {name: getattr(config, name) for name in expected} == expected

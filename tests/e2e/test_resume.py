@@ -229,6 +229,7 @@ def test_each_setting_is_known_to_resume() -> None:
         "num_train_epochs", "label_smoothing_factor", "beta", "label_smoothing", "loss_type", "loss_weights", "disable_dropout",
         "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
         "lora_modules_to_save", "use_rslora", "use_dora", "adapter_name_or_path",
+        "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
     }  # fmt: skip
 
 

@@ -259,3 +259,27 @@ def test_the_plan_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "plan: host memory: " in out
     assert "no plan was made" not in out
+
+
+def test_a_quantized_base(tmp_path: Path) -> None:
+    """TRL adds adapters to weights of 4 bits: equal to its plain script on the decoded ones, planned to the byte, and resumed."""
+    folder = tiny.save_model(tmp_path / "model")
+    streamed = horizon_lm.from_pretrained(folder, "cpu", "float32", load_in_4bit=True)
+    plain = base("sft", folder)
+    for name, param in streamed.named_parameters():
+        plain.get_parameter(name).data.copy_(param.decode() if hasattr(param, "decode") else param)
+    loads, trained = Loads(streamed), {}
+    for kind, model in (("plain", plain), ("streamed", streamed)):
+        cls = trl.SFTTrainer if kind == "plain" else horizon_lm.trainer(trl.SFTTrainer)
+        callbacks = [] if kind == "plain" else [loads]
+        torch.manual_seed(5)
+        trained[kind] = make("sft", cls, model, tmp_path / kind, callbacks=callbacks, peft_config=config("sft"))
+        trained[kind].train()
+    assert difference(*map(history, trained.values()), 1e-5) is None
+    adapters = [{n: p.detach() for n, p in t.model.named_parameters() if p.requires_grad} for t in trained.values()]
+    assert difference(*adapters, 1e-5) is None
+    planned = horizon_lm.plan(streamed, trl.SFTConfig(str(tmp_path), use_cpu=True), length=16)
+    counted = {item.name: item.num_bytes for item in planned.host.items}
+    measured = horizon_lm.stats(streamed)["host_bytes_by_kind"]
+    assert counted["quantized weights"] == measured["packed_weights"] > 0
+    assert counted["weights"] == measured["weights"]

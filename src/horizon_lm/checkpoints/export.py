@@ -1,6 +1,7 @@
 """Turn a checkpoint into an ordinary Hugging Face folder, one tensor at a time; one of adapters into PEFT's folder."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class _CheckpointStore:
         self.units = {file.removeprefix(f"{UNITS}/"): _Unit(folder / file, found) for file, found in shapes.items()}
         self.unit_of = {name: unit for unit, each in self.units.items() for name in each.layout}
         self.source_dtypes = {name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()}
+        self.codecs: Mapping[str, Any] = {}  # a checkpoint has no quantized weights
         self._has_low = manifest.precision == "fp32_master"
 
     def shape(self, name: str) -> torch.Size:

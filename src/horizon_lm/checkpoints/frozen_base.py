@@ -30,8 +30,10 @@ def hash_base(store: Store) -> Mapping[str, str]:
 
 def _hash(store: Store, unit: str) -> str:
     digest, slabs = xxhash.xxh3_128(), store.units[unit]
-    for name in slabs.layout:  # without the padding between tensors
-        digest.update(as_array(slabs.layout.view(slabs.weights, name).reshape(-1)).data)
+    for name in slabs.plain:  # without the padding between tensors
+        digest.update(as_array(slabs.plain.view(slabs.weights, name).reshape(-1)).data)
+    for name in slabs.packed:
+        digest.update(slabs.packed.packed(name).numpy().data)
     return digest.hexdigest()
 
 

@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.codecs.base import Codec
 from horizon_lm.disk import Disk, replace_folder
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hub
 from horizon_lm.model.adapters import Adapters, base_of_adapters, read_adapters
+from horizon_lm.model.quantization import take_quantization
 from horizon_lm.model.units import ModelParts, find_parts
 from horizon_lm.store.checkpoint_loader import check_headers, parameter_names
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.checkpoint_writer import save_pretrained
 from horizon_lm.store.conversion import Target, find_conversion
+from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, codecs_of, open_checkpoint
 from horizon_lm.store.store import SlabLayout
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -54,9 +57,10 @@ def merge_adapter(
         raise ConfigError(f"{adapter} has no adapter_config.json; it is not the folder of adapters")
     source = hub.local_folder(base or name)
     config = hub.load_config(source, trust_remote_code=False)
+    quantization = take_quantization(config)
     plain, adapted = (hub.open_skeleton(source, config) for _ in range(2))
     parts = find_parts(plain)
-    store: Any = _MergedStore(parts, adapted, adapter, Checkpoint(source))
+    store: Any = _MergedStore(parts, adapted, adapter, open_checkpoint(source, quantization))
 
     def fill(part: Path) -> None:
         save_pretrained(parts, store, part, getattr(torch, dtype) if dtype else None, max_shard_size)
@@ -107,6 +111,8 @@ class _MergedStore:
         self._owners = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self.unit_of
         }
+        self._formats = codecs_of(checkpoint, parts) if isinstance(checkpoint, QuantizedCheckpoint) else {}
+        self.codecs: Mapping[str, Codec] = {}  # merged weights are not quantized
         self._merging = _Merging(Adapters(folder=str(adapter)).add_to(model, draw=False), adapter)
         self._loaded, self._values = "", dict[str, torch.Tensor]()
 
@@ -123,11 +129,20 @@ class _MergedStore:
             self._values, self._loaded = self._merge(unit), unit
         return self._values[name]
 
+    def _read(self, target: Target) -> dict[str, torch.Tensor]:
+        """Return tensors of the base by their names in the model, decoded if they are quantized."""
+        if isinstance(self._checkpoint, QuantizedCheckpoint) and target.name in self._formats:
+            codec, shape = self._formats[target.name], self.shape(target.name)
+            packed = torch.empty(codec.num_bytes(shape), dtype=torch.uint8)
+            self._checkpoint.pack(self._plain, target, codec, packed, shape)
+            return {target.name: codec.decode(packed, torch.empty(shape, dtype=self.source_dtypes[target.name]))}
+        return target.convert(self._plain, self._checkpoint.read(list(target.sources)))
+
     def _merge(self, unit: str) -> dict[str, torch.Tensor]:
         """Return the merged weights of a unit."""
         names, first = list(self.units[unit].layout), parameter_names(self._plain)
         for target in {id(self._targets[name]): self._targets[name] for name in names}.values():
-            for name, tensor in target.convert(self._plain, self._checkpoint.read(list(target.sources))).items():
+            for name, tensor in self._read(target).items():
                 if name in first:
                     module, attribute = self._owners[first[name]]
                     module._parameters[attribute] = nn.Parameter(tensor.contiguous(), requires_grad=False)

@@ -122,6 +122,9 @@ MODES: dict[str, dict[str, str]] = {
     "bf16, 8-bit moments, in backward": {
         "precision": "bf16", "moments": "8bit", "update_in_backward": "true", "max_grad_norm": "0",
     },
+    "adapters, 4-bit base": {
+        "use_peft": "true", "lora_target_modules": r".*attn\.\w*proj\w*", "load_in_4bit": "true",
+    },
 }  # fmt: skip
 
 
@@ -210,7 +213,7 @@ class _Search:
         from horizon_lm.planning.catalog import known_models
 
         self._known = list(reversed(known_models()))
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[tuple[str, bool], Source] = {}
 
     def largest(self, run: RunConfig, machine: Machine) -> list[tuple[str, int]]:
         """Return the largest dense model that fits, and the largest mixture of experts if it is larger."""
@@ -229,13 +232,16 @@ class _Search:
         return found
 
     def _open(self, run: RunConfig, name: str) -> Source:
-        if name not in self._sources:
-            self._sources[name] = open_source(run.model_copy(update={"model_name_or_path": name}))
-        return self._sources[name]
+        key = (name, run.use_peft)  # adapters are trained on weights as they were published
+        if key not in self._sources:
+            self._sources[key] = open_source(run.model_copy(update={"model_name_or_path": name}))
+        return self._sources[key]
 
 
 def _least_bytes(run: RunConfig, parameters: int) -> int:
     """Return a lower bound of the host memory that a run needs, to rule out most models without planning them."""
+    if run.use_peft:
+        return parameters // 2  # codes of 4 bits
     weights = WEIGHT_BYTES[run.precision] + LOW_HALF_BYTES[run.precision]
     return parameters * (weights + 2 * MOMENT_BYTES[run.moments] + (0 if run.update_in_backward else 2))
 

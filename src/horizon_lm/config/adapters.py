@@ -1,10 +1,12 @@
 """Settings of adapters that are trained on a frozen model, with TRL's names."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from horizon_lm.config.types import Fraction, Names, Settings, UnusedError
+
+_OF_THE_BASE = ("use_peft", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "adapter_name_or_path")
 
 
 class AdapterSettings(Settings):
@@ -34,6 +36,14 @@ class AdapterSettings(Settings):
     )
     use_rslora: bool = Field(False, description="Scale adapters by lora_alpha / sqrt(lora_r) (arXiv 2312.03732).")
     use_dora: bool = Field(False, description="Train magnitude and direction of weights apart (arXiv 2402.09353).")
+    load_in_4bit: bool = Field(
+        False,
+        description="Quantize the frozen weights of blocks to 4 bits while they are read (QLoRA, arXiv 2305.14314).",
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field(
+        "nf4", description="Format of 4-bit weights, as in bitsandbytes."
+    )
+    use_bnb_nested_quant: bool = Field(False, description="Quantize the scales of 4-bit weights, too.")
     adapter_name_or_path: str | None = Field(
         None, description="Folder or hub id of an adapter to go on with. Its own ranks and targets are used."
     )
@@ -47,7 +57,7 @@ class AdapterSettings(Settings):
 
     @field_validator(
         "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
-        "use_rslora", "use_dora", "adapter_name_or_path",
+        "use_rslora", "use_dora", "load_in_4bit", "adapter_name_or_path",
     )  # fmt: skip
     @classmethod
     def _needs_peft(cls, value: Any, info: ValidationInfo) -> Any:
@@ -55,10 +65,17 @@ class AdapterSettings(Settings):
             raise UnusedError("is not used without use_peft: true; set it, or remove this")
         return value
 
+    @field_validator("bnb_4bit_quant_type", "use_bnb_nested_quant")
+    @classmethod
+    def _needs_four_bits(cls, value: Any, info: ValidationInfo) -> Any:
+        if value != cls.model_fields[info.field_name or ""].default and not info.data.get("load_in_4bit", True):
+            raise UnusedError("is not used without load_in_4bit: true; set it, or remove this")
+        return value
+
     @field_validator("adapter_name_or_path")
     @classmethod
     def _reject_settings_of_a_new_adapter(cls, value: str | None, info: ValidationInfo) -> str | None:
         for name, field in AdapterSettings.model_fields.items() if value is not None else ():
-            if name not in ("use_peft", "adapter_name_or_path") and info.data.get(name, field.default) != field.default:
+            if name not in _OF_THE_BASE and info.data.get(name, field.default) != field.default:
                 raise ValueError(f"has its own {name}; remove one of the two")
         return value

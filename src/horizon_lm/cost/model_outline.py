@@ -2,11 +2,12 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
+from horizon_lm.codecs.base import Codec
 from horizon_lm.cost.block_calls import BlockCalls, call_of_each_block, find_calls
 from horizon_lm.cost.head_probe import head_peak, head_work
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
@@ -20,6 +21,15 @@ from horizon_lm.model.proven import MICRO_BATCHES, VARLEN, find_proof, require_p
 from horizon_lm.model.units import ModelParts, adapted_model, find_parts, freeze
 from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
 from horizon_lm.schedule.ops import block
+
+
+class QuantizedWeights(Protocol):
+    """The quantized weights of a model."""
+
+    def codecs(self, parts: ModelParts) -> dict[str, Codec]:
+        """Return their codecs, by full name."""
+        ...
+
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -37,6 +47,7 @@ def outline_config(
     trust_remote_code: bool = False,
     trainable: str | None = None,
     adapters: Adapters | None = None,
+    quantized: QuantizedWeights | None = None,
     packed: bool = False,
     allow_unproven_model: bool = False,
     head_values: Sequence[str] = (),
@@ -56,6 +67,7 @@ def outline_config(
         trust_remote_code: as in `horizon_lm.stream`.
         trainable: patterns of the names of trainable weights, as in `model.units.freeze`.
         adapters: adapters that are trained on the frozen model; None for none.
+        quantized: the model's quantized weights; None for none.
         packed: rows are packed, so the model must keep them apart.
         allow_unproven_model: as in `horizon_lm.stream`.
         head_values: per-token values that the loss uses, as in `cost.head_probe.head_peak`.
@@ -71,9 +83,15 @@ def outline_config(
         trust_remote_code=trust_remote_code,
     ).train()  # fmt: skip
     freeze(model, trainable)
+    codecs: dict[int, Codec] = {}
+    if quantized is not None:
+        base = find_parts(model)
+        found_codecs = quantized.codecs(base)
+        codecs = {id(ref.param): found_codecs[ref.name] for ref in base.refs() if ref.name in found_codecs}
     if adapters is not None:
         model = adapted_model(adapters.add_to(model, draw=False))
     parts = find_parts(model)
+    parts.codecs = {ref.name: codecs[id(ref.param)] for ref in parts.refs() if id(ref.param) in codecs}
     proof = find_proof(parts)
     used = attention.choose(model, attn_implementation, on_accelerator and VARLEN in proof.features)
     unproven = proof.reason_against(*([VARLEN] if used == attention.NAME else []))

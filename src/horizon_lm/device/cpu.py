@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from horizon_lm.codecs.base import Codec, Part
 from horizon_lm.device.base import Counters, Task, counted_empty
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates
 from horizon_lm.device.transfers import SquaredNorm
@@ -15,6 +16,7 @@ from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
 from horizon_lm.store.store import Arena, as_array
 
+_PACKED_BYTES = 1 << 19  # codes and scales that one thread decodes: a millisecond of work
 _ROWS_ELEMENTS = 1 << 19  # elements that one thread lands: a millisecond of work
 
 
@@ -22,7 +24,7 @@ class HostLink:
     """Transfers within host memory. Gradients are landed and squared in one pass.
 
     Rows are landed in several threads, because those of the embedding come at the end of the backward pass, when no
-    computation can hide them.
+    computation can hide them. Quantized weights are decoded in several threads, too.
     """
 
     def __init__(self) -> None:
@@ -30,6 +32,22 @@ class HostLink:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(usable_cores(), "horizon-host")
+        return self._threads
+
+    def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
+        from horizon_lm.kernels.host_decoding import decode
+
+        components, flat = codec.views(packed, destination.shape), destination.view(-1)
+
+        def run(part: Part) -> None:
+            own = {name: components[name][rows] for name, rows in part.rows.items()}
+            decode(codec, own, flat[part.start : part.stop].view(part.shape), dtype)
+
+        list(self._pool().map(run, codec.parts(destination.shape, _PACKED_BYTES)))
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         destination.copy_(table.index_select(0, rows))
@@ -50,10 +68,8 @@ class HostLink:
         pieces = [slice(start, start + step) for start in range(0, len(indices), step)]
         if len(pieces) < 2:
             return kernel(target, values, indices)
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(usable_cores(), "horizon-rows")
         # Rows are distinct and sums are added in the order of the rows, so the number of threads does not change the result.
-        return sum(self._threads.map(lambda piece: kernel(target, values[piece], indices[piece]), pieces))
+        return sum(self._pool().map(lambda piece: kernel(target, values[piece], indices[piece]), pieces))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -10,11 +10,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from horizon_lm.codecs.base import Codec
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import SquaredNorm
+from horizon_lm.kernels.decoding import decode, has_triton
 
 _PIECE_ELEMENTS = 1 << 24  # elements converted or squared in one operation
+_PACKED_BYTES = 1 << 24  # codes and scales that are decoded at once by Triton's kernels, which need no other memory
+_PACKED_BYTES_OF_TORCH = 1 << 21  # the same by torch, which needs about 30 times as much memory for it
 _STAGING_BYTES = 64 * 2**20
 _ALIGNMENT = 256  # alignment in bytes of tensors that share scratch memory
 LINK_SCRATCH_BYTES = 4 * _PIECE_ELEMENTS  # device memory of one link, which holds a piece in fp32
@@ -96,6 +100,20 @@ class CudaLink:
                 self._transport.copy(d, self._take_scratch(d.dtype, s.numel()).copy_(s))
             else:
                 d.copy_(self._transport.copy(self._take_scratch(s.dtype, s.numel()), s))
+
+    def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
+        """Decode a quantized tensor part by part: the components of a part cross the link into scratch memory."""
+        components, flat = codec.views(packed, destination.shape), destination.view(-1)
+        at_once = _PACKED_BYTES if has_triton() else _PACKED_BYTES_OF_TORCH
+        for part in codec.parts(destination.shape, at_once):
+            held, start = {}, 0
+            for name, rows in part.rows.items():
+                source = components[name][rows]
+                raw = source.reshape(-1).view(torch.uint8)
+                place = self._scratch[start : start + raw.numel()]
+                held[name] = self._transport.copy(place, raw).view(source.dtype).view(source.shape)
+                start += -(-raw.numel() // _ALIGNMENT) * _ALIGNMENT
+            decode(codec, held, flat[part.start : part.stop].view(part.shape), dtype)
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         for d, r in zip(*_split_rows(destination, rows), strict=True):

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from horizon_lm.codecs.base import Codec
+
 SquaredNorm = Any  # a sum of squares: a number, or a one-element tensor that a device is still computing
 Report = Callable[[SquaredNorm], None]
 
@@ -17,6 +19,17 @@ class Link(Protocol):
     """The transfers of a device. Both tensors are 1-D or rows (R, H), of equal size, on any device and of any dtype."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None: ...
+
+    def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
+        """Copy the codes of a quantized tensor to the device, and decode them there.
+
+        Args:
+            destination: the decoded tensor.
+            packed: the codes and scales in host memory, 1-D uint8.
+            codec: the codec.
+            dtype: the dtype that values are rounded to first.
+        """
+        ...
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         """Gather rows of a host table: ``destination[i] = table[rows[i]]``."""
@@ -70,6 +83,26 @@ class Copy:
             Copy(d, s, 0)
             for d, s in zip(self.destination.tensor_split(parts), self.source.tensor_split(parts), strict=True)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A copy of a quantized tensor from host to device, where it is decoded. The arguments are those of `Link.decode`."""
+
+    destination: torch.Tensor
+    packed: torch.Tensor
+    codec: Codec
+    dtype: torch.dtype
+
+    @property
+    def host_bytes(self) -> int:
+        return self.packed.numel()
+
+    def run(self, link: Link) -> None:
+        link.decode(self.destination, self.packed, self.codec, self.dtype)
+
+    def split(self, parts: int) -> list[Move]:
+        return [self]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from horizon_lm.device.base import Device, Task
-from horizon_lm.device.transfers import Copy, Move
+from horizon_lm.device.transfers import Copy, Decode, Move
 from horizon_lm.engine.cursor import Cursor, MovesOf
 from horizon_lm.engine.device_buffers import DeviceBuffers, EngineOptions
 from horizon_lm.engine.foreign_writes import ForeignWrites
@@ -547,10 +547,19 @@ class Engine:
             host = self.backward.state.boundary(index)
             return [Copy(self.memory.ring.get(host.numel(), torch.uint8, index % 2), host, host.numel())]
         if op.kind == Kind.STREAM_IN and op.unit != EMBED:
-            slab = self.slabs(op.unit).weights
-            buffer = self.memory.weights_of(op.unit)[: slab.numel()]
-            return [Copy(buffer, slab, slab.numel() * slab.element_size())]
+            return self._weights_in(self.slabs(op.unit), self.memory.weights_of(op.unit))
         return None
+
+    def _weights_in(self, slabs: UnitSlabs, slot: torch.Tensor) -> list[Move]:
+        """Return the moves that stream a unit into a slot: a copy, and the decoding of what is quantized."""
+        plain = slabs.weights
+        moves: list[Move] = []
+        if plain.numel() or not slabs.packed.num_bytes:
+            moves.append(Copy(slot[: plain.numel()], plain, plain.numel() * plain.element_size()))
+        for name, entry in slabs.packed.entries.items():
+            dtype = self.store.decoded_dtype(name)
+            moves.append(Decode(slabs.layout.view(slot, name), slabs.packed.packed(name), entry.codec, dtype))
+        return moves
 
     # Waiting, and access by other code to weights and gradients
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.model_forward import ModelForward
+from horizon_lm.engine.packed_parameters import PackedParameter
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import ModelParts, ParamRef, adapter_params
@@ -95,14 +96,14 @@ def _detach(horizon: ModelForward) -> None:
     horizon.restore_forwards()
     model.__class__ = horizon.model_class
     for param in {id(param): param for param in model.parameters()}.values():
-        if isinstance(param, StreamedParameter):
+        if isinstance(param, StreamedParameter) and not isinstance(param, PackedParameter):
             param.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _restore(horizon: ModelForward, streamed_class: type) -> None:
     """Undo `_detach`."""
     model, engine = horizon.model, horizon.engine
-    for ref in engine.refs.values():
+    for ref in (ref for name, ref in engine.refs.items() if name not in engine.store.codecs):
         heads = any(module is engine.parts.head for module, _ in ref.places)
         adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)
     model.__class__ = streamed_class
@@ -124,6 +125,7 @@ def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> Store:
         if old.units[OUTER].low is not None:
             frozen.discard(OUTER)
     store = old.extended(shapes, old_names, precision, frozen)
+    parts.codecs = store.codecs
     # Whoever remembers a version of the weights must not find it again.
     store.version, store.block_version = old.version + 1, old.block_version + 1
     return store
@@ -132,6 +134,8 @@ def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> Store:
 @torch.no_grad()
 def _move_in(ref: ParamRef, engine: Engine, store: Store) -> None:
     """Move the values of a parameter into the store, with all their bits, unless they are there already."""
+    if ref.name in store.codecs:
+        return
     place = store.weight(ref.name)
     if place.data_ptr() == ref.param.data_ptr():
         return

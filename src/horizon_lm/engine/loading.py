@@ -1,26 +1,34 @@
 """Create a streamed model from a model in memory, from a folder or hub id, or from a config."""
 
 import difflib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Device
 from horizon_lm.engine.options import StreamArguments, open_device
+from horizon_lm.engine.packed_parameters import PackedParameter, decoding
 from horizon_lm.engine.parameters import require_plain
 from horizon_lm.engine.streamed_model import StreamedModel
-from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.errors import CheckpointWarning, ConfigError, StreamingError
 from horizon_lm.model import attention, hub
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.adapters import Adapters, base_of_adapters
 from horizon_lm.model.hub import build_skeleton
+from horizon_lm.model.quantization import expected_codecs, four_bits, take_quantization
 from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
-from horizon_lm.store.checkpoint_loader import Checkpoint, load_weights
+from horizon_lm.store.checkpoint_loader import load_weights
+from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, codecs_of, open_checkpoint
 from horizon_lm.store.store import Store
+
+FindCodecs = Callable[[ModelParts], dict[str, Codec]]  # of quantized weights, by full name
 
 _DOWNLOAD = ("revision", "cache_dir", "token", "force_download", "local_files_only")
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, with the values that have no effect here
@@ -30,9 +38,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, wi
     "ignore_mismatched_sizes": (False,),
     "output_loading_info": (False,),
     "device_map": (None,),
-    "load_in_4bit": (None, False),
     "load_in_8bit": (None, False),
-    "quantization_config": (None,),
     "tp_plan": (None,),
     "device_mesh": (None,),
     "max_memory": (None,),
@@ -42,13 +48,11 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, wi
     "key_mapping": (None,),
     "experts_implementation": (None,),
 }
-_QUANTIZED = "quantized weights are not supported yet; leave it out, and use precision='bf16' for the least memory"
+_EIGHT_BITS = "weights are quantized to 4 bits; use load_in_4bit=True, or leave it out"
 _DEVICES = "several devices are not supported yet; leave it out"
 _REMEDIES = {
     "device_map": "the weights stay in host memory; leave it out, and choose the device with device='cuda'",
-    "load_in_4bit": _QUANTIZED,
-    "load_in_8bit": _QUANTIZED,
-    "quantization_config": _QUANTIZED,
+    "load_in_8bit": _EIGHT_BITS,
     "tp_plan": _DEVICES,
     "device_mesh": _DEVICES,
     "max_memory": "use device_memory to limit the bytes on the device",
@@ -87,6 +91,26 @@ def read_precision(precision: str | None, options: dict[str, Any]) -> str:
     if precision is not None and precision not in fits:
         raise ConfigError(f"dtype={dtype} does not go with precision={precision!r}; leave one of them out")
     return precision or fits[0]
+
+
+def _read_quantization(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Remove ``load_in_4bit`` and ``quantization_config`` from the options, and return how to quantize the weights.
+
+    Raises:
+        ConfigError: this is not a format of 4 bits.
+    """
+    given = options.pop("quantization_config", None)
+    if options.pop("load_in_4bit", None) and given is None:
+        given = four_bits()
+    if given is None:
+        return None
+    found = dict(given) if isinstance(given, Mapping) else dict(given.to_dict())
+    if found.get("quant_method") != "bitsandbytes" or not found.get("load_in_4bit"):
+        raise ConfigError(
+            "from_pretrained: weights are quantized to the 4 bits of bitsandbytes while they are read; use load_in_4bit=True or "
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
+        )
+    return found
 
 
 def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -277,9 +301,14 @@ def _open(
     precision = read_precision(precision, options)
     if config is None and gguf_file is None:
         config = hub.load_config(folder, trust_remote_code, model_class=model_class)
+    quantization = _read_quantization(options)
     changes = config_arguments(options, config)
     settings = StreamArguments(device=device, precision=precision, **options)
     if gguf_file is not None:
+        if quantization is not None:
+            raise ConfigError(
+                f"gguf_file={gguf_file!r} is not quantized again; leave load_in_4bit out, or convert it first"
+            )
         if hub.auto_class(model_class) is not hub.auto_class(None):
             raise ConfigError(
                 f"gguf_file={gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
@@ -293,14 +322,29 @@ def _open(
         folder, config, model_class=model_class, trust_remote_code=trust_remote_code,
         attn_implementation=settings.attn_implementation,
     )  # fmt: skip
-    if adapters is not None:
+    published = take_quantization(config)
+    if published and quantization:
+        warnings.warn(
+            f"{folder}: the weights are quantized already ({published['quant_method']}), so load_in_4bit has no effect",
+            CheckpointWarning,
+            stacklevel=3,
+        )
+    frozen = adapters is not None or bool(published or quantization)
+    if frozen:
         model.requires_grad_(False)
+    if adapters is not None:
         config.name_or_path = model.name_or_path = str(
             model_name_or_path
         )  # which PEFT writes into the adapter's config
-    parts, store = _with_store(model, settings, frozen=adapters is not None)
+    checkpoint = open_checkpoint(folder, published)
+    find_codecs: FindCodecs | None = None
+    if isinstance(checkpoint, QuantizedCheckpoint):
+        find_codecs = partial(codecs_of, checkpoint)
+    elif quantization is not None:
+        find_codecs = partial(expected_codecs, quantization=quantization)
+    parts, store = _with_store(model, settings, frozen, find_codecs)
     if reads_weights:
-        new = load_weights(parts, store, Checkpoint(folder))
+        new = load_weights(parts, store, checkpoint)
         _draw(parts.model, new, store, torch.device("cpu"), next(iter(store.source_dtypes.values())))
     if adapters is not None:
         return _add_adapters(adapters, parts, store, settings)
@@ -310,11 +354,13 @@ def _open(
 def _add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: StreamArguments) -> Any:
     """Add adapters to a model whose weights are in a store, attach it to its device, and return the PEFT model."""
     names = {id(ref.param): ref.name for refs in base.units.values() for ref in refs}
-    model = adapters.add_to(base.model, draw=True)
+    with decoding():  # DoRA begins with the norms of weights
+        model = adapters.add_to(base.model, draw=True)
     parts = settings.take_apart(adapted_model(model))
     refs = [ref for of_unit in parts.units.values() for ref in of_unit]
     old_names = {ref.name: names[id(ref.param)] for ref in refs if id(ref.param) in names}
     store = store.extended(_shapes(parts), old_names, settings.get_precision(parts), parts.frozen_base())
+    parts.codecs = store.codecs
     for ref in refs:
         _move_in(ref, store)
     settings.attach(parts, store)
@@ -397,6 +443,8 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
 
 def _move_in(ref: ParamRef, store: Store) -> None:
     """Move the values of a parameter into a store, unless they are there already."""
+    if ref.name in store.codecs:  # a placeholder, whose codes were read into the store
+        return
     place = store.weight(ref.name)
     if place.data_ptr() != ref.param.data_ptr():
         store.source_dtypes.setdefault(ref.name, ref.param.dtype)
@@ -409,17 +457,29 @@ def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
     return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in parts.units.items()}
 
 
-def _with_store(model: Any, settings: StreamArguments, frozen: bool = False) -> tuple[ModelParts, Store]:
+def _with_store(
+    model: Any, settings: StreamArguments, frozen: bool = False, find_codecs: FindCodecs | None = None
+) -> tuple[ModelParts, Store]:
     """Create a store for a skeleton on the meta device, and replace its parameters by views into the store.
 
-    ``frozen``: no weight will be trained, so there are no low halves.
+    Args:
+        model: the skeleton.
+        settings: arguments of the caller.
+        frozen: no weight will be trained, so there are no low halves.
+        find_codecs: function that returns the codecs of quantized weights; None if there are none.
     """
     parts = settings.take_apart(model)
+    if find_codecs is not None:
+        parts.codecs = find_codecs(parts)
     never_trained = set(parts.units) if frozen else parts.frozen_base()
-    store = Store(_shapes(parts), settings.get_precision(parts), never_trained)
+    store = Store(_shapes(parts), settings.get_precision(parts), never_trained, codecs=parts.codecs)
     for refs in parts.units.values():
         for ref in refs:
-            ref.param = nn.Parameter(store.weight(ref.name), ref.param.requires_grad)
+            ref.param = (
+                PackedParameter.of(store, ref.name)
+                if ref.name in store.codecs
+                else nn.Parameter(store.weight(ref.name), ref.param.requires_grad)
+            )
             for module, attribute in ref.places:
                 module._parameters[attribute] = ref.param
     return parts, store

@@ -47,7 +47,7 @@ class ParameterOwner(Protocol):
 
 
 # Functions that read only a parameter's metadata, not its values, and need not wait for an update.
-_METADATA = {
+METADATA = {
     getattr(torch.Tensor, name).__get__
     for name in (
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "names", "is_cuda", "is_cpu",
@@ -73,7 +73,7 @@ class StreamedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _METADATA:
+        if func not in METADATA:
             _hand_out_weights(args)
             if kwargs:
                 _hand_out_weights(kwargs.values())
@@ -224,7 +224,7 @@ class StandIn(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and args[0]._read is not None:
             return args[0]._read(args[1])
-        if func not in _METADATA:
+        if func not in METADATA:
             raise StreamingError(_DIRECT_PRODUCT)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -340,10 +340,16 @@ def attach(
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
     engine = Engine(parts, store, device, options)
-    kept = {slabs.weights.data_ptr() for slabs in before.units.values()} if before is not None else set()
-    new = [slabs.weights for slabs in store.units.values() if slabs.weights.data_ptr() not in kept]
-    device.register_host([weights for weights in new if weights.numel()])
+    slabs = [slab for each in store.units.values() for slab in (each.weights, each.packed.data)]
+    kept = (
+        {slab.data_ptr() for each in before.units.values() for slab in (each.weights, each.packed.data)}
+        if before
+        else ()
+    )
+    device.register_host([slab for slab in slabs if slab.numel() and slab.data_ptr() not in kept])
     for name, ref in engine.refs.items():
+        if name in store.codecs:  # a placeholder, which is never written and has no gradient
+            continue
         heads = any(module is parts.head for module, _ in ref.places)
         assert ref.param.data_ptr() == store.weight(name).data_ptr() or ref.param.numel() == 0
         adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)

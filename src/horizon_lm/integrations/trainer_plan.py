@@ -1,15 +1,16 @@
 """Plan the training of a streamed model by a transformers Trainer: the bytes on host, device and disk, and the time."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from horizon_lm.codecs.base import Codec
 from horizon_lm.config import RunConfig, plan_config
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.integrations.trainer_rows import length_limit
 from horizon_lm.model.adapters import PresentAdapters
-from horizon_lm.model.units import adapted_model
+from horizon_lm.model.units import ModelParts, adapted_model
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.request import Machine, Saves
 from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
@@ -48,6 +49,7 @@ class TrainerPlan:
             name, config, _itemsize(config), is_local=True, model_class=classifier,
             head_values=_FUSED_HEAD if hasattr(args, "max_length") and classifier is None else (),
             adapters=_adapters(model),
+            quantized=_StreamedCodecs(model._horizon.engine.store.codecs) if model._horizon.engine.store.codecs else None,
         )  # fmt: skip
         self._run = _run_config(model, args, self._rows, name)
         self._batch = args.per_device_train_batch_size * _sequences(args)
@@ -80,7 +82,8 @@ class TrainerPlan:
             return
         times = args.gradient_accumulation_steps / every
         passes = round(args.max_completion_length * max(1.0, times))
-        weights = sum(slabs.weights.nbytes for slabs in self._model._horizon.engine.store.units.values())
+        slabs = self._model._horizon.engine.store.units.values()
+        weights = sum(each.weights.nbytes + each.packed.num_bytes for each in slabs)
         hardware = plan.machine.hardware
         rate = hardware.link_in if hardware is not None else 0.0
         duration = f": {format_seconds(passes * weights / rate)} at {format_bytes(int(rate))}/s" if rate else ""
@@ -115,6 +118,16 @@ class TrainerPlan:
         else:
             num = int(strategy == "best")
         return Saves(num, min(num, args.save_total_limit or num), args.save_only_model, with_model=True)
+
+
+class _StreamedCodecs:
+    """The quantized weights of a streamed model, by their names without adapters."""
+
+    def __init__(self, codecs: Mapping[str, Codec]) -> None:
+        self._codecs = {name.replace(".base_layer.", "."): codec for name, codec in codecs.items()}
+
+    def codecs(self, parts: ModelParts) -> dict[str, Codec]:
+        return {ref.name: self._codecs[ref.name] for ref in parts.refs() if ref.name in self._codecs}
 
 
 def plan(model: Any, args: Any, length: int | None = None) -> Plan:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
 from horizon_lm.model.config_limits import require_few_parameters, require_sane_config, require_small_buffer
 from horizon_lm.model.gguf_header import read_gguf_header
+from horizon_lm.model.quantization import matrix_codec, quantization_of
 from horizon_lm.paths import exists, may_be_on_hub, require_inside, require_own_files, require_regular
 from horizon_lm.planning.catalog import KnownModel, find_known, known_models
 
@@ -233,10 +234,8 @@ def require_model(config: Any, place: str, model_class: Any) -> Any:
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
 
-    if getattr(config, "quantization_config", None):
-        raise ModelNotSupportedError(
-            f"{place}: its weights are quantized, and quantized weights cannot be trained; use a bf16 copy of the model"
-        )
+    if quantization := quantization_of(config):
+        matrix_codec(quantization, place)
     for name in ("_attn_implementation", "_experts_implementation"):
         if "/" in str(getattr(config, name, None)):  # transformers would download the code of this kernel, and run it
             raise ModelNotSupportedError(

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.codecs.base import Codec
+from horizon_lm.codecs.slab import PackedSlab
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.planning.memory import ModelSizes
+from horizon_lm.planning.memory import ModelSizes, PackedSizes
 from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block, block_index, is_block
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,6 +45,7 @@ class ModelParts:
         tied: the head uses the embedding table.
         classifies: the head gives scores of labels, not logits of tokens.
         written: weights that a block's forward pass may write in training, by block.
+        codecs: the codecs of quantized weights, by full name; all of blocks.
     """
 
     _model: Any
@@ -57,6 +60,7 @@ class ModelParts:
     classifies: bool = False
     adapters: Mapping[int, frozenset[str]] = field(default_factory=dict)
     written: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    codecs: Mapping[str, Codec] = field(default_factory=dict)
 
     @property
     def model(self) -> Any:
@@ -72,6 +76,10 @@ class ModelParts:
     def refer_weakly(self) -> None:
         """Refer to the model weakly, because the model now owns these parts."""
         self._model = weakref.ref(self.model)
+
+    def refs(self) -> list[ParamRef]:
+        """Return all parameters, unit by unit."""
+        return [ref for refs in self.units.values() for ref in refs]
 
     @property
     def num_blocks(self) -> int:
@@ -130,7 +138,20 @@ class ModelParts:
             vocabulary=vocabulary,
             hidden=hidden,
             tied=self.tied,
+            packed=[] if trained_only else self._packed(),
         )
+
+    def _packed(self) -> list[PackedSizes]:
+        """Return the sizes of the quantized weights of each block; none if no block has any."""
+        if not self.codecs:
+            return []
+        found = []
+        for u in range(self.num_blocks):
+            shapes = {ref.name: ref.param.shape for ref in self.units[block(u)] if ref.name in self.codecs}
+            slab = PackedSlab(shapes, self.codecs)
+            num_bytes = sum(entry.num_bytes for entry in slab.entries.values())
+            found.append(PackedSizes([shape.numel() for shape in shapes.values()], num_bytes, slab.num_bytes))
+        return found
 
 
 def find_parts(model: Any) -> ModelParts:
@@ -193,7 +214,8 @@ def _find_units(
         for attribute, param in module._parameters.items():
             if param is None:
                 continue
-            if type(param) is not nn.Parameter or param.dtype not in _DTYPES:
+            is_plain = type(param) is nn.Parameter or getattr(param, "is_packed", False)
+            if not is_plain or param.dtype not in _DTYPES:
                 raise ModelNotSupportedError(
                     f"{name}: {module_name}.{attribute} is a {type(param).__name__} of {param.dtype}; quantized weights "
                     "are not streamed. Load the model in bf16 or float32."

@@ -182,7 +182,10 @@ def _digest(name: str, slabs: UnitSlabs, left_out: frozenset[str]) -> bytes:
     """Return a hash of the names and weights of a unit, without the alignment gaps between the weights."""
     digest = hashlib.sha256(name.encode())
     for slab in (slabs.weights, slabs.low) if slabs.low is not None else (slabs.weights,):
-        for tensor in (each for each in slabs.layout if each not in left_out):
+        for tensor in (each for each in slabs.plain if each not in left_out):
             digest.update(tensor.encode())
-            digest.update(as_array(slabs.layout.view(slab, tensor)))
+            digest.update(as_array(slabs.plain.view(slab, tensor)))
+    for tensor in slabs.packed:
+        digest.update(tensor.encode())
+        digest.update(as_array(slabs.packed.packed(tensor)))
     return digest.digest()

@@ -198,12 +198,14 @@ class KnownModel:
             multi-token prediction and router biases without a gradient do not count.
         config: its config.json, including "model_type". A copy, because transformers modifies the dict that it
             receives.
+        quantization: the ``quantization_config`` of its published weights; None if they are not quantized.
     """
 
     name: str
     aliases: tuple[str, ...]
     parameters: int
     config: Mapping[str, Any]
+    quantization: Mapping[str, Any] | None = None
 
 
 @cache
@@ -211,7 +213,14 @@ def _read() -> tuple[KnownModel, ...]:
     files = [file for file in (resources.files(__package__) / "models").iterdir() if file.name.endswith(".json")]
     entries = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     models = [
-        KnownModel(entry["name"], tuple(entry["aliases"]), entry["parameters"], entry["config"]) for entry in entries
+        KnownModel(
+            entry["name"],
+            tuple(entry["aliases"]),
+            entry["parameters"],
+            entry["config"],
+            entry.get("quantization_config"),
+        )
+        for entry in entries
     ]
     return tuple(sorted(models, key=lambda model: (model.parameters, model.name)))
 

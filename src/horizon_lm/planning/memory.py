@@ -8,6 +8,21 @@ from horizon_lm.quantities import page_aligned
 
 
 @dataclass(frozen=True, slots=True)
+class PackedSizes:
+    """The quantized tensors of a block in host memory.
+
+    Attributes:
+        tensors: elements of each tensor.
+        num_bytes: bytes of their codes and scales, which cross the link.
+        slab_bytes: bytes of their slab.
+    """
+
+    tensors: Sequence[int]
+    num_bytes: int
+    slab_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSizes:
     """Numbers of elements of a model's parameters, or of its trainable parameters.
 
@@ -18,6 +33,7 @@ class ModelSizes:
         outer: elements of each tensor outside of blocks, head and table.
         vocabulary, hidden: rows and columns of the embedding table, V and H.
         tied: the head uses the embedding table.
+        packed: the quantized tensors of each block, which ``blocks`` has, too; empty if no block has any.
     """
 
     blocks: Sequence[Sequence[int]]
@@ -27,6 +43,7 @@ class ModelSizes:
     vocabulary: int
     hidden: int
     tied: bool
+    packed: Sequence[PackedSizes] = ()
 
     @property
     def head(self) -> Sequence[int]:
@@ -41,6 +58,18 @@ class ModelSizes:
     @property
     def num_parameters(self) -> int:
         return sum(map(sum, self.units))
+
+    def file_bytes(self, itemsize: float) -> int:
+        """Return the bytes of all weights in a checkpoint, of which quantized tensors keep their codes and scales."""
+        packed, decoded = sum(each.num_bytes for each in self.packed), sum(sum(each.tensors) for each in self.packed)
+        return round((self.num_parameters - decoded) * itemsize) + packed
+
+    def host_slabs(self, itemsize: int) -> int:
+        """Return the bytes of the weights' slabs in host memory, without those of quantized tensors."""
+        elements = [slab_elements(unit) for unit in self.units]
+        for index, each in enumerate(self.packed):
+            elements[1 + index] -= slab_elements(each.tensors)
+        return sum(page_aligned(numel * itemsize) for numel in elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +185,8 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
     if settings.update_in_backward:
         kept = [trained.table] if trained.tied else []
     kinds = {
-        "weights": _slabs(sizes.units, WEIGHT_BYTES[settings.precision]),
+        "weights": sizes.host_slabs(WEIGHT_BYTES[settings.precision]),
+        "packed_weights": sum(page_aligned(each.slab_bytes) for each in sizes.packed),
         "low_halves": _slabs(_with_masters(sizes, trained, settings), LOW_HALF_BYTES[settings.precision]),
         "grads": _slabs(kept, settings.grad_bytes),
         "moments": _moments(trained, settings),

@@ -70,7 +70,7 @@ class Plan:
         hardware = self.machine.hardware
         if hardware is None or not hardware.disk_read:
             return None
-        return self.step.outline.sizes.num_parameters * self.request.stored_bytes / hardware.disk_read
+        return self.request.stored_bytes / hardware.disk_read
 
     @property
     def curve(self) -> Curve | None:
@@ -225,6 +225,7 @@ def _reserved_items(machine: Machine) -> list[Item]:
 
 _HOST_NAMES = {
     "weights": ("weights", "streamed to the device"),
+    "packed_weights": ("quantized weights", "codes and scales, decoded on the device"),
     "low_halves": ("low halves", "the other 16 bits of the fp32 master weights"),
     "grads": ("gradients", ""),
     "moments": ("moments", "two per parameter (AdamW)"),
@@ -262,7 +263,7 @@ def _staging_reasons(host: Sequence[Item], machine: Machine) -> list[str]:
     ]
 
 
-_TRANSFERRED = ("weights", "grads", "landing", "boundaries")
+_TRANSFERRED = ("weights", "packed_weights", "grads", "landing", "boundaries")
 
 
 def _exported(step: Step, request: Request) -> tuple[ModelSizes, int]:

@@ -126,7 +126,8 @@ class Request(StreamingOptions, FixedSettings):
         sequences: sequences of an example: two in a preference pair.
         tokens_per_step: tokens of a typical step, without padding; None for a step without padding.
         num_steps: optimizer steps of the run; None if unknown.
-        export_bytes, stored_bytes: bytes per element of the exported model, and of the initial checkpoint.
+        export_bytes: bytes per element of the exported model.
+        stored_bytes: bytes of the initial checkpoint.
         saves: checkpoints of the run.
         download_bytes: bytes of the initial checkpoint; 0 if it is on this machine.
         skips_steps: steps with non-finite gradients are skipped.
@@ -138,7 +139,7 @@ class Request(StreamingOptions, FixedSettings):
     tokens_per_step: float | None = None
     num_steps: int | None = None
     export_bytes: int = 2
-    stored_bytes: int = 2
+    stored_bytes: int = 0
     saves: Saves = Saves()
     download_bytes: int = 0
     skips_steps: bool = False

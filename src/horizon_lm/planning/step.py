@@ -16,7 +16,7 @@ from horizon_lm.planning.outline import ModelOutline, Work
 from horizon_lm.planning.request import FixedSettings
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Kind, Op, Pass, Stream, block, block_index
+from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Kind, Op, Pass, Stream, block, block_index, is_block
 from horizon_lm.schedule.simulate import Rates
 
 FUSED = 0.4
@@ -218,7 +218,22 @@ class StepCost:
         itemsize = self._settings.grad_bytes if outgoing else WEIGHT_BYTES[self._settings.precision]
         if op.unit == EMBED:
             return self._step.table_rows * self._outline.sizes.hidden * itemsize
-        return sum(_sizes_of(op.unit, self._outline.trained if outgoing else self._outline.sizes)) * itemsize
+        if outgoing:
+            return sum(_sizes_of(op.unit, self._outline.trained)) * itemsize
+        elements, packed = sum(_sizes_of(op.unit, self._outline.sizes)), self._outline.sizes.packed
+        if not packed or not is_block(op.unit):
+            return elements * itemsize
+        quantized = packed[block_index(op.unit)]
+        decoded = sum(quantized.tensors)
+        return (elements - decoded) * itemsize + quantized.num_bytes + self._decoding(quantized.num_bytes, decoded)
+
+    def _decoding(self, num_bytes: int, numel: int) -> int:
+        """Return the bytes that the link could transfer while the copy stream decodes."""
+        hardware = self._hardware
+        rate = hardware.host_rate if hardware.on_host else hardware.device_bandwidth
+        return round(
+            (num_bytes + numel * self._outline.compute_bytes) / rate * min(hardware.link_in, hardware.host_rate)
+        )
 
     # Checkpoints
 

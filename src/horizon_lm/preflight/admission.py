@@ -57,7 +57,7 @@ def plan_run(
     usual = None
     if rows.usual_length and machine.hardware is not None:
         usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
-    request = make_request(run, source, rows, outline.sizes.num_parameters, num_steps, saves)
+    request = make_request(run, source, rows, source.checkpoint_bytes(outline.sizes), num_steps, saves)
     if outline.whole_head_only:
         request = replace(request, head="whole", head_chunk_tokens=None)
     if outline.whole_batch_only and request.device_micro_batch_size is None:
@@ -79,7 +79,7 @@ def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
 
 
 def make_request(
-    run: RunConfig, source: Source, rows: RowShape, num_parameters: int, num_steps: int | None, saves: Saves
+    run: RunConfig, source: Source, rows: RowShape, stored_bytes: int, num_steps: int | None, saves: Saves
 ) -> Request:
     """Convert the settings of a run to a request to the planner."""
     grad = run.grad_dtype or ("float32" if run.precision == "float32" or run.use_peft else "bfloat16")
@@ -99,8 +99,8 @@ def make_request(
         num_steps=num_steps,
         saves=saves,
         export_bytes=_ITEMSIZE[run.exported_dtype] if run.exported_dtype else source.stored_bytes,
-        stored_bytes=source.stored_bytes,
-        download_bytes=0 if source.is_local else num_parameters * source.stored_bytes,
+        stored_bytes=stored_bytes,
+        download_bytes=0 if source.is_local else stored_bytes,
     )
 
 

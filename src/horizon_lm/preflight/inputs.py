@@ -1,7 +1,7 @@
 """The properties of a run's model and examples that determine memory and time."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from horizon_lm.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.paths import exists
+from horizon_lm.planning.memory import ModelSizes
 from horizon_lm.planning.outline import ModelOutline
 
 
@@ -26,6 +27,9 @@ class Source:
         model_class: class of transformers that opens the model; None for a causal language model.
         head_values: per-token values from which the loss is computed; None for those that the run's settings imply.
         adapters: adapters that are trained; None for those of the run's settings.
+        quantization: the ``quantization_config`` of the weights; None if they are not quantized.
+        folder: the folder of quantized weights, if they are on this machine.
+        quantized: the quantized weights of a model that is streamed already; None to find them by the other attributes.
     """
 
     name: str
@@ -35,7 +39,14 @@ class Source:
     model_class: Any = None
     head_values: tuple[str, ...] | None = None
     adapters: Any = None
+    quantization: Mapping[str, Any] | None = None
+    folder: Path | None = None
+    quantized: Any = None
     _outlines: dict[Any, ModelOutline] = field(default_factory=dict, init=False)
+
+    def checkpoint_bytes(self, sizes: ModelSizes) -> int:
+        """Return the bytes of the weights before training, given their sizes in a run."""
+        return (sizes if self.quantization else replace(sizes, packed=())).file_bytes(self.stored_bytes)
 
     def cache_bytes_per_token(self, run: RunConfig) -> int:
         """Return the device bytes of the keys and values of one token in generation, over all blocks."""
@@ -56,6 +67,8 @@ class Source:
         """Return the model's outline for a run. The arguments are those of `cost.model_outline.outline_config`."""
         from horizon_lm.cost.model_outline import outline_config
         from horizon_lm.model.adapters import Adapters
+        from horizon_lm.model.quantization import requested_quantization
+        from horizon_lm.store.quantized_checkpoint import Quantized
 
         accelerated = run.device != "cpu"
         options: dict[str, Any] = {
@@ -68,6 +81,7 @@ class Source:
             "trust_remote_code": run.trust_remote_code,
             "trainable": run.trainable,
             "adapters": self.adapters or Adapters.of(run),
+            "quantized": self.quantized or Quantized.of(self.quantization or requested_quantization(run), self.folder),
             "packed": isinstance(run, TextConfig) and bool(run.packing or run.eval_packing),
             "allow_unproven_model": run.allow_unproven_model,
             "head_values": _head_values(run) if self.head_values is None else self.head_values,
@@ -101,18 +115,25 @@ def open_source(run: RunConfig) -> Source:
         ModelNotSupportedError: the model is not a causal language model.
     """
     from horizon_lm.model import hub
+    from horizon_lm.model.quantization import require_adapters, take_quantization
     from horizon_lm.planning.catalog import find_known
 
     name = run.model_name_or_path
     if exists(name) and Path(name).expanduser().is_dir():
         folder = Path(name).expanduser()
         config = hub.load_config(folder, run.trust_remote_code, run.gguf_file)
+        require_adapters(config, run)
         stored = 2 if run.gguf_file else hub.stored_bytes(folder, config)
-        return Source(name, config, stored, is_local=True)
+        quantization = take_quantization(config)
+        return Source(name, config, stored, is_local=True, quantization=quantization, folder=folder)
     known = find_known(name)
     hub_id = hub.full_name(name)
     config = hub.known_config(known) if known else hub.fetch_config(name, run.trust_remote_code)
-    return Source(name, config, hub.config_bytes(config), hub.is_cached(hub_id))
+    require_adapters(config, run)
+    quantization = take_quantization(config)
+    if known and run.use_peft:
+        quantization = dict(known.quantization) if known.quantization else None
+    return Source(name, config, hub.config_bytes(config), hub.is_cached(hub_id), quantization=quantization)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,12 @@ from torch import nn
 
 from horizon_lm.errors import CheckpointWarning, ConfigError, first_line
 from horizon_lm.model.hub import require_finite
+from horizon_lm.model.quantization import quantization_of
 from horizon_lm.model.units import ModelParts, ParamRef
 from horizon_lm.schedule.ops import HEAD
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
+from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
 from horizon_lm.store.store import Store
 
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # saved by old versions of transformers, now computed
@@ -41,7 +43,7 @@ def check_folder(model: Any, folder: Path) -> list[str]:
     Raises:
         ConfigError: as in `check_headers`, or a file cannot be read.
     """
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_checkpoint(folder, quantization_of(model.config))
     return check_headers(model, checkpoint, find_conversion(model, checkpoint.names))
 
 
@@ -197,6 +199,13 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     parameters, buffers = parameter_names(model), dict(model.named_buffers())
     written: dict[str, str] = {}
     for target in conversion.targets:
+        if isinstance(checkpoint, QuantizedCheckpoint) and (own := parameters.get(target.name)) in store.codecs:
+            checkpoint.pack(model, target, store.codecs[own], store.packed(own), store.shape(own))
+            store.source_dtypes[own] = store.decoded_dtypes[own] = checkpoint.quantized[
+                next(iter(target.sources))
+            ].dtype
+            written[own] = target.name
+            continue
         tensors = checkpoint.read(list(target.sources))
         if target.name in parameters:
             for name, tensor in tensors.items():

@@ -73,7 +73,7 @@ class _Exporter:
         self._given = {
             name: value
             for name, value in values.items()
-            if name in store.unit_of and value.data_ptr() != store.weight(name).data_ptr()
+            if name in store.unit_of and name not in store.codecs and value.data_ptr() != store.weight(name).data_ptr()
         }
         owned = set(store.unit_of)
         parameters = {id(ref.param) for refs in parts.units.values() for ref in refs}
@@ -114,6 +114,8 @@ class _Exporter:
         if name in self._given:
             return self._given[name].to("cpu", self._dtype_of(name))
         weight, dtype = self._store.weight(name), self._dtype_of(name)
+        if name in self._store.codecs:
+            return self._store.decode(name).to(dtype)
         return weight if weight.dtype == dtype else self._store.master(name).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""The slabs of a model in host memory: weights (and low halves), and gradients once training starts."""
+"""The slabs of a model in host memory: weights (and low halves, or codes), and gradients once training starts."""
 
 import math
 import mmap
@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from horizon_lm.codecs.base import Codec
+from horizon_lm.codecs.slab import PackedSlab
 from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
 from horizon_lm.errors import StreamingError
 from horizon_lm.quantities import page_aligned
@@ -112,15 +114,32 @@ class SlabLayout:
 
 
 class UnitSlabs:
-    """The slabs of one unit. ``grads`` and ``grad_layout`` cover only trainable tensors."""
+    """The slabs of one unit.
 
-    def __init__(self, layout: SlabLayout) -> None:
-        self.layout = layout
+    Args:
+        shapes: shapes of its tensors, by full parameter name.
+        codecs: the codecs of those that are quantized.
+
+    Attributes:
+        layout: the layout of a slot on the device, with the quantized tensors at its end.
+        weights: the tensors that are not quantized, in this layout.
+        packed: the quantized tensors.
+        low: the low halves of ``weights``, if the unit has them.
+        grads, grad_layout: the gradients of its trainable tensors.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], codecs: Mapping[str, Codec] | None = None) -> None:
+        codecs = codecs or {}
+        plain = {name: shape for name, shape in shapes.items() if name not in codecs}
+        quantized = {name: shape for name, shape in shapes.items() if name in codecs}
+        self.layout = SlabLayout(plain | quantized)
+        self.plain = SlabLayout(plain)
+        self.packed = PackedSlab(quantized, codecs)
         self.arena = Arena(0)  # of the weights, which start at this byte in it
         self.start = 0
         self.weights = torch.empty(0)
         self.low: torch.Tensor | None = None
-        self.grad_layout = layout.restrict(())
+        self.grad_layout = self.layout.restrict(())
         self.grads = torch.empty(0)
 
 
@@ -137,6 +156,7 @@ class Store:
         precision: storage mode.
         frozen: units that are never trained, and have no low halves.
         kept: slabs of units whose memory is kept, with the layout of the same tensors under other names.
+        codecs: the codecs of quantized tensors, all of frozen units, by full parameter name.
     """
 
     def __init__(
@@ -145,11 +165,13 @@ class Store:
         precision: Precision,
         frozen: Collection[str] = (),
         kept: Mapping[str, UnitSlabs] | None = None,
+        codecs: Mapping[str, Codec] | None = None,
     ) -> None:
-        self.precision, self.frozen = precision, frozenset(frozen)
-        self.units = {unit: UnitSlabs(SlabLayout(tensors)) for unit, tensors in shapes.items()}
+        self.precision, self.frozen, self.codecs = precision, frozenset(frozen), dict(codecs or {})
+        self.units = {unit: UnitSlabs(tensors, self._codecs_of(tensors)) for unit, tensors in shapes.items()}
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
         self.source_dtypes: dict[str, torch.dtype] = {}
+        self.decoded_dtypes: dict[str, torch.dtype] = {}  # of weights that were read quantized
         self.version = 0  # version of the weights, incremented by every update
         self.block_version = 0  # the same for weights of blocks, which an update of adapters leaves as they are
         self.has_grads = False
@@ -161,23 +183,32 @@ class Store:
         for unit, slabs in kept.items():
             own = self.units[unit]
             own.arena, own.start, own.weights, own.low = slabs.arena, slabs.start, slabs.weights, slabs.low
-        dtype, with_low = precision.weight_dtype, [s.layout for s in self.units.values() if s.low is not None]
+            own.packed.data = slabs.packed.data
+        dtype, with_low = precision.weight_dtype, [s.plain for s in self.units.values() if s.low is not None]
         self.num_bytes = {
-            "weights": _arena_bytes([slabs.layout for slabs in self.units.values()], dtype),
+            "weights": _arena_bytes([slabs.plain for slabs in self.units.values()], dtype),
+            "packed_weights": sum(page_aligned(slabs.packed.num_bytes) for slabs in self.units.values()),
             "low_halves": _arena_bytes(with_low, torch.int16),
         }
+        if not self.codecs:
+            del self.num_bytes["packed_weights"]
+
+    def _codecs_of(self, names: Iterable[str]) -> dict[str, Codec]:
+        return {name: self.codecs[name] for name in names if name in self.codecs}
 
     def _allocate(self, units: Sequence[str]) -> None:
         """Allocate the weights of these units, and their low halves if the precision has them and they may be trained."""
         dtype = self.precision.weight_dtype
         split = [unit for unit in units if self.precision.low_half and unit not in self.frozen]
-        weights = self.new_arena([self.units[unit].layout for unit in units], dtype)
-        low = self.new_arena([self.units[unit].layout for unit in split], torch.int16)
+        weights = self.new_arena([self.units[unit].plain for unit in units], dtype)
+        packed = Arena(sum(page_aligned(self.units[unit].packed.num_bytes) for unit in units))
+        low = self.new_arena([self.units[unit].plain for unit in split], torch.int16)
         for unit in units:
             slabs = self.units[unit]
             slabs.arena, slabs.start = weights, weights.position
-            slabs.weights = weights.take(slabs.layout.numel, dtype)
-            slabs.low = low.take(slabs.layout.numel, torch.int16) if unit in split else None
+            slabs.weights = weights.take(slabs.plain.numel, dtype)
+            slabs.packed.data = packed.take(slabs.packed.num_bytes, torch.uint8)
+            slabs.low = low.take(slabs.plain.numel, torch.int16) if unit in split else None
 
     def extended(
         self,
@@ -194,14 +225,18 @@ class Store:
             precision: storage mode, with the same dtype of weights.
             frozen: units that are never trained.
         """
+        codecs = {name: self.codecs[old] for name, old in old_names.items() if old in self.codecs}
         kept = {
             unit: self.units[unit]
             for unit, tensors in shapes.items()
-            if [old_names.get(name) for name in tensors] == list(self.units[unit].layout)
+            if [old_names.get(name) for name in UnitSlabs(tensors, codecs).layout] == list(self.units[unit].layout)
         }
-        store = Store(shapes, precision, frozen, kept)
+        store = Store(shapes, precision, frozen, kept, codecs)
         store.source_dtypes = {
             name: self.source_dtypes[old] for name, old in old_names.items() if old in self.source_dtypes
+        }
+        store.decoded_dtypes = {
+            name: self.decoded_dtypes[old] for name, old in old_names.items() if old in self.decoded_dtypes
         }
         return store
 
@@ -238,11 +273,27 @@ class Store:
         """Return the shape of a parameter."""
         return self.units[self.unit_of[name]].layout.entries[name].shape
 
+    def decode(self, name: str) -> torch.Tensor:
+        """Return a new tensor with the decoded values of a quantized parameter, in the dtype of the weights."""
+        out = torch.empty(self.shape(name), dtype=self.precision.weight_dtype)
+        return self.codecs[name].decode(self.packed(name), out, self.decoded_dtype(name))
+
+    def decoded_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that decoded values are rounded to: that of the weights that were quantized."""
+        return self.decoded_dtypes.get(name, self.precision.weight_dtype)
+
+    def packed(self, name: str) -> torch.Tensor:
+        """Return the bytes of a quantized parameter, a view of its slab."""
+        return self.units[self.unit_of[name]].packed.packed(name)
+
     def weight(self, name: str) -> torch.Tensor:
         """Return the streamed half of a parameter: its part of the slab, as a tensor with a separate storage.
 
-        safetensors, accelerate and torch.save would save parameters with a shared storage as one tensor.
+        safetensors, accelerate and torch.save would save parameters with a shared storage as one tensor. Of a quantized
+        parameter, a placeholder without memory is returned.
         """
+        if name in self.codecs:
+            return torch.empty((), dtype=self.precision.weight_dtype).expand(self.shape(name))
         slabs = self.units[self.unit_of[name]]
         entry, dtype = slabs.layout.entries[name], self.precision.weight_dtype
         return slabs.arena.at(slabs.start + entry.offset * dtype.itemsize, entry.numel, dtype).view(entry.shape)
@@ -258,8 +309,11 @@ class Store:
         return slabs.grads.data_ptr() + slabs.grad_layout.entries[name].offset * slabs.grads.element_size()
 
     def write(self, name: str, source: torch.Tensor) -> None:
-        """Store a parameter's value, rounding only as far as the precision requires."""
+        """Store a parameter's value, rounding only as far as the precision requires, or quantizing it."""
         slabs = self.units[self.unit_of[name]]
+        if name in self.codecs:
+            self.codecs[name].encode(source, slabs.packed.packed(name))
+            return
         target = slabs.layout.view(slabs.weights, name)
         if slabs.low is not None and source.dtype != target.dtype:
             split_master(source.float().contiguous(), target, slabs.layout.view(slabs.low, name))
@@ -286,5 +340,7 @@ class Store:
     def master(self, name: str) -> torch.Tensor:
         """Return a parameter's stored value in fp32, without rounding. A new tensor, except in mode ``float32``."""
         slabs = self.units[self.unit_of[name]]
+        if name in self.codecs:
+            return self.decode(name).float()
         weight = slabs.layout.view(slabs.weights, name)
         return weight.float() if slabs.low is None else join_master(weight, slabs.layout.view(slabs.low, name))

@@ -47,10 +47,13 @@ def load_tokenizer(config: RunConfig) -> Any:
         ModelNotSupportedError: the model is not a causal language model.
     """
     from horizon_lm.model import hub
+    from horizon_lm.model.quantization import require_adapters
 
     folder = hub.local_folder(config.model_name_or_path)
     if config.gguf_file is None:
-        hub.load_config(folder, config.trust_remote_code)  # reject the model before spending minutes on the data
+        require_adapters(
+            hub.load_config(folder, config.trust_remote_code), config
+        )  # before minutes are spent on the data
     else:
         hub.read_gguf_header(hub.gguf_path(folder, config.gguf_file))
     tokenizer = open_tokenizer(folder, gguf_file=config.gguf_file, trust_remote_code=config.trust_remote_code)
@@ -149,6 +152,7 @@ def reserve_buffers(model: Any, plan: Plan) -> None:
 def _open(config: RunConfig, reads_weights: bool) -> Any:
     from horizon_lm.engine import loading
     from horizon_lm.model.adapters import Adapters
+    from horizon_lm.model.quantization import requested_quantization
 
     adapters = Adapters.of(config)
     return loading.open_for_run(
@@ -160,6 +164,7 @@ def _open(config: RunConfig, reads_weights: bool) -> Any:
         attn_implementation=config.attn_implementation,
         allow_unproven_model=config.allow_unproven_model,
         adapters=adapters,
+        quantization_config=requested_quantization(config),
         reads_weights=reads_weights or adapters is not None,  # a checkpoint has the adapters alone
     )
 

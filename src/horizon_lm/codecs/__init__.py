@@ -1,0 +1,1 @@
+"""Formats of quantized weights: bytes in host memory that are decoded on the device."""

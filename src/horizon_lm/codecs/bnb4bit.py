@@ -1,0 +1,129 @@
+"""The 4-bit formats of bitsandbytes: NF4 and FP4, with scales in float32 or quantized themselves (double quantization).
+
+Sources: Dettmers et al., "QLoRA" (arXiv 2305.14314), and the layout of ``bitsandbytes.functional.QuantState``. A tensor is
+flattened and cut into blocks; each block has one scale, its largest magnitude. Two codes share a byte, the first in its
+upper half. NF4 costs 0.5 + 4 / 64 bytes a parameter, with double quantization 0.5 + 1 / 64 + 4 / (64 * 256).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from horizon_lm.codecs.base import Codec, Component, Part, spans
+
+_NESTED_BLOCK = 256  # scales that share one scale
+_HALF_OF_STEPS = 32767.5
+
+# Quantiles of a normal distribution (QLoRA, appendix E), and the values of a sign, two exponent bits and one mantissa bit.
+TABLES = {
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "fp4": (
+        0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
+        0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Bnb4Bit(Codec):
+    """A 4-bit format of bitsandbytes.
+
+    Attributes:
+        quant_type: ``nf4`` or ``fp4``.
+        blocksize: elements that share a scale.
+        nested: scales are quantized to 8 bits.
+    """
+
+    quant_type: str = "nf4"
+    blocksize: int = 64
+    nested: bool = False
+
+    def components(self, shape: Sequence[int]) -> dict[str, Component]:
+        blocks = -(-prod(shape) // self.blocksize)
+        found = {"weight": Component(torch.Size(((prod(shape) + 1) // 2,)), torch.uint8)}
+        found["absmax"] = Component(torch.Size((blocks,)), torch.uint8 if self.nested else torch.float32)
+        found["quant_map"] = Component(torch.Size((16,)), torch.float32)
+        if self.nested:
+            found["nested_absmax"] = Component(torch.Size((-(-blocks // _NESTED_BLOCK),)), torch.float32)
+            found["nested_quant_map"] = Component(torch.Size((256,)), torch.float32)
+            found["nested_offset"] = Component(torch.Size((1,)), torch.float32)
+        return found
+
+    def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
+        step = self.blocksize * (_NESTED_BLOCK if self.nested else 1)
+        for first, last in spans(-(-prod(shape) // step), step // 2 + step // self.blocksize * 4, max_bytes):
+            start, stop = first * step, min(prod(shape), last * step)
+            blocks = slice(start // self.blocksize, -(-stop // self.blocksize))
+            rows = {"weight": slice(start // 2, (stop + 1) // 2), "absmax": blocks, "quant_map": slice(None)}
+            if self.nested:
+                whole = slice(None)
+                rows |= {"nested_absmax": slice(first, last), "nested_quant_map": whole, "nested_offset": whole}
+            yield Part(start, stop, torch.Size((stop - start,)), rows)
+
+    def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
+        codes, table = components["weight"], components["quant_map"]
+        values = table[torch.stack((codes >> 4, codes & 15), dim=-1).int()].view(-1)[: out.numel()]
+        scales = self.scales(components)
+        padded = torch.nn.functional.pad(values, (0, scales.numel() * self.blocksize - values.numel()))
+        padded = padded.view(-1, self.blocksize).mul_(scales[:, None])
+        out.view(-1).copy_(padded.view(-1)[: out.numel()])
+
+    def scales(self, components: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the scale of each block in float32."""
+        if not self.nested:
+            return components["absmax"]
+        values = components["nested_quant_map"][components["absmax"].int()]
+        outer = components["nested_absmax"].repeat_interleave(_NESTED_BLOCK)[: values.numel()]
+        return values.mul_(outer).add_(components["nested_offset"])
+
+    def encode_components(self, weight: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:
+        table = torch.tensor(TABLES[self.quant_type])
+        components["quant_map"].copy_(table)
+        codes, scales = _quantize(weight.reshape(-1), table, self.blocksize)
+        codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+        components["weight"].copy_(codes[:, 0] << 4 | codes[:, 1])
+        if not self.nested:
+            components["absmax"].copy_(scales)
+            return
+        offset, table = scales.mean(), dynamic_table()
+        codes, outer = _quantize(scales - offset, table, _NESTED_BLOCK, in_steps=True)
+        components["absmax"].copy_(codes)
+        components["nested_absmax"].copy_(outer)
+        components["nested_quant_map"].copy_(table)
+        components["nested_offset"].copy_(offset)
+
+
+def _quantize(
+    values: torch.Tensor, table: torch.Tensor, blocksize: int, in_steps: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the code of the nearest table entry of each value, divided by its block's scale, and the scales.
+
+    ``in_steps``: values are rounded to one of 65,536 steps first, as bitsandbytes does for 8-bit codes.
+    """
+    blocks = torch.nn.functional.pad(values, (0, -values.numel() % blocksize)).view(-1, blocksize)
+    scales = blocks.abs().amax(dim=1)
+    scaled = (blocks * (1.0 / scales)[:, None]).nan_to_num_(0.0).clamp_(-1.0, 1.0)
+    if in_steps:
+        scaled = ((scaled + 1.0) * _HALF_OF_STEPS + 0.5).floor_() / _HALF_OF_STEPS - 1.0
+    ordered, order = table.sort(stable=True)
+    middles = (ordered[1:] + ordered[:-1]) / 2
+    return order[torch.bucketize(scaled, middles)].to(torch.uint8).view(-1)[: values.numel()], scales
+
+
+def dynamic_table() -> torch.Tensor:
+    """Return the 256 values of bitsandbytes' signed dynamic format: Dettmers et al. (arXiv 2110.02861), section 2.
+
+    Each exponent has twice as many values as the one below it: the middles of equal parts of 0.1 to 1, times a power of ten.
+    """
+    values = [torch.tensor([0.0, 1.0])]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1.0, 2**exponent + 1)
+        middles = (edges[:-1] + edges[1:]) / 2
+        values += [10.0 ** (exponent - 6) * middles, -(10.0 ** (exponent - 6)) * middles]
+    return torch.cat(values).sort().values

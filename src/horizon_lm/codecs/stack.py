@@ -1,0 +1,37 @@
+"""Stacked tensors, such as the experts of a layer, each of them quantized by itself."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from horizon_lm.codecs.base import Codec, Component, Part, spans
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(Codec):
+    """A tensor (E, ...) of E tensors in the same format.
+
+    Attributes:
+        of: the codec of one of them.
+    """
+
+    of: Codec
+
+    def components(self, shape: Sequence[int]) -> dict[str, Component]:
+        inner = self.of.components(shape[1:])
+        return {name: Component(torch.Size((shape[0], *each.shape)), each.dtype) for name, each in inner.items()}
+
+    def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
+        one = torch.Size(shape[1:])
+        for first, last in spans(shape[0], self.of.num_bytes(one), max_bytes):
+            rows = dict.fromkeys(self.of.components(one), slice(first, last))
+            yield Part(first * one.numel(), last * one.numel(), torch.Size((last - first, *one)), rows)
+
+    def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
+        for index, each in enumerate(out):
+            self.of.decode_components({name: part[index] for name, part in components.items()}, each)
+
+    def encode_components(self, weight: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:
+        for index, each in enumerate(weight):
+            self.of.encode_components(each, {name: part[index] for name, part in components.items()})

@@ -1,0 +1,98 @@
+"""Decode parts of quantized weights on a GPU, with Triton kernels, or with torch where Triton is not installed."""
+
+import importlib.util
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from horizon_lm.codecs.base import Codec
+from horizon_lm.codecs.bnb4bit import Bnb4Bit
+from horizon_lm.codecs.fp8 import Fp8
+from horizon_lm.codecs.mxfp4 import Mxfp4
+from horizon_lm.codecs.stack import Stack
+
+Components = Mapping[str, torch.Tensor]
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch.dtype) -> None:
+    """Decode components on the current stream, bit-equal to the codec's own `decode_part`.
+
+    Nothing is allocated, except without Triton, or if values are rounded to a dtype other than that of ``out``.
+
+    Args:
+        codec: the format.
+        components: codes, scales and tables on the device.
+        out: the decoded values, contiguous.
+        dtype: dtype that values are rounded to before that of ``out``.
+    """
+    if not has_triton():
+        codec.decode_part(components, out, dtype)
+    elif dtype != out.dtype:
+        rounded = torch.empty(out.shape, dtype=dtype, device=out.device)
+        decode(codec, components, rounded, dtype)
+        out.copy_(rounded)
+    elif isinstance(codec, Fp8):
+        _decode_fp8(codec, components, out[None])
+    elif isinstance(codec, Mxfp4):
+        _decode_mxfp4(components, out)
+    elif isinstance(codec, Bnb4Bit):
+        _decode_4bit(codec, components, out)
+    elif isinstance(codec, Stack) and isinstance(codec.of, Fp8):
+        _decode_fp8(codec.of, components, out)
+    elif isinstance(codec, Stack):
+        for index, each in enumerate(out):
+            decode(codec.of, {name: part[index] for name, part in components.items()}, each, dtype)
+    else:
+        codec.decode_part(components, out, dtype)
+
+
+def _decode_4bit(codec: Bnb4Bit, components: Components, out: torch.Tensor) -> None:
+    table = components["quant_map"]
+    names = ("nested_quant_map", "nested_absmax", "nested_offset")
+    nested = [components[name] for name in names] if codec.nested else [table] * 3
+    kernels = _kernels()
+    kernels.decode_4bit[(_programs(out.numel()),)](
+        components["weight"], table, components["absmax"], *nested, _target(out), out.numel(), blocksize=codec.blocksize,
+        nested=codec.nested, size=kernels.BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _decode_mxfp4(components: Components, out: torch.Tensor) -> None:
+    kernels, height = _kernels(), out.shape[-1]
+    kernels.decode_mxfp4[(components["blocks"].numel() // height, _programs(height))](
+        components["blocks"], components["scales"], _target(out), height, size=kernels.BLOCK, enable_fp_fusion=False
+    )
+
+
+def _decode_fp8(codec: Fp8, components: Components, out: torch.Tensor) -> None:
+    """Decode matrices (E, O, I)."""
+    kernels, (_, num_rows, num_columns) = _kernels(), out.shape
+    scales, e8m0 = components["weight_scale_inv"], codec.scale_dtype == torch.float8_e8m0fnu
+    kernels.decode_fp8[(out.numel() // num_columns, _programs(num_columns))](
+        components["weight"].view(torch.uint8), scales.view(torch.uint8) if e8m0 else scales, _target(out), num_rows,
+        num_columns, *scales.shape[-2:], tile_rows=codec.tile[0], tile_columns=codec.tile[1], e8m0=e8m0,
+        size=kernels.BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _target(out: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as the kernels write it: bf16 as bits."""
+    return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
+
+
+def _programs(numel: int) -> int:
+    return -(-numel // int(_kernels().BLOCK))
+
+
+def _kernels() -> Any:
+    from horizon_lm.kernels import decoding_kernels
+
+    return decoding_kernels

@@ -1,0 +1,121 @@
+"""Decode parts of quantized weights in host memory, in one pass and in threads, bit-equal to the codecs' torch code.
+
+Shapes: N elements of a flat tensor, S elements that share a scale; O rows and I columns of a matrix.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from horizon_lm.codecs.base import Codec
+from horizon_lm.codecs.bnb4bit import Bnb4Bit
+from horizon_lm.codecs.fp8 import Fp8
+from horizon_lm.codecs.mxfp4 import VALUES, Mxfp4
+from horizon_lm.codecs.stack import Stack
+from horizon_lm.kernels.bits import F32, U32, float_of, inlined, kernel, nearest, widen
+from horizon_lm.store.store import as_array
+
+Components = Mapping[str, torch.Tensor]
+
+
+def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch.dtype) -> None:
+    """Decode components into ``out``. The arguments are those of `Codec.decode_part`; any thread may call this."""
+    form = _FORMS.get((dtype, out.dtype))
+    if isinstance(codec, Stack):
+        for index, each in enumerate(out):
+            decode(codec.of, {name: part[index] for name, part in components.items()}, each, dtype)
+    elif form is None or not out.is_contiguous():
+        codec.decode_part(components, out, dtype)
+    elif isinstance(codec, Bnb4Bit):
+        arrays = [
+            each.contiguous().numpy()
+            for each in (components["weight"], codec.scales(components), components["quant_map"])
+        ]
+        _decode_4bit(form)(*arrays, codec.blocksize, as_array(out.view(-1)))
+    elif isinstance(codec, Mxfp4):
+        for blocks, scales, matrix in zip(components["blocks"], components["scales"], out, strict=True):
+            _decode_mxfp4(form)(blocks.numpy(), scales.numpy(), _E2M1, as_array(matrix))
+    elif isinstance(codec, Fp8):
+        codes, scales = components["weight"].view(torch.uint8).numpy(), components["weight_scale_inv"].float().numpy()
+        _decode_fp8(form)(codes, scales, _E4M3, *codec.tile, as_array(out))
+    else:
+        codec.decode_part(components, out, dtype)
+
+
+@inlined
+def _same(value: Any) -> Any:
+    return value
+
+
+@inlined
+def _rounded(value: Any) -> Any:
+    return widen(nearest(value))
+
+
+_FORMS = {  # how a value in fp32 is stored, by the dtype it is rounded to and that of the output
+    (torch.float32, torch.float32): "float32",
+    (torch.bfloat16, torch.bfloat16): "bfloat16",
+    (torch.bfloat16, torch.float32): "rounded",
+}
+_STORE = {"float32": _same, "bfloat16": nearest, "rounded": _rounded}
+_E2M1 = np.array([*VALUES, *(-value for value in VALUES)], F32)
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+
+@cache
+def _decode_4bit(form: str) -> Any:
+    store = _STORE[form]
+
+    @kernel
+    def decode(codes: Any, scales: Any, table: Any, blocksize: int, out: Any) -> None:
+        for block in range(len(scales)):
+            start, stop, scale = block * blocksize, min(len(out), (block + 1) * blocksize), scales[block]
+            for pair in range(start // 2, stop // 2):  # blocks have an even number of elements
+                out[2 * pair] = store(F32(table[codes[pair] >> 4] * scale))
+                out[2 * pair + 1] = store(F32(table[codes[pair] & 15] * scale))
+            if stop % 2:
+                out[stop - 1] = store(F32(table[codes[stop // 2] >> 4] * scale))
+
+    return decode
+
+
+@cache
+def _decode_mxfp4(form: str) -> Any:
+    """Compile a decoder of blocks (I / 32, 16, O) and scales (I / 32, O) to (I, O)."""
+    store = _STORE[form]
+
+    @kernel
+    def decode(blocks: Any, scales: Any, table: Any, out: Any) -> None:
+        width = blocks.shape[2]
+        factors = np.empty(width, F32)
+        for block in range(blocks.shape[0]):
+            for column in range(width):
+                scale = U32(scales[block, column])
+                factors[column] = float_of(scale << U32(23)) if scale else float_of(U32(1 << 22))
+            for row in range(16):
+                codes, top = blocks[block, row], 32 * block + 2 * row
+                low, high = out[top], out[top + 1]
+                for column in range(width):
+                    low[column] = store(F32(table[codes[column] & 15] * factors[column]))
+                    high[column] = store(F32(table[codes[column] >> 4] * factors[column]))
+
+    return decode
+
+
+@cache
+def _decode_fp8(form: str) -> Any:
+    store = _STORE[form]
+
+    @kernel
+    def decode(codes: Any, scales: Any, table: Any, tile_rows: int, tile_columns: int, out: Any) -> None:
+        for row in range(out.shape[0]):
+            line, target, by_tile = codes[row], out[row], scales[row // tile_rows]
+            for tile in range(len(by_tile)):
+                scale = by_tile[tile]
+                for column in range(tile * tile_columns, min(len(target), (tile + 1) * tile_columns)):
+                    target[column] = store(F32(table[line[column]] * scale))
+
+    return decode

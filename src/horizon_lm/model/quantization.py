@@ -1,0 +1,141 @@
+"""How the weights of a model are quantized: as its config says, or as the settings of a run ask for.
+
+Which weights these are before anything is read follows the rules of transformers' quantizers: the linear layers of all
+blocks, and stacked experts, but for the modules that the config leaves out.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from horizon_lm.codecs.base import Codec
+from horizon_lm.codecs.bnb4bit import Bnb4Bit
+from horizon_lm.codecs.fp8 import Fp8
+from horizon_lm.codecs.mxfp4 import Mxfp4
+from horizon_lm.codecs.stack import Stack
+from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.model.units import ModelParts
+from horizon_lm.schedule.ops import block
+
+_REMEDY = "use a bf16 copy of the model, or one in nf4, mxfp4 or block fp8"
+
+
+def four_bits(quant_type: str = "nf4", nested: bool = False) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a model that bitsandbytes quantizes to 4 bits."""
+    return {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": quant_type,
+        "bnb_4bit_use_double_quant": nested,
+    }  # fmt: skip
+
+
+def requested_quantization(run: Any) -> dict[str, Any] | None:
+    """Return how a run's settings ask to quantize weights; None if they do not."""
+    return four_bits(run.bnb_4bit_quant_type, run.use_bnb_nested_quant) if run.load_in_4bit else None
+
+
+def take_quantization(config: Any) -> dict[str, Any] | None:
+    """Remove the ``quantization_config`` of a model's config, and return it; None if its weights are not quantized."""
+    found = quantization_of(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return found
+
+
+def require_adapters(config: Any, run: Any) -> None:
+    """Raise ConfigError if a run would train weights that are quantized."""
+    if quantization_of(config) and not run.use_peft:
+        raise ConfigError(
+            f"model_name_or_path: the weights of {run.model_name_or_path} are quantized, and cannot be trained; train adapters on them "
+            "with use_peft: true, or use a bf16 copy of the model"
+        )
+
+
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """Return the ``quantization_config`` of a model's config; None if its weights are not quantized."""
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return None
+    return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+
+
+def matrix_codec(quantization: Mapping[str, Any], place: str) -> Codec:
+    """Return the codec of a linear layer's weight; `Mxfp4` for a format of stacked experts only.
+
+    Raises:
+        ModelNotSupportedError: the format is none that can be decoded. The message names ``place``.
+    """
+    method = quantization.get("quant_method")
+    if method == "bitsandbytes" and quantization.get("load_in_4bit"):
+        kind = quantization.get("bnb_4bit_quant_type", "fp4")
+        if kind not in ("nf4", "fp4"):
+            raise ModelNotSupportedError(f"{place}: bnb_4bit_quant_type is {kind!r}; {_REMEDY}")
+        return Bnb4Bit(kind, nested=bool(quantization.get("bnb_4bit_use_double_quant")))
+    if method == "mxfp4":
+        return Mxfp4()
+    if method == "fp8" and quantization.get("weight_block_size"):
+        return Fp8(_tile(quantization["weight_block_size"], place))
+    if method == "compressed-tensors":
+        return Fp8(_tile(_compressed_tile(quantization, place), place))
+    detail = " in 8 bits" if method == "bitsandbytes" else " without weight_block_size" if method == "fp8" else ""
+    raise ModelNotSupportedError(f"{place}: its weights are quantized by {method}{detail}; {_REMEDY}")
+
+
+def _tile(size: Any, place: str) -> tuple[int, int]:
+    if not (isinstance(size, Sequence) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)):
+        raise ConfigError(f"{place}: the size of FP8 tiles is {size!r}; two numbers are needed, such as [128, 128]")
+    return size[0], size[1]
+
+
+def _compressed_tile(quantization: Mapping[str, Any], place: str) -> Any:
+    """Return the tile of compressed-tensors' FP8; raise ModelNotSupportedError for its other formats."""
+    groups = list((quantization.get("config_groups") or {}).values())
+    weights = [group.get("weights") or {} for group in groups if isinstance(group, Mapping)]
+    for each in weights:
+        if (each.get("num_bits"), each.get("type"), each.get("strategy")) != (8, "float", "block"):
+            raise ModelNotSupportedError(
+                f"{place}: compressed-tensors has its weights in {each.get('num_bits')} bits, {each.get('type')}, by "
+                f"{each.get('strategy')}; {_REMEDY}"
+            )
+    if len(weights) != 1:
+        raise ModelNotSupportedError(f"{place}: compressed-tensors has {len(weights)} groups of weights; {_REMEDY}")
+    return weights[0].get("block_structure")
+
+
+def expected_codecs(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[str, Codec]:
+    """Return the codecs of the weights that are quantized, by full name. Of a folder, its tensors decide instead.
+
+    Raises:
+        ModelNotSupportedError: the format is none that can be decoded.
+    """
+    codec = matrix_codec(quantization, type(parts.model).__name__)
+    left_out = _left_out(parts, quantization)
+    found: dict[str, Codec] = {}
+    for u in range(parts.num_blocks):
+        for ref in parts.units[block(u)]:
+            module, attribute = ref.places[0]
+            name = ref.name.rpartition(".")[0]
+            if any(pattern.match(name) or name.endswith(text) for text, pattern in left_out.items()):
+                continue
+            is_expert = ref.param.ndim == 3 and name.endswith("experts")
+            is_linear = (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and attribute == "weight"
+            if isinstance(codec, Mxfp4):
+                if is_expert:
+                    found[ref.name] = codec
+            elif is_linear:
+                found[ref.name] = codec
+            elif is_expert:
+                found[ref.name] = Stack(codec)
+    return found
+
+
+def _left_out(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[str, re.Pattern[str]]:
+    """Return the names of modules that are not quantized, each with its pattern at the beginning of a name."""
+    names = [
+        name
+        for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
+        for name in quantization.get(key) or ()
+    ]
+    names += getattr(parts.model, "_keep_in_fp32_modules", None) or ()
+    return {name: re.compile(rf"(?:{name.removeprefix('re:')})(?:(?<=\.)|(?=\.|$))") for name in names}

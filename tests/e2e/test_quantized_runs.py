@@ -1,0 +1,124 @@
+"""Runs that train adapters on a quantized base: quantized while it is read, or as it was published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import horizon_lm
+from horizon_lm.errors import ConfigError
+from tests.e2e import resuming, tiny
+from tests.e2e.command import run
+from tests.e2e.resuming import SAVING, Runs, assert_resumes
+from tests.numerics.test_quantized_base import dequantized, opened, save_published
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+QLORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "up_proj"], "load_in_4bit": True}
+
+
+@pytest.fixture(scope="module")
+def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return resuming.settings(tmp_path_factory.mktemp("rows"), model) | QLORA
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(monkeypatch)
+
+
+@pytest.mark.parametrize("mode", [{}, {"precision": "bf16", "moments": "8bit", "use_bnb_nested_quant": True}])
+def test_resume_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path, mode: dict[str, Any]) -> None:
+    assert_resumes(runs, base | mode, tmp_path, (4,))
+
+
+def test_a_flipped_bit_of_the_base_is_another_base(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    """A checkpoint has the hash of the codes: one bit of them suffices, and the unit is named."""
+    runs.interrupt({**base, "output_dir": str(tmp_path / "run")}, stop_after=3)
+    loop = runs.loops[-1]
+    from horizon_lm.checkpoints.frozen_base import hash_base, require_base
+    from horizon_lm.checkpoints.manifest import read_manifest
+
+    store = loop.model.base_model.model._horizon.engine.store
+    folder = max((tmp_path / "run").glob("checkpoint-*"))
+    manifest = read_manifest(folder)
+    require_base(folder, manifest, store)
+    store.packed(next(name for name in store.codecs if ".layers.1." in name))[7] ^= 1
+    store.weights_changed()
+    with pytest.raises(ConfigError, match="the weights of block1 differ"):
+        require_base(folder, manifest, store)
+    assert hash_base(store)["block0"] == manifest.base["block0"]
+
+
+def test_other_formats_of_the_base_are_another_base(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    cut = {**base, **SAVING, "output_dir": str(tmp_path / "run")}
+    runs.interrupt(cut, stop_after=3)
+    with pytest.raises(ConfigError, match="bnb_4bit_quant_type"):
+        horizon_lm.train({**cut, "bnb_4bit_quant_type": "fp4", "resume_from_checkpoint": True}, print_fn=lambda _: None)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gpt_oss", "mxfp4"), ("llama", "fp8")])
+def test_a_published_folder(base: dict[str, Any], tmp_path: Path, family: str, kind: str) -> None:
+    """It needs no setting: it is planned, trained, exported, generated from and merged."""
+    folder = save_published(
+        family, kind, tmp_path / "published", vocab_size=len(tiny.build_tokenizer()), max_position_embeddings=128
+    )
+    tiny.build_tokenizer().save_pretrained(folder)
+    settings = {name: value for name, value in base.items() if name != "load_in_4bit"}
+    settings |= {
+        "model_name_or_path": str(folder),
+        "output_dir": str(tmp_path / "run"),
+        "lora_target_modules": ["q_proj"],
+    }
+    planned = run("plan", "--model", folder, "--use_peft", "true", "--lora_target_modules", "[q_proj]")
+    assert "quantized weights" in planned.output
+    result = horizon_lm.train(settings, print_fn=lambda _: None)
+    assert result.eval_loss_after < result.eval_loss_before
+    plain = dequantized(folder, kind, None)
+    plain = peft.PeftModel.from_pretrained(plain, result.model_dir).eval()
+    ids = torch.arange(3, 30)[None]
+    streamed = horizon_lm.from_pretrained(result.model_dir, "cpu", "float32").eval()
+    with torch.no_grad():
+        assert torch.allclose(streamed(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-6)
+    assert run("merge", result.model_dir, tmp_path / "merged").exit_code == 0
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "quantization_config" not in config
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    expected = peft.PeftModel.from_pretrained(plain.unload().to(torch.bfloat16), result.model_dir).merge_and_unload()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(merged.state_dict()[name], value), name
+    outcome = run("generate", result.model_dir, "The keeper", "--device", "cpu")
+    assert outcome.exit_code == 0, outcome.output
+
+
+def test_quantized_weights_are_not_trained(base: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_published(
+        "llama", "fp8", tmp_path / "published", vocab_size=len(tiny.build_tokenizer()), max_position_embeddings=128
+    )
+    tiny.build_tokenizer().save_pretrained(folder)
+    settings = {name: value for name, value in base.items() if name not in QLORA}
+    settings |= {"model_name_or_path": str(folder), "output_dir": str(tmp_path / "run")}
+    with pytest.raises(
+        ConfigError, match="are quantized, and cannot be trained; train adapters on them with use_peft: true"
+    ):
+        horizon_lm.train(settings, print_fn=lambda _: None)
+
+
+def test_exported_adapters(base: dict[str, Any], tmp_path: Path) -> None:
+    """The adapters load in plain PEFT on the decoded weights, and give the same logits."""
+    result = horizon_lm.train(
+        {**base, "precision": "float32", "output_dir": str(tmp_path / "run")}, print_fn=lambda _: None
+    )
+    model = opened(Path(base["model_name_or_path"]), "4bit")
+    plain = peft.PeftModel.from_pretrained(dequantized(Path(), "4bit", model), result.model_dir).eval()
+    streamed = horizon_lm.from_pretrained(result.model_dir, "cpu", "float32", load_in_4bit=True).eval()
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        assert torch.equal(streamed(ids).logits, plain(ids).logits)
+    assert {tensor.dtype for tensor in load_file(result.model_dir / "adapter_model.safetensors").values()} == {
+        torch.float32
+    }

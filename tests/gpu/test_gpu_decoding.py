@@ -1,0 +1,56 @@
+"""Compare quantized weights that are decoded on the device with the codecs' torch code on the CPU, bit for bit."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from horizon_lm.device.cuda_link import CudaLink
+from horizon_lm.kernels import decoding
+from tests.gpu.conftest import Accelerator
+from tests.packed import CASES, DTYPES, packed_case
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=["triton", "torch"])
+def device(request: pytest.FixtureRequest, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return where to decode; with Triton, or with torch as on a machine without it."""
+    if request.param == "torch":
+        monkeypatch.setattr(decoding, "has_triton", lambda: False)
+    elif not accelerator.is_cuda or importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton's kernels need a GPU; tests/unit/test_decoding.py has them interpreted")
+    return accelerator.torch_device.type
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_values_equal_those_of_the_cpu(device: str, name: str, dtype: torch.dtype) -> None:
+    codec, shape, packed = packed_case(name)
+    expected = codec.decode(packed, torch.empty(shape, dtype=dtype))
+    out = torch.empty(shape, dtype=dtype, device=device)
+    decoding.decode(codec, codec.views(packed.to(device), shape), out, dtype)
+    assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_link_decodes_what_it_copies(device: str, only_cuda: Accelerator, name: str) -> None:
+    codec, shape, packed = packed_case(name)
+    out = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    CudaLink(only_cuda.torch_device).decode(out, packed, codec, torch.bfloat16)
+    assert torch.equal(out.cpu(), codec.decode(packed, torch.empty(shape, dtype=torch.bfloat16)))
+
+
+def test_nothing_is_allocated_or_awaited(device: str, only_cuda: Accelerator) -> None:
+    if not decoding.has_triton():
+        pytest.skip("torch allocates temporary tensors")
+    for name in CASES:
+        codec, shape, packed = packed_case(name)
+        components = codec.views(packed.cuda(), shape)
+        out = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        decoding.decode(codec, components, out, out.dtype)  # compiles
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        with only_cuda.without_synchronization():
+            decoding.decode(codec, components, out, out.dtype)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, name

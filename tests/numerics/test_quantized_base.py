@@ -1,0 +1,418 @@
+"""Adapters on a frozen base that is quantized in host memory: folders as published, and weights quantized while they are read."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="needs the whole installation")
+
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import horizon_lm
+from horizon_lm.codecs.fp8 import Fp8
+from horizon_lm.codecs.mxfp4 import Mxfp4
+from horizon_lm.cost.model_outline import outline_config
+from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
+from horizon_lm.kernels import decoding
+from horizon_lm.model import hub
+from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.quantization import four_bits, take_quantization
+from horizon_lm.planning.choose import choose
+from horizon_lm.planning.memory import host_bytes
+from horizon_lm.planning.request import Machine, Request
+from horizon_lm.store.quantized_checkpoint import Quantized
+from tests import families
+from tests.emulated import emulated_gpu
+from tests.packed import published as components_of
+from tests.seams.compare import difference
+from tests.threaded import ThreadedDevice
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+TILE = (16, 16)
+CASES = [
+    ("llama", "4bit"), ("llama", "nf4"), ("qwen2", "nested"), ("mixtral", "4bit"), ("gpt_oss", "mxfp4"), ("llama", "fp8"),
+    ("qwen3_moe", "fp8"), ("deepseek_v3", "fp8"), ("gpt2", "4bit"),
+]  # fmt: skip
+
+
+def save_plain(family: str, folder: Path, **config: Any) -> None:
+    sizes = {"n_embd": 64, "n_inner": 96} if family == "gpt2" else SIZES
+    if family in ("qwen3_moe", "deepseek_v3"):
+        sizes = sizes | {"moe_intermediate_size": 32}
+    if family == "deepseek_v3":  # transformers' decoder takes a last row of smaller tiles for one of equal tiles
+        sizes = sizes | {"qk_rope_head_dim": 16}
+    families.build(family, **sizes, **config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def save_published(family: str, kind: str, folder: Path, **config: Any) -> Path:
+    """Write a folder of quantized weights in the layout of its publishers; a plain one for ``4bit``."""
+    save_plain(family, folder, **config)
+    if kind == "4bit":
+        return folder
+    if kind in ("nf4", "nested"):
+        return save_by_bitsandbytes(folder, kind == "nested")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if kind == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+            tensors |= {f"{name}_{part}": each for part, each in components_of(Mxfp4(), weight).items()}
+        elif kind == "fp8" and weight.ndim == 2 and ".layers." in name and not name.endswith("gate.weight"):
+            parts = components_of(Fp8(TILE), weight)
+            tensors |= {name: parts["weight"], f"{name}_scale_inv": parts["weight_scale_inv"]}
+        else:
+            tensors[name] = weight
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {
+        "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
+        "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(TILE)},
+    }[kind]  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def save_by_bitsandbytes(folder: Path, nested: bool) -> Path:
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    model.save_pretrained(folder.with_name("quantized"))
+    return folder.with_name("quantized")
+
+
+def dequantized(folder: Path, kind: str, streamed: Any) -> Any:
+    """Return the plain model with the weights that transformers decodes; for bitsandbytes, those of its own decoder."""
+    if kind in ("mxfp4", "fp8"):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
+    config = streamed.config
+    plain = AutoModelForCausalLM.from_config(config).float()
+    state = {} if kind == "4bit" else load_file(folder / "model.safetensors")
+    for name, param in streamed.named_parameters():
+        param_of = plain.get_parameter(name).data
+        if kind != "4bit" and f"{name}.absmax" in state:
+            param_of.copy_(by_bitsandbytes(state, name, param.shape))
+        else:
+            param_of.copy_(param.decode() if hasattr(param, "decode") else param)
+    return plain
+
+
+def by_bitsandbytes(state: dict[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    parts = {key: value for key, value in state.items() if key.startswith(f"{name}.")}
+    flat = QuantState.from_dict(parts, device=torch.device("cpu"))
+    flat.shape = torch.Size((1, shape.numel()))  # its decoder for AVX-512 is wrong for some numbers of columns
+    return dequantize_4bit(state[name], flat).view(shape)
+
+
+def opened(folder: Path, kind: str, **options: Any) -> Any:
+    options |= {"load_in_4bit": True} if kind == "4bit" else {}
+    return horizon_lm.from_pretrained(folder, "cpu", "float32", **options)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that returns a folder of published weights, written once."""
+    folders: dict[tuple[str, str], Path] = {}
+
+    def find(family: str, kind: str) -> Path:
+        if (family, kind) not in folders:
+            folders[family, kind] = save_published(family, kind, tmp_path_factory.mktemp(f"{family}-{kind}") / "model")
+        return folders[family, kind]
+
+    return find
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_a_published_folder_computes_what_its_library_decodes(published: Any, family: str, kind: str) -> None:
+    folder = published(family, kind)
+    model = opened(folder, kind)
+    plain = dequantized(folder, kind, model)
+    with torch.no_grad():
+        got, expected = (each.eval()(**families.batch()).loss for each in (model, plain))
+    assert float(got) == pytest.approx(float(expected), rel=3e-7)
+    store = model._horizon.engine.store
+    assert set(store.codecs) <= set(dict(model.named_parameters()))
+    assert len(store.codecs) >= 6
+    assert store.num_bytes["packed_weights"] > 0
+
+
+def adapters(kind: str = "lora", **changes: Any) -> dict[str, Any]:
+    kinds: dict[str, dict[str, Any]] = {
+        "lora": {}, "dora": {"use_dora": True}, "mixed": {"rank_pattern": {r"layers\.0\..*": 2}}
+    }  # fmt: skip
+    return {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | kinds[kind] | changes
+
+
+def with_adapters(folder: Path, kind: str, tmp_path: Path, **config: Any) -> tuple[Any, Any]:
+    """Return a plain and a streamed PEFT model with the same adapters, which are not zero."""
+    base = opened(folder, kind)
+    torch.manual_seed(1)
+    plain = get_peft_model(dequantized(folder, kind, base), LoraConfig(**config))
+    with torch.no_grad():
+        for name, param in plain.named_parameters():
+            if "lora_B" in name:
+                param.normal_(std=0.02)
+    plain.peft_config["default"].base_model_name_or_path = str(folder)
+    plain.save_pretrained(tmp_path / "adapters")
+    if kind == "4bit":
+        return plain, horizon_lm.from_pretrained(tmp_path / "adapters", "cpu", "float32", load_in_4bit=True)
+    return plain, horizon_lm.from_pretrained(tmp_path / "adapters", "cpu", "float32")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "kind", "adapter"),
+    [
+        ("llama", "4bit", "lora"), ("llama", "nf4", "dora"), ("qwen2", "nested", "mixed"), ("mixtral", "4bit", "lora"),
+        ("gpt_oss", "mxfp4", "lora"), ("qwen3_moe", "fp8", "lora"), ("deepseek_v3", "fp8", "mixed"),
+    ],
+)  # fmt: skip
+def test_adapters_on_a_quantized_base(published: Any, tmp_path: Path, family: str, kind: str, adapter: str) -> None:
+    """Gradients are those of plain PEFT on the decoded weights, bit for bit, twenty steps stay equal, and no byte of the base
+    changes.
+    """
+    targets = ["q_proj", "o_proj"] if family != "deepseek_v3" else ["o_proj", "kv_b_proj"]
+    plain, model = with_adapters(published(family, kind), kind, tmp_path, **adapters(adapter, target_modules=targets))
+    store = model.base_model.model._horizon.engine.store
+    before = {name: store.packed(name).clone() for name in store.codecs}
+    assert before
+    for each in (plain, model):
+        each.train()(**families.batch()).loss.backward()
+    grads = [{n: p.grad for n, p in each.named_parameters() if p.requires_grad} for each in (plain, model)]
+    assert difference(*grads, 0.0) is None
+    trained = [param for param in plain.parameters() if param.requires_grad]
+    pairs = ((plain, torch.optim.AdamW(trained, lr=1e-2)), (model, horizon_lm.AdamW(model, lr=1e-2)))
+    for step in range(20):
+        losses = []
+        for each, optimizer in pairs:
+            optimizer.zero_grad()
+            loss = each(**families.batch(seed=step)).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5), step
+    horizon_lm.synchronize(model.base_model.model)
+    assert all(torch.equal(store.packed(name), data) for name, data in before.items())
+
+
+def test_placeholders(published: Any, tmp_path: Path) -> None:
+    """Quantized weights keep name, shape and dtype, and cannot be read as numbers by mistake."""
+    model = opened(published("llama", "4bit"), "4bit")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weight = model.get_parameter(name)
+    assert weight.shape == (64, 96)
+    assert weight.dtype == torch.float32
+    assert not weight.requires_grad
+    assert sum(param.numel() for param in model.parameters()) == model.num_parameters()
+    assert model.state_dict()[name] is weight
+    assert "down_proj" in repr(weight)
+    for use in (
+        lambda: weight + 1,
+        lambda: weight.sum(),
+        lambda: weight.tolist(),
+        lambda: torch.save(weight, tmp_path / "w"),
+    ):
+        with pytest.raises(StreamingError, match=r"down_proj.weight is quantized"):
+            use()
+    with pytest.raises(StreamingError, match="cannot be trained"):
+        weight.requires_grad_(True)
+    with pytest.raises(StreamingError, match="cannot be replaced"):
+        weight.data = torch.zeros(64, 96)
+    decoded = weight.decode()
+    assert decoded.shape == weight.shape
+    assert decoded.dtype == weight.dtype
+    model.save_pretrained(tmp_path / "plain", dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    assert torch.equal(plain.get_parameter(name), decoded)
+    assert dict(horizon_lm.named_weights(model))[name].equal(decoded)
+    tokens = families.batch()["input_ids"][:1, :5]
+    settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    assert torch.equal(model.generate(tokens, **settings), plain.generate(tokens, **settings))
+
+
+def test_a_flipped_bit_changes_the_loss(published: Any) -> None:
+    model = opened(published("gpt_oss", "mxfp4"), "mxfp4")
+    store = model._horizon.engine.store
+    before = float(model(**families.batch()).loss)
+    for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj"):
+        packed = store.packed(name)
+        packed ^= 0x88  # the signs of all codes, and the scales
+        assert float(model(**families.batch()).loss) != before
+        packed ^= 0x88
+        assert float(model(**families.batch()).loss) == before
+
+
+def damage(tensors: dict[str, torch.Tensor], kind: str, how: str) -> str:
+    """Damage a tensor of a folder, and return its name."""
+    part = {"nf4": "absmax", "mxfp4": "_scales", "fp8": "_scale_inv"}[kind]
+    name = next(name for name in tensors if name.endswith(part))
+    if how == "missing":
+        del tensors[name]
+    elif how == "truncated":
+        tensors[name] = tensors[name].reshape(-1)[:-1].clone()
+    elif how == "mislabelled":
+        tensors[name] = tensors[name].to(torch.float16)
+    else:
+        tensors[name].view(-1)[1] = 255 if kind == "mxfp4" else float("nan")
+    return name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["missing", "truncated", "mislabelled", "not finite"])
+@pytest.mark.parametrize(("family", "kind"), [("llama", "nf4"), ("gpt_oss", "mxfp4"), ("llama", "fp8")])
+def test_damaged_scales_are_rejected(published: Any, tmp_path: Path, family: str, kind: str, how: str) -> None:
+    folder = published(family, kind)
+    tensors = load_file(folder / "model.safetensors")
+    name = damage(tensors, kind, how)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        opened(tmp_path, kind)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_mislabelled_table_is_rejected(published: Any, tmp_path: Path) -> None:
+    folder = published("llama", "nf4")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("quant_map"))
+    tensors[name] = tensors[name].flip(0)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="quant_map is not the table of"):
+        opened(tmp_path, "nf4")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transposed_layers_are_rejected(tmp_path: Path) -> None:
+    """bitsandbytes keeps the transpose of GPT-2's weights, which is not seen in the shape of a square one."""
+    save_plain("gpt2", tmp_path / "model")
+    with pytest.raises(ConfigError, match="transpose"):
+        opened(save_by_bitsandbytes(tmp_path / "model", nested=False), "nf4")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quantized by gptq"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quantized by bitsandbytes in 8 bits"),
+        ({"quant_method": "fp8"}, "without weight_block_size"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}, "4 bits, int"),
+    ],
+)  # fmt: skip
+def test_other_formats_are_rejected(tmp_path: Path, quantization: dict[str, Any], message: str) -> None:
+    save_plain("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelNotSupportedError, match=message):
+        opened(tmp_path, "other")
+
+
+def adapter_folder(folder: Path, tmp_path: Path, **config: Any) -> Path:
+    """Write adapters that are not zero for the model in a folder."""
+    from transformers import AutoConfig
+
+    config_of_model = AutoConfig.from_pretrained(folder)
+    if hasattr(config_of_model, "quantization_config"):
+        del config_of_model.quantization_config
+    torch.manual_seed(1)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config_of_model), LoraConfig(**adapters(**config)))
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.02)
+    model.peft_config["default"].base_model_name_or_path = str(folder)
+    model.save_pretrained(tmp_path / "adapters")
+    return tmp_path / "adapters"
+
+
+def train(model: Any, steps: int = 2) -> list[torch.Tensor]:
+    """Train adapters, and return them."""
+    optimizer = horizon_lm.AdamW(model, lr=1e-2)
+    for step in range(steps):
+        model.train()(**families.batch(seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    horizon_lm.synchronize(model.base_model.model)
+    return [param.detach().clone() for param in model.parameters() if param.requires_grad]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "kind"), [("llama", "4bit"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
+def test_races(published: Any, tmp_path: Path, family: str, kind: str) -> None:
+    """Decoding straddles computations on devices that run copies as early or late as their waits allow."""
+    folder = adapter_folder(published(family, kind), tmp_path, target_modules=["q_proj"])
+    options: dict[str, Any] = {"precision": "float32"} | ({"load_in_4bit": True} if kind == "4bit" else {})
+    expected = train(horizon_lm.from_pretrained(folder, "cpu", **options))
+    devices = [*(SimulatedDevice(seed) for seed in range(3)), ThreadedDevice(seed=1)]
+    for device in devices:
+        for residency in ({}, {"resident_blocks": 1, "activation_checkpoints": "host"}):
+            got = train(horizon_lm.from_pretrained(folder, device, **options, **residency))
+            assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", ["fp32_master", "bf16", "float32"])
+@pytest.mark.parametrize(("family", "kind"), [("llama", "4bit"), ("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8")])
+def test_planned_bytes(published: Any, tmp_path: Path, family: str, kind: str, precision: str) -> None:
+    """Host memory and traffic are those of the plan to the byte, and the base never moves out."""
+    folder = published(family, kind)
+    targets = ["o_proj"]
+    config = hub.read_config(folder, trust_remote_code=False)
+    published_as = take_quantization(config)
+    quantized = Quantized.of(published_as or four_bits(), folder if published_as else None)
+    outline = outline_config(
+        config, family, length=24, dtype=torch.float32, adapters=Adapters(r=4, target_modules=tuple(targets)),
+        quantized=quantized,
+    )  # fmt: skip
+    step = choose(outline, Request(3, precision=precision, grad_bytes=4), Machine("here", True, None)).step
+    planned = dict(host_bytes(outline.sizes, outline.trained, step.host_settings()))
+    options = {"load_in_4bit": True} if kind == "4bit" else {}
+    model = horizon_lm.from_pretrained(
+        adapter_folder(folder, tmp_path, target_modules=targets), "cpu", precision, **options
+    )  # fmt: skip
+    train(model, steps=1)
+    inside = model.base_model.model
+    stats = horizon_lm.stats(inside)
+    assert {name: num for name, num in stats["host_bytes_by_kind"].items() if num} == planned
+    store, moved = inside._horizon.engine.store, stats["moved_bytes"]
+    itemsize = store.precision.weight_dtype.itemsize
+    for u in range(3):
+        slabs = store.units[f"block{u}"]
+        num_bytes = slabs.weights.numel() * itemsize + sum(e.num_bytes for e in slabs.packed.entries.values())
+        assert moved[f"stream_in:block{u}"] == num_bytes * 2
+        assert not moved.get(f"stream_out:block{u}")
+    packed = sum(entry.num_bytes for slabs in store.units.values() for entry in slabs.packed.entries.values())
+    assert packed == sum(each.num_bytes for each in outline.sizes.packed)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "kind"), [("llama", "4bit"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
+def test_an_emulated_gpu(
+    published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: str
+) -> None:
+    """Codes cross the link, and are decoded on the device, without the host waiting for it."""
+    monkeypatch.setattr(decoding, "has_triton", lambda: False)  # its kernels need a real GPU
+    folder = adapter_folder(published(family, kind), tmp_path, target_modules=["q_proj"])
+    options: dict[str, Any] = {"precision": "float32", "attn_implementation": "eager"}
+    options |= {"load_in_4bit": True} if kind == "4bit" else {}
+    expected = train(horizon_lm.from_pretrained(folder, "cpu", **options))
+    with emulated_gpu() as gpu:
+        model = horizon_lm.from_pretrained(folder, CudaDevice(), **options, compile=False)
+        got = train(model)
+        gpu.waits.clear()
+        with torch.no_grad():
+            model(**families.batch())
+        waits = list(gpu.waits)
+        assert all(map(torch.equal, got, expected))
+        assert not [wait for wait in waits if "codecs" in wait or "cuda_link" in wait], waits
+        del model
+        gc.collect()

@@ -1,0 +1,116 @@
+"""The Triton kernels that decode quantized weights, run by Triton's interpreter: bit-equal to the codecs' torch code."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from horizon_lm.device.cpu import HostLink
+from horizon_lm.kernels import decoding
+from tests.packed import CASES, packed_case
+
+KERNELS = "horizon_lm.kernels.decoding_kernels"
+RUNS = [(name, torch.bfloat16) for name in CASES] + [
+    (name, dtype) for name in ("nf4 nested", "mxfp4", "fp8") for dtype in (torch.float16, torch.float32)
+]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Any:
+    """Have the kernels interpreted, which Triton decides when they are defined."""
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        sys.modules.pop(KERNELS, None)
+        yield importlib.import_module(KERNELS)
+    sys.modules.pop(KERNELS, None)
+
+
+@pytest.mark.parametrize(("name", "dtype"), RUNS, ids=str)
+def test_kernels_equal_torch(interpreted: Any, name: str, dtype: torch.dtype) -> None:
+    codec, shape, packed = packed_case(name)
+    expected = codec.decode(packed, torch.empty(shape, dtype=dtype))
+    components = codec.views(packed, shape)
+    for part in codec.parts(shape, packed.numel() // 2):
+        out = torch.empty(part.shape, dtype=dtype)
+        decoding.decode(codec, {each: components[each][rows] for each, rows in part.rows.items()}, out, dtype)
+        assert torch.equal(out.view(-1), expected.view(-1)[part.start : part.stop])
+
+
+def test_values_are_rounded_to_their_own_dtype_first(interpreted: Any) -> None:
+    codec, shape, packed = packed_case("nf4")
+    out = torch.empty(shape)
+    decoding.decode(codec, codec.views(packed, shape), out, torch.bfloat16)
+    assert torch.equal(out, codec.decode(packed, torch.empty(shape, dtype=torch.bfloat16)).float())
+
+
+def test_without_triton_torch_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "has_triton", lambda: False)
+    for name in CASES:
+        codec, shape, packed = packed_case(name)
+        out = torch.empty(shape)
+        decoding.decode(codec, codec.views(packed, shape), out, out.dtype)
+        assert torch.equal(out, codec.decode(packed, torch.empty(shape)))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int) -> None:
+    """Compile without a GPU, and check that no product is fused with a sum, which would round once instead of twice."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delitem(sys.modules, KERNELS, raising=False)
+    kernels = importlib.import_module(KERNELS)
+    monkeypatch.delitem(sys.modules, KERNELS)
+    nested = dict.fromkeys(("table", "nested_table", "nested_absmax", "nested_offset"), "*fp32")
+    nested |= {"weight": "*u8", "absmax": "*u8", "out": "*i16", "numel": "i32"}
+    constants: dict[str, Any] = {"blocksize": 64, "nested": True, "size": 1024}
+    assert "fma" not in _compiled(kernels.decode_4bit, nested, constants, capability)
+    assert "fma" in _compiled(kernels.decode_4bit, nested, constants, capability, fused=True)  # the control
+    mxfp4 = {"blocks": "*u8", "scales": "*u8", "out": "*i16", "num_out": "i32"}
+    assert "ftz" not in _compiled(kernels.decode_mxfp4, mxfp4, {"size": 1024}, capability)
+    fp8 = dict.fromkeys(("num_rows", "num_columns", "grid_rows", "grid_columns"), "i32")
+    for scales, e8m0 in (("*fp32", False), ("*bf16", False), ("*u8", True)):
+        constants = {"tile_rows": 128, "tile_columns": 128, "e8m0": e8m0, "size": 1024}
+        signature = fp8 | {"weight": "*u8", "scales": scales, "out": "*fp16"}
+        assert "ftz" not in _compiled(kernels.decode_fp8, signature, constants, capability)
+
+
+def _compiled(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], capability: int, fused: bool = False
+) -> str:
+    """Return the PTX of a kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    target = GPUTarget("cuda", capability, 32)
+    return str(triton.compile(source, target=target, options={"enable_fp_fusion": fused}).asm["ptx"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_host_kernels_equal_torch(name: str, dtype: torch.dtype) -> None:
+    codec, shape, packed = packed_case(name)
+    for rounded in (dtype, torch.bfloat16):
+        expected = torch.empty(shape, dtype=dtype)
+        codec.decode(packed, expected, rounded)
+        for link in (HostLink(), HostLink()):
+            out = torch.full(shape, float("nan"), dtype=dtype)
+            link.decode(out, packed, codec, rounded)
+            assert torch.equal(out, expected)
+
+
+def test_host_kernels_decode_extreme_scales() -> None:
+    """The smallest and largest powers of two, whose products are subnormal or infinite."""
+    codec, shape, packed = packed_case("mxfp4")
+    scales = codec.views(packed, shape)["scales"]
+    scales.copy_((torch.arange(scales.numel()) * 37 % 255).view(scales.shape))
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(shape, dtype=dtype)
+        HostLink().decode(out, packed, codec, dtype)
+        assert torch.equal(out, codec.decode(packed, torch.empty(shape, dtype=dtype)))
