@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import horizon_lm
 from horizon_lm.checkpoints import manifest, saving
 from horizon_lm.errors import ConfigError, InterruptedRunError
+from horizon_lm.training.run_checkpoints import RunCheckpoints
 from tests.e2e import resuming
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs
@@ -83,6 +85,30 @@ def test_save_on_signal_seconds(
     assert kept[-1] in message
     left_out = [line for line in lines if line.startswith("no checkpoint of step 5: it would take about ")]
     assert [line.endswith("save_on_signal_seconds is 1e-06") for line in left_out] == ([True] if seconds < 1 else [])
+
+
+def test_a_checkpoint_that_is_being_written_may_use_the_seconds(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of step 5 would take too long, but that of step 4 is on its way, and can be in time."""
+    monkeypatch.setattr(RunCheckpoints, "seconds", lambda self: 1e9)
+    arrived, limited, waited = threading.Event(), saving.RateLimit.wait, RunCheckpoints.wait
+
+    def write_after_the_signal(limit: saving.RateLimit, num_bytes: int) -> None:
+        limited(limit, num_bytes)
+        arrived.wait(60)
+
+    def wait(own: RunCheckpoints, seconds: float | None = None) -> None:
+        if seconds is not None:  # only after a signal
+            arrived.set()
+        waited(own, seconds)
+
+    monkeypatch.setattr(saving.RateLimit, "wait", write_after_the_signal)
+    monkeypatch.setattr(RunCheckpoints, "wait", wait)
+    settings = {"save_strategy": "steps", "save_steps": 4, "save_on_signal_seconds": 100.0}
+    message, _ = interrupted(runs, base | settings | {"output_dir": str(tmp_path / "run")})
+    assert checkpoints(tmp_path / "run") == ["checkpoint-4"]
+    assert "checkpoint-4" in message
 
 
 # The best model and early stopping

@@ -396,6 +396,7 @@ class _Loop:
                 f"no checkpoint of step {step}: it would take about {format_seconds(expected)}, and save_on_signal_seconds is "
                 f"{limit:g}"
             )
+            self.checkpoints.wait(limit)  # one that is being written already may still be in time
             return
         self.save(step)
         self.checkpoints.wait(limit)
