@@ -306,6 +306,8 @@ def test_transposed_layers_are_rejected(tmp_path: Path) -> None:
         ({"quant_method": "gptq", "bits": 4}, "quantized by gptq"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quantized by bitsandbytes in 8 bits"),
         ({"quant_method": "fp8"}, "without weight_block_size"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "0 groups of weights"),
+        ({"quant_method": "fp8", "weight_block_size": ["a", 0]}, "two numbers are needed"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}, "4 bits, int"),
     ],
 )  # fmt: skip
@@ -313,8 +315,32 @@ def test_other_formats_are_rejected(tmp_path: Path, quantization: dict[str, Any]
     save_plain("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelNotSupportedError, match=message):
+    with pytest.raises((ConfigError, ModelNotSupportedError), match=message):
         opened(tmp_path, "other")
+
+
+@pytest.mark.parametrize(
+    "state", [b"{", b'{"shape": [64, 64]}', b" " * 5000, b'{"shape": "x", "blocksize": 3, "quant_type": "nf4"}']
+)
+def test_damaged_descriptions_are_rejected(published: Any, tmp_path: Path, state: bytes) -> None:
+    folder = published("llama", "nf4")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "quant_state" in name)
+    tensors[name] = torch.tensor(list(state), dtype=torch.uint8)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="is damaged"):
+        opened(tmp_path, "nf4")
+
+
+def test_names_that_are_left_out(tmp_path: Path) -> None:
+    """Names and patterns of modules that are not quantized; what is no pattern is a name."""
+    save_plain("llama", tmp_path)
+    quantization = four_bits() | {"llm_int8_skip_modules": ["model.layers.1", "re:.*k_proj", "(", 7]}
+    model = horizon_lm.from_pretrained(tmp_path, "cpu", "float32", quantization_config=quantization)
+    found = set(model._horizon.engine.store.codecs)
+    assert "model.layers.0.self_attn.q_proj.weight" in found
+    assert not {name for name in found if ".layers.1." in name or "k_proj" in name}
 
 
 def adapter_folder(folder: Path, tmp_path: Path, **config: Any) -> Path:

@@ -90,8 +90,9 @@ def _tile(size: Any, place: str) -> tuple[int, int]:
 
 def _compressed_tile(quantization: Mapping[str, Any], place: str) -> Any:
     """Return the tile of compressed-tensors' FP8; raise ModelNotSupportedError for its other formats."""
-    groups = list((quantization.get("config_groups") or {}).values())
-    weights = [group.get("weights") or {} for group in groups if isinstance(group, Mapping)]
+    found = quantization.get("config_groups")
+    groups = [each for each in found.values() if isinstance(each, Mapping)] if isinstance(found, Mapping) else []
+    weights = [each["weights"] for each in groups if isinstance(each.get("weights"), Mapping)]
     for each in weights:
         if (each.get("num_bits"), each.get("type"), each.get("strategy")) != (8, "float", "block"):
             raise ModelNotSupportedError(
@@ -132,10 +133,17 @@ def expected_codecs(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[
 
 def _left_out(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[str, re.Pattern[str]]:
     """Return the names of modules that are not quantized, each with its pattern at the beginning of a name."""
-    names = [
-        name
-        for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
-        for name in quantization.get(key) or ()
-    ]
+    given = [quantization.get(key) for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")]
+    names = [name for each in given if isinstance(each, list) for name in each if isinstance(name, str)]
     names += getattr(parts.model, "_keep_in_fp32_modules", None) or ()
-    return {name: re.compile(rf"(?:{name.removeprefix('re:')})(?:(?<=\.)|(?=\.|$))") for name in names}
+    return {name: _pattern(name) for name in names}
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """Return the pattern of a name: a regular expression, as in transformers, or the name itself if it is none."""
+    for text in (name.removeprefix("re:"), re.escape(name)):
+        try:
+            return re.compile(rf"(?:{text})(?:(?<=\.)|(?=\.|$))")
+        except re.error:
+            continue
+    raise AssertionError(name)

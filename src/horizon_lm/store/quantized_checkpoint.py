@@ -26,6 +26,7 @@ from horizon_lm.store.checkpoint_reader import Checkpoint, Header
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
 
 _STATE = ".quant_state.bitsandbytes__"
+_LONGEST_STATE = 4096  # bytes of a description of a weight; published ones have about 200
 _SCALES = ("weight_scale_inv", "weight_scale")
 _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}
 
@@ -143,13 +144,15 @@ class QuantizedCheckpoint(Checkpoint):
         """Return a weight as its quantization state describes it."""
         place = super().file_of(name)
         try:
+            if headers[name].shape.numel() > _LONGEST_STATE:
+                raise ValueError(f"{headers[name].shape.numel():,} bytes")
             state = json.loads(bytes(self.read([name])[name].tolist()))
             shape, blocksize = torch.Size(state["shape"]), int(state["blocksize"])
             nested, offset = "nested_blocksize" in state, state.get("nested_offset")
             dtype = getattr(torch, state["dtype"])
             known = state["quant_type"] == kind and kind in TABLES and state.get("nested_blocksize", 256) == 256
             known = known and isinstance(dtype, torch.dtype) and dtype.is_floating_point
-            if not known or blocksize < 1 or (nested and not isinstance(offset, float)):
+            if not known or blocksize < 2 or blocksize % 2 or (nested and not isinstance(offset, float)):
                 raise ValueError(f"quant_type {state['quant_type']}, blocksize {blocksize}, nested_offset {offset}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{place}: {name} is damaged ({first_line(error)}); download it again") from error
