@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 import horizon_lm
 from horizon_lm.errors import StreamingError
+from horizon_lm.model.adapters import Adapters
 from tests import families
 from tests.seams.compare import difference
 from tests.thinning import thinned
@@ -203,3 +204,19 @@ def test_a_frozen_base_stays_frozen() -> None:
     next(param for name, param in model.named_parameters() if "base_layer" in name).requires_grad_(True)
     with pytest.raises(StreamingError, match="unfreeze its weights before"):
         model(**families.batch()).loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("llama", {"q_proj", "v_proj"}), ("gpt2", {"c_attn"}), ("mixtral", {"q_proj", "v_proj"}), ("phi3", {"qkv_proj", "o_proj"}),
+        ("gpt_oss", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    ],
+)  # fmt: skip
+def test_layers_without_a_setting(family: str, names: set[str]) -> None:
+    """A run that names no layers adapts those of PEFT's choice, or those of attention if PEFT has no choice for the model."""
+    model = Adapters().add_to(families.build(family), draw=True)
+    assert {
+        name.rpartition(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_A" in name
+    } == names

@@ -25,7 +25,7 @@ class AdapterSettings(Settings):
     lora_target_modules: str | Names | None = Field(
         None,
         description="Names of the linear layers that get adapters, a regular expression of their names, or all-linear. Default: "
-        "PEFT's choice for the model.",
+        "PEFT's choice for the model, or the layers of its attention.",
     )
     lora_target_parameters: Names | None = Field(
         None,

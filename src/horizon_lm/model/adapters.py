@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model import hub
 from horizon_lm.model.units import adapted_model
@@ -64,7 +66,7 @@ class Adapters:
         peft = _peft()
         with _rejections():
             folder = None if self.folder is None else hub.local_folder(self.folder)
-            config = self._new(peft) if folder is None else _read_config(peft, folder)
+            config = self._new(peft, model) if folder is None else _read_config(peft, folder)
             if folder is not None and draw:
                 require_weights(folder)
                 return peft.PeftModel.from_pretrained(model, folder, name, is_trainable=True, config=config)
@@ -73,8 +75,10 @@ class Adapters:
                 return model
             return peft.get_peft_model(model, config, name, low_cpu_mem_usage=not draw)
 
-    def _new(self, peft: Any) -> Any:
+    def _new(self, peft: Any, model: Any) -> Any:
         modules = self.target_modules
+        if modules is None and self.target_parameters is None:
+            modules = _default_layers(peft, model)
         return peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=self.r,
@@ -86,6 +90,17 @@ class Adapters:
             use_rslora=self.use_rslora,
             use_dora=self.use_dora,
         )
+
+
+def _default_layers(peft: Any, model: Any) -> tuple[str, ...]:
+    """Return the names of the layers that PEFT chooses for a type of model, or of those of its attention."""
+    known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    chosen = known.get(getattr(model.config.get_text_config(), "model_type", None), ())
+    found = {name.rpartition(".")[2] for name, _ in model.named_modules()} & set(chosen)
+    if not found:
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        found = {name.rpartition(".")[2] for name in linear if "attn" in name or "attention" in name}
+    return tuple(sorted(found))
 
 
 class PresentAdapters:
