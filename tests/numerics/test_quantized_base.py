@@ -139,7 +139,7 @@ def test_a_published_folder_computes_what_its_library_decodes(published: Any, fa
     plain = dequantized(folder, kind, model)
     with torch.no_grad():
         got, expected = (each.eval()(**families.batch()).loss for each in (model, plain))
-    assert float(got) == pytest.approx(float(expected), rel=3e-7)
+    assert float(got) == pytest.approx(float(expected), rel=3e-6)
     store = model._horizon.engine.store
     assert set(store.codecs) <= set(dict(model.named_parameters()))
     assert len(store.codecs) >= 6
