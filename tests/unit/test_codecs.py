@@ -9,6 +9,7 @@ from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.mxfp4 import Mxfp4
+from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError
 from tests.packed import CASES, DTYPES, drawn, packed, packed_case
 
@@ -30,6 +31,27 @@ def test_parts_decode_like_the_whole(name: str) -> None:
             got = codec.decode(small, torch.empty(part.shape))
             assert torch.equal(got.view(-1), whole.view(-1)[part.start : part.stop])
         assert stop == whole.numel()
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape"),
+    [
+        (Mxfp4(), (2, 320, 64)), (Stack(Bnb4Bit(nested=True)), (2, 512, 256)), (Stack(Fp8((32, 32))), (2, 160, 96)),
+    ],
+)  # fmt: skip
+def test_one_expert_is_cut(codec: Codec, shape: tuple[int, ...]) -> None:
+    """One expert of a mixture may be larger than the memory that codes pass through on their way."""
+    data = packed(codec, drawn(*shape))
+    components, whole = codec.views(data, shape), codec.decode(data, torch.empty(shape))
+    max_bytes, stop = data.numel() // 4, 0
+    for part in codec.parts(shape, max_bytes):
+        rows = {name: components[name][index] for name, index in part.rows.items()}
+        assert sum(each.nbytes for each in rows.values()) <= max_bytes + 1100  # with the tables
+        assert part.start == stop
+        stop, out = part.stop, torch.empty(part.shape)
+        codec.decode_components(rows, out)
+        assert torch.equal(out.view(-1), whole.view(-1)[part.start : part.stop])
+    assert stop == whole.numel()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -34,10 +34,11 @@ def test_kernels_equal_torch(interpreted: Any, name: str, dtype: torch.dtype) ->
     codec, shape, packed = packed_case(name)
     expected = codec.decode(packed, torch.empty(shape, dtype=dtype))
     components = codec.views(packed, shape)
-    for part in codec.parts(shape, packed.numel() // 2):
-        out = torch.empty(part.shape, dtype=dtype)
-        decoding.decode(codec, {each: components[each][rows] for each, rows in part.rows.items()}, out, dtype)
-        assert torch.equal(out.view(-1), expected.view(-1)[part.start : part.stop])
+    for max_bytes in (packed.numel() // 2, packed.numel() // 5):
+        for part in codec.parts(shape, max_bytes):
+            out = torch.empty(part.shape, dtype=dtype)
+            decoding.decode(codec, {each: components[each][rows] for each, rows in part.rows.items()}, out, dtype)
+            assert torch.equal(out.view(-1), expected.view(-1)[part.start : part.stop])
 
 
 def test_values_are_rounded_to_their_own_dtype_first(interpreted: Any) -> None:
@@ -99,10 +100,9 @@ def test_host_kernels_equal_torch(name: str, dtype: torch.dtype) -> None:
     for rounded in (dtype, torch.bfloat16):
         expected = torch.empty(shape, dtype=dtype)
         codec.decode(packed, expected, rounded)
-        for link in (HostLink(), HostLink()):
-            out = torch.full(shape, float("nan"), dtype=dtype)
-            link.decode(out, packed, codec, rounded)
-            assert torch.equal(out, expected)
+        out = torch.full(shape, float("nan"), dtype=dtype)
+        HostLink().decode(out, packed, codec, rounded)
+        assert torch.equal(out, expected)
 
 
 def test_host_kernels_decode_extreme_scales() -> None:

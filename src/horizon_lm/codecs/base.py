@@ -35,13 +35,13 @@ class Part:
     Attributes:
         start, stop: its elements in the flattened tensor.
         shape: its shape.
-        rows: its rows in each component.
+        rows: its rows in each component; a tuple indexes the first dimensions.
     """
 
     start: int
     stop: int
     shape: torch.Size
-    rows: Mapping[str, slice]
+    rows: Mapping[str, slice | tuple[slice, ...]]
 
 
 class Codec(ABC):

@@ -48,12 +48,19 @@ class Mxfp4(Codec):
         Codec.pack(self, moved, packed, shape)  # a class with slots knows no super()
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
-        one = (1, *shape[1:])
-        for first, last in spans(shape[0], self.num_bytes(one), max_bytes):
-            size = torch.Size(one).numel()
-            rows = slice(first, last)
-            part = torch.Size((last - first, *shape[1:]))
-            yield Part(first * size, last * size, part, {"blocks": rows, "scales": rows})
+        experts, width, height = shape
+        size, row = width * height, _BLOCK * height  # elements of a matrix, and of a row of its blocks
+        if self.num_bytes((1, width, height)) <= max_bytes:
+            for first, last in spans(experts, self.num_bytes((1, width, height)), max_bytes):
+                whole = slice(first, last)
+                part = torch.Size((last - first, width, height))
+                yield Part(first * size, last * size, part, {"blocks": whole, "scales": whole})
+            return
+        for expert in range(experts):
+            for first, last in spans(width // _BLOCK, self.num_bytes((1, _BLOCK, height)), max_bytes):
+                rows = (slice(expert, expert + 1), slice(first, last))
+                start, part = expert * size, torch.Size((1, (last - first) * _BLOCK, height))
+                yield Part(start + first * row, start + last * row, part, {"blocks": rows, "scales": rows})
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
         table = _table(out.device)
