@@ -1,4 +1,4 @@
-"""How the weights of a model are quantized: as its config says, or as the settings of a run ask for.
+"""Find the format of each quantized weight of a model: as its config says, or as the settings of a run ask for.
 
 Which weights these are before anything is read follows the rules of transformers' quantizers: the linear layers of all
 blocks, and stacked experts, but for the modules that the config leaves out.

@@ -111,15 +111,15 @@ class QuantizedCheckpoint(Checkpoint):
             ConfigError: a component cannot be read, or has values that no quantized weight has.
         """
         components: dict[str, torch.Tensor] = {}
-        for component in next(iter(self.quantized[name] for name in target.sources)).sources:
-            tensors = {}
-            for name in target.sources:
-                each = self.quantized[name]
-                source = each.sources[component]
-                tensors[name] = self.read([source])[source]
-                self._require_valid(source, component, tensors[name], each.codec)
-            (components[component],) = target.convert(model, tensors).values()
         first = next(iter(target.sources))
+        for component in self.quantized[first].sources:
+            sources = {name: self.quantized[name].sources[component] for name in target.sources}
+            read = self.read(list(sources.values()))
+            for source in read:
+                self._require_valid(source, component, read[source], self.quantized[first].codec)
+            (components[component],) = target.convert(
+                model, {name: read[each] for name, each in sources.items()}
+            ).values()
         if (offset := self.quantized[first].offset) is not None:
             components["nested_offset"] = torch.tensor([offset])
         try:
