@@ -97,6 +97,13 @@ def test_damaged_components_are_rejected() -> None:
         codec.pack(components | {"weight": components["weight"].view(torch.int8)}, data, shape)
 
 
+@pytest.mark.parametrize("name", ["nf4", "nf4 nested", "fp4"])
+def test_quantizing_in_pieces_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, whole = packed_case(name)
+    monkeypatch.setattr("horizon_lm.codecs.bnb4bit._AT_ONCE", 300)
+    assert torch.equal(packed_case(name)[2], whole)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("shape", [(128, 256), (96, 80), (64, 33), (1024, 2048)])

@@ -57,7 +57,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode_components(self, weight: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:
-        """Quantize a weight in float32 into its components."""
+        """Quantize a weight into its components."""
 
     @abstractmethod
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
@@ -94,7 +94,7 @@ class Codec(ABC):
 
     def encode(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
         """Quantize a weight into its bytes."""
-        self.encode_components(weight.float(), self.views(packed, weight.shape))
+        self.encode_components(weight, self.views(packed, weight.shape))
 
     def decode(self, packed: torch.Tensor, out: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Decode bytes into ``out``, which has the tensor's shape, and return it.

@@ -14,6 +14,7 @@ import torch
 from horizon_lm.codecs.base import Codec, Component, Part, spans
 
 _NESTED_BLOCK = 256  # scales that share one scale
+_AT_ONCE = 1 << 22  # elements that are quantized at once
 _HALF_OF_STEPS = 32767.5
 
 # Quantiles of a normal distribution (QLoRA, appendix E), and the values of a sign, two exponent bits and one mantissa bit.
@@ -85,9 +86,14 @@ class Bnb4Bit(Codec):
     def encode_components(self, weight: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:
         table = torch.tensor(TABLES[self.quant_type])
         components["quant_map"].copy_(table)
-        codes, scales = _quantize(weight.reshape(-1), table, self.blocksize)
-        codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
-        components["weight"].copy_(codes[:, 0] << 4 | codes[:, 1])
+        flat, found = weight.reshape(-1), []
+        step = self.blocksize * (_AT_ONCE // self.blocksize)
+        for start in range(0, flat.numel(), step):  # a quantized copy of the whole would take 20 bytes an element
+            codes, part = _quantize(flat[start : start + step].float(), table, self.blocksize)
+            codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+            components["weight"][start // 2 : (start + step) // 2].copy_(codes[:, 0] << 4 | codes[:, 1])
+            found.append(part)
+        scales = torch.cat(found)
         if not self.nested:
             components["absmax"].copy_(scales)
             return

@@ -60,6 +60,7 @@ class Fp8(Codec):
         for i, top in enumerate(range(0, weight.shape[0], self.tile[0])):
             for j, left in enumerate(range(0, weight.shape[1], self.tile[1])):
                 place = (slice(top, top + self.tile[0]), slice(left, left + self.tile[1]))
-                largest = weight[place].abs().amax()
+                values = weight[place].float()
+                largest = values.abs().amax()
                 scales[i, j] = torch.where(largest > 0, largest / _LARGEST, 1.0)
-                codes[place].copy_((weight[place] / scales[i, j].float()).clamp_(-_LARGEST, _LARGEST))
+                codes[place].copy_((values / scales[i, j].float()).clamp_(-_LARGEST, _LARGEST))

@@ -72,7 +72,7 @@ class Mxfp4(Codec):
     def encode_components(self, weight: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:
         middles = torch.tensor([(a + b) / 2 for a, b in pairwise(VALUES)])
         for matrix, blocks, scales in zip(weight, components["blocks"], components["scales"], strict=True):
-            values = matrix.reshape(-1, _BLOCK, matrix.shape[-1])  # (I / 32, 32, O)
+            values = matrix.float().reshape(-1, _BLOCK, matrix.shape[-1])  # (I / 32, 32, O)
             largest = values.abs().amax(dim=1)
             exponents = torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT
             exponents = torch.where(largest > 0, exponents, 0).clamp_(-_BIAS, _BIAS)
