@@ -6,8 +6,10 @@ It finds mistakes that a CPU does not: an operation that mixes host and device r
     Inside a backward pass only numbers are checked, because tensors created by autograd report no device.
 """
 
+import gc
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.model import segment_attention
 
 GPU = torch.device("cuda", 0)
@@ -260,6 +263,13 @@ def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGp
     def trim() -> None:
         gpu.trims += 1
 
+    locks: weakref.WeakSet[PageLocks] = weakref.WeakSet()
+    create = PageLocks.__init__
+
+    def create_locks(self: PageLocks, device: torch.device) -> None:
+        create(self, device)
+        locks.add(self)
+
     random = [torch.zeros(16, dtype=torch.uint8)]
     cuda: dict[str, Any] = {
         "Event": _Event, "Stream": _Stream, "stream": lambda stream: gpu.on(getattr(stream, "device", None)), "current_stream": lambda *_: _Stream(device),
@@ -275,6 +285,7 @@ def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGp
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
+        patch.setattr(PageLocks, "__init__", create_locks)
         patch.setattr(OnGpu, "device", device)
         patch.setattr(torch._C, "_accelerator_setAllocatorSettings", gpu.settings.append)
         for name in _FACTORIES:
@@ -285,7 +296,12 @@ def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGp
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: _locked(tensor.clone()))
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(segment_attention, "has_kernel", lambda *_: False)  # its kernel needs a real GPU
-        yield gpu
+        try:
+            yield gpu
+        finally:
+            gc.collect()  # threads of freed devices must end while the emulation is active
+            for lock in list(locks):  # a device that outlives the emulation has no GPU to unlock its memory
+                lock.unlock_all()
 
 
 def _factory(make: Any) -> Any:

@@ -1,7 +1,6 @@
 """Reward models and other classifiers of rows compute what plain autograd computes."""
 
 import copy
-import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -131,8 +130,6 @@ def test_an_emulated_gpu(pads: bool) -> None:
         model = horizon_lm.stream(copy.deepcopy(plain), CudaDevice(), "float32", compile=False)
         got, our_grads = step(model, batch(pads=pads))
         logits = got.logits.detach().cpu()
-        del model, got
-        gc.collect()  # threads of the device must end while the emulation is active
     expected, grads = step(plain, batch(pads=pads))
     torch.testing.assert_close(logits, expected.logits)
     for name, grad in grads.items():

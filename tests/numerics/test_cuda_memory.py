@@ -27,7 +27,6 @@ PIECE = 3 * PAGE
 def gpu() -> Iterator[EmulatedGpu]:
     with emulated_gpu() as gpu:
         yield gpu
-        gc.collect()  # threads of freed devices must end while the emulation is active
 
 
 @pytest.fixture

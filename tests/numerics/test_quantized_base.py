@@ -1,6 +1,5 @@
 """Adapters on a frozen base that is quantized in host memory: folders as published, and weights quantized while they are read."""
 
-import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -440,5 +439,3 @@ def test_an_emulated_gpu(
         waits = list(gpu.waits)
         assert all(map(torch.equal, got, expected))
         assert not [wait for wait in waits if "codecs" in wait or "cuda_link" in wait], waits
-        del model
-        gc.collect()
