@@ -25,6 +25,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
     "rslora": {"use_rslora": True, "lora_dropout": 0.0},
     "dora": {"use_dora": True},
+    "a copy of the embedding": {"lora_modules_to_save": ["embed_tokens", "lm_head"]},
+    "lora of the embedding": {"lora_target_modules": ["q_proj", "embed_tokens"]},
 }
 
 
@@ -44,7 +46,8 @@ def plain_losses(settings: dict[str, Any], batches: list[Any]) -> tuple[list[flo
     model = AutoModelForCausalLM.from_pretrained(settings["model_name_or_path"], dtype=torch.float32)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=4, lora_alpha=32, lora_dropout=settings.get("lora_dropout", 0.05),
-        target_modules="all-linear", use_rslora=settings.get("use_rslora", False), use_dora=settings.get("use_dora", False),
+        target_modules=settings["lora_target_modules"], modules_to_save=settings.get("lora_modules_to_save"),
+        use_rslora=settings.get("use_rslora", False), use_dora=settings.get("use_dora", False),
     )  # fmt: skip
     model = peft.get_peft_model(model, config).train()
     optimizer = torch.optim.AdamW(
@@ -93,6 +96,12 @@ MODES: dict[str, dict[str, Any]] = {
     "fp32_master": {},
     "float32, dora": {"precision": "float32", "use_dora": True},
     "bf16, 8-bit moments": {"precision": "bf16", "moments": "8bit"},
+    "a copy of the embedding": {"lora_modules_to_save": ["embed_tokens", "lm_head"]},
+    "lora of the embedding": {
+        "lora_target_modules": ["q_proj", "embed_tokens"],
+        "update_in_backward": True,
+        "max_grad_norm": 0,
+    },
     "in backward": {"update_in_backward": True, "max_grad_norm": 0},
     "micro-batches": {"gradient_accumulation_steps": 2, "device_micro_batch_size": 2},
 }
@@ -133,9 +142,14 @@ def test_a_full_checkpoint_is_not_resumed_with_adapters(runs: Runs, base: dict[s
         horizon_lm.train(changed, print_fn=lambda _: None)
 
 
-def test_exported_adapters(base: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora", "a copy of the embedding", "lora of the embedding"])
+def test_exported_adapters(base: dict[str, Any], tmp_path: Path, kind: str) -> None:
     """The folder of the run, and that of a checkpoint of its last step, load in plain PEFT and give the same logits."""
-    settings = base | {"max_steps": 6, "save_steps": 5, "output_dir": str(tmp_path / "run"), "precision": "float32"}
+    settings = (
+        base
+        | KINDS[kind]
+        | {"max_steps": 6, "save_steps": 5, "output_dir": str(tmp_path / "run"), "precision": "float32"}
+    )
     result = horizon_lm.train(settings, print_fn=lambda _: None)
     assert run("export", tmp_path / "run" / "checkpoint-5", tmp_path / "exported").exit_code == 0
     ids = torch.arange(3, 30)[None]

@@ -26,6 +26,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},
     "modules to save": {"modules_to_save": ["lm_head"]},
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "copies": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 9, 2]},
     "experts": {
         "target_modules": ["q_proj"],
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],

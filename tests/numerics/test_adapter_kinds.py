@@ -30,6 +30,14 @@ def method(name: str, **settings: Any) -> Callable[[], Any]:
     return lambda: getattr(peft, f"{name}Config")(**({"target_modules": MODULES} | settings))
 
 
+TOKENS = [40, 1, 7, 22, 5, 63, 13, 2, 3]
+EMBEDDING: dict[str, Callable[[], Any]] = {
+    "modules_to_save=embed_tokens": lora(modules_to_save=["embed_tokens"]),
+    "modules_to_save=both": lora(modules_to_save=["lm_head", "embed_tokens"]),
+    "target_modules=embed_tokens": lora(target_modules=[*MODULES, "embed_tokens"]),
+    "trainable_token_indices": lora(trainable_token_indices=TOKENS),
+    "TrainableTokens": lambda: peft.TrainableTokensConfig(token_indices=TOKENS, **CAUSAL),
+}
 # Work, whether they are added before or after.
 WORK: dict[str, Callable[[], Any]] = {
     "gaussian": lora(init_lora_weights="gaussian"),
@@ -69,6 +77,7 @@ WORK: dict[str, Callable[[], Any]] = {
     "Shira": method("Shira", r=2),
     "Vera": method("Vera", target_modules=SQUARE, r=8),
     "WaveFT": method("WaveFT", n_frequency=20),
+    **EMBEDDING,
     "PromptTuning": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, **CAUSAL),
     "PromptEncoder": lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, **CAUSAL),
 }
@@ -77,15 +86,11 @@ BEFORE: dict[str, Callable[[], Any]] = {
     "pissa": lora(init_lora_weights="pissa"),
     "pissa_niter": lora(init_lora_weights="pissa_niter_4"),
 }
-_EMBEDDING = "adapters of the input embedding"
+_DORA = "DoRA of the input embedding"
 _SHARED = "are in several blocks"
 # Rejected, with what the error says before and after.
 REJECTED: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "modules_to_save=embed_tokens": (lora(modules_to_save=["embed_tokens"]), _EMBEDDING, _EMBEDDING),
-    "modules_to_save=both": (lora(modules_to_save=["lm_head", "embed_tokens"]), _EMBEDDING, _EMBEDDING),
-    "target_modules=embed_tokens": (lora(target_modules=[*MODULES, "embed_tokens"]), _EMBEDDING, _EMBEDDING),
-    "trainable_token_indices": (lora(trainable_token_indices=[1, 5]), _EMBEDDING, _EMBEDDING),
-    "TrainableTokens": (lambda: peft.TrainableTokensConfig(token_indices=[1, 5]), _EMBEDDING, _EMBEDDING),
+    "dora of the embedding": (lora(target_modules=[*MODULES, "embed_tokens"], use_dora=True), _DORA, _DORA),
     "layer_replication": (lora(layer_replication=[(0, 2), (1, 3)]), "layer_replication", "layer_replication"),
     "Lily": (method("Lily"), _SHARED, _SHARED),
     "TinyLora": (method("TinyLora"), _SHARED, _SHARED),
@@ -160,7 +165,9 @@ def test_equal_to_plain_peft(kind: str) -> None:
     assert_equal(adapted(build(), config()), [early, late])
 
 
-@pytest.mark.parametrize("kind", ["modules_to_save=lm_head", "target_modules=lm_head", "modules_to_save=norm"])
+@pytest.mark.parametrize(
+    "kind", [*EMBEDDING, "modules_to_save=lm_head", "target_modules=lm_head", "modules_to_save=norm"]
+)
 def test_equal_with_a_tied_head(kind: str) -> None:
     config = WORK[kind]
     early, late = stream(adapted(build(True), config())), adapted(stream(build(True)), config())

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from horizon_lm.device.base import send
 from horizon_lm.device.transfers import GatherRows, Land, LandRows, Move
@@ -23,13 +24,18 @@ from horizon_lm.schedule.ops import EMBED, HEAD, Kind
 
 
 class StreamedEmbedding:
-    """The streamed input embedding of a model."""
+    """A table of the input embedding. A model has several if PEFT trains a copy of its embedding; a pass reads one of them.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.module = engine.parts.embed
-        self.is_linear = is_linear(self.module)
-        (self._name,) = engine.store.units[EMBED].layout
+    Args:
+        engine: the engine of the model.
+        module: the module with the table.
+    """
+
+    def __init__(self, engine: Engine, module: nn.Module) -> None:
+        self.engine, self.module = engine, module
+        self.is_linear = is_linear(module)
+        self._name = next(name for name, ref in engine.refs.items() if (module, "weight") in ref.places)
+        self._unit = engine.store.unit_of[self._name]
         self.width = engine.store.weight(self._name).shape[1]
         self.probe_rows: int | None = None  # rows of a probe, for which zeros are returned; None outside of a probe
         self._known: list[
@@ -43,17 +49,16 @@ class StreamedEmbedding:
         engine = self.engine
         if not engine.cursor.active:
             return self._look_up_on_host(ids)
-        table = self._table(engine.store.units[EMBED].weights)
         if self.probe_rows is not None:
             return torch.zeros(  # (B + 1, T, H)
-                (*ids.shape, table.shape[1]), dtype=engine.options.compute_dtype, device=engine.device.torch_device
+                (*ids.shape, self.width), dtype=engine.options.compute_dtype, device=engine.device.torch_device
             )
         hidden: torch.Tensor = meet("embedding", ids, self._forward_all)
         return hidden
 
     def _forward_all(self, batches: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the hidden states (B, T, H) of each batch of ids (B, T) of the pass."""
-        engine, table = self.engine, self._table(self.engine.store.units[EMBED].weights)
+        engine, table = self.engine, self._table()
         on_host = [self._on_host(ids) for ids in batches]
         # (R,), and (tokens of all batches,) with values below R
         rows, flat = torch.unique(torch.cat([ids.reshape(-1) for ids in on_host]), return_inverse=True)
@@ -65,12 +70,13 @@ class StreamedEmbedding:
         received = buffer.view(rows.numel(), table.shape[1])  # (R, H)
         # The last step's update of these rows must finish before they are read; the rest of the table may follow later.
         if engine.updates.table is not None:
-            engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(rows))
+            read = rows if self._unit == EMBED else rows[:0]
+            engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(read))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
         parts = zip(flat.split([ids.numel() for ids in on_host]), batches, strict=True)
         positions = [send(part.view(ids.shape), engine.device.torch_device) for part, ids in parts]
         lookup = _Lookup(self, rows, positions, engine.recording, room)
-        if engine.recording is not None and engine.trained(EMBED):
+        if engine.recording is not None and self._is_trained():
             hidden: tuple[torch.Tensor, ...] = _LookupFunction.apply(lookup, received, engine.anchor)
             return hidden
         return lookup.forward(received)
@@ -87,7 +93,7 @@ class StreamedEmbedding:
 
     def _require_rows(self, rows: torch.Tensor) -> None:
         """Raise TokenError for ids outside of the table, before a kernel accesses memory out of bounds."""
-        count = self._table(self.engine.store.units[EMBED].weights).shape[0]
+        count = self._table().shape[0]
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
             wrong = int(rows[0]) if rows[0] < 0 else int(rows[-1])
             raise TokenError(
@@ -111,17 +117,15 @@ class StreamedEmbedding:
             rows, positions = torch.unique(ids.cpu(), return_inverse=True)  # (R,), (B, T)
             self._require_rows(rows)
             device = engine.device.torch_device
-            received = self._table(engine.store.units[EMBED].weights)[rows].to(device, engine.options.compute_dtype)
+            received = self._table()[rows].to(device, engine.options.compute_dtype)
             return look_up(self.module, received, positions.to(device), None)
 
     def read(self, index: Any) -> torch.Tensor:
         """Return rows of the table that the model reads directly, outside of a lookup. Their gradient must be zero."""
         engine = self.engine
         engine.hand_out_weight()
-        rows = self._table(engine.store.units[EMBED].weights)[index].to(
-            engine.device.torch_device, engine.options.compute_dtype, copy=True
-        )
-        if engine.recording is not None and engine.trained(EMBED):
+        rows = self._table()[index].to(engine.device.torch_device, engine.options.compute_dtype, copy=True)
+        if engine.recording is not None and self._is_trained():
             rows.requires_grad_().register_hook(_reject_gradient)
         return rows
 
@@ -147,8 +151,12 @@ class StreamedEmbedding:
                 return on_host
         return ids.to("cpu")
 
-    def _table(self, slab: torch.Tensor) -> torch.Tensor:
-        return self.engine.store.units[EMBED].layout.view(slab, self._name)
+    def _table(self) -> torch.Tensor:
+        slabs = self.engine.store.units[self._unit]
+        return slabs.layout.view(slabs.weights, self._name)
+
+    def _is_trained(self) -> bool:
+        return self._unit == EMBED and bool(self.engine.trained(EMBED))
 
     def landing(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
         """Return the move that lands the gradients of distinct rows.

@@ -62,7 +62,7 @@ from horizon_lm.model.block_template import comparable
 from horizon_lm.model.units import ModelParts, ParamRef
 from horizon_lm.planning.residency import ExpectedBatch, Residency
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind, Op, Pass, Stream, block, block_index, is_block
+from horizon_lm.schedule.ops import EMBED, HEAD, IDLE, OUTER, Kind, Op, Pass, Stream, block, block_index, is_block
 from horizon_lm.store.store import Store, UnitSlabs
 
 
@@ -146,7 +146,12 @@ class Engine:
             )
 
     def trains_other_adapters(self) -> bool:
-        """Return whether an adapter requires a gradient for which no memory was allocated when training began."""
+        """Return whether an adapter requires a gradient for which no memory was allocated when training began, or a table
+        of the embedding that was not to be trained.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(ref.param.requires_grad for ref in self.parts.units.get(IDLE, ())):
+                return True
         if not self.store.has_grads or not self.parts.adapters:
             return False
         layout = self.store.units[OUTER].grad_layout

@@ -33,6 +33,7 @@ from horizon_lm.engine.outer import OuterParameters
 from horizon_lm.engine.parameters import StandIn
 from horizon_lm.engine.residency_planner import ResidencyPlanner
 from horizon_lm.engine.token_statistics import TokenStatistics
+from horizon_lm.engine.trained_tokens import trained_token_layers, trained_tokens_forward
 from horizon_lm.errors import HorizonError, MissingLogitsError, StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.active_adapters import ActiveAdapters
@@ -94,7 +95,7 @@ class ModelForward:
         self._model, self._class = weakref.ref(parts.model), model_class
         self.adapter_params = adapter_params(parts.model)  # identities of PEFT's parameters, in blocks and elsewhere
         self._signature = inspect.signature(model_class.forward)
-        self.blocks, self.embedding = Blocks(engine), StreamedEmbedding(engine)
+        self.blocks, self.tables = Blocks(engine), [StreamedEmbedding(engine, module) for module in parts.tables]
         self.head, self.outer = LmHead(engine), OuterParameters(engine)
         self.blocks.probe_rows = _weakly(self._probe_rows)
         self.chunked = ChunkedLmHead(self.head, path, _weakly(self._call_model)) if path is not None else None
@@ -140,7 +141,9 @@ class ModelForward:
         forwards: dict[nn.Module, Any] = {
             module: _weakly(self.blocks.forward, index) for index, module in enumerate(parts.blocks)
         }
-        forwards |= {parts.embed: _weakly(self.embedding.forward), parts.head: _weakly(self._head_forward)}
+        forwards |= {table.module: _weakly(table.forward) for table in self.tables}
+        forwards |= {layer: trained_tokens_forward(layer) for layer in trained_token_layers(parts)}
+        forwards[parts.head] = _weakly(self._head_forward)
         if self.chunked is not None:
             path, norm = self.chunked.path, parts.final_norm
             forwards[path.trunk] = _weakly(self.chunked.trunk_forward, _own_forward(path.trunk))
@@ -406,7 +409,8 @@ class ModelForward:
     def _announce(self, batches: list[_Batch]) -> bool:
         """Tell blocks and embedding what the next forward pass computes. Return whether it looks up tokens."""
         calls = [batch.call for batch in batches]
-        self.embedding.expect([(batch.call.get("input_ids"), batch.host_ids) for batch in batches])
+        for table in self.tables:
+            table.expect([(batch.call.get("input_ids"), batch.host_ids) for batch in batches])
         # A cache holds all rows together, so blocks compute the whole batch; see `Blocks.forward` for compiled code.
         self.blocks.caching = any(call.get("use_cache") or call.get("past_key_values") is not None for call in calls)
         self.blocks.signatures = [tuple(sorted((k, _rank(v)) for k, v in call.items())) for call in calls]
@@ -475,7 +479,7 @@ class ModelForward:
         """
         options, device = self.engine.options, self.engine.device.torch_device
         head = [(module, name, None) for module, name in self.head.streamed_places()]
-        places: list[tuple[Any, str, Any]] = [*head, (self.embedding.module, "weight", self.embedding.read)]
+        places: list[tuple[Any, str, Any]] = [*head, *((table.module, "weight", table.read) for table in self.tables)]
         return in_place(
             (module, name, StandIn.of(module._parameters[name], options.compute_dtype, device, read))
             for module, name, read in places
@@ -597,16 +601,21 @@ class ModelForward:
         call = {k: _one_more_row(k, v, rows) for k, v in self._calls[batch].items()}
         shapes: list[torch.Size] = []
         state = self.engine.device.rng_state()
-        self.blocks.probing, self.embedding.probe_rows = (index, batch, shapes), rows + 1
+        self._probe((index, batch, shapes), rows + 1)
         try:
             with torch.no_grad():
                 self._call_model(**call)
         except ProbeDoneError:
             return shapes
         finally:
-            self.blocks.probing, self.embedding.probe_rows = None, None
+            self._probe(None, None)
             self.engine.device.set_rng_state(state)
         raise AssertionError(f"block {index} was not reached by the probe")
+
+    def _probe(self, probing: Any, rows: int | None) -> None:
+        self.blocks.probing = probing
+        for table in self.tables:
+            table.probe_rows = rows
 
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # which each chunk has for itself

@@ -14,7 +14,7 @@ from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.slab import PackedSlab
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.planning.memory import ModelSizes, PackedSizes
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block, block_index, is_block
+from horizon_lm.schedule.ops import EMBED, HEAD, IDLE, OUTER, block, block_index, is_block
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")
@@ -37,11 +37,14 @@ class ModelParts:
         decoder: module that contains the list of blocks.
         blocks: list of decoder blocks.
         block_prefix: name of the list of blocks in the model.
-        embed, head: input embedding and output projection; the head of a classifier is its `score`.
+        embed, head: input embedding and output projection; the head of a classifier is its `score`. PEFT may have wrapped them.
+        tables: modules with an embedding table, of which the first is in unit ``embed``. There are several if PEFT trains a copy
+            of the embedding: the others, which are not trained, are in ``idle`` or, if tied, in ``head``.
         final_norm: norm between the last block and the head; None if it has no usual name, or is wrapped by PEFT.
         units: parameters by unit, in the order of the model; a tied table belongs to ``embed`` only. Adapters inside blocks
             belong to ``outer``, which stays on the device during a step.
         adapters: full names of the adapters' parameters inside each block.
+        is_adapted: the model has PEFT's adapters, in blocks or elsewhere.
         tied: the head uses the embedding table.
         classifies: the head gives scores of labels, not logits of tokens.
         written: weights that a block's forward pass may write in training, by block.
@@ -53,12 +56,14 @@ class ModelParts:
     blocks: nn.ModuleList
     block_prefix: str
     embed: nn.Module
+    tables: list[nn.Module]
     head: nn.Module
     final_norm: nn.Module | None
     units: dict[str, list[ParamRef]]
     tied: bool
     classifies: bool = False
     adapters: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    is_adapted: bool = False
     written: Mapping[int, frozenset[str]] = field(default_factory=dict)
     codecs: Mapping[str, Codec] = field(default_factory=dict)
 
@@ -121,7 +126,7 @@ class ModelParts:
         """Return the units without trainable weights if only adapters are trained in blocks; empty for other models."""
         blocks = {block(u) for u in range(self.num_blocks)}
         frozen = {unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs)}
-        return frozenset(frozen) if self.adapters and blocks <= frozen else frozenset()
+        return frozenset(frozen) if self.is_adapted and blocks <= frozen else frozenset()
 
     def sizes(self, trained_only: bool = False) -> ModelSizes:
         """Return the numbers of elements of the model's parameters, or only of trainable parameters."""
@@ -138,6 +143,7 @@ class ModelParts:
             vocabulary=vocabulary,
             hidden=hidden,
             tied=self.tied,
+            idle=numel.get(IDLE, []),
             packed=[] if trained_only else self._packed(),
         )
 
@@ -168,21 +174,58 @@ def find_parts(model: Any) -> ModelParts:
     embed = model.get_input_embeddings()
     final_norm = next((m for n, m in decoder.named_children() if n in _FINAL_NORM_NAMES and _is_norm(m)), None)
 
-    if getattr(embed, "sparse", False) or getattr(embed, "max_norm", None) is not None:
+    tables = _find_tables(name, embed)
+    if any(getattr(each, "sparse", False) or getattr(each, "max_norm", None) is not None for each in tables):
         raise ModelNotSupportedError(
             f"{name}: an input embedding with sparse gradients or max_norm is not streamed; set sparse=False and max_norm=None"
         )
-    if is_adapter_layer(embed):
-        raise ModelNotSupportedError(
-            f"{name}: PEFT's adapters of the input embedding (modules_to_save, target_modules, trainable_token_indices) are not "
-            "streamed; leave the embedding out of them"
-        )
-    units, adapters = _find_units(name, model, blocks, embed, head)
-    table = next((ref for ref in units[EMBED] if (embed, "weight") in ref.places), None)
+    adapted = adapter_params(model)
+    units, adapters = _find_units(name, model, blocks, embed, tables, head, adapted)
+    table = next((ref for ref in units[EMBED] if (tables[0], "weight") in ref.places), None)
     if table is None or len(units[EMBED]) != 1:
         raise ModelNotSupportedError(f"{name}: the input embedding is not one table of rows, which streaming needs")
-    tied = any(module is head for module, _ in table.places)
-    return ModelParts(model, decoder, blocks, prefix, embed, head, final_norm, units, tied, classifies, adapters)
+    tied = _weight_of_head(head) is table.param
+    if tied and units[HEAD]:
+        raise ModelNotSupportedError(
+            f"{name}: PEFT trains a copy of the head, or adapters of it, and ties it to the embedding; leave ensure_weight_tying out"
+        )
+    return ModelParts(
+        model,
+        decoder,
+        blocks,
+        prefix,
+        embed,
+        tables,
+        head,
+        final_norm,
+        units,
+        tied,
+        classifies,
+        adapters,
+        bool(adapted),
+    )
+
+
+def _find_tables(name: str, embed: nn.Module) -> list[nn.Module]:
+    """Return the modules with a table in the input embedding: itself, or those inside PEFT's layer around it.
+
+    The first is the one that is trained; if none is, the one in use.
+    """
+    if not is_adapter_layer(embed):
+        return [embed]
+    if any(any(getattr(layer, "use_dora", {}).values()) for layer in embed.modules()):
+        raise ModelNotSupportedError(
+            f"{name}: DoRA of the input embedding is not streamed, because it computes with the whole table; use LoRA"
+        )
+    tables = [module for module in embed.modules() if isinstance(module, nn.Embedding)]
+    copies: Any = getattr(embed, "modules_to_save", None) or {}
+    active = [copies[each] for each in getattr(embed, "active_adapters", ()) if each in copies]
+    with torch._C.DisableTorchFunctionSubclass():
+        trained = [module for module in tables if module.weight.requires_grad]
+    if len(trained) > 1:
+        raise ModelNotSupportedError(f"{name}: several copies of the input embedding are trained; train one of them")
+    first = (trained or active or tables)[:1]
+    return [*first, *(module for module in tables if module not in first)]
 
 
 def _find_head(name: str, model: Any) -> tuple[nn.Module, bool]:
@@ -200,15 +243,33 @@ def _find_head(name: str, model: Any) -> tuple[nn.Module, bool]:
     )
 
 
+def _weight_of_head(head: nn.Module) -> nn.Parameter | None:
+    """Return the weight that the head multiplies by, inside PEFT's layers around it."""
+    while is_adapter_layer(head):
+        copies: Any = getattr(head, "modules_to_save", None) or {}
+        active = [copies[each] for each in getattr(head, "active_adapters", ()) if each in copies]
+        inside = active[0] if active else getattr(head, "token_adapter", None)
+        head = inside if inside is not None else getattr(head, "base_layer", None) or head.original_module  # type: ignore[assignment]
+    return head._parameters.get("weight")
+
+
 def _find_units(
-    name: str, model: Any, blocks: nn.ModuleList, embed: nn.Module, head: nn.Module
+    name: str,
+    model: Any,
+    blocks: nn.ModuleList,
+    embed: nn.Module,
+    tables: list[nn.Module],
+    head: nn.Module,
+    adapted: set[int],
 ) -> tuple[dict[str, list[ParamRef]], dict[int, frozenset[str]]]:
     """Return the model's parameters by unit, in the order of the model, and the names of adapters in each block."""
-    adapted = adapter_params(model)
     owner: dict[int, str] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
     if adapted:
         _reject_shared_modules(name, model, blocks, owner)
-    owner |= {id(module): HEAD for module in head.modules()} | {id(module): EMBED for module in embed.modules()}
+    owner |= {id(module): HEAD for module in head.modules()}
+    # PEFT's adapters of the embedding are small, and a head may share them.
+    owner |= {id(module): OUTER if is_adapter_layer(embed) else EMBED for module in embed.modules()}
+    owner |= {id(tables[0]): EMBED} | {id(module): IDLE for module in tables[1:]}
     refs: dict[int, ParamRef] = {}
     for module_name, module in model.named_modules():
         for attribute, param in module._parameters.items():
@@ -222,9 +283,10 @@ def _find_units(
                 )
             ref = refs.setdefault(id(param), ParamRef(f"{module_name}.{attribute}".removeprefix("."), param, []))
             ref.places.append((module, attribute))
-    tied = head._parameters.get("weight") is embed._parameters.get("weight")
+    tied = _weight_of_head(head) is tables[0]._parameters.get("weight")
     adapters: dict[int, set[str]] = {}
-    units: dict[str, list[ParamRef]] = {u: [] for u in (EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER)}
+    names = [EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER, *([IDLE] if len(tables) > 1 else [])]
+    units: dict[str, list[ParamRef]] = {unit: [] for unit in names}
     for ref in refs.values():
         found = {owner.get(id(module), OUTER) for module, _ in ref.places}
         if id(ref.param) in adapted and len(found) == 1 and is_block(*found):
@@ -236,6 +298,8 @@ def _find_units(
             units[EMBED].append(ref)
         elif (found == {HEAD} and tied) or (found == {OUTER, HEAD} and not is_head_weight):
             units[OUTER].append(ref)  # a bias of a tied head, or a parameter of a module around the head
+        elif found == {IDLE, HEAD}:
+            units[HEAD].append(ref)  # the original table of a tied head, of which PEFT trains a copy
         elif len(found) == 1 and (len(ref.places) == 1 or found == {OUTER}):
             units[found.pop()].append(ref)
         else:

@@ -33,6 +33,7 @@ class ModelSizes:
         outer: elements of each tensor outside of blocks, head and table.
         vocabulary, hidden: rows and columns of the embedding table, V and H.
         tied: the head uses the embedding table.
+        idle: elements of embedding tables of which only rows are read, beside the one that is trained.
         packed: the quantized tensors of each block, which ``blocks`` has, too; empty if no block has any.
     """
 
@@ -43,6 +44,7 @@ class ModelSizes:
     vocabulary: int
     hidden: int
     tied: bool
+    idle: Sequence[int] = ()
     packed: Sequence[PackedSizes] = ()
 
     @property
@@ -53,7 +55,7 @@ class ModelSizes:
     @property
     def units(self) -> Sequence[Sequence[int]]:
         """The tensors of each unit that has its own slabs."""
-        return [self.table, *self.blocks, self.own_head, self.outer]
+        return [self.table, *self.blocks, self.own_head, self.outer, self.idle]
 
     @property
     def num_parameters(self) -> int:

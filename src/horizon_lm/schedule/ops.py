@@ -186,3 +186,4 @@ def is_block(unit: str) -> bool:
 
 
 EMBED, HEAD, OUTER = "embed", "head", "outer"
+IDLE = "idle"  # embedding tables that are not trained, of which rows are read, beside one that is; in no schedule

@@ -229,7 +229,8 @@ class Store:
         kept = {
             unit: self.units[unit]
             for unit, tensors in shapes.items()
-            if [old_names.get(name) for name in UnitSlabs(tensors, codecs).layout] == list(self.units[unit].layout)
+            if unit in self.units
+            and [old_names.get(name) for name in UnitSlabs(tensors, codecs).layout] == list(self.units[unit].layout)
         }
         store = Store(shapes, precision, frozen, kept, codecs)
         store.source_dtypes = {
