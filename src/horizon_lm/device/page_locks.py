@@ -55,8 +55,7 @@ class PageLocks:
         for piece in buffer.view(-1).view(torch.uint8).split(REGISTER_PIECE):
             start = piece.data_ptr()
             self._failed.pop(start, None)
-            if start in self._memory:
-                self._unregister(start)
+            self._unregister(start)
 
     def unlock_all(self) -> None:
         """Undo every `lock` once the device is idle."""
@@ -66,10 +65,12 @@ class PageLocks:
             self._unregister(start)
 
     def _unregister(self, start: int) -> None:
+        memory = self._memory.pop(start, None)  # at once: the garbage collector may call `unlock_all` in another thread
+        if memory is None:
+            return
         self._locked = [range_ for range_ in self._locked if range_[0] != start]
         with torch.cuda.device(self.device):
             torch.cuda.cudart().cudaHostUnregister(start)
-        del self._memory[start]
 
     def register(self, piece: torch.Tensor) -> str | None:
         """Register one piece of memory with CUDA. Return CUDA's reason if this fails."""
