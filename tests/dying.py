@@ -8,6 +8,7 @@ import torch
 
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
+from horizon_lm.schedule.ops import Stream
 from tests.threaded import ThreadedDevice
 
 
@@ -75,8 +76,8 @@ class DyingThreaded(ThreadedDevice):
         super().__init__(**options)
         _guard(self, ("allocate", "begin", "end", "_use_stream"), death)
 
-    def _open_stream(self) -> Any:
-        stream, link = super()._open_stream()
+    def _open_stream(self, name: Stream) -> Any:
+        stream, link = super()._open_stream(name)
         return stream, _guard(link, _TRANSFERS, self._death)
 
     def _record(self, stream: Any) -> Any:

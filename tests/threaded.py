@@ -88,6 +88,9 @@ class ThreadedLink:
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         self._enqueue(lambda: self._host.gather(destination, table, rows))
 
+    def call(self, function: Callable[[], None]) -> None:
+        self._enqueue(function)
+
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> _PendingNumber:
         result = _PendingNumber()
         self._enqueue(lambda: setattr(result, "value", self._host.land(destination, source, add)))
@@ -118,7 +121,7 @@ class ThreadedDevice(StreamDevice):
         super().__init__("threaded", torch.device("cpu"), capacity, host_threads=2)
         self.spare, self.measures = spare, measures
         self._random, self._delay, self._pieces = random.Random(seed), delay, pieces
-        self._slow = [s in (slow if slow is not None else list(Stream)) for s in (Stream.COPY_IN, Stream.COPY_OUT)]
+        self._slow = slow if slow is not None else list(Stream)
         self._streams: list[_Stream] = []
         self.links: weakref.WeakValueDictionary[Stream, ThreadedLink] = weakref.WeakValueDictionary()
 
@@ -139,12 +142,12 @@ class ThreadedDevice(StreamDevice):
         CpuDevice.seeded_rng_state,
     )
 
-    def _open_stream(self) -> tuple[_Stream, Link]:
-        slow = self._slow[len(self._streams)]
+    def _open_stream(self, name: Stream) -> tuple[_Stream, Link]:
+        slow = name in self._slow
         draw, longest = self._random, self._delay
         pause = (lambda: time.sleep(longest * draw.random())) if slow else (lambda: None)
         link = ThreadedLink(pause, self._pieces)
-        self.links[(Stream.COPY_IN, Stream.COPY_OUT)[len(self._streams)]] = link
+        self.links[name] = link
         self._streams.append(_Stream())
         return self._streams[-1], link
 

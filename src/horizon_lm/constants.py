@@ -6,14 +6,15 @@ import signal
 IGNORE_INDEX = -100
 """Label of a token without loss, as in torch.nn.functional.cross_entropy and in transformers."""
 
-SLAB_ALIGNMENT = 32
-"""Elements to which each tensor in a slab is padded: 64 bytes in bf16, a cache line, and enough for vector loads."""
+MOMENT_BLOCK = 256
+"""Elements of an 8-bit moment that share an fp32 scale, as in Dettmers et al. (arXiv 2110.02861)."""
+
+SLAB_ALIGNMENT = MOMENT_BLOCK
+"""Elements to which each tensor in a slab is padded, so that several ranks can cut it between two blocks of 8-bit moments.
+It is enough for vector loads, too."""
 
 PACKED_ALIGNMENT = 256
 """Bytes to which each quantized tensor in a slab is padded: enough for vector loads of a decoding kernel."""
-
-MOMENT_BLOCK = 256
-"""Elements of an 8-bit moment that share an fp32 scale, as in Dettmers et al. (arXiv 2110.02861)."""
 
 PAGE = mmap.PAGESIZE
 """Bytes of a page of host memory, to which each slab is aligned."""

@@ -114,6 +114,10 @@ class ScheduleMismatchError(StreamingError):
         self.expected, self.got = expected, got
 
 
+class DisagreementError(StreamingError):
+    """The ranks of a training are not at the same place of the program."""
+
+
 class RecomputeMismatchError(StreamingError):
     """A block's recomputed output differs from its forward output (only with check_recompute=True)."""
 

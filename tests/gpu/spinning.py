@@ -25,15 +25,13 @@ class SpinningDevice(CudaDevice):
     def __init__(self, seed: int, seconds: float, slow: Sequence[Stream] | None = None) -> None:
         super().__init__(host_threads=2)
         self._random, self._cycles = random.Random(seed), int(seconds * _CYCLES_PER_SECOND)
-        self._slow = [s in (slow if slow is not None else list(Stream)) for s in (Stream.COPY_IN, Stream.COPY_OUT)]
+        self._slow = slow if slow is not None else list(Stream)
         self._late: set[Any] = set()
-        self._opened = 0
 
-    def _open_stream(self) -> Any:
-        stream, link = super()._open_stream()
-        if self._slow[self._opened]:
+    def _open_stream(self, name: Stream) -> Any:
+        stream, link = super()._open_stream(name)
+        if name in self._slow:
             self._late.add(stream)
-        self._opened += 1
         return stream, link
 
     @contextmanager

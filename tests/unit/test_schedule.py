@@ -114,6 +114,27 @@ def test_each_wait_inside_a_pass_is_needed(num_blocks: int, offloaded: int, resi
     print(f"dropped waits caught: {caught} of {caught}")
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "offloaded", "resident"),
+    [p if p in _SOME else pytest.param(*p, marks=pytest.mark.slow) for p in PLACES],
+)
+def test_collectives_are_ordered_and_their_waits_needed(num_blocks: int, offloaded: int, resident: int) -> None:
+    """Gathering fills a slot between its copy and its computation, and sums are ready before they are landed."""
+    caught = 0
+    for tied, accumulate, in_backward, head_grads in itertools.product((False, True), repeat=4):
+        layout = build.Layout(num_blocks, tied, offloaded, resident, accumulate, in_backward, sharded=True)
+        assert list(problems([(layout, head_grads), (replace(layout, adapters=True), head_grads)])) == []
+        made = passes(layout, head_grads)
+        assert superfluous_waits(made) == [] or num_blocks > 3
+        caught += sum(isinstance(w, After) for p in made if p is not None for _, w in each_wait(p))
+        collectives = [(op.kind, op.unit) for op in made.first.ops if op.stream in (Stream.GATHER, Stream.REDUCE)]
+        copies = [op.unit for op in made.first.ops if op.kind == Kind.STREAM_IN]
+        assert collectives == [(Kind.GATHER, unit) for unit in copies]
+        landings = [op.unit for op in made.backward.ops if op.kind == Kind.STREAM_OUT]
+        assert [op.unit for op in made.backward.ops if op.kind == Kind.REDUCE] == landings
+    print(f"dropped waits caught: {caught} of {caught}")
+
+
 def forget_passes() -> None:
     """Clear cached passes, which were built by other rules."""
     for made in (build._forward, build._backward, build._update_pass, build._save_pass, build.save_table):

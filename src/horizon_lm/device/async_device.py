@@ -131,7 +131,7 @@ class StreamDevice(ABC):
             waits, task.waits = task.waits, []
             self._pool(task.op.stream).submit(task, lambda: self.wait(waits), self.trace)
         else:
-            self._open_issuers()[task.op.stream].put(task)
+            self._issuer(task.op.stream).put(task)
 
     def begin(self, task: Task) -> None:
         reached = self._record(None) if self.trace is not None else None
@@ -264,14 +264,21 @@ class StreamDevice(ABC):
 
     def _open_issuers(self) -> "dict[Stream, _Issuer]":
         if not self._issuers:
-            self._issuers = {s: _Issuer(self, s, *self._open_stream()) for s in (Stream.COPY_IN, Stream.COPY_OUT)}
+            self._issuers = {s: _Issuer(self, s, *self._open_stream(s)) for s in (Stream.COPY_IN, Stream.COPY_OUT)}
         return self._issuers
+
+    def _issuer(self, stream: Stream) -> "_Issuer":
+        """Return the issuer of a stream. Streams of collectives are opened when several ranks need them."""
+        issuers = self._open_issuers()
+        if stream not in issuers:
+            issuers[stream] = _Issuer(self, stream, *self._open_stream(stream))
+        return issuers[stream]
 
     # Streams and events
 
     @abstractmethod
-    def _open_stream(self) -> tuple[Any, Link]:
-        """Open a copy stream, and the link that transfers data on that stream."""
+    def _open_stream(self, name: Stream) -> tuple[Any, Link]:
+        """Open a stream, and the link that transfers data on that stream."""
 
     @abstractmethod
     def _use_stream(self, stream: Any) -> AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
 """The reference device: operations run inline in list order; only optimizer updates run in threads."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,6 +51,9 @@ class HostLink:
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         destination.copy_(table.index_select(0, rows))
+
+    def call(self, function: Callable[[], None]) -> None:
+        function()
 
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
         from horizon_lm.kernels.gradients import landing_kernel

@@ -12,11 +12,13 @@ import torch
 
 from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Meter
+from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.cuda_link import LINK_SCRATCH_BYTES, CudaLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import Link
 from horizon_lm.errors import ConfigError, PageLockWarning
 from horizon_lm.quantities import counted, format_bytes
+from horizon_lm.schedule.ops import Stream
 from horizon_lm.store.store import Arena
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -128,10 +130,11 @@ class CudaDevice(StreamDevice):
 
     # Streams
 
-    def _open_stream(self) -> tuple[Any, Link]:
+    def _open_stream(self, name: Stream) -> tuple[Any, Link]:
         # Copy streams launch small kernels; with high priority they run before the rest of a large matrix product.
         stream = torch.cuda.Stream(self.torch_device, priority=-1)
-        link = CudaLink(self.torch_device, self._locks)
+        # Collectives copy nothing between host and device.
+        link: Link = HostLink() if name in (Stream.GATHER, Stream.REDUCE) else CudaLink(self.torch_device, self._locks)
         # The link's memory may have been freed by computation that is still running.
         self._wait_event(stream, self._record(None))
         return stream, link

@@ -6,7 +6,7 @@ device. Both touch only buffers that they or the engine allocated permanently, s
 Shapes: V rows of a table, R rows of a batch, H hidden.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -121,6 +121,9 @@ class CudaLink:
             torch.index_select(table, 0, r, out=staging.view(r.numel(), table.shape[1]))  # (V, H) -> (R, H)
             self.copy(d.view(-1), staging)
             event.record()
+
+    def call(self, function: Callable[[], None]) -> None:
+        function()
 
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
         """Land gradients; the device rounds, adds and squares them, one piece of scratch memory at a time."""

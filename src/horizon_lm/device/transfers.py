@@ -35,6 +35,10 @@ class Link(Protocol):
         """Gather rows of a host table: ``destination[i] = table[rows[i]]``."""
         ...
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function that enqueues other work on the stream of these transfers."""
+        ...
+
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
         """Land gradients in host memory: overwrite the destination, or add in fp32 and round once.
 

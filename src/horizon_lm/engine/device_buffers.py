@@ -119,13 +119,16 @@ class DeviceBuffers:
 
     def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions) -> None:
         dtype, grad_dtype = options.compute_dtype, store.precision.grad_dtype
-        largest = max(store.units[block(u)].layout.numel for u in range(parts.num_blocks))
-        head = store.units[EMBED if parts.tied else HEAD].layout.numel
-        outer = store.units[OUTER].layout.numel
-        self.accumulates = options.device_micro_batch_size is not None and grad_dtype != torch.float32
+        largest = max(store.units[block(u)].slot_numel for u in range(parts.num_blocks))
+        head = store.units[EMBED if parts.tied else HEAD].slot_numel
+        outer = store.units[OUTER].slot_numel
+        sums = options.device_micro_batch_size is not None and grad_dtype != torch.float32
+        self.accumulates = sums and store.shard.is_whole
+        # Several ranks add their sums before they are rounded.
+        grad_dtype = torch.float32 if sums and not self.accumulates else grad_dtype
         self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
         self.resident_weights: dict[int, Slots] = {}
-        self._new_resident = lambda u: Slots(device, "resident_weights", 1, store.units[block(u)].layout.numel, dtype)
+        self._new_resident = lambda u: Slots(device, "resident_weights", 1, store.units[block(u)].slot_numel, dtype)
         # Summing in the accumulator overlaps with copying the last block's gradients from the only slot.
         self.grad_slots = Slots(device, "grad_slots", 1 if self.accumulates else 2, largest, grad_dtype)
         self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
@@ -168,7 +171,7 @@ class DeviceBuffers:
         self.resident_weights = {index: self._new_resident(index) for index in blocks}
 
     def grads_of(self, op: Op) -> torch.Tensor:
-        """Return the buffer from which a unit's gradients are landed."""
+        """Return the buffer from which a unit's gradients are landed, after those of several ranks are summed in it."""
         if op.unit == HEAD:
             return self.head_grads[0]
         return self.outer_grads[0] if op.unit == OUTER else self.outgoing_grads(block_index(op.unit))

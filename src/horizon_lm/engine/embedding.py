@@ -15,6 +15,7 @@ from torch import nn
 
 from horizon_lm.device.base import send
 from horizon_lm.device.transfers import GatherRows, Land, LandRows, Move
+from horizon_lm.distributed.collectives import Gather, Reduce
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.engine.lockstep import meet
@@ -64,15 +65,24 @@ class StreamedEmbedding:
         rows, flat = torch.unique(torch.cat([ids.reshape(-1) for ids in on_host]), return_inverse=True)
         self._require_rows(rows)
         room = self._max_rows(flat.numel(), table.shape[0])
+        if engine.mesh is not None:  # each rank gathers the rows that it owns, of those that any rank reads
+            own, rows = rows, engine.mesh.union(rows)
+            flat, room = (
+                torch.searchsorted(rows, own)[flat],
+                self._max_rows(flat.numel() * engine.mesh.size, table.shape[0]),
+            )
+        mine = self._mine(rows)
         buffer = engine.memory.table_rows.get(
             rows.numel() * table.shape[1], engine.options.compute_dtype, room=room * table.shape[1]
         )
         received = buffer.view(rows.numel(), table.shape[1])  # (R, H)
         # The last step's update of these rows must finish before they are read; the rest of the table may follow later.
         if engine.updates.table is not None:
-            read = rows if self._unit == EMBED else rows[:0]
+            read = rows[mine] if self._unit == EMBED else rows[:0]
             engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(read))
-        engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received, table, rows)])
+        engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received[mine], table, rows[mine])])
+        if engine.mesh is not None:
+            engine.cursor.bind(Kind.GATHER, EMBED, [Gather(engine.mesh.gather, received, self._cuts(rows))])
         parts = zip(flat.split([ids.numel() for ids in on_host]), batches, strict=True)
         positions = [send(part.view(ids.shape), engine.device.torch_device) for part, ids in parts]
         lookup = _Lookup(self, rows, positions, engine.recording, room)
@@ -154,6 +164,15 @@ class StreamedEmbedding:
     def _table(self) -> torch.Tensor:
         slabs = self.engine.store.units[self._unit]
         return slabs.layout.view(slabs.weights, self._name)
+
+    def _mine(self, rows: torch.Tensor) -> slice:
+        """Return the place of the rows that this rank owns among sorted rows (R,)."""
+        shard, cuts = self.engine.store.shard, self._cuts(rows)
+        return slice(0, rows.numel()) if shard.is_whole else shard.own(cuts)
+
+    def _cuts(self, rows: torch.Tensor) -> list[int]:
+        """Return the places at which sorted rows (R,) are cut between the ranks."""
+        return self.engine.store.units[EMBED].row_cuts(rows)
 
     def _is_trained(self) -> bool:
         return self._unit == EMBED and bool(self.engine.trained(EMBED))
@@ -241,7 +260,10 @@ class _Lookup:
         shape = (self.rows.numel(), embedding.width)
         dtype = engine.store.precision.grad_dtype
         outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], dtype, room=self.room * shape[1]).view(shape)
-        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing(self.rows, outgoing, self.room)])
+        mine = embedding._mine(self.rows)
+        if engine.mesh is not None:
+            engine.cursor.bind(Kind.REDUCE, EMBED, [Reduce(engine.mesh.reduce, outgoing, embedding._cuts(self.rows))])
+        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing(self.rows[mine], outgoing[mine], self.room)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
             if embedding.is_linear:  # the gradient does not depend on the values, so one zero represents all of them
                 weight = torch.zeros((), dtype=engine.options.compute_dtype, device=outgoing.device).expand(shape)

@@ -41,6 +41,8 @@ from torch.autograd import Variable
 
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Copy, Decode, Move
+from horizon_lm.distributed.collectives import Gather, Reduce
+from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.cursor import Cursor, MovesOf
 from horizon_lm.engine.device_buffers import DeviceBuffers, EngineOptions
 from horizon_lm.engine.foreign_writes import ForeignWrites
@@ -74,8 +76,10 @@ class Engine:
     the engine builds the schedule of each pass and provides the data movements of its copies.
     """
 
-    def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions) -> None:
-        self.parts, self.store, self.device, self.options = parts, store, device, options
+    def __init__(
+        self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, mesh: Mesh | None = None
+    ) -> None:
+        self.parts, self.store, self.device, self.options, self.mesh = parts, store, device, options, mesh
         self.refs: dict[str, ParamRef] = {ref.name: ref for refs in parts.units.values() for ref in refs}
         self._name_of = {id(ref.param): name for name, ref in self.refs.items()}
         self.cursor = Cursor(device)
@@ -188,6 +192,7 @@ class Engine:
             accumulate=self.memory.accumulates,
             update_in_backward=self.updates.optimizer_in_backward is not None,
             adapters=bool(self.parts.adapters),
+            sharded=self.mesh is not None,
         )
 
     def expect(self, batch: ExpectedBatch) -> None:
@@ -267,7 +272,8 @@ class Engine:
             head_grads=head_grads and bool(trained[self.slab_unit(HEAD)]),
         )
         micro_batches = split_batches(rows, None if whole_batch else self.options.device_micro_batch_size)
-        randomness = MicroBatchRandomness(self.device, len(micro_batches), draws)
+        before, everywhere = self._agree_on_forward(schedule, len(micro_batches))
+        randomness = MicroBatchRandomness(self.device, len(micro_batches), draws, before, everywhere)
         anchor = None if state is None else state.anchor.tensor
         self.forward = RunningForward(state, trained, rows, micro_batches, randomness, anchor)
         try:
@@ -284,6 +290,18 @@ class Engine:
             raise
         finally:
             self.forward = None
+
+    def _agree_on_forward(self, schedule: Pass, num_micro_batches: int) -> tuple[int, int]:
+        """Return the number of micro-batches of the ranks before this one, and of all ranks.
+
+        Raises:
+            DisagreementError: the ranks are about to run different passes.
+        """
+        if self.mesh is None:
+            return 0, num_micro_batches
+        self.mesh.require_same("the start of a pass", schedule.digest)
+        counts = self.mesh.exchange("its micro-batches", num_micro_batches)
+        return sum(counts[: self.mesh.rank]), sum(counts)
 
     @property
     def running(self) -> RunningForward:
@@ -403,6 +421,8 @@ class Engine:
         trainable = [unit for unit in units if self.trained(unit)]
         self._free_head_grads(state)
         schedule = build.backward(self.layout, blocks=state.keeps, trainable=trainable, head_grads=state.head_grads)
+        if self.mesh is not None:
+            self.mesh.require_same("the start of a pass", schedule.digest)
         self.cursor.start(schedule, self._moves)
         # No node knows that it is the last one; autograd calls back when its graph is finished.
         Variable._execution_engine.queue_callback(self._end_of_graph)
@@ -420,6 +440,8 @@ class Engine:
     def gradients_ready(self, unit: str, names: list[str]) -> None:
         """Record that these parameters' gradients are complete on the device, before they are landed."""
         assert self.backward is not None
+        if self.mesh is not None and self.updates.optimizer_in_backward is not None:
+            names = self._agreed({unit: names})[unit]
         self.backward.ready[unit] = names
         optimizer = self.updates.optimizer_in_backward
         # The embedding's update is issued by the next forward pass, and a tied head's gradient is added to the
@@ -427,6 +449,13 @@ class Engine:
         if optimizer is not None and unit != EMBED and self.slab_unit(unit) == unit:
             assert self.grads.slots is not None
             self.cursor.bind(Kind.UPDATE, unit, optimizer.moves(unit, names, self.grads.slots.of(unit)))
+
+    def _agreed(self, ready: dict[str, list[str]]) -> dict[str, list[str]]:
+        """Return the parameters that have a gradient on any rank, by unit."""
+        if self.mesh is None:
+            return ready
+        everywhere = self.mesh.exchange("gradients of " + ", ".join(ready), ready)
+        return {unit: [*dict.fromkeys(name for each in everywhere for name in each[unit])] for unit in ready}
 
     def adapters_ready(self, names: Iterable[str]) -> None:
         """Record that the gradients of these adapters in a block are complete on the device."""
@@ -468,7 +497,7 @@ class Engine:
                 assert self.grads.slots is not None
                 self.updates.table = optimizer.table(self.grads.slots.table_grads())
             return
-        landed = [name for names in running.ready.values() for name in names]
+        landed = [name for names in self._agreed(running.ready).values() for name in names]
         self.grads.publish(landed)
         self._after_grad |= dict.fromkeys(landed)
 
@@ -553,14 +582,21 @@ class Engine:
             return [Copy(self.memory.ring.get(host.numel(), torch.uint8, index % 2), host, host.numel())]
         if op.kind == Kind.STREAM_IN and op.unit != EMBED:
             return self._weights_in(self.slabs(op.unit), self.memory.weights_of(op.unit))
+        if op.kind == Kind.GATHER and op.unit != EMBED:
+            assert self.mesh is not None
+            slabs = self.slabs(op.unit)
+            return [Gather(self.mesh.gather, self.memory.weights_of(op.unit)[: slabs.slot_cuts[-1]], slabs.slot_cuts)]
+        if op.kind == Kind.REDUCE and op.unit != EMBED:
+            assert self.mesh is not None
+            return [Reduce(self.mesh.reduce, self.memory.grads_of(op), self.slabs(op.unit).grad_cuts)]
         return None
 
     def _weights_in(self, slabs: UnitSlabs, slot: torch.Tensor) -> list[Move]:
         """Return the moves that stream a unit into a slot: a copy, and the decoding of what is quantized."""
-        plain = slabs.weights
+        plain = slabs.weights[slabs.own]
         moves: list[Move] = []
         if plain.numel() or not slabs.packed.num_bytes:
-            moves.append(Copy(slot[: plain.numel()], plain, plain.numel() * plain.element_size()))
+            moves.append(Copy(slot[slabs.own], plain, plain.numel() * plain.element_size()))
         for name, entry in slabs.packed.entries.items():
             dtype = self.store.decoded_dtype(name)
             moves.append(Decode(slabs.layout.view(slot, name), slabs.packed.packed(name), entry.codec, dtype))
@@ -600,6 +636,7 @@ class Engine:
 
     def hand_out_weight(self) -> None:
         """Wait for updates and saves of the weights before other code reads or writes a weight."""
+        self._require_whole()
         self.wait_for_saves()
         if self.cursor.active:  # updates of the running pass that are not issued yet come after the access
             self.updates.wait(self.cursor.update_tasks())
@@ -611,6 +648,7 @@ class Engine:
         name = self.name_of(param)
         if name is None:
             return
+        self._require_whole()
         if self.updates.optimizer_in_backward is not None and self.updates.optimizer_in_backward.pending:
             raise StreamingError(
                 f"{name}.grad: update_in_backward applies gradients as they land and does not keep them, so they "
@@ -620,6 +658,15 @@ class Engine:
             self.wait_for_grads()
             self.hand_out_weight()
         self.grads.hand_out(self.store.unit_of[name])
+
+    def _require_whole(self) -> None:
+        """Raise StreamingError if other ranks have parts of the weights and gradients."""
+        if not self.store.shard.is_whole:
+            raise StreamingError(
+                f"each of {self.store.shard.count} ranks keeps a part of every weight and gradient in host memory, so other code "
+                "cannot read or write them; use model.save_pretrained(), which all ranks call, and horizon_lm.AdamW with "
+                "max_grad_norm"
+            )
 
     def wait_for_grads(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""

@@ -63,14 +63,18 @@ class LandingSlots:
     def __init__(self, store: Store, device: Device, parts: ModelParts) -> None:
         self._store, self._device, self._tied = store, device, parts.tied
         self._dtype = store.precision.grad_dtype
-        blocks = max(store.units[block(u)].grad_layout.numel for u in range(parts.num_blocks))
+        blocks = max(self._length(block(u)) for u in range(parts.num_blocks))
         self._blocks = [self._new(blocks) for _ in range(2)]
-        self._head = None if parts.tied else self._new(store.units[HEAD].grad_layout.numel)
-        self._outer = self._new(store.units[OUTER].grad_layout.numel)
+        self._head = None if parts.tied else self._new(self._length(HEAD))
+        self._outer = self._new(self._length(OUTER))
         (table,) = store.units[EMBED].layout.entries.values()
         self._width = table.shape[1]
         self._rows = self._new(0)
         self._landed_rows: torch.Tensor | None = None  # (R,)
+
+    def _length(self, unit: str) -> int:
+        own = self._store.units[unit].own_grads
+        return own.stop - own.start
 
     def _new(self, numel: int) -> torch.Tensor:
         """Return a new slot, and count its bytes."""
@@ -83,12 +87,14 @@ class LandingSlots:
         return self._tied and unit == EMBED
 
     def of(self, unit: str) -> torch.Tensor:
-        """Return the slot of a unit other than the embedding, with the length of its gradient slab."""
+        """Return the slot of a unit other than the embedding, with the length of the part of its gradient slab that this
+        rank owns.
+        """
         if unit == HEAD:
             assert self._head is not None
             return self._head
         slot = self._outer if unit == OUTER else self._blocks[block_index(unit) % 2]
-        return slot[: self._store.units[unit].grad_layout.numel]
+        return slot[: self._length(unit)]
 
     def rows(self, rows: torch.Tensor, room: int) -> torch.Tensor:
         """Return the slot (R, H) for the row gradients of an untied embedding. No update may still be reading it.
@@ -154,7 +160,7 @@ class HostGrads:
             units: the units whose gradients are kept.
         """
         self._store.allocate_grads(trainable, set(units))
-        self._device.register_host([s.grads for s in self._store.units.values() if s.grads.numel()])
+        self._device.register_host([s.grads[s.own_grads] for s in self._store.units.values() if s.grads.numel()])
 
     def is_empty(self, name: str) -> bool:
         """Return whether a parameter has no gradient, so that the next landing overwrites it."""
@@ -174,18 +180,15 @@ class HostGrads:
             self._table_rows = None
         slabs = self._store.units[unit]
         report = self.squared_norms.landing(unit, whole=True)
+        own = slabs.own_grads  # with several ranks, only this part of the source has their sum
         if self.slots is not None and not self.slots.keeps(unit):
-            target = self.slots.of(unit)
-            return [Land(target, source[: target.numel()], report, add=False)]
+            return [Land(self.slots.of(unit), source[own], report, add=False)]
         # Usually all gradients of a unit are empty, or none are: then the slab is landed as a whole.
         empty = {name: self.is_empty(name) for name in slabs.grad_layout}
         if len(set(empty.values())) == 1:
-            return [Land(slabs.grads, source[: slabs.grads.numel()], report, add=not next(iter(empty.values())))]
-        views = [(name, slabs.grad_layout.view(slabs.grads, name).view(-1)) for name in slabs.grad_layout]
-        return [
-            Land(view, slabs.grad_layout.view(source, name).view(-1), report, add=not empty[name])
-            for name, view in views
-        ]
+            return [Land(slabs.grads[own], source[own], report, add=not next(iter(empty.values())))]
+        parts = [(name, slabs.own_grads_of(name)) for name in slabs.grad_layout]
+        return [Land(slabs.grads[part], source[part], report, add=not empty[name]) for name, part in parts]
 
     def rows_to_clear(self, rows: torch.Tensor, empty: bool) -> torch.Tensor | slice | None:
         """Return the rows of the embedding's gradient to zero before the next landing, or None.

@@ -13,6 +13,7 @@ from torch import nn
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Device
+from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.engine.options import StreamArguments, open_device
 from horizon_lm.engine.packed_parameters import PackedParameter, decoding
 from horizon_lm.engine.parameters import require_plain
@@ -40,7 +41,6 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, wi
     "device_map": (None,),
     "load_in_8bit": (None, False),
     "tp_plan": (None,),
-    "device_mesh": (None,),
     "max_memory": (None,),
     "offload_folder": (None,),
     "variant": (None,),
@@ -54,7 +54,6 @@ _REMEDIES = {
     "device_map": "the weights stay in host memory; leave it out, and choose the device with device='cuda'",
     "load_in_8bit": _EIGHT_BITS,
     "tp_plan": _DEVICES,
-    "device_mesh": _DEVICES,
     "max_memory": "use device_memory to limit the bytes on the device",
     "offload_folder": "all weights are in host memory already; leave it out",
     "use_safetensors": "only safetensors are read; convert the weights first",
@@ -155,6 +154,7 @@ def stream(
     attn_implementation: str | None = None,
     check_gradients: int = 0,
     allow_unproven_model: bool = False,
+    device_mesh: Any = None,
 ) -> Any:
     """Stream a Hugging Face decoder that is already in memory.
 
@@ -192,6 +192,8 @@ def stream(
         check_gradients: the number of blocks to compare with plain autograd in the first backward pass; the first
             difference raises GradientMismatchError.
         allow_unproven_model: allow models and features that are not in the table of ``docs/models.md``.
+        device_mesh: with several processes (torchrun), a DeviceMesh with the dimensions ``replicate`` and ``shard``, or ``shard``
+            alone; None to shard within each machine and to replicate over the machines.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -203,7 +205,7 @@ def stream(
         head_chunk_tokens=head_chunk_tokens, compute_dtype=compute_dtype, grad_dtype=grad_dtype,
         device_memory=device_memory, mlp_chunk_tokens=mlp_chunk_tokens, compile=compile, check_recompute=check_recompute,
         attn_implementation=attn_implementation, check_gradients=check_gradients,
-        allow_unproven_model=allow_unproven_model,
+        allow_unproven_model=allow_unproven_model, device_mesh=device_mesh,
     )  # fmt: skip
     return _stream(model, settings)
 
@@ -433,7 +435,8 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
     for refs in parts.units.values():
         for ref in refs:
             require_plain(ref.param)
-    store = Store(_shapes(parts), settings.get_precision(parts), parts.frozen_base())
+    shard = current_shard(settings.device_mesh)
+    store = Store(_shapes(parts), settings.get_precision(parts), parts.frozen_base(), shard=shard)
     for refs in parts.units.values():
         for ref in refs:
             _move_in(ref, store)
@@ -472,7 +475,8 @@ def _with_store(
     if find_codecs is not None:
         parts.codecs = find_codecs(parts)
     never_trained = set(parts.units) if frozen else parts.frozen_base()
-    store = Store(_shapes(parts), settings.get_precision(parts), never_trained, codecs=parts.codecs)
+    shard = current_shard(settings.device_mesh)
+    store = Store(_shapes(parts), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=shard)
     for refs in parts.units.values():
         for ref in refs:
             ref.param = (

@@ -15,6 +15,7 @@ from horizon_lm.cost.head_probe import head_peak
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.distributed.mesh import find_mesh
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.late_adapters import are_adapters_changed, attach_again
 from horizon_lm.engine.model_forward import ModelForward
@@ -42,11 +43,13 @@ class StreamArguments(StreamingOptions):
     attn_implementation: str | None = None
     check_gradients: int = 0
     allow_unproven_model: bool = False
+    device_mesh: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.device == "auto":
             object.__setattr__(self, "device", "cuda" if torch.cuda.is_available() else "cpu")
+        object.__setattr__(self, "device_mesh", find_mesh(self.device_mesh))
         self.get_precision()
         if self.check_gradients < 0:
             raise ConfigError(f"check_gradients is {self.check_gradients}; it must be a number of blocks, 0 for none")
@@ -137,7 +140,7 @@ class StreamArguments(StreamingOptions):
             self.check_recompute,
         )
         images = self.allow_unproven_model or IMAGES in find_proof(parts).features
-        model = attach(parts, store, device, options, path, images, before)
+        model = attach(parts, store, device, options, path, images, before, self.device_mesh)
         if self.check_gradients:
             model._horizon.check_gradients(self.check_gradients)
         horizon = weakref.ref(model._horizon)

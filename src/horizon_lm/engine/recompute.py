@@ -74,18 +74,24 @@ class MicroBatchRandomness:
     Args:
         device: the model's device.
         num_micro_batches: the number of micro-batches.
+        before, everywhere: with several ranks, the number of micro-batches of the ranks before this one, and of all ranks. All
+            ranks draw the seeds of all micro-batches, so that a micro-batch has the same ones on any rank.
         draws: let the draw advance the global generator, if a micro-batch uses its random numbers. In evaluation plain
             Hugging Face draws nothing, so the generator is reset afterwards, and training continues as if there had been
             no evaluation.
     """
 
-    def __init__(self, device: Device, num_micro_batches: int, draws: bool = True) -> None:
+    def __init__(
+        self, device: Device, num_micro_batches: int, draws: bool = True, before: int = 0, everywhere: int | None = None
+    ) -> None:
         self._device = device
         self._own: list[Any] | None = None  # the state of each micro-batch's stream
         self._draws = draws
-        if num_micro_batches > 1:
+        self._num_drawn = num_micro_batches if everywhere is None else everywhere
+        if self._num_drawn > 1:
             self._before = torch.get_rng_state()
-            self._own = [device.seeded_rng_state(seed) for seed in micro_batch_seeds(num_micro_batches)]
+            seeds = micro_batch_seeds(self._num_drawn)[before : before + num_micro_batches]
+            self._own = [device.seeded_rng_state(seed) for seed in seeds]
             self._seeded, self._after = list(self._own), torch.get_rng_state()
             torch.set_rng_state(self._before)
 
@@ -98,7 +104,7 @@ class MicroBatchRandomness:
         if torch.equal(self._before, torch.get_rng_state()):
             torch.set_rng_state(self._after)
         else:
-            micro_batch_seeds(len(self._own))
+            micro_batch_seeds(self._num_drawn)
 
     @contextmanager
     def drawing(self, index: int) -> Iterator[Any]:

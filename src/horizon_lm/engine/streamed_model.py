@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from horizon_lm.device.base import Device
+from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.merging import let_adapters_merge
@@ -321,9 +322,14 @@ def _streamed_class(cls: Any) -> Any:
     return type(cls.__name__, (StreamedModel, cls), namespace)
 
 
+def _registered(store: Store) -> list[torch.Tensor]:
+    """Return the host memory of a store that is copied to the device."""
+    return [slab for each in store.units.values() for slab in (each.weights[each.own], each.packed.data)]
+
+
 def attach(
     parts: ModelParts, store: Store, device: Device, options: EngineOptions, path: ChunkedPath | None, images: bool,
-    before: Store | None = None,
+    before: Store | None = None, mesh: Mesh | None = None,
 ) -> Any:  # fmt: skip
     """Make a model streamed. Its parameters must already be views into ``store``.
 
@@ -335,17 +341,14 @@ def attach(
         path: the path from hidden states to the loss in chunks; None for ``head="whole"``.
         images: accept images, video and audio.
         before: the store of the same model, if it was attached to this device before.
+        mesh: the ranks that train together; None for one.
     """
     model = parts.model
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
-    engine = Engine(parts, store, device, options)
-    slabs = [slab for each in store.units.values() for slab in (each.weights, each.packed.data)]
-    kept = (
-        {slab.data_ptr() for each in before.units.values() for slab in (each.weights, each.packed.data)}
-        if before
-        else ()
-    )
+    engine = Engine(parts, store, device, options, mesh)
+    slabs = _registered(store)
+    kept = {slab.data_ptr() for slab in _registered(before)} if before else ()
     device.register_host([slab for slab in slabs if slab.numel() and slab.data_ptr() not in kept])
     for name, ref in engine.refs.items():
         if name in store.codecs:  # a placeholder, which is never written and has no gradient

@@ -44,7 +44,9 @@ class UnitOptimizer(Protocol):
         ...
 
     def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
-        """Return the update of these parameters of a unit; their gradients will be in the slab ``grads``."""
+        """Return the update of these parameters of a unit. Their gradients, of the part that this rank owns, will be in
+        ``grads``.
+        """
         ...
 
     def table(self, grads: TableGrads) -> TableUpdate | None:

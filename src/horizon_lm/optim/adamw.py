@@ -190,7 +190,10 @@ class AdamW(torch.optim.Optimizer):
             if known is None and names and slabs.grads.numel():
                 known = squared_norm(slabs, names)
             squared_norms[unit] = known or 0.0
-        return squared_norms
+        if self._engine.mesh is None:
+            return squared_norms
+        sums = self._engine.mesh.sums("the norm of the gradients", list(squared_norms.values()))
+        return dict(zip(squared_norms, sums, strict=True))
 
     def _reject_step(self, unit: str) -> None:
         """Skip a step whose gradient is not finite, or raise NonFiniteError."""
@@ -217,7 +220,8 @@ class AdamW(torch.optim.Optimizer):
         self._start_step(clip)
         blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
         order = [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
-        moves = {unit: self.moves(unit, present[unit], self._store.units[unit].grads) for unit in order}
+        slabs = {unit: self._store.units[unit] for unit in order}
+        moves = {unit: self.moves(unit, present[unit], each.grads[each.own_grads]) for unit, each in slabs.items()}
         table = None  # the embedding's update is left to the next forward pass, which knows which rows it needs first
         if present[EMBED]:
             table = self.table(TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))

@@ -17,9 +17,9 @@ REMEDY = "Lower the learning rate, or look at the rows of this step."
 
 
 def squared_norm(slabs: UnitSlabs, names: Iterable[str]) -> float:
-    """Return the sum of squares of some gradients of a unit, as stored in host memory."""
+    """Return the sum of squares of some gradients of a unit, as stored in host memory, of the part that this rank owns."""
     kernel = squared_norm_kernel(dtype_name(slabs.grads))
-    return sum(kernel(as_array(slabs.grad_layout.view(slabs.grads, name).view(-1))) for name in names)
+    return sum(kernel(as_array(slabs.grads[slabs.own_grads_of(name)])) for name in names)
 
 
 def clip_factor(grad_norm: float, max_grad_norm: float | None) -> float:

@@ -9,9 +9,8 @@ import torch
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError
-from horizon_lm.quantities import page_aligned
 from horizon_lm.schedule.ops import EMBED
-from horizon_lm.store.store import Arena, SlabLayout, Store, as_array
+from horizon_lm.store.store import SlabLayout, Store, UnitSlabs, as_array, used_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -47,14 +46,36 @@ class Moments:
         dtype = _DTYPES[kind]
         layouts = {unit: slabs.grad_layout for unit, slabs in store.units.items()}
         scales = {unit: self._place_scales(unit, layout) for unit, layout in layouts.items()}
-        arenas = [Store.new_arena(layouts.values(), dtype) for _ in range(2)]
-        scale_arenas = [Arena(sum(page_aligned(4 * count) for _, count in scales.values())) for _ in range(2)]
-        store.num_bytes["moments"] = sum(arena.num_bytes for arena in (*arenas, *scale_arenas))
+        own = {unit: slabs.own_grads for unit, slabs in store.units.items()}
+        own_scales = {unit: self._own_scales(store.units[unit], *placed) for unit, placed in scales.items()}
+        arenas = [store.new_arena([layout.numel for layout in layouts.values()], dtype) for _ in range(2)]
+        scale_arenas = [store.new_arena([count for _, count in scales.values()], torch.float32) for _ in range(2)]
+        store.num_bytes["moments"] = 2 * (
+            used_bytes(own.values(), dtype) + used_bytes(own_scales.values(), torch.float32)
+        )
         self.units: dict[str, UnitMoments] = {}
         for unit, (starts, count) in scales.items():
-            first, second = (arena.take(layouts[unit].numel, dtype) for arena in arenas)
-            scale1, scale2 = (arena.take(count, torch.float32) for arena in scale_arenas)
+            first, second = (arena.take(layouts[unit].numel, dtype, own[unit]) for arena in arenas)
+            scale1, scale2 = (arena.take(count, torch.float32, own_scales[unit]) for arena in scale_arenas)
             self.units[unit] = UnitMoments(first, second, scale1, scale2, starts)
+
+    def _own_scales(self, slabs: UnitSlabs, starts: dict[str, int], count: int) -> slice:
+        """Return the range of a unit's scales that belongs to this rank's range of its moments."""
+        own = slabs.own_grads
+        if slabs.shard.is_whole or not count:
+            return slice(0, count)
+        return slice(self._scale_at(slabs, starts, own.start, count), self._scale_at(slabs, starts, own.stop, count))
+
+    def _scale_at(self, slabs: UnitSlabs, starts: dict[str, int], offset: int, count: int) -> int:
+        """Return the index of the scale of the block that begins at an offset of the moments' slab, or after it."""
+        for name, entry in slabs.grad_layout.entries.items():
+            before = offset - entry.offset
+            if before < entry.numel:
+                blocks, width = (entry.shape[0], entry.shape[1]) if slabs.is_table else (1, entry.numel)
+                row, rest = divmod(max(0, before), width)
+                assert row < blocks
+                return starts[name] + row * -(-width // BLOCK) + rest // BLOCK
+        return count
 
     def _place_scales(self, unit: str, layout: SlabLayout) -> tuple[dict[str, int], int]:
         """Return the index of each parameter's first scale, and the number of scales."""
@@ -94,6 +115,7 @@ class UnitArrays:
     """The slabs of a unit as numpy arrays, except for gradients, whose memory may differ from update to update.
 
     Attributes:
+        own, own_grads: the ranges of weights and gradients that this rank owns, and updates.
         mergeable: whether one kernel call may span several parameters.
         modes: names of the weight, moment and gradient formats, which select the kernel.
     """
@@ -101,6 +123,7 @@ class UnitArrays:
     def __init__(self, store: Store, unit: str, moments: Moments) -> None:
         slabs, own = store.units[unit], moments.units[unit]
         self.layout, self.grad_layout = slabs.layout, slabs.grad_layout
+        self.own, self.own_grads = slabs.own, slabs.own_grads
         self.weights = as_array(slabs.weights)
         self.low = np.empty(0, np.int16) if slabs.low is None else as_array(slabs.low)
         self.first, self.second = as_array(own.first), as_array(own.second)

@@ -181,7 +181,7 @@ class Pieces(Sequence[Move]):
 
 
 def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: Record, guard: Guard) -> Pieces:
-    """Return the update of some spans of a unit, with its gradient slab as an array.
+    """Return the update of some spans of a unit, with this rank's part of its gradient slab as an array.
 
     The padding between parameters is also updated: zeros stay zeros.
     """
@@ -197,10 +197,11 @@ def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: 
         w, g = start + offset, grad_start + offset
         scales = slice(0, 0)
         if arrays.scale_starts:
-            first = arrays.scale_starts[span.names[0]] + offset // BLOCK
+            before = start - arrays.layout.entries[span.names[0]].offset  # of other ranks, a multiple of a block
+            first = arrays.scale_starts[span.names[0]] + (before + offset) // BLOCK
             scales = slice(first, first - (-size // BLOCK))
         kernel(
-            arrays.weights[w : w + size], arrays.low[w : w + size], values[g : g + size],
+            arrays.weights[w : w + size], arrays.low[w : w + size], values[g - arrays.own_grads.start :][:size],
             arrays.first[g : g + size], arrays.second[g : g + size], arrays.scale1[scales], arrays.scale2[scales],
             np.uint32(w & 0xFFFFFFFF), span.scalars,
         )  # fmt: skip
@@ -209,9 +210,13 @@ def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: 
 
 
 def _place(arrays: UnitArrays, span: Span) -> tuple[int, int, int]:
-    """Return the start of a span among the weights and among the gradients, and its number of elements."""
+    """Return the start of a span among the weights and among the gradients, and its number of elements, of the part that
+    this rank owns.
+    """
     first, last = (arrays.layout.entries[span.names[i]] for i in (0, -1))
-    return first.offset, arrays.grad_layout.entries[span.names[0]].offset, last.offset + last.numel - first.offset
+    start = max(first.offset, arrays.own.start)
+    stop = max(start, min(last.offset + last.numel, arrays.own.stop))
+    return start, arrays.grad_layout.entries[span.names[0]].offset + start - first.offset, stop - start
 
 
 class TableRows:
@@ -234,7 +239,8 @@ class TableRows:
         return self._pieces(rows.numpy())
 
     def rest(self) -> Sequence[Move]:
-        return self._pieces(np.arange(self._num_rows))
+        own = self._arrays.own
+        return self._pieces(np.arange(own.start // self._width, min(-(-own.stop // self._width), self._num_rows)))
 
     def _pieces(self, rows: Any) -> Pieces:
         count = max(1, _PIECE_ELEMENTS // self._width)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.step import Step, StepCost, rates
-from horizon_lm.schedule.ops import UPDATES, Kind, Pass, Stream, is_block
+from horizon_lm.schedule.ops import SOMETIMES, UPDATES, Kind, Pass, Stream, is_block
 from horizon_lm.schedule.simulate import Rates, Timeline, simulate, step_seconds, without
 from horizon_lm.schedule.trace import Span, busy_seconds, exposed_seconds
 
@@ -147,7 +147,10 @@ def _last_step(timeline: Timeline, num_passes: int) -> tuple[list[Span], float, 
 
 def _busy(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:
     shares = {}
-    for stream in set(Stream) - {Stream.DISK}:  # checkpoints come between few steps
+    used = {span.op.stream for span in timeline.spans}
+    for stream in (
+        stream for stream in Stream if stream not in SOMETIMES or (stream in used and stream != Stream.DISK)
+    ):
         spans = [
             Span(s.op, max(s.start, begin), min(s.end, begin + seconds), s.reached)
             for s in timeline.spans

@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from horizon_lm.quantities import format_bytes
 from horizon_lm.report.run_files import MetricsFile, Place, Plan
 from horizon_lm.report.trace_file import Part
-from horizon_lm.schedule.ops import STREAM_TITLES, Kind, Stream
+from horizon_lm.schedule.ops import SOMETIMES, STREAM_TITLES, Kind
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -292,8 +292,8 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
     )  # fmt: skip
     figure.update_annotations(x=0, xanchor="left", font={"size": 14})
     used = {part.span.op.stream for view in views for part in view.parts}
-    # A row for checkpoints only if one was being written.
-    titles = {stream: title for stream, title in STREAM_TITLES.items() if stream in used or stream != Stream.DISK}
+    # A row for checkpoints only if one was being written, and for collectives if there are several ranks.
+    titles = {stream: title for stream, title in STREAM_TITLES.items() if stream in used or stream not in SOMETIMES}
     rows = {stream: row for row, stream in enumerate(titles)}
     in_legend = set()
     for number, view in enumerate(views, start=1):

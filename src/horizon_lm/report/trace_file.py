@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.report.checked import check_json, read_bytes
-from horizon_lm.schedule.ops import Kind, Op, Stream
+from horizon_lm.schedule.ops import SOMETIMES, Kind, Op, Stream
 from horizon_lm.schedule.trace import Span, busy_seconds
 
 _COUNTERS = {"device bytes": "device", "host bytes": "host"}
@@ -83,7 +83,7 @@ def _cut(span: Span, step: Step) -> Span:
 def busy_shares(spans: Sequence[Span], seconds: float) -> dict[str, float]:
     """Return the share of a step in which each stream is busy."""
     used = {s.op.stream for s in spans}  # few steps write a checkpoint
-    streams = [stream for stream in Stream if stream in used or stream != Stream.DISK]
+    streams = [stream for stream in Stream if stream in used or stream not in SOMETIMES]
     return {stream: busy_seconds([s for s in spans if s.op.stream == stream]) / seconds for stream in streams}
 
 

@@ -41,6 +41,8 @@ class Layout:
         accumulate: micro-batches are added in an fp32 accumulator, which is landed through a staging slot.
         update_in_backward: each unit is updated as soon as its gradient has landed. Blocks share two landing slots in host
             memory; only a tied table has a gradient slab, because two gradients are added there.
+        sharded: each rank streams its own range of a unit, which is gathered on the device; its gradients are summed there, and
+            each rank lands its own range of the sum.
         adapters: blocks have adapters, which are outer parameters: each block's backward writes its gradients of them.
     """
 
@@ -51,6 +53,7 @@ class Layout:
     accumulate: bool = False
     update_in_backward: bool = False
     adapters: bool = False
+    sharded: bool = False
 
     def is_offloaded(self, index: int) -> bool:
         """Return whether a block's boundary is offloaded."""
@@ -69,8 +72,10 @@ def _host(kind: Buf, unit: str, layout: Layout) -> Buffer:
     return Buffer(kind, EMBED if unit == HEAD and layout.tied else unit)
 
 
-def _stream_in(unit: str, into: Buffer, layout: Layout) -> Op:
-    return Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host(Buf.HOST_WEIGHTS, unit, layout),), (into,))
+def _stream_in(unit: str, into: Buffer, layout: Layout) -> list[Op]:
+    """Return the copy of a unit to the device and, with several ranks, its gathering there."""
+    copy = Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host(Buf.HOST_WEIGHTS, unit, layout),), (into,))
+    return [copy, *([Op(Kind.GATHER, unit, Stream.GATHER, (into,), (into,))] if layout.sharded else [])]
 
 
 def _landing(unit: str, layout: Layout) -> Buffer:
@@ -81,13 +86,14 @@ def _landing(unit: str, layout: Layout) -> Buffer:
 
 
 def _stream_out(unit: str, source: Buffer, layout: Layout) -> list[Op]:
-    """Return the landing of a gradient and, in the backward pass, its update. The table is updated in the next forward
-    pass.
+    """Return the landing of a gradient, after the gradients of several ranks are summed, and, in the backward pass, its
+    update. The table is updated in the next forward pass.
     """
     landing = _landing(unit, layout)
     # A landing is added to the gradients in the slab, so it also reads the slab.
     reads = (source, landing) if landing.kind == Buf.HOST_GRADS else (source,)
-    ops = [Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (landing,))]
+    ops = [Op(Kind.REDUCE, unit, Stream.REDUCE, (source,), (source,))] if layout.sharded else []
+    ops.append(Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (landing,)))
     if layout.update_in_backward and unit != EMBED and not (layout.tied and unit == HEAD):
         ops.append(_update(unit, layout))
     return ops
@@ -139,12 +145,12 @@ def _forward(
 ) -> Pass:  # fmt: skip
     ops: list[Op] = []
     if changed:
-        ops.append(_stream_in(OUTER, Buffer(Buf.OUTER), layout))
+        ops.extend(_stream_in(OUTER, Buffer(Buf.OUTER), layout))
     ops.append(_compute(Kind.FORWARD, OUTER, ()))
     if embed:
         if table_update:
             ops.append(_update(EMBED, layout, Kind.UPDATE_ROWS, Stream.COPY_IN))
-        ops.append(_stream_in(EMBED, Buffer(Buf.TABLE_ROWS), layout))
+        ops.extend(_stream_in(EMBED, Buffer(Buf.TABLE_ROWS), layout))
     if table_update:
         ops.append(_update(EMBED, layout))
     if embed:
@@ -152,7 +158,7 @@ def _forward(
 
     def load(u: int) -> list[Op]:
         stays = layout.is_resident(u) and not blocks_changed
-        return [] if stays else [_stream_in(block(u), layout.weights(u), layout)]
+        return [] if stays else _stream_in(block(u), layout.weights(u), layout)
 
     ops.extend(load(0))
     for u in range(layout.num_blocks):
@@ -160,7 +166,7 @@ def _forward(
         if not last:
             ops.extend(load(u + 1))  # prefetch: issued before this block computes
         elif head:
-            ops.append(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
+            ops.extend(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
         offload = layout.is_offloaded(u) and u in keeps
         ring = Buffer(Buf.RING, u % 2)
         ops.append(_compute(Kind.FORWARD, block(u), (layout.weights(u),), (ring,) if offload else ()))
@@ -201,7 +207,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
     if head:
         grads = Buffer(Buf.HEAD_GRADS)
         if not head_grads:
-            ops.append(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
+            ops.extend(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
         reads = (grads,) if head_grads else (Buffer(Buf.HEAD),)
         ops.append(_compute(Kind.BACKWARD, HEAD, reads, (grads,) if HEAD in trainable else ()))
         if HEAD in trainable:
@@ -212,7 +218,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
             Kind.FETCH, block(u), Stream.COPY_IN, (Buffer(Buf.HOST_BOUNDARY, u),), (Buffer(Buf.RING, u % 2),)
         )  # fmt: skip
         # The boundary comes first, so that waiting for the weights implies both.
-        weights = [] if layout.is_resident(u) else [_stream_in(block(u), layout.weights(u), layout)]
+        weights = [] if layout.is_resident(u) else _stream_in(block(u), layout.weights(u), layout)
         return [*([fetch] if layout.is_offloaded(u) else []), *weights]
 
     if order:

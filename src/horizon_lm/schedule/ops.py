@@ -6,6 +6,7 @@ schedule determine whether it is correct. Nothing here depends on torch: a sched
 simulated and drawn.
 """
 
+import zlib
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -25,6 +26,12 @@ class Stream(_Word):
     COPY_OUT = "copy_out"
     HOST = "host"  # the host threads of the optimizer
     DISK = "disk"  # the writers of a checkpoint
+    GATHER = "gather"  # collectives that gather units from the ranks that own their ranges
+    REDUCE = "reduce"  # collectives that sum gradients at the ranks that own their ranges
+
+
+SOMETIMES = (Stream.DISK, Stream.GATHER, Stream.REDUCE)
+"""Streams that most steps do not use: checkpoints come between few steps, and collectives need several ranks."""
 
 
 STREAM_TITLES = {
@@ -33,12 +40,16 @@ STREAM_TITLES = {
     Stream.COPY_OUT: "device-to-host",
     Stream.HOST: "host",
     Stream.DISK: "disk",
+    Stream.GATHER: "gather",
+    Stream.REDUCE: "reduce",
 }
 """Names of the streams in plans and reports."""
 
 CAUSE_TITLES = {
     "copy_in": "host-to-device copies",
     "copy_out": "device-to-host copies",
+    "gather": "gathering of weights",
+    "reduce": "summing of gradients",
     "update": "optimizer",
     "compute": "compute",
     "host": "host",
@@ -49,13 +60,15 @@ CAUSE_TITLES = {
 class Kind(_Word):
     """The kinds of operations."""
 
-    STREAM_IN = "stream_in"  # host weights -> device buffer
+    STREAM_IN = "stream_in"  # host weights -> device buffer; with several ranks, this rank's range of them
+    GATHER = "gather"  # the ranges of all ranks -> device buffer
     FORWARD = "forward"
     OFFLOAD = "offload"  # boundary: device ring -> host
     FETCH = "fetch"  # boundary: host -> device ring
     BACKWARD = "backward"  # recompute and differentiate
     STAGE = "stage"  # fp32 accumulator -> staging slot, in the dtype of the gradient store
-    STREAM_OUT = "stream_out"  # device gradients -> host
+    REDUCE = "reduce"  # device gradients of all ranks -> this rank's range of their sum, in the same buffer
+    STREAM_OUT = "stream_out"  # device gradients -> host; with several ranks, this rank's range of them
     UPDATE = "update"  # optimizer, on the host
     UPDATE_ROWS = "update_rows"  # optimizer, for the rows of the embedding table that the next batch reads
     SAVE = "save"  # weights and moments in host memory -> a file of a checkpoint
@@ -147,6 +160,11 @@ class Pass:
     def positions(self) -> dict[tuple[str, str], int]:
         """The position of each operation, by kind and unit."""
         return {(op.kind, op.unit): index for index, op in reversed(list(enumerate(self.ops)))}
+
+    @cached_property
+    def digest(self) -> str:
+        """A short text that is the same for equal passes."""
+        return f"{self.name} {zlib.crc32(repr(self.ops).encode()):08x}"
 
     @cached_property
     def uses(self) -> tuple[tuple[LastUse, ...], ...]:

@@ -2,7 +2,9 @@
 
 import math
 import mmap
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +16,29 @@ from horizon_lm.codecs.slab import PackedSlab
 from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
 from horizon_lm.errors import StreamingError
 from horizon_lm.quantities import page_aligned
-from horizon_lm.schedule.ops import OUTER
+from horizon_lm.schedule.ops import EMBED, OUTER
+from horizon_lm.shards import WHOLE, Shard
 from horizon_lm.store.precision import Precision, join_master, split_master
+
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_HUGE_PAGE = 2 * 2**20
 
 
 class Arena:
     """A memory mapping of exactly the requested size, whose pages are allocated when first written.
 
     torch's own allocators round up (pinned memory to powers of two), which would break the byte budget.
+
+    Args:
+        num_bytes: the size.
+        sparse: only parts of it will ever be used, so none is promised, and no huge page may reach beyond such a part.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._map = mmap.mmap(-1, max(num_bytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # absent on macOS
+    def __init__(self, num_bytes: int, sparse: bool = False) -> None:
+        self.num_bytes, self._is_sparse = num_bytes, sparse
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if sparse else 0)
+        self._map = mmap.mmap(-1, max(num_bytes, PAGE), flags=flags)
+        for advice in ("MADV_NOHUGEPAGE" if sparse else "MADV_HUGEPAGE", "MADV_DONTFORK"):  # absent on macOS
             if hasattr(mmap, advice):
                 try:
                     self._map.madvise(getattr(mmap, advice))
@@ -35,13 +46,25 @@ class Arena:
                     continue
         self._used = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the next ``numel`` elements, page-aligned, as a 1-D tensor that keeps the mapping alive."""
+    def take(self, numel: int, dtype: torch.dtype, used: slice | None = None) -> torch.Tensor:
+        """Return the next ``numel`` elements, page-aligned, as a 1-D tensor that keeps the mapping alive.
+
+        ``used``: the elements of a sparse arena's slab that will be used.
+        """
         num_bytes = numel * dtype.itemsize
         if self._used + num_bytes > self.num_bytes:
             raise AssertionError(f"arena of {self.num_bytes} bytes: {self._used} used, {num_bytes} more asked for")
         start, self._used = self._used, page_aligned(self._used + num_bytes)
+        if self._is_sparse and used is not None:
+            self._use_huge_pages(start + used.start * dtype.itemsize, start + used.stop * dtype.itemsize)
         return self.at(start, numel, dtype)
+
+    def _use_huge_pages(self, start: int, stop: int) -> None:
+        """Allow huge pages in these bytes of a sparse arena."""
+        start, stop = -(-start // _HUGE_PAGE) * _HUGE_PAGE, stop // _HUGE_PAGE * _HUGE_PAGE
+        if hasattr(mmap, "MADV_HUGEPAGE") and start < stop:
+            with suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE, start, stop - start)
 
     @property
     def position(self) -> int:
@@ -101,6 +124,17 @@ class SlabLayout:
         names = set(names)
         return SlabLayout({name: entry.shape for name, entry in self.entries.items() if name in names})
 
+    def place_in(self, part: "SlabLayout", offset: int) -> int:
+        """Return the offset in a layout of some of these tensors that corresponds to an offset in this one.
+
+        It is the number of elements of that layout that lie before the offset here.
+        """
+        for name, entry in part.entries.items():
+            before = offset - self.entries[name].offset
+            if before < entry.numel:
+                return entry.offset + max(0, before)
+        return part.numel
+
     def view(self, slab: torch.Tensor, name: str) -> torch.Tensor:
         """Return the named tensor as a view of a flat slab (or of a device buffer with this layout)."""
         entry = self.entries[name]
@@ -119,33 +153,85 @@ class UnitSlabs:
     Args:
         shapes: shapes of its tensors, by full parameter name.
         codecs: the codecs of those that are quantized.
+        shard: the range of the slabs that this rank owns. The others have addresses, but no memory.
+        is_table: the unit is a table, of which whole rows are owned.
 
     Attributes:
         layout: the layout of a slot on the device, with the quantized tensors at its end.
+        slot_numel, slot_cuts: elements of such a slot, and the places between the equal parts that the ranks fill.
+        cuts, grad_cuts: the places at which the ranks cut weights and gradients.
         weights: the tensors that are not quantized, in this layout.
         packed: the quantized tensors.
+        is_table: see above.
         low: the low halves of ``weights``, if the unit has them.
         grads, grad_layout: the gradients of its trainable tensors.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], codecs: Mapping[str, Codec] | None = None) -> None:
-        codecs = codecs or {}
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        codecs: Mapping[str, Codec] | None = None,
+        shard: Shard = WHOLE,
+        is_table: bool = False,
+    ) -> None:
+        codecs, self.shard = codecs or {}, shard
         plain = {name: shape for name, shape in shapes.items() if name not in codecs}
         quantized = {name: shape for name, shape in shapes.items() if name in codecs}
         self.layout = SlabLayout(plain | quantized)
         self.plain = SlabLayout(plain)
         self.packed = PackedSlab(quantized, codecs)
+        self.is_table = is_table
+        numel, self._granule = self.layout.numel, SLAB_ALIGNMENT
+        if is_table:
+            (table,) = self.layout.entries.values()
+            self._granule = table.shape[1]
+            numel = numel if shard.is_whole else table.numel
+        self.cuts = shard.cuts(numel, self._granule)
+        chunk = shard.chunk(numel, self._granule)
+        self.slot_cuts = [chunk * rank for rank in range(shard.count + 1)]
+        self.slot_numel = max(self.layout.numel, self.slot_cuts[-1])
         self.arena = Arena(0)  # of the weights, which start at this byte in it
         self.start = 0
         self.weights = torch.empty(0)
         self.low: torch.Tensor | None = None
-        self.grad_layout = self.layout.restrict(())
         self.grads = torch.empty(0)
+        self.train(())
+
+    def train(self, names: Iterable[str]) -> None:
+        """Lay out the gradients of these tensors."""
+        self.grad_layout = self.layout.restrict(names)
+        self.grad_cuts = [self.layout.place_in(self.grad_layout, cut) for cut in self.cuts]
+
+    @property
+    def own(self) -> slice:
+        """The range of the weights' slab that this rank owns, in elements."""
+        own = self.shard.own(self.cuts)
+        return slice(own.start, min(own.stop, self.plain.numel))
+
+    @property
+    def own_grads(self) -> slice:
+        """The range of the gradients' slab that this rank owns, in elements."""
+        return self.shard.own(self.grad_cuts)
+
+    def own_grads_of(self, name: str) -> slice:
+        """The part of a parameter's gradient that this rank owns, as a range of the slab."""
+        entry, own = self.grad_layout.entries[name], self.own_grads
+        start = max(entry.offset, own.start)
+        return slice(start, max(start, min(entry.offset + entry.numel, own.stop)))
+
+    def row_cuts(self, rows: torch.Tensor) -> list[int]:
+        """Return the places at which sorted rows (R,) of a table are cut between the ranks."""
+        bounds = torch.tensor([cut // self._granule for cut in self.cuts])
+        return [int(place) for place in torch.searchsorted(rows, bounds)]
 
 
-def _arena_bytes(layouts: Iterable[SlabLayout], dtype: torch.dtype) -> int:
-    """Return the bytes of slabs with these layouts, each in whole pages."""
-    return sum(page_aligned(layout.numel * dtype.itemsize) for layout in layouts)
+def used_bytes(parts: Iterable[slice], dtype: torch.dtype) -> int:
+    """Return the bytes of the pages that hold these ranges of slabs, each of which begins at a page."""
+    return sum(
+        page_aligned(part.stop * dtype.itemsize) - part.start * dtype.itemsize // PAGE * PAGE
+        for part in parts
+        if part.start < part.stop
+    )
 
 
 class Store:
@@ -157,6 +243,7 @@ class Store:
         frozen: units that are never trained, and have no low halves.
         kept: slabs of units whose memory is kept, with the layout of the same tensors under other names.
         codecs: the codecs of quantized tensors, all of frozen units, by full parameter name.
+        shard: the range of each slab that this rank owns.
     """
 
     def __init__(
@@ -166,9 +253,13 @@ class Store:
         frozen: Collection[str] = (),
         kept: Mapping[str, UnitSlabs] | None = None,
         codecs: Mapping[str, Codec] | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         self.precision, self.frozen, self.codecs = precision, frozenset(frozen), dict(codecs or {})
-        self.units = {unit: UnitSlabs(tensors, self._codecs_of(tensors)) for unit, tensors in shapes.items()}
+        self.shard = shard
+        self.units = {
+            unit: UnitSlabs(tensors, self._codecs_of(tensors), shard, unit == EMBED) for unit, tensors in shapes.items()
+        }
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
         self.source_dtypes: dict[str, torch.dtype] = {}
         self.decoded_dtypes: dict[str, torch.dtype] = {}  # of weights that were read quantized
@@ -184,11 +275,11 @@ class Store:
             own = self.units[unit]
             own.arena, own.start, own.weights, own.low = slabs.arena, slabs.start, slabs.weights, slabs.low
             own.packed.data = slabs.packed.data
-        dtype, with_low = precision.weight_dtype, [s.plain for s in self.units.values() if s.low is not None]
+        with_low = [slabs.own for slabs in self.units.values() if slabs.low is not None]
         self.num_bytes = {
-            "weights": _arena_bytes([slabs.plain for slabs in self.units.values()], dtype),
+            "weights": used_bytes([slabs.own for slabs in self.units.values()], precision.weight_dtype),
             "packed_weights": sum(page_aligned(slabs.packed.num_bytes) for slabs in self.units.values()),
-            "low_halves": _arena_bytes(with_low, torch.int16),
+            "low_halves": used_bytes(with_low, torch.int16),
         }
         if not self.codecs:
             del self.num_bytes["packed_weights"]
@@ -200,15 +291,15 @@ class Store:
         """Allocate the weights of these units, and their low halves if the precision has them and they may be trained."""
         dtype = self.precision.weight_dtype
         split = [unit for unit in units if self.precision.low_half and unit not in self.frozen]
-        weights = self.new_arena([self.units[unit].plain for unit in units], dtype)
+        weights = self.new_arena([self.units[unit].plain.numel for unit in units], dtype)
         packed = Arena(sum(page_aligned(self.units[unit].packed.num_bytes) for unit in units))
-        low = self.new_arena([self.units[unit].plain for unit in split], torch.int16)
+        low = self.new_arena([self.units[unit].plain.numel for unit in split], torch.int16)
         for unit in units:
             slabs = self.units[unit]
             slabs.arena, slabs.start = weights, weights.position
-            slabs.weights = weights.take(slabs.plain.numel, dtype)
+            slabs.weights = weights.take(slabs.plain.numel, dtype, slabs.own)
             slabs.packed.data = packed.take(slabs.packed.num_bytes, torch.uint8)
-            slabs.low = low.take(slabs.plain.numel, torch.int16) if unit in split else None
+            slabs.low = low.take(slabs.plain.numel, torch.int16, slabs.own) if unit in split else None
 
     def extended(
         self,
@@ -232,7 +323,7 @@ class Store:
             if unit in self.units
             and [old_names.get(name) for name in UnitSlabs(tensors, codecs).layout] == list(self.units[unit].layout)
         }
-        store = Store(shapes, precision, frozen, kept, codecs)
+        store = Store(shapes, precision, frozen, kept, codecs, self.shard)
         store.source_dtypes = {
             name: self.source_dtypes[old] for name, old in old_names.items() if old in self.source_dtypes
         }
@@ -241,10 +332,9 @@ class Store:
         }
         return store
 
-    @staticmethod
-    def new_arena(layouts: Iterable[SlabLayout], dtype: torch.dtype) -> Arena:
-        """Return an arena that holds exactly one slab for each layout."""
-        return Arena(_arena_bytes(layouts, dtype))
+    def new_arena(self, sizes: Iterable[int], dtype: torch.dtype) -> Arena:
+        """Return an arena that holds exactly one slab for each of these numbers of elements."""
+        return Arena(sum(page_aligned(numel * dtype.itemsize) for numel in sizes), sparse=not self.shard.is_whole)
 
     def allocate_grads(self, trainable: Iterable[str], units: Collection[str]) -> None:
         """Allocate gradient slabs of these units for these parameters, given by full name.
@@ -262,12 +352,14 @@ class Store:
                     "unfreeze its weights before stream(), or stream with precision='bf16'"
                 )
         for slabs in self.units.values():
-            slabs.grad_layout = slabs.layout.restrict(trainable)
-        dtype = self.precision.grad_dtype
-        arena = self.new_arena([s.grad_layout for unit, s in self.units.items() if unit in units], dtype)
-        for unit, slabs in self.units.items():
-            slabs.grads = arena.take(slabs.grad_layout.numel if unit in units else 0, dtype)
-        self.num_bytes["grads"] = arena.num_bytes
+            slabs.train(trainable)
+        dtype, kept = self.precision.grad_dtype, [slabs for unit, slabs in self.units.items() if unit in units]
+        arena = self.new_arena([slabs.grad_layout.numel for slabs in kept], dtype)
+        for slabs in kept:
+            slabs.grads = arena.take(slabs.grad_layout.numel, dtype, slabs.own_grads)
+        for slabs in self.units.values():
+            slabs.grads = slabs.grads if slabs in kept else torch.empty(0, dtype=dtype)
+        self.num_bytes["grads"] = used_bytes([slabs.own_grads for slabs in kept], dtype)
         self.has_grads = True
 
     def shape(self, name: str) -> torch.Size:
@@ -315,13 +407,21 @@ class Store:
         if name in self.codecs:
             self.codecs[name].encode(source, slabs.packed.packed(name))
             return
-        target = slabs.layout.view(slabs.weights, name)
+        part, own = self._own_part(slabs, name)
+        target, source = slabs.weights[part], source.reshape(-1)[own]
         if slabs.low is not None and source.dtype != target.dtype:
-            split_master(source.float().contiguous(), target, slabs.layout.view(slabs.low, name))
+            split_master(source.float().contiguous(), target, slabs.low[part])
             return
         target.copy_(source)
         if slabs.low is not None:
-            slabs.layout.view(slabs.low, name).zero_()
+            slabs.low[part].zero_()
+
+    def _own_part(self, slabs: UnitSlabs, name: str) -> tuple[slice, slice]:
+        """Return the part of a parameter that this rank owns, as a range of its slab and of its own elements."""
+        entry, own = slabs.layout.entries[name], slabs.own
+        start = max(entry.offset, own.start)
+        stop = max(start, min(entry.offset + entry.numel, own.stop))
+        return slice(start, stop), slice(start - entry.offset, stop - entry.offset)
 
     def weights_changed(self, blocks: bool = True) -> None:
         """Record that the weights are new, or will be once the pending updates are done.

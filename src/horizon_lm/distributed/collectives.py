@@ -1,0 +1,181 @@
+"""The collectives of a pass as moves: gathering a unit's ranges on the devices, and summing its gradients at their owners.
+
+Sums are computed in the order of the ranks and in float32, so that a step gives the same bits however the network is built.
+
+Shapes: buffers are 1-D, or rows (R, H) of a table.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from horizon_lm.device.transfers import Link, Move
+
+_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCRATCH_BYTES = 64 * 2**20  # of gradients of other ranks on the device while they are summed
+
+
+class Group:
+    """The ranks that exchange data on one stream: a process group of torch.distributed, used by this stream alone.
+
+    Args:
+        group: the process group.
+        ranks: its ranks in the world, in order.
+        rank: the rank of this process in the world.
+    """
+
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
+        self._group, self._ranks, self._index = group, list(ranks), list(ranks).index(rank)
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def index(self) -> int:
+        """Place of this process among the ranks."""
+        return self._index
+
+    def gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
+        """Fill a buffer with the ranges of all ranks, of which this one has its own in place.
+
+        Args:
+            buffer: the buffer; its first dimension is cut.
+            cuts: the ``size + 1`` places at which it is cut.
+        """
+        chunk = cuts[1] - cuts[0]
+        if len(buffer) == chunk * self.size and list(cuts) == [chunk * rank for rank in range(self.size + 1)]:
+            _gather_equal(buffer, buffer[self._own(cuts)], group=self._group)
+            return
+        own = buffer[self._own(cuts)]
+        parts = [buffer[start:stop] for start, stop in pairwise(cuts)]
+        self._exchange([own] * self.size, parts)
+
+    def sum(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
+        """Replace this rank's range of a buffer by the sum of that range over all ranks. The other ranges are used up.
+
+        Args:
+            buffer: the gradients of this rank; its first dimension is cut.
+            cuts: the ``size + 1`` places at which it is cut.
+        """
+        longest = max(stop - start for start, stop in pairwise(cuts))
+        step = max(1, _SCRATCH_BYTES // (max(1, _width(buffer)) * self.size))
+        for offset in range(0, longest, step):
+            spans = [(min(start + offset, stop), min(start + offset + step, stop)) for start, stop in pairwise(cuts)]
+            first, last = spans[self._index]
+            own = buffer[first:last]
+            received = list(self._take("received", own.dtype, (self.size, *own.shape), buffer.device))
+            self._exchange([buffer[start:stop] for start, stop in spans], received)
+            received[self._index] = own
+            total = self._take("total", torch.float32, own.shape, buffer.device)
+            for rank, part in enumerate(received):
+                total.copy_(part) if rank == 0 else total.add_(part)
+            own.copy_(total)
+
+    def _own(self, cuts: Sequence[int]) -> slice:
+        return slice(cuts[self._index], cuts[self._index + 1])
+
+    def _take(self, use: str, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return scratch memory, which the stream of this group uses alone."""
+        numel = math.prod(shape)
+        kept = self._scratch.get(use)
+        if kept is None or kept.numel() * kept.element_size() < numel * dtype.itemsize:
+            kept = self._scratch[use] = torch.empty(numel, dtype=dtype, device=device)
+        return kept.view(torch.uint8)[: numel * dtype.itemsize].view(dtype).view(shape)
+
+    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Send a part to each other rank, and receive one from each. Empty parts are not sent."""
+        operations = []
+        for place, rank in enumerate(self._ranks):
+            if place == self._index:
+                continue
+            if sent[place].numel():
+                operations.append(dist.P2POp(dist.isend, sent[place], rank, self._group))
+            if received[place].numel():
+                operations.append(dist.P2POp(dist.irecv, received[place], rank, self._group))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+
+def _width(buffer: torch.Tensor) -> int:
+    """Return the bytes of an element, or of a row."""
+    return buffer[:1].numel() * buffer.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The gathering of a unit in a buffer on the device, in which this rank's range is in place. See `Group.gather`."""
+
+    group: Group
+    buffer: torch.Tensor
+    cuts: Sequence[int]
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes that this rank receives, which cross no host link within a machine."""
+        own = self.cuts[self.group.index + 1] - self.cuts[self.group.index]
+        return (self.cuts[-1] - own) * _width(self.buffer)
+
+    def run(self, link: Link) -> None:
+        link.call(lambda: self.group.gather(self.buffer, self.cuts))
+
+    def split(self, parts: int) -> list[Move]:
+        return [self]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """The summing of gradients on the device, each range at its owner. See `Group.sum`.
+
+    Attributes:
+        groups: the shard group; with replicas also their group, which adds up the sums of the shard groups.
+        buffer: the gradients.
+        cuts: the ranges of the owners.
+    """
+
+    groups: "ReduceGroups"
+    buffer: torch.Tensor
+    cuts: Sequence[int]
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes that this rank receives, which cross no host link within a machine."""
+        shard, replicate = self.groups.shard, self.groups.replicate
+        own = self.cuts[shard.index + 1] - self.cuts[shard.index]
+        parts = shard.size - 1 + (0 if replicate is None else 2 * (replicate.size - 1) / replicate.size)
+        return round(own * parts) * _width(self.buffer)
+
+    def run(self, link: Link) -> None:
+        link.call(lambda: self.groups.sum(self.buffer, self.cuts))
+
+    def split(self, parts: int) -> list[Move]:
+        return [self]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGroups:
+    """The groups that sum gradients.
+
+    Attributes:
+        shard: the ranks that own different ranges of one copy of the model.
+        replicate: the ranks that own the same range, one for each copy; None if there is one copy.
+    """
+
+    shard: Group
+    replicate: Group | None
+
+    def sum(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
+        """Replace this rank's range by its sum over all ranks of the mesh: first within each copy, then over the copies."""
+        self.shard.sum(buffer, cuts)
+        if self.replicate is None:
+            return
+        own = buffer[cuts[self.shard.index] : cuts[self.shard.index + 1]]
+        parts = [len(own) * place // self.replicate.size for place in range(self.replicate.size + 1)]
+        self.replicate.sum(own, parts)
+        self.replicate.gather(own, parts)

@@ -1,0 +1,148 @@
+"""The mesh of a training: which ranks share a copy of the model, and which have copies of the same range."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from horizon_lm.distributed.collectives import Group, ReduceGroups
+from horizon_lm.errors import ConfigError, DisagreementError
+from horizon_lm.shards import WHOLE, Shard
+
+REPLICATE, SHARD = "replicate", "shard"
+
+
+class Mesh:
+    """The ranks of a training as a grid of copies of the model (``replicate``) and of ranges of each copy (``shard``).
+
+    All ranks must create it, in the same order as other meshes. Ranks of a shard group are neighbours, so that a group lies
+    within a machine if its size divides the number of devices there.
+
+    Args:
+        replicate: number of copies of the model.
+        shard: number of ranges of each copy.
+
+    Attributes:
+        rank, size: the rank of this process, and the number of ranks.
+        shard: the range of this rank.
+        gather: the group that gathers units, on its stream.
+        reduce: the groups that sum gradients, on their stream.
+    """
+
+    def __init__(self, replicate: int, shard: int) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        if replicate * shard != self.size:
+            raise ConfigError(
+                f"a mesh of {replicate} x {shard} needs {replicate * shard} processes, but there are {self.size}"
+            )
+        self.replicas = replicate
+        self.shard = Shard(self.rank % shard, shard)
+        # Every process must create all groups, also those that it is not in.
+        copies = [list(range(first, first + shard)) for first in range(0, self.size, shard)]
+        ranges = [list(range(first, self.size, shard)) for first in range(shard)] if replicate > 1 else []
+        self.gather = self._group_of(copies)
+        self.reduce = ReduceGroups(self._group_of(copies), self._group_of(ranges) if ranges else None)
+        self._control = dist.new_group(backend="gloo")
+
+    def _group_of(self, partition: Iterable[Sequence[int]]) -> Group:
+        """Create a group for each part of a partition of the ranks, and return this rank's."""
+        groups = [(ranks, dist.new_group(list(ranks))) for ranks in partition]
+        ranks, group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
+        return Group(group, ranks, self.rank)
+
+    # Agreements between all ranks, in host memory. All ranks must reach each at the same place of the program.
+
+    def exchange(self, place: str, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order.
+
+        Args:
+            place: a text for the place of the program.
+            value: plain data.
+
+        Raises:
+            DisagreementError: another rank is at another place. It is raised on all ranks.
+        """
+        return [json.loads(data) for data in self._collect(place, json.dumps(value).encode())]
+
+    def require_same(self, place: str, details: str) -> None:
+        """Raise DisagreementError on all ranks if they are not at the same place of the program, with the same details."""
+        self._require_equal([f"{place}, {each}" for each in self.exchange(place, details)])
+
+    def union(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sorted union (R,) of the distinct rows of all ranks."""
+        found = self._collect("the lookup of tokens", rows.numpy().astype(np.int64).tobytes())
+        return torch.from_numpy(np.unique(np.concatenate([np.frombuffer(each, np.int64) for each in found])))
+
+    def sums(self, place: str, values: Sequence[float]) -> list[float]:
+        """Return the sums of numbers over the ranks that share a copy of the model, in their order."""
+        first = self.rank - self.shard.index
+        copy = self.exchange(place, list(values))[first : first + self.shard.count]
+        return [sum(column) for column in zip(*copy, strict=True)]
+
+    def _collect(self, place: str, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, in their order."""
+        name = place.encode()
+        size = torch.tensor([len(name), len(data)])
+        sizes = torch.empty((self.size, 2), dtype=torch.int64)
+        dist.all_gather(list(sizes), size, group=self._control)
+        longest = int(sizes.sum(1).max())
+        own = torch.frombuffer(bytearray(name + data + bytes(longest - len(name) - len(data))), dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, own, group=self._control)
+        everyone = [part.numpy().tobytes() for part in parts]
+        names = [each[:length].decode() for each, (length, _) in zip(everyone, sizes.tolist(), strict=True)]
+        self._require_equal(names)
+        return [each[start : start + count] for each, (start, count) in zip(everyone, sizes.tolist(), strict=True)]
+
+    def _require_equal(self, places: Sequence[str]) -> None:
+        other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
+        if other is not None:
+            raise DisagreementError(
+                f"rank 0 and rank {other} are not at the same place of the program: rank 0 is at {places[0]}; rank {other} is "
+                f"at {places[other]}. All ranks must call the model equally often, in the same mode, and train the same weights."
+            )
+
+
+def current_shard(mesh: Mesh | None) -> Shard:
+    """Return the range of this process; everything without a mesh."""
+    return WHOLE if mesh is None else mesh.shard
+
+
+def find_mesh(device_mesh: Any = None) -> Mesh | None:
+    """Return the mesh of the processes that torch.distributed has started; None for a single process.
+
+    Args:
+        device_mesh: a DeviceMesh with the dimensions ``replicate`` and ``shard``, or ``shard`` alone; None to shard within each
+            machine, and to replicate over the machines.
+
+    Raises:
+        ConfigError: the processes were started but torch.distributed was not initialised, or the mesh has other dimensions.
+    """
+    if isinstance(device_mesh, Mesh):
+        return device_mesh
+    if not (dist.is_available() and dist.is_initialized()):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+            raise ConfigError(
+                "this process is one of several (WORLD_SIZE), but torch.distributed is not initialised; call "
+                "torch.distributed.init_process_group() before the model is streamed"
+            )
+        return None
+    if device_mesh is not None:
+        names = tuple(device_mesh.mesh_dim_names or ())
+        if names not in ((SHARD,), (REPLICATE, SHARD)) or device_mesh.mesh.numel() != dist.get_world_size():
+            raise ConfigError(
+                f"device_mesh has the dimensions {names}; create it with init_device_mesh(..., mesh_dim_names=('replicate', "
+                "'shard')), over all processes"
+            )
+        sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
+        return Mesh(sizes.get(REPLICATE, 1), sizes[SHARD])
+    world = dist.get_world_size()
+    if world == 1:
+        return None
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    shard = local if world % local == 0 else world
+    return Mesh(world // shard, shard)

@@ -1,0 +1,71 @@
+"""A pool of processes that run functions as the ranks of a training, connected by gloo."""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+TIMEOUT = timedelta(seconds=60)
+
+
+class Pool:
+    """Processes that stay, because importing everything takes seconds.
+
+    Args:
+        size: number of processes.
+    """
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._results: Any = context.Queue()
+        self._jobs: list[Any] = [context.Queue() for _ in range(size)]
+        self._processes = [
+            context.Process(target=_work, args=(rank, jobs, self._results), daemon=True)
+            for rank, jobs in enumerate(self._jobs)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function of a module as each of ``world`` ranks. Return the results in the order of the ranks.
+
+        Raises:
+            RuntimeError: the function has failed on a rank; the message has all tracebacks.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            for jobs in self._jobs[:world]:
+                jobs.put((f"{folder}/store", world, function, args))
+            found = dict(self._results.get(timeout=300)[:2] for _ in range(world))
+        failed = {rank: text for rank, (text, _) in found.items() if text}
+        if failed:
+            raise RuntimeError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
+        return [found[rank][1] for rank in range(world)]
+
+    def close(self) -> None:
+        for jobs in self._jobs:
+            jobs.put(None)
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def _work(rank: int, jobs: Any, results: Any) -> None:
+    os.environ.pop("WORLD_SIZE", None)
+    torch.set_num_threads(1)
+    while (job := jobs.get()) is not None:
+        path, world, function, args = job
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=TIMEOUT)
+            results.put((rank, ("", function(rank, *args))))
+        except BaseException:
+            results.put((rank, (traceback.format_exc(), None)))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -1,0 +1,122 @@
+"""A step of several ranks has the bits of a step of one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from horizon_lm.constants import PAGE
+from horizon_lm.errors import DisagreementError
+from tests.distributed.pool import Pool
+from tests.distributed.training import Outcome, Training, alone, batches_of, build, run, whole
+from tests.threaded import ThreadedDevice
+
+
+def assert_same(outcomes: list[Outcome], expected: Outcome, training: Training) -> None:
+    found = whole(outcomes, training.shard)
+    for name, (_, slab) in expected.slabs.items():
+        assert torch.equal(found[name], slab[: len(found[name])]), name
+        assert not slab[len(found[name]) :].any()
+    for copy in range(1, training.replicate):
+        other = whole(outcomes[copy * training.shard :], training.shard)
+        assert all(torch.equal(other[name], found[name]) for name in found)
+
+
+TIED = {"tie_word_embeddings": True}
+QUIET = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+CASES: dict[str, Training] = {
+    "two": Training(),
+    "four": Training(shard=4),
+    "two equal": Training(equal=True),
+    "four equal": Training(shard=4, equal=True),
+    "replicas": Training(replicate=2, shard=2, equal=True),
+    "replicas alone": Training(replicate=2, shard=1),
+    "tied": Training(overrides=TIED, together=True),
+    "MoE": Training(family="qwen3_moe"),
+    "experts": Training(family="mixtral", shard=4),
+    "clipping": Training(optimizer={"max_grad_norm": 0.1}),
+    "clipping equal": Training(shard=4, equal=True, optimizer={"max_grad_norm": 0.1}),
+    "8-bit moments": Training(optimizer={"moments": "8bit"}),
+    "8-bit tied": Training(shard=4, optimizer={"moments": "8bit"}, overrides=TIED, together=True),
+    "bf16 moments": Training(optimizer={"moments": "bfloat16"}),
+    "fp32 master": Training(settings={"precision": "fp32_master", "grad_dtype": torch.float32}),
+    "bf16": Training(settings={"precision": "bf16", "grad_dtype": torch.float32}, shard=4),
+    "whole head": Training(settings={"head": "whole"}),
+    "offloaded": Training(settings={"activation_checkpoints": "host", "resident_blocks": 1}),
+    "gpt2": Training(family="gpt2", overrides=QUIET, together=True),
+    "gemma3": Training(family="gemma3_text", together=True),
+    "dropout": Training(shard=4, overrides={"attention_dropout": 0.2}, together=True),
+    "in backward equal": Training(equal=True, optimizer={"update_in_backward": True}),
+    "in backward tied": Training(equal=True, shard=4, optimizer={"update_in_backward": True}, overrides=TIED),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_of_one_process(pool: Pool, name: str) -> None:
+    training = CASES[name]
+    outcomes = pool.run(training.world, run, training)
+    expected = alone(training)
+    assert_same(outcomes, expected, training)
+    losses = [sum(each.losses[step] for each in outcomes) for step in range(training.steps)]
+    assert losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+def delayed(rank: int, training: Training, seed: int) -> Outcome:
+    device = ThreadedDevice(seed * 10 + rank, delay=2e-3)
+    return run(rank, replace(training, settings={**training.settings, "device": device}))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_delays_on_each_rank_change_no_bit(pool: Pool, seed: int) -> None:
+    """Streams are threads with random delays, which differ from rank to rank."""
+    training = Training(shard=4, settings={"activation_checkpoints": "host"}, overrides=TIED, together=True)
+    assert_same(pool.run(4, delayed, training, seed), alone(training), training)
+
+
+@pytest.mark.parametrize("shard", [2, 4])
+def test_traffic_and_memory_of_a_rank(pool: Pool, shard: int) -> None:
+    """A rank moves and keeps its share of every unit, but for rounding to blocks of 256 elements and to pages."""
+    training = Training(shard=shard, steps=2, overrides={"hidden_size": 64, "intermediate_size": 256})
+    outcomes, one = pool.run(shard, run, training), alone(replace(training, replicate=1, equal=True))
+    for unit in ("block0", "block1", "block2"):
+        slab = len(one.slabs[f"{unit} weights"][1])
+        for kind, passes in (("stream_in", 2), ("stream_out", 1)):
+            moved = [each.moved[f"{kind}:{unit}"] for each in outcomes]
+            assert sum(moved) == passes * slab * 4 == one.moved[f"{kind}:{unit}"]
+            assert max(moved) <= passes * (slab / shard + 256) * 4
+        gathered = [each.moved[f"gather:{unit}"] for each in outcomes]
+        assert all(each == 2 * (shard - 1) * -(-slab // (256 * shard)) * 256 * 4 for each in gathered)
+        assert all(each.moved[f"reduce:{unit}"] <= (shard - 1) * (slab / shard + 256) * 4 for each in outcomes)
+    units = len(one.slabs)
+    for kind, whole_bytes in one.host.items():
+        most = max(each.host[kind] for each in outcomes)
+        assert most <= whole_bytes / shard + 2 * units * (PAGE + 1024), kind
+
+
+def leaving_out(rank: int, what: str) -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(Training(), device_mesh=mesh)
+    batch = batches_of(Training(), 0)[rank]
+    try:
+        if what == "evaluation" and rank:
+            with torch.no_grad():
+                model(**batch)
+        if what == "frozen" and rank:
+            model.model.layers[0].requires_grad_(False)
+        loss = model(**batch).loss
+        if what == "backward" and rank:
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["evaluation", "frozen", "backward"])
+def test_a_rank_at_another_place_is_named(pool: Pool, what: str) -> None:
+    """Nothing hangs: all ranks raise, and both places are named."""
+    found = pool.run(2, leaving_out, what)
+    assert found[0] == found[1]
+    assert "rank 0 and rank 1 are not at the same place of the program" in found[0]

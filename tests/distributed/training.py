@@ -1,0 +1,126 @@
+"""Trainings that ranks of a pool run, and the same trainings in one process."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import horizon_lm
+from tests import families
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training of a few steps.
+
+    Attributes:
+        replicate, shard: the mesh.
+        equal: all ranks compute the same rows; otherwise each has its own.
+        settings: of `horizon_lm.stream`.
+        optimizer: of `horizon_lm.AdamW`.
+        family, overrides: the model.
+        together: one process computes the batches of all ranks in one pass, as ranks do.
+    """
+
+    replicate: int = 1
+    shard: int = 2
+    steps: int = 3
+    equal: bool = False
+    family: str = "llama"
+    settings: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
+    together: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.replicate * self.shard
+
+
+@dataclass
+class Outcome:
+    """What a training has given.
+
+    Attributes:
+        losses: of each step.
+        norms: of the gradients of each step.
+        slabs: weights, and low halves if there are any, by unit and kind: this rank's range, and where it starts.
+        moved: bytes moved by kind of operation and unit, in the last step.
+        host: bytes of host memory by kind.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    slabs: dict[str, tuple[int, torch.Tensor]]
+    moved: dict[str, int]
+    host: dict[str, int]
+
+
+def batches_of(training: Training, step: int) -> list[dict[str, Any]]:
+    """Return the batch of each rank, of different lengths."""
+    seeds = [0] * training.world if training.equal else range(training.world)
+    made = [families.batch(seed=100 * step + seed, padding="right", rows=2) for seed in seeds]
+    total = sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in made)
+    return [batch | {"num_items_in_batch": total} for batch in made]
+
+
+def build(training: Training, **settings: Any) -> tuple[Any, Any]:
+    model = families.build(training.family, **training.overrides)
+    model = horizon_lm.stream(model, **({"device": "cpu", "precision": "float32"} | training.settings | settings))
+    return model.train(), horizon_lm.AdamW(model, **({"lr": 1e-2} | training.optimizer))
+
+
+def run(rank: int, training: Training) -> Outcome:
+    """Train as one of the ranks."""
+    mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(training, device_mesh=mesh)
+    return train(model, optimizer, training, [rank])
+
+
+def alone(training: Training) -> Outcome:
+    """Train in one process: the batches of all ranks one after the other, in their order."""
+    model, optimizer = build(training)
+    return train(model, optimizer, training, [0] if training.equal else list(range(training.world)))
+
+
+def train(model: Any, optimizer: Any, training: Training, ranks: list[int]) -> Outcome:
+    losses, norms = [], []
+    engine = model._horizon.engine
+    for step in range(training.steps):
+        horizon_lm.synchronize(model)
+        engine.device.counters.moved.clear()
+        batches = batches_of(training, step)
+        torch.manual_seed(step)
+        if training.equal and len(ranks) == 1 and engine.mesh is None:
+            batches[0]["num_items_in_batch"] //= training.world
+
+        computed: list[float] = []
+        calls = [partial(_loss, model, batches[rank]) for rank in ranks]
+        for group in [calls] if training.together else [[call] for call in calls]:
+            found = torch.stack(horizon_lm.run_together(group))
+            found.sum().backward()
+            computed += found.tolist()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(sum(computed)))
+        norms.append(optimizer.grad_norm)
+    horizon_lm.synchronize(model)
+    slabs = {}
+    for unit, each in engine.store.units.items():
+        kinds = {"weights": each.weights} | ({} if each.low is None else {"low": each.low})
+        slabs |= {f"{unit} {kind}": (each.own.start, slab[each.own].clone()) for kind, slab in kinds.items()}
+    return Outcome(losses, norms, slabs, dict(engine.device.counters.moved), dict(engine.store.num_bytes))
+
+
+def _loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+def whole(outcomes: list[Outcome], shard: int) -> dict[str, torch.Tensor]:
+    """Return the slabs of the first copy of the model."""
+    return {name: torch.cat([each.slabs[name][1] for each in outcomes[:shard]]) for name in outcomes[0].slabs}
