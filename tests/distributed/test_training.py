@@ -1,15 +1,17 @@
 """A step of several ranks has the bits of a step of one process."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from horizon_lm.constants import PAGE
-from horizon_lm.errors import DisagreementError
+from horizon_lm.errors import DisagreementError, StreamingError
 from tests.distributed.pool import Pool
-from tests.distributed.training import Outcome, Training, alone, batches_of, build, run, whole
+from tests.distributed.training import Outcome, Training, alone, batches_of, build, run, train, whole
 from tests.threaded import ThreadedDevice
 
 
@@ -120,3 +122,37 @@ def test_a_rank_at_another_place_is_named(pool: Pool, what: str) -> None:
     found = pool.run(2, leaving_out, what)
     assert found[0] == found[1]
     assert "rank 0 and rank 1 are not at the same place of the program" in found[0]
+
+
+def saved(rank: int, training: Training, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(training, device_mesh=mesh)
+    train(model, optimizer, training, [rank])
+    model.save_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
+def test_all_ranks_save_one_model(pool: Pool, tmp_path: Path, precision: str) -> None:
+    training = Training(replicate=2, steps=1, equal=True, settings={"precision": precision})
+    pool.run(4, saved, training, str(tmp_path / "ranks"))
+    model, optimizer = build(training)
+    train(model, optimizer, training, [0])
+    model.save_pretrained(tmp_path / "one", dtype=torch.float32)
+    ranks, one = (load_file(tmp_path / name / "model.safetensors") for name in ("ranks", "one"))
+    assert ranks.keys() == one.keys()
+    assert all(torch.equal(ranks[name], value) for name, value in one.items())
+
+
+def reading(rank: int) -> list[str]:
+    model, _ = build(Training(), device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    errors = []
+    for read in (lambda: model.lm_head.weight.sum(), lambda: model.state_dict(), lambda: model.lm_head.weight.grad):
+        with pytest.raises(StreamingError) as error:
+            read()
+        errors.append(str(error.value))
+    return errors
+
+
+def test_other_code_cannot_read_a_part_for_the_whole(pool: Pool) -> None:
+    for errors in pool.run(2, reading):
+        assert all("each of 2 ranks keeps a part of every weight" in error for error in errors)

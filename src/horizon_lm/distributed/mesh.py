@@ -29,6 +29,7 @@ class Mesh:
     Attributes:
         rank, size: the rank of this process, and the number of ranks.
         shard: the range of this rank.
+        control: the group of all ranks that agree on something in host memory.
         gather: the group that gathers units, on its stream.
         reduce: the groups that sum gradients, on their stream.
     """
@@ -46,7 +47,7 @@ class Mesh:
         ranges = [list(range(first, self.size, shard)) for first in range(shard)] if replicate > 1 else []
         self.gather = self._group_of(copies)
         self.reduce = ReduceGroups(self._group_of(copies), self._group_of(ranges) if ranges else None)
-        self._control = dist.new_group(backend="gloo")
+        self.control = dist.new_group(backend="gloo")
 
     def _group_of(self, partition: Iterable[Sequence[int]]) -> Group:
         """Create a group for each part of a partition of the ranks, and return this rank's."""
@@ -83,16 +84,30 @@ class Mesh:
         copy = self.exchange(place, list(values))[first : first + self.shard.count]
         return [sum(column) for column in zip(*copy, strict=True)]
 
+    def tell(self, text: str) -> None:
+        """Send a text from the first rank to all others, which call `hear`."""
+        data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([data.numel()]), 0, group=self.control)
+        dist.broadcast(data, 0, group=self.control)
+
+    def hear(self) -> str:
+        """Return the text that the first rank tells."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, group=self.control)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self.control)
+        return data.numpy().tobytes()[:-1].decode()
+
     def _collect(self, place: str, data: bytes) -> list[bytes]:
         """Return the bytes of all ranks, in their order."""
         name = place.encode()
         size = torch.tensor([len(name), len(data)])
         sizes = torch.empty((self.size, 2), dtype=torch.int64)
-        dist.all_gather(list(sizes), size, group=self._control)
+        dist.all_gather(list(sizes), size, group=self.control)
         longest = int(sizes.sum(1).max())
         own = torch.frombuffer(bytearray(name + data + bytes(longest - len(name) - len(data))), dtype=torch.uint8)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, own, group=self._control)
+        dist.all_gather(parts, own, group=self.control)
         everyone = [part.numpy().tobytes() for part in parts]
         names = [each[:length].decode() for each, (length, _) in zip(everyone, sizes.tolist(), strict=True)]
         self._require_equal(names)

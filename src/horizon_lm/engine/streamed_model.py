@@ -4,6 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ import torch
 
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.distributed.whole_units import borrowing, is_lender, lend
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.merging import let_adapters_merge
@@ -148,7 +150,7 @@ class StreamedModel:
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write a Hugging Face folder, one tensor at a time.
+        """Write a Hugging Face folder, one tensor at a time. With several ranks, all of them call this, and the first one writes.
 
         Args:
             save_directory: the folder; it is created if missing.
@@ -167,12 +169,17 @@ class StreamedModel:
         hub = _hub_arguments(kwargs)
         if hub and not push_to_hub:
             raise ConfigError(f"save_pretrained: {', '.join(hub)} is for push_to_hub=True; remove it")
+        engine = self._horizon.engine
+        if is_lender(engine.mesh):
+            assert engine.mesh is not None
+            lend(engine.mesh, engine.store)
+            return
         if not is_main_process:
             return
-        engine = self._horizon.engine
-        save_pretrained(
-            engine.parts, engine.store, save_directory, dtype, max_shard_size, values=state_dict, variant=variant
-        )
+        with nullcontext() if engine.mesh is None else borrowing(engine.mesh, engine.store):
+            save_pretrained(
+                engine.parts, engine.store, save_directory, dtype, max_shard_size, values=state_dict, variant=variant
+            )
         if push_to_hub:
             _upload(Path(save_directory), hub)
 

@@ -77,9 +77,11 @@ class _Exporter:
         }
         owned = set(store.unit_of)
         parameters = {id(ref.param) for refs in parts.units.values() for ref in refs}
-        state = parts.model.state_dict(keep_vars=True)
+        # Not the streamed model's own method, which waits for updates.
+        state = torch.nn.Module.state_dict(parts.model, keep_vars=True)
         self._buffers = {n: t for n, t in state.items() if n not in owned and id(t) not in parameters}
         self._units: list[list[str]] = [list(slabs.layout) for slabs in store.units.values()]
+        self._names = list(store.units)
         self._units.append(list(self._buffers))
         self.main_dtype = dtype or next(iter(store.source_dtypes.values()))
 
@@ -94,7 +96,11 @@ class _Exporter:
 
     def unit(self, index: int) -> dict[str, torch.Tensor]:
         """Return a unit's tensors in the form in which the checkpoint stores them."""
-        return self._convert({name: self._value(name) for name in self._units[index]})
+        if index == len(self._names):
+            return self._convert({name: self._value(name) for name in self._units[index]})
+        with self._store.whole(self._names[index]):
+            tensors = self._convert({name: self._value(name) for name in self._units[index]})
+            return tensors if self._store.shard.is_whole else {name: each.clone() for name, each in tensors.items()}
 
     def _convert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return revert_weight_conversion(self._model, tensors)

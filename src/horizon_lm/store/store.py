@@ -3,8 +3,8 @@
 import math
 import mmap
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,12 @@ class Arena:
         if hasattr(mmap, "MADV_HUGEPAGE") and start < stop:
             with suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE, start, stop - start)
+
+    def forget(self, start: int, stop: int) -> None:
+        """Give the memory of the whole pages among these bytes back to the system. They become zero."""
+        start, stop = page_aligned(start), stop // PAGE * PAGE
+        if start < stop and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     @property
     def position(self) -> int:
@@ -194,6 +200,7 @@ class UnitSlabs:
         self.start = 0
         self.weights = torch.empty(0)
         self.low: torch.Tensor | None = None
+        self.low_arena, self.low_start = self.arena, 0
         self.grads = torch.empty(0)
         self.train(())
 
@@ -212,6 +219,19 @@ class UnitSlabs:
     def own_grads(self) -> slice:
         """The range of the gradients' slab that this rank owns, in elements."""
         return self.shard.own(self.grad_cuts)
+
+    def slabs(self) -> list[tuple[torch.Tensor, list[int]]]:
+        """Return the slabs of the weights, and the places at which the ranks cut them."""
+        cuts = [min(cut, self.plain.numel) for cut in self.cuts]
+        return [(self.weights, cuts), *([] if self.low is None else [(self.low, cuts)])]
+
+    def forget_others(self) -> None:
+        """Give back the memory of the ranges of other ranks, which were read."""
+        for slab, arena, start in ((self.weights, self.arena, self.start), (self.low, self.low_arena, self.low_start)):
+            if slab is not None:
+                size = slab.element_size()
+                arena.forget(start, start + self.own.start * size)
+                arena.forget(start + self.own.stop * size, start + slab.numel() * size)
 
     def own_grads_of(self, name: str) -> slice:
         """The part of a parameter's gradient that this rank owns, as a range of the slab."""
@@ -263,6 +283,7 @@ class Store:
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
         self.source_dtypes: dict[str, torch.dtype] = {}
         self.decoded_dtypes: dict[str, torch.dtype] = {}  # of weights that were read quantized
+        self.fill: Callable[[str], None] | None = None  # fetches the ranges of a unit that other ranks own
         self.version = 0  # version of the weights, incremented by every update
         self.block_version = 0  # the same for weights of blocks, which an update of adapters leaves as they are
         self.has_grads = False
@@ -274,6 +295,7 @@ class Store:
         for unit, slabs in kept.items():
             own = self.units[unit]
             own.arena, own.start, own.weights, own.low = slabs.arena, slabs.start, slabs.weights, slabs.low
+            own.low_arena, own.low_start = slabs.low_arena, slabs.low_start
             own.packed.data = slabs.packed.data
         with_low = [slabs.own for slabs in self.units.values() if slabs.low is not None]
         self.num_bytes = {
@@ -299,6 +321,7 @@ class Store:
             slabs.arena, slabs.start = weights, weights.position
             slabs.weights = weights.take(slabs.plain.numel, dtype, slabs.own)
             slabs.packed.data = packed.take(slabs.packed.num_bytes, torch.uint8)
+            slabs.low_arena, slabs.low_start = low, low.position
             slabs.low = low.take(slabs.plain.numel, torch.int16, slabs.own) if unit in split else None
 
     def extended(
@@ -361,6 +384,26 @@ class Store:
             slabs.grads = slabs.grads if slabs in kept else torch.empty(0, dtype=dtype)
         self.num_bytes["grads"] = used_bytes([slabs.own_grads for slabs in kept], dtype)
         self.has_grads = True
+
+    @contextmanager
+    def whole(self, unit: str) -> Iterator[None]:
+        """Context manager: read a whole unit, of which other ranks own parts. Afterwards their memory is given back.
+
+        Raises:
+            StreamingError: other ranks own parts, and nobody fetches them.
+        """
+        if self.shard.is_whole:
+            yield
+            return
+        if self.fill is None:
+            raise StreamingError(
+                "each rank has a part of the weights; read them with model.save_pretrained() on all ranks"
+            )
+        self.fill(unit)
+        try:
+            yield
+        finally:
+            self.units[unit].forget_others()
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a parameter."""

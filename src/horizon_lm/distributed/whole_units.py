@@ -1,0 +1,60 @@
+"""Read whole units on the first rank, to which the other ranks lend their ranges, one unit at a time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.errors import StreamingError, first_line
+from horizon_lm.store.store import Store
+
+_DONE = ""
+
+
+@contextmanager
+def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
+    """Context manager of the first rank: let it read whole units (`Store.whole`). The other ranks call `lend` meanwhile."""
+
+    def fill(unit: str) -> None:
+        mesh.tell(unit)
+        for slab, cuts in store.units[unit].slabs():
+            for rank in range(1, store.shard.count):
+                part = slab[cuts[rank] : cuts[rank + 1]]
+                if part.numel():
+                    dist.recv(part, rank, group=mesh.control)
+
+    store.fill = fill
+    error = ""
+    try:
+        yield
+    except BaseException as problem:
+        error = f"{type(problem).__name__}: {first_line(problem)}"
+        raise
+    finally:
+        store.fill = None
+        mesh.tell(_DONE)
+        mesh.tell(error)
+
+
+def lend(mesh: Mesh, store: Store) -> None:
+    """Lend this rank's ranges to the first rank until it is done.
+
+    Raises:
+        StreamingError: the first rank has failed.
+    """
+    while unit := mesh.hear():
+        if mesh.rank >= store.shard.count:  # of another copy of the model
+            continue
+        for slab, _ in store.units[unit].slabs():
+            part = slab[store.units[unit].own]
+            if part.numel():
+                dist.send(part, 0, group=mesh.control)
+    error = mesh.hear()
+    if error:
+        raise StreamingError(f"rank 0 has failed ({error})")
+
+
+def is_lender(mesh: Mesh | None) -> bool:
+    """Return whether this rank lends its ranges instead of reading whole units."""
+    return mesh is not None and mesh.rank > 0
