@@ -22,6 +22,7 @@ from horizon_lm.preflight.admission import make_request
 from horizon_lm.preflight.inputs import RowShape, open_source
 from horizon_lm.training import loop, metrics
 from horizon_lm.training.evaluation import SamplePrompts
+from horizon_lm.training.ranks import StepResult
 from horizon_lm.training.rows import load_data
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.setup import load_tokenizer
@@ -517,13 +518,13 @@ def test_speed_excludes_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
         step=SimpleNamespace(outline=outline, tokens=1), time=None, buffers=SimpleNamespace(num_bytes=1),
         host=SimpleNamespace(num_bytes=1),
     )  # fmt: skip
-    measured = metrics.Metrics(10, 5, plan, micro_batch_rows=2)
+    measured = metrics.Metrics(10, 5, plan)
     batch = SimpleNamespace(places=("",) * 2, num_trained=6, num_tokens=8)
     clock[0] = 1.0
     with measured.exclude_from_timing():
         clock[0] = 101.0
     clock[0] = 102.0
-    measured.add(1.0, Loss(torch.tensor(1.0), 6.0), batch, 1e-3)
+    measured.add(StepResult.of(1.0, Loss(torch.tensor(1.0), 6.0), batch, 2), 1e-3)
     line = measured.line(1, SimpleNamespace(grad_norm=1.0, unit_grad_norms={}, num_skipped=0), model)
     assert (line["tokens_per_second"], line["eta_seconds"], line["seconds"]) == (4.0, 18.0, 102.0)
 

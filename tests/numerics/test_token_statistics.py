@@ -13,6 +13,7 @@ import horizon_lm
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.engine.token_statistics import collect_statistics
 from horizon_lm.model import functional
+from horizon_lm.training.ranks import StepResult
 from tests import families
 from tests.emulated import EmulatedGpu, emulated_gpu
 from tests.storages import StorageMeter
@@ -191,14 +192,19 @@ def test_means_are_those_of_micro_batches() -> None:
         step=SimpleNamespace(outline=outline, tokens=1), time=None, buffers=SimpleNamespace(num_bytes=1),
         host=SimpleNamespace(num_bytes=1),
     )  # fmt: skip
-    measured = Metrics(10, 5, plan, micro_batch_rows=2)
+    measured = Metrics(10, 5, plan)
     batch = SimpleNamespace(places=("",) * 5, num_trained=12, num_tokens=20)
     more = TokenSums(torch.tensor([5.0]), torch.tensor([1]))
-    measured.add(1.0, Loss(torch.tensor(1.0), 12.0, token_metrics={"entropy": sums}), batch, 1e-3)
-    measured.add(float("nan"), Loss(torch.tensor(1.0), 12.0, token_metrics={"entropy": more}), batch, 1e-3)  # skipped
-    measured.add(1.0, Loss(torch.tensor(1.0), 12.0, token_metrics={"entropy": more}), batch, 1e-3)
+
+    def add(value: float, sums: TokenSums) -> None:
+        loss = Loss(torch.tensor(1.0), 12.0, token_metrics={"entropy": sums})
+        measured.add(StepResult.of(value, loss, batch, 2), 1e-3)
+
+    add(1.0, sums)
+    add(float("nan"), more)  # skipped
+    add(1.0, more)
     model = horizon_lm.stream(families.build("llama"), device="cpu")
     optimizer = SimpleNamespace(grad_norm=1.0, unit_grad_norms={}, num_skipped=1)
     assert measured.line(3, optimizer, model)["entropy"] == (2.0 + 1.0 + 0.0 + 5.0) / 4
-    measured.add(1.0, Loss(torch.tensor(1.0), 12.0, token_metrics={"entropy": more}), batch, 1e-3)
+    add(1.0, more)
     assert measured.line(4, optimizer, model)["entropy"] == 5.0

@@ -15,6 +15,15 @@ class EngineSettings(Settings):
     device: DeviceName = Field(
         "auto", description="Compute device: auto (cuda if available, else cpu), cpu, cuda or cuda:N."
     )
+    dp_shard_size: PositiveInt | None = Field(
+        None,
+        description="With torchrun: number of processes that share a copy of the model, each with a part of its weights, gradients "
+        "and moments. Default: those of a machine.",
+    )
+    dp_replicate_size: PositiveInt | None = Field(
+        None,
+        description="With torchrun: number of copies of the model. Default: the number of processes by dp_shard_size.",
+    )
     precision: Literal["fp32_master", "bf16", "float32"] = Field(
         "fp32_master",
         description="Precision of the weights in host memory. fp32_master computes in bf16 and updates an fp32 master. "

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from horizon_lm.constants import IGNORE_INDEX
-from horizon_lm.data.token_dataset import Row
+from horizon_lm.data.dealing import deal
+from horizon_lm.data.token_dataset import Row, TokenTable
 from horizon_lm.data.tokenize import Tokens
 
 
@@ -29,6 +30,9 @@ class Batch:
         num_tokens: number of tokens without padding.
         rows: indices of the rows in their dataset.
         places: origins of the rows, for messages.
+        share: share of the step's rows that this batch has, if the step is dealt to several ranks. It is 0 for a stand-in without
+            targets, for a rank that got no rows.
+        num_trained_of_step: number of targets of such a step.
     """
 
     input_ids: torch.Tensor
@@ -39,6 +43,13 @@ class Batch:
     num_tokens: int
     rows: tuple[int, ...]
     places: tuple[str, ...]
+    share: float = 1.0
+    num_trained_of_step: int | None = None
+
+    @property
+    def normalizer(self) -> int:
+        """The number of targets by which the sum of a step's losses is divided."""
+        return self.num_trained if self.num_trained_of_step is None else max(1, self.num_trained_of_step)
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of the model, without the labels."""
@@ -165,15 +176,37 @@ def _epoch_order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, 
 
 
 class Loader:
-    """A loader that builds the batches of a dataset by step."""
+    """A loader that builds the batches of a dataset by step.
 
-    def __init__(self, rows: Sequence[Row], sampler: Sampler) -> None:
+    Args:
+        rows: the rows.
+        sampler: chooses the rows of each step.
+        rank, num_ranks: the rank that gets its part of each step, and the number of ranks.
+        unit: rows of a micro-batch, which is not cut between ranks.
+    """
+
+    def __init__(self, rows: TokenTable, sampler: Sampler, rank: int = 0, num_ranks: int = 1, unit: int = 1) -> None:
         self.rows, self.sampler = rows, sampler
+        self._rank, self._num_ranks, self._unit = rank, num_ranks, unit
 
     def batch(self, step: int) -> Batch:
-        """Return the batch of step ``step``, counted from 0."""
+        """Return this rank's batch of step ``step``, counted from 0."""
         indices = self.sampler.rows(step)
-        return collate([self.rows[index] for index in indices], indices)
+        if self._num_ranks == 1:
+            return collate([self.rows[index] for index in indices], indices)
+        own = deal(self.rows.num_tokens[indices].tolist(), self._unit, self._num_ranks)[self._rank]
+        if not own:
+            return stand_in(self.rows[indices[0]], indices[0])
+        chosen = indices[own.start : own.stop]
+        batch = collate([self.rows[index] for index in chosen], chosen)
+        return replace(batch, share=len(chosen) / len(indices))
+
+
+def stand_in(row: Row, index: int) -> Batch:
+    """Return a batch without targets, which a rank computes while others have rows."""
+    batch = collate([row], [index])
+    labels = torch.full_like(batch.labels, IGNORE_INDEX)
+    return replace(batch, labels=labels, num_trained=0, num_tokens=0, places=(), share=0.0)
 
 
 def batches_in_order(rows: Sequence[Row], batch_size: int) -> Iterator[Batch]:

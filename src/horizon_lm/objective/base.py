@@ -61,9 +61,23 @@ def num_targets(batch: Batch) -> torch.Tensor:
     return (batch.labels[:, 1:] != IGNORE_INDEX).sum(1)
 
 
-def add_aux_loss(loss: torch.Tensor, aux_loss: torch.Tensor | None) -> torch.Tensor:
-    """Return a loss plus the auxiliary loss that balances the experts of a mixture, if there is one."""
-    return loss if aux_loss is None else loss + aux_loss.to(loss.device)
+def add_aux_loss(loss: torch.Tensor, aux_loss: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+    """Return a loss plus the auxiliary loss that balances the experts of a mixture, if there is one.
+
+    Ranks balance the experts over their own rows, and the step has the mean of theirs.
+    """
+    if aux_loss is None:
+        return loss
+    aux_loss = aux_loss.to(loss.device)
+    return loss + (aux_loss if batch.share == 1 else aux_loss * batch.share)
+
+
+def share_aux_loss(loss: torch.Tensor, output: Any, model: Any, batch: Batch) -> torch.Tensor:
+    """Return a loss of a model in which its auxiliary loss counts as much as this batch does in its step."""
+    aux_loss = getattr(output, "aux_loss", None)
+    if aux_loss is None or batch.share == 1:
+        return loss
+    return loss - (1 - batch.share) * model.router_aux_loss_coef * aux_loss.to(loss.device)
 
 
 @contextmanager
@@ -112,6 +126,7 @@ class CustomObjective:
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigError("an objective must return a scalar tensor, or a scalar tensor and a dict of numbers")
+        loss = loss if batch.share == 1 else loss * batch.share
         return Loss(loss, 1.0, {name: _number(value) for name, value in metrics.items()})
 
 

@@ -96,8 +96,9 @@ class Dpo:
         }  # fmt: skip
         by_answer = {name: values.sum(1).view(2, -1) for name, values in statistics.values.items()}
         names, sums = list(metrics), torch.stack([values.detach().sum() for values in metrics.values()]).tolist()
+        mean = torch.stack(terms).sum()
         return Loss(
-            add_aux_loss(torch.stack(terms).sum(), aux_loss),
+            add_aux_loss(mean if batch.share == 1 else mean * batch.share, aux_loss, batch),
             float(margins.numel()),
             dict(zip(names, sums, strict=True)),
             {  # as TRL's DPOTrainer: the entropy of both answers, the accuracy of the chosen one

@@ -5,7 +5,7 @@ from typing import Any
 from horizon_lm.data.loader import Batch
 from horizon_lm.engine.chunked_losses import token_logprobs
 from horizon_lm.engine.token_statistics import TokenStatistics, collect_statistics
-from horizon_lm.objective.base import Loss, TokenSums, add_aux_loss, num_targets
+from horizon_lm.objective.base import Loss, TokenSums, add_aux_loss, num_targets, share_aux_loss
 
 
 def _token_metrics(statistics: TokenStatistics, batch: Batch) -> dict[str, TokenSums]:
@@ -17,8 +17,9 @@ def _token_metrics(statistics: TokenStatistics, batch: Batch) -> dict[str, Token
 def nll(model: Any, batch: Batch) -> Loss:
     """Return the negative log-likelihood of the targets, as the Hugging Face model computes it."""
     with collect_statistics(model) as statistics:
-        output = model(**batch.inputs(), labels=batch.labels, num_items_in_batch=batch.num_trained)
-    return Loss(output.loss, batch.num_trained, token_metrics=_token_metrics(statistics, batch))
+        output = model(**batch.inputs(), labels=batch.labels, num_items_in_batch=batch.normalizer)
+    loss = share_aux_loss(output.loss, output, model, batch)
+    return Loss(loss, batch.num_trained, token_metrics=_token_metrics(statistics, batch))
 
 
 def likelihood(model: Any, batch: Batch) -> Loss:
@@ -33,8 +34,10 @@ def dft(model: Any, batch: Batch) -> Loss:
     """Return the dynamic fine-tuning loss, which weights each target by its probability (arXiv 2508.05629, equation 9)."""
     with collect_statistics(model) as statistics:
         output = token_logprobs(model, labels=batch.labels, **batch.inputs())
-    loss = -(output.logprobs * output.logprobs.exp().detach()).sum() / batch.num_trained
-    return Loss(add_aux_loss(loss, output.aux_loss), batch.num_trained, token_metrics=_token_metrics(statistics, batch))
+    loss = -(output.logprobs * output.logprobs.exp().detach()).sum() / batch.normalizer
+    return Loss(
+        add_aux_loss(loss, output.aux_loss, batch), batch.num_trained, token_metrics=_token_metrics(statistics, batch)
+    )
 
 
 class SmoothedNll:
@@ -52,5 +55,5 @@ class SmoothedNll:
             output = token_logprobs(model, labels=batch.labels, **batch.inputs(), statistics=["mean"])
         assert output.mean is not None
         total = (1 - self._share) * output.logprobs.sum() + self._share * output.mean.sum()
-        loss = add_aux_loss(-total / batch.num_trained, output.aux_loss)
+        loss = add_aux_loss(-total / batch.normalizer, output.aux_loss, batch)
         return Loss(loss, batch.num_trained, token_metrics=_token_metrics(statistics, batch))

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from horizon_lm.config import RunConfig
-from horizon_lm.data.loader import batches_in_order
+from horizon_lm.data.loader import collate
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, NonFiniteError, first_line
 from horizon_lm.objective.base import Loss, Objective, evaluation_mode
+from horizon_lm.training.ranks import Ranks
 
 
 class SamplePrompts:
@@ -91,6 +92,7 @@ def evaluate_rows(
     batch_size: int,
     step: int,
     advance: Callable[[int, int], None] = lambda done, total: None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any] | None:
     """Evaluate all eval sets and return their mean losses as a line of metrics, or None without eval sets.
 
@@ -101,6 +103,7 @@ def evaluate_rows(
         batch_size: rows of one forward pass.
         step: steps trained so far.
         advance: called with the number of finished rows and the number of all rows.
+        ranks: the ranks that share the rows; None for one.
 
     Returns:
         ``eval_loss`` over all rows and the objective's other metrics, prefixed with ``eval_``; with several eval sets
@@ -114,9 +117,11 @@ def evaluate_rows(
         return None
     totals, done, num_rows = {name: _Total() for name in eval_sets}, 0, sum(map(len, eval_sets.values()))
     for name, rows in eval_sets.items():
-        for batch_rows in _evaluate_set(totals[name], model, objectives[name], rows, batch_size):
+        for batch_rows in _evaluate_set(totals[name], model, objectives[name], rows, batch_size, ranks or Ranks()):
             done += batch_rows
             advance(done, num_rows)
+        if ranks is not None and ranks.mesh is not None:
+            totals[name].join(ranks.mesh.exchange("an evaluation", totals[name].plain()))
     line: dict[str, Any] = {"step": step, **_means([*totals.values()], "eval_")}
     if len(totals) > 1:
         for name, total in totals.items():
@@ -135,6 +140,22 @@ class _Total:
         self.token_means: dict[str, list[float]] = {}  # of each batch
         self.per_token = True
 
+    def plain(self) -> list[Any]:
+        """Return the sums as plain data."""
+        return [self.loss, self.weight, self.metrics, self.token_means, self.per_token]
+
+    def join(self, totals: Sequence[Sequence[Any]]) -> None:
+        """Replace the sums by those of all ranks."""
+        losses, weights, metrics, token_means, per_token = zip(*totals, strict=True)
+        self.loss, self.weight, self.per_token = sum(losses), sum(weights), all(per_token)
+        self.metrics, self.token_means = {}, {}
+        for each in metrics:
+            for name, value in each.items():
+                self.metrics[name] = self.metrics.get(name, 0.0) + value
+        for each in token_means:
+            for name, means in each.items():
+                self.token_means.setdefault(name, []).extend(means)
+
     def add(self, loss: Loss, num_trained: int) -> None:
         self.loss += float(loss.value) * loss.weight
         self.weight += loss.weight
@@ -145,12 +166,23 @@ class _Total:
             self.token_means.setdefault(name, []).extend(sums.means(len(sums.counts)))
 
 
-def _evaluate_set(total: _Total, model: Any, objective: Objective, rows: TokenTable, batch_size: int) -> Iterator[int]:
-    """Add the losses of an eval set to its total, batch by batch; yield the number of rows of each batch."""
+def _evaluate_set(
+    total: _Total, model: Any, objective: Objective, rows: TokenTable, batch_size: int, ranks: Ranks
+) -> Iterator[int]:
+    """Add the losses of an eval set to its total, batch by batch; yield the number of rows of each batch.
+
+    Ranks take turns. In the last turn, those without a batch compute one again, because all take part in every pass.
+    """
+    batches = -(-len(rows) // batch_size)
     with evaluation_mode(model):
-        for batch in batches_in_order(rows, batch_size):
-            total.add(objective(model, batch), batch.num_trained)
-            yield len(batch.places)
+        for first in range(0, batches, ranks.size):
+            number = min(first + ranks.rank, batches - 1)
+            indices = range(number * batch_size, min((number + 1) * batch_size, len(rows)))
+            batch = collate([rows[index] for index in indices], indices)
+            loss = objective(model, batch)
+            if first + ranks.rank < batches:
+                total.add(loss, batch.num_trained)
+            yield min((first + ranks.size) * batch_size, len(rows)) - first * batch_size
 
 
 def _means(totals: Sequence[_Total], prefix: str) -> dict[str, float]:

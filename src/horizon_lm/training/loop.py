@@ -23,13 +23,14 @@ from horizon_lm.planning.request import Saves
 from horizon_lm.preflight.admission import Admission, apply_plan
 from horizon_lm.quantities import format_seconds
 from horizon_lm.training.best_model import BestModel
-from horizon_lm.training.callbacks import Callbacks
+from horizon_lm.training.callbacks import Callbacks, Control
 from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
 from horizon_lm.training.first_step import FirstStep
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
 from horizon_lm.training.non_finite import NonFinite, shown_places
+from horizon_lm.training.ranks import Ranks, StepResult, local_device
 from horizon_lm.training.resume import (
     ResumePoint,
     apply_settings,
@@ -180,8 +181,23 @@ def train(
     """
     config = as_config(run, settings)
     require_callable(objective)
-    config = config.model_copy(update={"device": choose_device(config.device)})
+    config = config.model_copy(update={"device": choose_device(local_device(config.device))})
+    with Ranks.start(config) as ranks:
+        return _train(config, ranks, objective, callbacks, print_fn if ranks.is_first else lambda line: None)
+
+
+def _train(
+    config: RunConfig,
+    ranks: Ranks,
+    objective: Callable[[Any, Batch], Any] | None,
+    callbacks: Sequence[Any],
+    print_fn: Callable[[str], None] | None,
+) -> RunResult:
     given, (point, lines) = config, find_resume_point(config)
+    if point is not None and ranks.mesh is not None:
+        raise ConfigError(f"{point.folder} cannot be resumed with {ranks.size} processes yet; use one")
+    ranks.meet("the search for checkpoints")
+    config = ranks.own_settings(config)
     if point is not None:
         config, changes = apply_settings(config, point)
         lines += changes
@@ -193,7 +209,8 @@ def train(
         admission.reject_if_impossible()
         tokenizer = load_tokenizer(config)
         reporter.print(*check_weights(config))
-        data = load_data(config, tokenizer)
+        with ranks.first_of_each_machine_first():
+            data = load_data(config, tokenizer, ranks.rank, ranks.size)
         for prepared in data.parts:
             reporter.print(*prepared.lines())
             reject_errors(prepared.findings)
@@ -213,12 +230,12 @@ def train(
             reporter.print(*choice_warnings(point, given, config))
         run_dir.take()
         reporter.print(f"run folder: {run_dir.path}")
-        model = load_model(config, reads_weights=point is None)
+        model = load_model(config, point is None, ranks.mesh)
         reserve_buffers(model, plan)
         if point is not None:
             reporter.print(*require_same_model(point, model_settings(model), config))
         optimizer, scheduler = build_optimizer(model, config, num_steps)
-        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan, config.per_device_train_batch_size)
+        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan)
         reference = None
         if point is not None:
             restore(point.folder, point.manifest, model, optimizer)
@@ -235,7 +252,7 @@ def train(
         )  # fmt: skip
         result = _Loop(
             given, config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
-            metrics, interrupts, checkpoints, BestModel(config), admission,
+            metrics, interrupts, checkpoints, BestModel(config), admission, ranks,
         ).run(point)  # fmt: skip
         if config.push_to_hub:
             reporter.print(run_dir.push(config))
@@ -267,6 +284,7 @@ class _Loop:
     checkpoints: RunCheckpoints
     best: BestModel
     admission: Admission
+    ranks: Ranks
     last_eval: tuple[int, float | None] = (-1, None)  # step and loss of the last evaluation
     loss_before: float | None = None  # eval loss before the first step
     finished: bool = True  # logging, evaluating and saving are over after the last step
@@ -275,7 +293,7 @@ class _Loop:
         self.spikes = Spikes()
         self.first_step = FirstStep(self.model, self.optimizer, self.admission, self.reporter)
         self.non_finite = NonFinite(
-            self.model, self.objectives.training, self.tokenizer, self.config, self.run_dir, self.reporter
+            self.model, self.objectives.training, self.tokenizer, self.config, self.run_dir, self.reporter, self.ranks
         )
 
     def run(self, point: ResumePoint | None) -> RunResult:
@@ -295,7 +313,7 @@ class _Loop:
         elif not self.finished:
             self.finish_step(step)
         first = step + 1
-        while step < num_steps and not callbacks.control.stop and not self.best.stops:
+        while step < num_steps and not self.control.stop and not self.best.stops:
             self.stop_if_interrupted(step)
             step += 1
             with self.reporter.attempt("trace.json"):
@@ -331,6 +349,11 @@ class _Loop:
         return RunResult(
             run_dir.path, run_dir.model_dir, step, self.loss_before, loss_after, self.optimizer.num_skipped
         )
+
+    @property
+    def control(self) -> Control:
+        """The actions that callbacks request now, on any rank; any event may change them."""
+        return self.ranks.agree_on_control(self.callbacks.control)
 
     def restore(self, point: ResumePoint) -> int:
         """Take over the state of the loop from a checkpoint, and return the number of steps that are done."""
@@ -381,7 +404,8 @@ class _Loop:
                 self.checkpoints.save(step, self.state(step), best)
 
     def stop_if_interrupted(self, step: int) -> None:
-        """Save, log the steps so far and raise InterruptedRunError if a signal has arrived."""
+        """Save, log the steps so far and raise InterruptedRunError if a signal has arrived, at any rank."""
+        self.interrupts.requested = self.ranks.agree("the end of a step", self.interrupts.requested)
         if self.interrupts.requested:
             if self.config.save_on_signal and step > 0 and not self.run_dir.is_exported:
                 self.save_before_deadline(step)
@@ -474,6 +498,7 @@ class _Loop:
     def train_step(self, batch: Batch, step: int) -> None:
         """Run the forward pass, the backward pass and the update of a step."""
         seed_step(self.config.seed, step)
+        batch = self.ranks.with_totals(batch)
         loss = self.objectives.training(self.model, batch)
         if self.config.update_in_backward:  # the backward pass changes weights, so check the loss before it
             self.non_finite.finite_loss(loss, step, batch)
@@ -485,7 +510,8 @@ class _Loop:
         self.callbacks.after_update()
         for spike in self.spikes.add(value, self.optimizer.grad_norm):
             self.reporter.print(f"step {step}: spike: {spike}. Its rows: {shown_places(batch)}")
-        self.metrics.add(value, loss, batch, self.scheduler.get_last_lr()[0])
+        own = StepResult.of(value / self.ranks.size, loss, batch, self.config.per_device_train_batch_size)
+        self.metrics.add(self.ranks.total(own), self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.optimizer.zero_grad()
         self.reporter.advance(value)
@@ -494,18 +520,18 @@ class _Loop:
         """Log, evaluate, answer prompts and save after a step, as requested by intervals and callbacks."""
         intervals, callbacks = self.intervals, self.callbacks
         self.finished = False
-        if intervals.logs(step) or callbacks.control.log:
+        if intervals.logs(step) or self.control.log:
             self.log(step)
-        if intervals.evaluates(step) or callbacks.control.evaluate:
+        if intervals.evaluates(step) or self.control.evaluate:
             self.evaluate(step)
-        if intervals.samples(step) or (callbacks.control.stop and self.config.sample_prompts):
+        if intervals.samples(step) or (self.control.stop and self.config.sample_prompts):
             self.stop_if_interrupted(step)
             with self.metrics.exclude_from_timing(), self.reporter.attempt("answering sample_prompts"):
                 answers = self.prompts.answer(self.model, step)
                 self.reporter.show(answers)
                 self.run_dir.append_samples(answers)
         self.finished = True
-        if intervals.saves(step) or callbacks.control.save:
+        if intervals.saves(step) or self.control.save:
             self.save(step)
             callbacks.saved()
         self.checkpoints.report()
@@ -522,7 +548,7 @@ class _Loop:
 
                 line = evaluate_rows(
                     self.model, self.objectives.eval_sets, self.data.eval_sets, self.config.per_device_eval_batch_size,
-                    step, between_batches,
+                    step, between_batches, self.ranks,
                 )  # fmt: skip
             self.last_eval = step, None if line is None else line["eval_loss"]
             if line is not None:

@@ -8,14 +8,13 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from horizon_lm.data.loader import Batch
 from horizon_lm.errors import first_line
-from horizon_lm.objective.base import Loss
 from horizon_lm.planning.plan import Plan
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.resources import resident_bytes
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.printing import Printer, encodable, print_to_stdout
+from horizon_lm.training.ranks import StepResult
 from horizon_lm.visible import visible
 
 _SUMS = (  # what a checkpoint holds of `Metrics`
@@ -31,11 +30,9 @@ class Metrics:
         num_steps: steps of the run.
         steps_per_epoch: steps of one epoch.
         plan: the plan of the run, which measured speed and memory are compared with.
-        micro_batch_rows: rows or pairs whose token metrics have a mean of their own, as in TRL.
     """
 
-    def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan, micro_batch_rows: int) -> None:
-        self._micro_batch_rows = micro_batch_rows
+    def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan) -> None:
         self._num_steps, self._steps_per_epoch, self.plan = num_steps, steps_per_epoch, plan
         self._learning_rate = 0.0
         self.first_loss: float | None = None  # of the first and of the last line with a loss
@@ -77,20 +74,20 @@ class Metrics:
         yield
         self._excluded_seconds += time.perf_counter() - begun
 
-    def add(self, value: float, loss: Loss, batch: Batch, learning_rate: float) -> None:
-        """Add a step with its loss and the learning rate of its update."""
+    def add(self, result: StepResult, learning_rate: float) -> None:
+        """Add the result of a step and the learning rate of its update."""
         self._learning_rate = learning_rate
-        if math.isfinite(value):  # else the step was skipped
-            self._losses.append(value)
-            self._weight += loss.weight
-            for name, each in loss.metrics.items():
+        if math.isfinite(result.value):  # else the step was skipped
+            self._losses.append(result.value)
+            self._weight += result.weight
+            for name, each in result.metrics.items():
                 self._sums[name] = self._sums.get(name, 0.0) + each
-            for name, sums in loss.token_metrics.items():
-                self._token_means.setdefault(name, []).extend(sums.means(self._micro_batch_rows))
+            for name, means in result.token_means.items():
+                self._token_means.setdefault(name, []).extend(means)
         self._window_steps += 1
-        self._rows += len(batch.places)
-        self._window_trained += batch.num_trained
-        self._window_total += batch.num_tokens
+        self._rows += result.num_rows
+        self._window_trained += result.num_trained
+        self._window_total += result.num_tokens
 
     def line(self, step: int, optimizer: Any, model: Any, unit_norms: bool = False) -> dict[str, Any]:
         """Return a line of ``metrics.jsonl`` for the steps since the last line, and start new sums.

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from horizon_lm.config import RunConfig
@@ -12,6 +12,7 @@ from horizon_lm.objective.base import Loss, Objective
 from horizon_lm.training.bad_batches import save_bad_batch
 from horizon_lm.training.bad_rows import BadRows, find_bad_rows
 from horizon_lm.training.metrics import Reporter
+from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_dir import RunDir
 
 _MOST_SEARCHES = 10  # in a run that skips such steps: a search takes as long as a few steps
@@ -28,6 +29,7 @@ class NonFinite:
         config: settings of the run.
         run_dir: the folder of the run.
         reporter: prints a line for each skipped step.
+        ranks: the ranks of the run.
     """
 
     model: Any
@@ -36,12 +38,13 @@ class NonFinite:
     config: RunConfig
     run_dir: RunDir
     reporter: Reporter
+    ranks: Ranks = field(default_factory=Ranks)
     _loss: float = 0.0
     _num_searches: int = 0
 
     def finite_loss(self, loss: Loss, step: int, batch: Batch) -> float:
         """Return the loss as a number. Raise NonFiniteError if it is NaN or infinite, unless such steps are skipped."""
-        self._loss = float(loss.value.item())
+        self._loss = self.ranks.sum("the loss of a step", float(loss.value.item()))
         if not math.isfinite(self._loss) and self.config.non_finite == "raise":
             raise NonFiniteError(self._message(*self._explain(None, step, batch), step, batch))
         return self._loss
@@ -86,8 +89,8 @@ class NonFinite:
     def _search(self, batch: Batch, with_gradient: bool) -> BadRows | None:
         """Return the rows that cause it; None if they are unknown."""
         self._num_searches += 1
-        if self._num_searches > _MOST_SEARCHES:
-            return None
+        if self._num_searches > _MOST_SEARCHES or self.ranks.mesh is not None:
+            return None  # ranks would have to search equally long
         try:
             return find_bad_rows(self.model, self.objective, batch, with_gradient=with_gradient)
         except Exception:  # the step is rejected anyway, and its error must not be replaced by one of the search

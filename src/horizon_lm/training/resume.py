@@ -33,7 +33,7 @@ _FREE = {
 # Settings that change how the numbers of a step are rounded, and which elements dropout drops.
 _ROUNDING = {
     "device", "device_micro_batch_size", "head", "head_chunk_tokens", "mlp_chunk_tokens", "compile", "attn_implementation",
-    "per_device_train_batch_size", "gradient_accumulation_steps",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "dp_shard_size", "dp_replicate_size",
 }  # fmt: skip
 _OPEN = ("device_micro_batch_size", "head", "head_chunk_tokens")  # chosen by the plan, unless they are set
 _STATE: dict[str, tuple[type, ...]] = {

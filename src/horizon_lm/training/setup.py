@@ -123,11 +123,11 @@ def check_weights(config: RunConfig) -> list[str]:
     return check_folder(model, folder)
 
 
-def load_model(config: RunConfig, reads_weights: bool = True) -> Any:
+def load_model(config: RunConfig, reads_weights: bool = True, mesh: Any = None) -> Any:
     """Load the streamed model of a run in training mode. Warnings already returned by `check_weights` are
     not repeated.
 
-    Without ``reads_weights``, the weights are left for a checkpoint to restore.
+    Without ``reads_weights``, the weights are left for a checkpoint to restore. ``mesh``: the ranks that train together.
     """
     import transformers
 
@@ -137,7 +137,7 @@ def load_model(config: RunConfig, reads_weights: bool = True) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
-        model = _open(config, reads_weights)
+        model = _open(config, reads_weights, mesh)
     freeze(model, config.trainable)
     # Evaluation mode makes a model train without dropout and changes nothing else.
     return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
@@ -149,7 +149,7 @@ def reserve_buffers(model: Any, plan: Plan) -> None:
     model._horizon.engine.expect(batch)
 
 
-def _open(config: RunConfig, reads_weights: bool) -> Any:
+def _open(config: RunConfig, reads_weights: bool, mesh: Any) -> Any:
     from horizon_lm.engine import loading
     from horizon_lm.model.adapters import Adapters
     from horizon_lm.model.quantization import requested_quantization
@@ -166,6 +166,7 @@ def _open(config: RunConfig, reads_weights: bool) -> Any:
         adapters=adapters,
         quantization_config=requested_quantization(config),
         reads_weights=reads_weights or adapters is not None,  # a checkpoint has the adapters alone
+        device_mesh=mesh,
     )
 
 

@@ -1,0 +1,200 @@
+"""The processes of a run that torchrun has started, one for each device: what they agree on, and what each one does."""
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from horizon_lm.config import RunConfig
+from horizon_lm.data.loader import Batch
+from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.errors import ConfigError
+from horizon_lm.objective.base import Loss
+from horizon_lm.training.callbacks import Control
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step has given, on this rank or on all of them.
+
+    Attributes:
+        value: the loss.
+        weight: number of targets or pairs.
+        metrics: sums over targets or pairs, by name.
+        token_means: means of the micro-batches, by name.
+        num_rows, num_trained, num_tokens: rows, targets and tokens.
+    """
+
+    value: float
+    weight: float
+    metrics: Mapping[str, float]
+    token_means: Mapping[str, list[float]]
+    num_rows: int
+    num_trained: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, value: float, loss: Loss, batch: Batch, micro_batch_rows: int) -> "StepResult":
+        """Return the result of a batch.
+
+        Args:
+            value: the loss as a number.
+            loss: the loss.
+            batch: the batch.
+            micro_batch_rows: rows or pairs whose token metrics have a mean of their own, as in TRL.
+        """
+        if not batch.places:  # a stand-in for the rows that this rank did not get
+            return cls(value, 0.0, dict.fromkeys(loss.metrics, 0.0), {name: [] for name in loss.token_metrics}, 0, 0, 0)
+        means = {name: sums.means(micro_batch_rows) for name, sums in loss.token_metrics.items()}
+        return cls(
+            value, loss.weight, dict(loss.metrics), means, len(batch.places), batch.num_trained, batch.num_tokens
+        )
+
+
+class Ranks:
+    """Context manager: the ranks of a run. Without torchrun there is one, and nothing is exchanged.
+
+    Attributes:
+        mesh: the mesh of several ranks; None for one.
+        rank, size: the rank of this process, and the number of ranks.
+    """
+
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self.mesh = mesh
+        self.rank, self.size = (0, 1) if mesh is None else (mesh.rank, mesh.size)
+        self._folder: str | None = None
+        self._owns_group = False
+
+    @classmethod
+    def start(cls, config: RunConfig) -> "Ranks":
+        """Join the other processes of a run that torchrun has started.
+
+        Raises:
+            ConfigError: a setting is not supported with several processes.
+        """
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world == 1 or "RANK" not in os.environ:
+            return cls()
+        owns_group = not dist.is_initialized()
+        if owns_group:
+            if config.device.startswith("cuda"):
+                torch.cuda.set_device(config.device)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if config.device.startswith("cuda") else "gloo")
+        ranks = cls(Mesh(*_mesh_shape(config, world)))
+        ranks._owns_group = owns_group
+        _reject_unsupported(config, world)
+        return ranks
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._owns_group and dist.is_initialized() and error[0] is None:
+            dist.destroy_process_group()
+
+    @property
+    def is_first(self) -> bool:
+        """True for the rank that prints, and writes the folder of the run."""
+        return self.rank == 0
+
+    def own_settings(self, config: RunConfig) -> RunConfig:
+        """Return the settings of this rank: all but the first have a temporary folder, which is deleted at the end."""
+        if self.is_first:
+            return config
+        self._folder = tempfile.mkdtemp(prefix="horizon-lm-rank-")
+        changes = {"output_dir": os.path.join(self._folder, "run"), "report_to": [], "push_to_hub": False}
+        return config.model_copy(update=changes)
+
+    @contextmanager
+    def first_of_each_machine_first(self) -> Iterator[None]:
+        """Context manager: run this on the first rank of each machine, then on the others, which find its files."""
+        is_late = self.mesh is not None and os.environ.get("LOCAL_RANK", "0") != "0"
+        if is_late:
+            self.meet("the files of the first rank of this machine")
+        yield
+        if self.mesh is not None and not is_late:
+            self.meet("the files of the first rank of this machine")
+
+    def meet(self, place: str) -> None:
+        """Wait until all ranks are at the same place of the program."""
+        if self.mesh is not None:
+            self.mesh.exchange(place, None)
+
+    def agree(self, place: str, value: str) -> str:
+        """Return the first text of the ranks that is not empty."""
+        if self.mesh is None:
+            return value
+        return next((each for each in self.mesh.exchange(place, value) if each), "")
+
+    def agree_on_control(self, own: Control) -> Control:
+        """Return the actions that callbacks request on any rank."""
+        if self.mesh is None:
+            return own
+        flags = self.mesh.exchange("the requests of callbacks", astuple(own))
+        return Control(*map(any, zip(*flags, strict=True)))
+
+    def sum(self, place: str, value: float) -> float:
+        """Return the sum of a number over all ranks, in their order."""
+        return value if self.mesh is None else math.fsum(map(float, self.mesh.exchange(place, str(value))))
+
+    def with_totals(self, batch: Batch) -> Batch:
+        """Return this rank's batch of a step, with the number of targets of the whole step."""
+        if self.mesh is None:
+            return batch
+        total = sum(self.mesh.exchange("the targets of a step", batch.num_trained))
+        return replace(batch, num_trained_of_step=total)
+
+    def total(self, own: StepResult) -> StepResult:
+        """Return the result of a step on all ranks."""
+        if self.mesh is None:
+            return own
+        fields = (own.value, own.weight, own.metrics, own.token_means, own.num_rows, own.num_trained, own.num_tokens)
+        everyone = [StepResult(*each) for each in self.mesh.exchange("the result of a step", fields)]
+        return StepResult(
+            sum(each.value for each in everyone),
+            sum(each.weight for each in everyone),
+            {name: sum(each.metrics[name] for each in everyone) for name in own.metrics},
+            {name: [mean for each in everyone for mean in each.token_means[name]] for name in own.token_means},
+            sum(each.num_rows for each in everyone),
+            sum(each.num_trained for each in everyone),
+            sum(each.num_tokens for each in everyone),
+        )
+
+
+def local_device(name: str) -> str:
+    """Return the device of this process: with torchrun, each process of a machine has its own."""
+    local = os.environ.get("LOCAL_RANK")
+    return f"cuda:{local}" if name == "cuda" and local is not None else name
+
+
+def _mesh_shape(config: RunConfig, world: int) -> tuple[int, int]:
+    """Return the numbers of copies of the model, and of ranges of each copy."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    shard = config.dp_shard_size or (world // config.dp_replicate_size if config.dp_replicate_size else local)
+    replicate = config.dp_replicate_size or world // shard
+    if replicate * shard != world:
+        raise ConfigError(
+            f"dp_replicate_size {replicate} x dp_shard_size {shard} is not the number of processes, {world}; change one of them"
+        )
+    return replicate, shard
+
+
+def _reject_unsupported(config: RunConfig, world: int) -> None:
+    """Raise ConfigError for a setting that several processes do not support yet."""
+    for name, is_set, remedy in (
+        ("save_strategy", config.save_strategy != "no" and not config.save_only_model, "set save_strategy: no, or save_only_model: true"),
+        ("use_peft", config.use_peft, "train the adapters with one process"),
+        ("check_gradients", bool(config.check_gradients), "check with one process"),
+        ("load_best_model_at_end", config.load_best_model_at_end, "leave it out"),
+    ):  # fmt: skip
+        if is_set:
+            raise ConfigError(f"{name} is not supported with {world} processes yet; {remedy}")

@@ -1,0 +1,162 @@
+"""Runs of several ranks: the losses of one process, for each objective, and one folder with one model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import horizon_lm
+from horizon_lm.data.dealing import deal
+from tests.distributed.pool import Pool
+from tests.e2e import resuming, tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("runs")
+    settings = resuming.settings(folder, Path(tiny.save_model(folder / "model")))
+    return settings | {"save_strategy": "no", "precision": "float32", "logging_steps": 1, "max_steps": 6}
+
+
+def run_as_rank(rank: int, world: int, settings: dict[str, Any]) -> None:
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+    }  # fmt: skip
+    try:
+        horizon_lm.train(settings)
+    finally:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same(ranks: Path, one: Path, tolerance: float = 1e-5) -> None:
+    """Compare all losses, token counts and metrics, and the trained weights."""
+    found, expected = lines_of(ranks), lines_of(one)
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in (
+            "loss",
+            "grad_norm",
+            "eval_loss",
+            "rewards/margins",
+            "rows_seen",
+            "tokens_trained",
+            "tokens_total",
+        ):
+            if name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (ours["step"], name)
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (ranks, one)]
+    for name, value in weights[1].items():
+        assert torch.allclose(weights[0][name], value, atol=3e-4), name
+
+
+def pairs(folder: Path) -> dict[str, Any]:
+    rows = [
+        {"prompt": f"Night {n}? ", "chosen": "The keeper counts the stars." * (1 + n % 3), "rejected": "Rain."}
+        for n in range(14)
+    ]
+    path = tiny.write_jsonl(folder / "pairs.jsonl", rows)
+    return {"objective": "dpo", "datasets": [{"path": str(path)}], "learning_rate": 1e-3}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "sft": {"per_device_train_batch_size": 2},
+    "micro-batches": {"per_device_train_batch_size": 2, "device_micro_batch_size": 1},
+    "three ranks": {"world": 3, "per_device_train_batch_size": 2},
+    "copies": {"world": 4, "per_device_train_batch_size": 1, "dp_replicate_size": 2},
+    "packed": {"objective": "pretrain", "packing": True, "max_length": 32, "per_device_train_batch_size": 2},
+    "dft": {"loss_type": "dft", "per_device_train_batch_size": 2},
+    "dpo": {"objective": "dpo", "per_device_train_batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_of_one_process(pool: Pool, base: dict[str, Any], tmp_path: Path, name: str) -> None:
+    """The last step of each epoch has too few rows for some of the ranks."""
+    settings = base | CASES[name]
+    world = settings.pop("world", 2)
+    if settings["objective"] == "dpo":
+        settings |= pairs(tmp_path)
+    if settings["objective"] == "pretrain":
+        texts = [{"text": "The keeper counts the stars. " * (1 + n % 4)} for n in range(14)]
+        settings |= {
+            "datasets": [{"path": str(tiny.write_jsonl(tmp_path / "texts.jsonl", texts))}],
+            "sample_prompts": None,
+        }
+        settings = {name: value for name, value in settings.items() if not name.startswith("sample_")}
+    pool.run(world, run_as_rank, world, settings | {"output_dir": str(tmp_path / "ranks")})
+    rows = settings["per_device_train_batch_size"] * world
+    alone = {name: value for name, value in settings.items() if not name.startswith("dp_")}
+    alone |= {"per_device_train_batch_size": rows, "output_dir": str(tmp_path / "one")}
+    horizon_lm.train(alone, print_fn=lambda line: None)
+    assert_same(tmp_path / "ranks", tmp_path / "one")
+
+
+def test_torchrun(base: dict[str, Any], tmp_path: Path) -> None:
+    """The command under torchrun: one folder, one set of lines, and no folder of another rank is left."""
+    settings = base | {"per_device_train_batch_size": 2, "output_dir": str(tmp_path / "run"), "max_steps": 2}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "tmp").mkdir()
+    done = subprocess.run(
+        [*command, "-m", "horizon_lm", "train", str(tmp_path / "run.yaml")],
+        env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("step 1/2") == 1
+    assert not list((tmp_path / "tmp").glob("horizon-lm-rank-*"))
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "unit", "ranks", "expected"),
+    [
+        ([5, 5, 5, 5], 1, 2, [2, 2]),
+        ([100, 1, 1, 1, 1, 1], 1, 3, [1, 2, 2]),  # no more than two for each
+        ([9, 9, 1, 1], 1, 2, [2, 2]),
+        ([1, 1], 1, 4, [1, 1, 0, 0]),
+        ([3] * 7, 2, 3, [2, 2, 3]),
+        ([3], 1, 2, [1, 0]),
+    ],
+)
+def test_rows_are_dealt(tokens: list[int], unit: int, ranks: int, expected: list[int]) -> None:
+    parts = deal(tokens, unit, ranks)
+    assert [row for part in parts for row in part] == list(range(len(tokens)))
+    assert len(parts) == ranks
+    if sum(expected) == len(tokens):
+        assert list(map(len, parts)) == expected
+    assert max(map(len, parts)) <= -(-len(tokens) // unit // ranks) * unit + unit
+    assert all(part.start % unit == 0 for part in parts if part)
+
+
+def rejected(rank: int, settings: dict[str, Any]) -> str:
+    with pytest.raises(horizon_lm.errors.ConfigError) as error:
+        run_as_rank(rank, 2, settings)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"save_strategy": "steps"}, "save_strategy is not supported with 2 processes yet"),
+        ({"dp_shard_size": 3}, "dp_replicate_size 0 x dp_shard_size 3 is not the number of processes, 2"),
+        ({"use_peft": True, "lora_target_modules": ["q_proj"]}, "use_peft is not supported"),
+    ],
+)
+def test_bad_settings(pool: Pool, base: dict[str, Any], tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
+    for error in pool.run(2, rejected, base | settings | {"output_dir": str(tmp_path / "run")}):
+        assert problem in error
