@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 import horizon_lm
 from horizon_lm.data.dealing import deal
+from horizon_lm.errors import InterruptedRunError
 from tests.distributed.pool import Pool
 from tests.e2e import resuming, tiny
 
@@ -27,12 +31,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return settings | {"save_strategy": "no", "precision": "float32", "logging_steps": 1, "max_steps": 6}
 
 
-def run_as_rank(rank: int, world: int, settings: dict[str, Any]) -> None:
+def run_as_rank(rank: int, world: int, settings: dict[str, Any], callbacks: Sequence[Any] = ()) -> None:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
     }  # fmt: skip
     try:
-        horizon_lm.train(settings)
+        horizon_lm.train(settings, callbacks=callbacks)
     finally:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
@@ -105,6 +109,34 @@ def test_losses_of_one_process(pool: Pool, base: dict[str, Any], tmp_path: Path,
     assert_same(tmp_path / "ranks", tmp_path / "one")
 
 
+def interrupted(rank: int, world: int, settings: dict[str, Any], stop_after: int) -> str:
+    """Train until a signal reaches one of the ranks during a step."""
+
+    class Signal(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if rank == world - 1 and state.global_step == stop_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(InterruptedRunError) as error:
+        run_as_rank(rank, world, settings, [Signal()])
+    return str(error.value)
+
+
+def test_runs_go_on_with_other_numbers_of_ranks(pool: Pool, base: dict[str, Any], tmp_path: Path) -> None:
+    """A signal to one rank of four saves and ends all; two go on, then three, as one that was not interrupted."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    settings = base | saving | {"per_device_train_batch_size": 1, "output_dir": str(tmp_path / "ranks"), "max_steps": 8}
+    for world, stop_after in ((4, 3), (2, 5)):
+        for error in pool.run(world, interrupted, world, settings, stop_after):
+            assert "by SIGTERM" in error
+        assert (tmp_path / "ranks" / f"checkpoint-{stop_after}" / "manifest.json").is_file()
+    pool.run(3, run_as_rank, 3, settings)
+    alone = settings | {"per_device_train_batch_size": 4, "output_dir": str(tmp_path / "one")}
+    horizon_lm.train(alone, print_fn=lambda line: None)
+    assert_same(tmp_path / "ranks", tmp_path / "one")
+    assert sorted(path.name for path in (tmp_path / "ranks").glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
+
+
 def test_torchrun(base: dict[str, Any], tmp_path: Path) -> None:
     """The command under torchrun: one folder, one set of lines, and no folder of another rank is left."""
     settings = base | {"per_device_train_batch_size": 2, "output_dir": str(tmp_path / "run"), "max_steps": 2}
@@ -152,7 +184,6 @@ def rejected(rank: int, settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"save_strategy": "steps"}, "save_strategy is not supported with 2 processes yet"),
         ({"dp_shard_size": 3}, "dp_replicate_size 0 x dp_shard_size 3 is not the number of processes, 2"),
         ({"use_peft": True, "lora_target_modules": ["q_proj"]}, "use_peft is not supported"),
     ],

@@ -19,6 +19,7 @@ class Training:
 
     Attributes:
         replicate, shard: the mesh.
+        steps, first: number of steps, and of steps before them.
         equal: all ranks compute the same rows; otherwise each has its own.
         settings: of `horizon_lm.stream`.
         optimizer: of `horizon_lm.AdamW`.
@@ -29,6 +30,7 @@ class Training:
     replicate: int = 1
     shard: int = 2
     steps: int = 3
+    first: int = 0
     equal: bool = False
     family: str = "llama"
     settings: dict[str, Any] = field(default_factory=dict)
@@ -90,7 +92,7 @@ def alone(training: Training) -> Outcome:
 def train(model: Any, optimizer: Any, training: Training, ranks: list[int]) -> Outcome:
     losses, norms = [], []
     engine = model._horizon.engine
-    for step in range(training.steps):
+    for step in range(training.first, training.first + training.steps):
         horizon_lm.synchronize(model)
         engine.device.counters.moved.clear()
         batches = batches_of(training, step)

@@ -1,6 +1,7 @@
 """Save and load the whole state of a training: weights, low halves, moments, and what the caller adds."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from horizon_lm.checkpoints.frozen_base import hash_base, require_base, write_adapter_configs
 from horizon_lm.checkpoints.manifest import Manifest, read_json, read_manifest, require_hash, verify
+from horizon_lm.checkpoints.part_reader import PartReader, unit_of
 from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
 from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file, write_json
 from horizon_lm.checkpoints.unit_file import UNITS, UnitFile, hash_file, read_into, require_tensors
@@ -98,8 +100,16 @@ def save_checkpoint(
         return Manifest(step, store.precision.name, moments, dtypes, files, entries, base)
 
     base, files = hash_base(store), _unit_files(engine, optimizer)
-    writer = CheckpointWriter(folder, files, describe, fill, published, disk, rate_limit or RateLimit(None))
-    writer.prepare(lambda part: _write_side_files(engine, part, add_files, disk))
+    num_ranks = store.shard.count
+    rank = 0 if engine.mesh is None else engine.mesh.rank
+    if rank >= num_ranks:  # of another copy of the model, which the first one saves
+        files = {}
+    writer = CheckpointWriter(
+        folder, files, describe, fill, published, disk, rate_limit or RateLimit(None), rank, num_ranks
+    )
+    _prepare(writer, engine, lambda part: _write_side_files(engine, part, add_files, disk))
+    if not files:
+        return writer.end()
     if engine.device_lost:  # nothing changes any more, so no update has to wait
         writer.write_units()
     else:
@@ -110,6 +120,22 @@ def save_checkpoint(
     if wait:
         writer.saving.wait()
     return writer.saving
+
+
+def _prepare(writer: CheckpointWriter, engine: Engine, add_files: Callable[[Path], None]) -> None:
+    """Create the folder of a checkpoint. With several ranks, the first one does; all raise an error if it cannot."""
+    mesh, problem = engine.mesh, ""
+    try:
+        if mesh is None or mesh.rank == 0:
+            writer.prepare(add_files)
+    except OSError as error:
+        problem = first_line(error)
+        raise
+    finally:
+        if mesh is not None:
+            problem = mesh.exchange("the folder of a checkpoint", problem)[0]
+    if problem:
+        raise OSError(f"rank 0 cannot write the checkpoint: {problem}")
 
 
 def load_checkpoint(
@@ -158,16 +184,21 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: AdamW | Non
     content, buffers = read_state(folder), read_tensors(folder / BUFFERS)
     require_random_state(content["random"])
     files = _unit_files(engine, optimizer)
+    is_cut = not store.shard.is_whole or any(each.length != math.prod(each.shape) for each in manifest.tensors)
+    reader = PartReader(folder, manifest)
     for unit, file in files.items():
-        require_tensors(folder / _name(unit), file)
+        reader.require(file) if is_cut else require_tensors(folder / _name(unit), file)
     _require_buffers(folder, buffers, engine)
     with torch.no_grad():
         engine.drain()
         if optimizer is not None:
             optimizer.load_scalars(content["optimizer"])
         with ThreadPoolExecutor(DISK_THREADS) as threads:
-            for name, found in threads.map(lambda unit: _read_unit(folder, unit, files[unit]), files):
-                require_hash(folder, manifest, name, found)
+            if is_cut:
+                list(threads.map(reader.read, files.values()))
+            else:
+                for name, found in threads.map(lambda unit: _read_unit(folder, unit, files[unit]), files):
+                    require_hash(folder, manifest, name, found)
         for name, value in buffers.items():
             _buffers(engine)[name].copy_(value)
     store.source_dtypes.update({name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()})
@@ -225,8 +256,8 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Ad
             f"{folder} was saved with moments {manifest.moments}, and this optimizer has {optimizer.moments.kind}; use the same"
         )
     require_base(folder, manifest, store)
-    saved = {name for name in manifest.files if name.startswith(f"{UNITS}/")}
-    if saved != (expected := {_name(unit) for unit in _unit_files(engine, None)}):
+    saved = {unit_of(name) for name in manifest.files if name.startswith(f"{UNITS}/")}
+    if saved != (expected := set(_unit_files(engine, None))):
         raise ConfigError(
             f"{folder} has {len(saved)} units, and this model has {len(expected)}; it is of another model"
         )

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,16 @@ import torch
 from safetensors import safe_open
 
 from horizon_lm.checkpoints.checkpoint import ARRAYS, BUFFERS, read_state, read_tensors
-from horizon_lm.checkpoints.manifest import Manifest, read_manifest, verify
+from horizon_lm.checkpoints.manifest import Manifest, TensorEntry, read_manifest, verify
+from horizon_lm.checkpoints.part_reader import unit_of
 from horizon_lm.checkpoints.saving import STATE
-from horizon_lm.checkpoints.unit_file import LOW, UNITS
+from horizon_lm.checkpoints.unit_file import LOW
 from horizon_lm.disk import Disk, replace_folder
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hub
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
 from horizon_lm.model.units import find_parts
+from horizon_lm.shards import WHOLE
 from horizon_lm.store.checkpoint_writer import save_pretrained
 from horizon_lm.store.precision import join_master
 from horizon_lm.store.store import SlabLayout
@@ -25,10 +28,10 @@ _OWN = (STATE, BUFFERS, ARRAYS, "config.json", "generation_config.json", "run.ya
 
 
 class _Unit:
-    """The tensors of a unit in its file."""
+    """The tensors of a unit."""
 
-    def __init__(self, path: Path, shapes: dict[str, torch.Size]) -> None:
-        self.path, self.layout = path, SlabLayout(shapes)
+    def __init__(self, shapes: dict[str, torch.Size]) -> None:
+        self.layout = SlabLayout(shapes)
 
 
 class _CheckpointStore:
@@ -36,12 +39,15 @@ class _CheckpointStore:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         shapes: dict[str, dict[str, torch.Size]] = {}
+        self._folder, self._parts = folder, dict[str, list[TensorEntry]]()
         for each in manifest.tensors:
+            self._parts.setdefault(each.tensor, []).append(each)
             if each.tensor in manifest.dtypes:
-                shapes.setdefault(each.file, {})[each.tensor] = torch.Size(each.shape)
-        self.units = {file.removeprefix(f"{UNITS}/"): _Unit(folder / file, found) for file, found in shapes.items()}
+                shapes.setdefault(unit_of(each.file), {})[each.tensor] = torch.Size(each.shape)
+        self.units = {unit: _Unit(found) for unit, found in shapes.items()}
         self.unit_of = {name: unit for unit, each in self.units.items() for name in each.layout}
         self.source_dtypes = {name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()}
+        self.shard = WHOLE
         self.codecs: Mapping[str, Any] = {}  # a checkpoint has no quantized weights
         self._has_low = manifest.precision == "fp32_master"
 
@@ -53,12 +59,21 @@ class _CheckpointStore:
 
     def master(self, name: str) -> torch.Tensor:
         weight = self._read(name)
-        return join_master(weight, self._read(name + LOW, name)) if self._has_low else weight.float()
+        return join_master(weight, self._read(name + LOW)) if self._has_low else weight.float()
 
-    def _read(self, tensor: str, name: str | None = None) -> torch.Tensor:
-        with safe_open(self.units[self.unit_of[name or tensor]].path, "pt") as file:
-            found: torch.Tensor = file.get_tensor(tensor)
-        return found
+    def whole(self, unit: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _read(self, tensor: str) -> torch.Tensor:
+        """Return a tensor, joined from the parts that several ranks have written."""
+        parts = []
+        for each in sorted(self._parts[tensor], key=lambda each: each.start):
+            with safe_open(self._folder / each.file, "pt") as file:
+                parts.append(file.get_tensor(tensor))
+        if len(parts) == 1:
+            found: torch.Tensor = parts[0]
+            return found
+        return torch.cat([part.reshape(-1) for part in parts]).view(self._parts[tensor][0].shape)
 
 
 def export_checkpoint(

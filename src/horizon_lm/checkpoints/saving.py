@@ -12,44 +12,68 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from horizon_lm.checkpoints.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
+from horizon_lm.checkpoints.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, read_json
 from horizon_lm.checkpoints.unit_file import LOW, UNITS, WEIGHT, Part, Section, UnitFile, hash_file
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.device.transfers import Link, Move
-from horizon_lm.disk import Disk, part_of, publish_folder
+from horizon_lm.disk import Disk, part_of, publish_folder, write_file
+from horizon_lm.errors import first_line
 from horizon_lm.optim.moments import Moments
 from horizon_lm.store.store import SlabLayout, Store
 
 STATE = "training_state.json"
+_POLL_SECONDS = 0.02  # until the other ranks have written their parts
+
+
+def file_name(unit: str, rank: int, num_ranks: int) -> str:
+    """Return the path of a unit's file inside a checkpoint: one for each rank that owns a part of the unit."""
+    return f"{UNITS}/{unit}.safetensors" if num_ranks == 1 else f"{UNITS}/{unit}.rank{rank}.safetensors"
+
+
+def _handover(rank: int) -> str:
+    return f"rank{rank}.json"
 
 
 def unit_file(store: Store, moments: Moments | None, unit: str) -> UnitFile:
     """Return the layout of a unit's file."""
     slabs = store.units[unit]
-    sections = [Section(WEIGHT, slabs.weights, _parts(slabs.layout))]
+    used = [(WEIGHT, slabs.weights, _parts(slabs.layout), slabs.own)]
     if slabs.low is not None:
-        sections.append(Section(LOW, slabs.low, _parts(slabs.layout)))
+        used.append((LOW, slabs.low, _parts(slabs.layout), slabs.own))
     if moments is not None:
         own, layout = moments.units[unit], slabs.grad_layout
         scales = {name: Part(s, (moments.num_blocks(unit, layout, name),)) for name, s in own.scale_starts.items()}
-        sections += [
-            Section(".exp_avg", own.first, _parts(layout)),
-            Section(".exp_avg_sq", own.second, _parts(layout)),
-            Section(".exp_avg_scale", own.scale1, scales),
-            Section(".exp_avg_sq_scale", own.scale2, scales),
+        used += [
+            (".exp_avg", own.first, _parts(layout), slabs.own_grads),
+            (".exp_avg_sq", own.second, _parts(layout), slabs.own_grads),
+            (".exp_avg_scale", own.scale1, scales, own.own_scales),
+            (".exp_avg_sq_scale", own.scale2, scales, own.own_scales),
         ]
-    return UnitFile(sections)
+    if store.shard.is_whole:
+        return UnitFile([Section(suffix, slab, parts) for suffix, slab, parts, _ in used])
+    return UnitFile([Section(suffix, slab, _cut(parts, part), part) for suffix, slab, parts, part in used])
 
 
 def _parts(layout: SlabLayout) -> dict[str, Part]:
     return {name: Part(entry.offset, tuple(entry.shape)) for name, entry in layout.entries.items()}
+
+
+def _cut(parts: Mapping[str, Part], used: slice) -> dict[str, Part]:
+    """Return the tensors of a slab, or parts of them, that lie in a range of it."""
+    found = {}
+    for name, part in parts.items():
+        start, stop = max(part.start, used.start), min(part.start + part.numel, used.stop)
+        if start < stop:
+            is_whole = stop - start == part.numel
+            found[name] = part if is_whole else Part(start, (stop - start,), start - part.start, part.shape)
+    return found
 
 
 class RateLimit:
@@ -121,6 +145,8 @@ class CheckpointWriter:
         published: called when the checkpoint is on disk.
         disk: file operations.
         rate_limit: limits the bytes per second.
+        rank, num_ranks: the rank of this process, and the number of ranks that write a part of the checkpoint. The first one
+            writes the manifest, once the others have handed over what they wrote.
     """
 
     def __init__(
@@ -132,7 +158,10 @@ class CheckpointWriter:
         published: Callable[[], None],
         disk: Disk,
         rate_limit: RateLimit,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
         self.saving = Saving(folder, sum(file.num_bytes for file in files.values()))
         self._part = part_of(folder)
         self._files, self._describe, self._fill, self._published = files, describe, fill, published
@@ -152,6 +181,11 @@ class CheckpointWriter:
             self.abandon(error)
             self.discard()
             raise
+
+    def end(self) -> Saving:
+        """End a checkpoint of which this process writes nothing."""
+        self.saving._done.set()
+        return self.saving
 
     def moves(self) -> dict[str, list[Move]]:
         """Return the moves that write each unit's file."""
@@ -209,7 +243,7 @@ class CheckpointWriter:
             self._finish()
 
     def _write_file(self, unit: str, file: UnitFile) -> Iterator[None]:
-        name, digest = f"{UNITS}/{unit}.safetensors", xxhash.xxh3_128()
+        name, digest = file_name(unit, self._rank, self._num_ranks), xxhash.xxh3_128()
         with self._disk.create(self._part / name, direct=True) as output:
             for chunk in file.chunks():
                 if self.saving.error is not None:
@@ -236,18 +270,50 @@ class CheckpointWriter:
     def _publish(self) -> None:
         """Write the other files and the manifest, make everything durable, and give the folder its name."""
         part, disk, folder = self._part, self._disk, self.saving.folder
+        if self._rank:
+            entries = [asdict(entry) for unit in self._files for entry in self._tensors[unit]]
+            files = {name: asdict(entry) for name, entry in self._entries.items()}
+            write_file(disk, part / _handover(self._rank), json.dumps({"files": files, "tensors": entries}).encode())
+            return
+        others = self._take_over()
         self._fill(part)
         for path in sorted(path for path in part.rglob("*") if path.is_file()):
             name = path.relative_to(part).as_posix()
             if name not in self._entries:
                 self._entries[name] = FileEntry(path.stat().st_size, hash_file(path))
-        tensors = [entry for unit in self._files for entry in self._tensors[unit]]
+        tensors = [entry for unit in self._files for entry in self._tensors[unit]] + others
         with disk.create(part / MANIFEST) as output:
             output.write(self._describe(self._entries, tensors).to_json())
         publish_folder(disk, folder)
         self._published()
 
+    def _take_over(self) -> list[TensorEntry]:
+        """Wait until the other ranks have written their parts, and return their tensors.
+
+        Raises:
+            OSError: another rank could not write its part.
+        """
+        tensors = []
+        for rank in range(1, self._num_ranks):
+            path = self._part / _handover(rank)
+            while not path.is_file():
+                if self.saving.error is not None:
+                    raise self.saving.error
+                time.sleep(_POLL_SECONDS)
+            content = read_json(path)
+            if "error" in content:
+                raise OSError(f"rank {rank} could not write its part: {content['error']}")
+            self._entries |= {name: FileEntry(**entry) for name, entry in content["files"].items()}
+            tensors += [TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["tensors"]]
+            self._disk.remove(path)
+        return tensors
+
     def _remove(self) -> None:
+        if self._rank:  # the first rank removes the folder
+            with suppress(OSError):
+                content = json.dumps({"error": first_line(self.saving.error) if self.saving.error else "stopped"})
+                write_file(self._disk, self._part / _handover(self._rank), content.encode())
+            return
         try:
             self._disk.remove(self._part)
         except OSError:
@@ -285,10 +351,11 @@ class _WriteChunk:
 
 
 def _tensor_entries(name: str, file: UnitFile) -> Iterable[TensorEntry]:
-    hashes = file.hashes()
+    hashes, parts = file.hashes(), file.parts()
     for tensor, entry in file.entries.items():
-        length = math.prod(entry.shape)
-        yield TensorEntry(name, tensor, 0, length, entry.dtype, entry.shape, entry.start, hashes[tensor])
+        part, length = parts[tensor], math.prod(entry.shape)
+        shape = part.whole or entry.shape
+        yield TensorEntry(name, tensor, part.first, length, entry.dtype, shape, entry.start, hashes[tensor])
 
 
 def write_json(disk: Disk, path: Path, content: Any) -> None:

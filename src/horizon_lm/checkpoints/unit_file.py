@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import xxhash
 
+from horizon_lm.constants import PAGE
 from horizon_lm.errors import ConfigError
 from horizon_lm.quantities import page_aligned
 
@@ -32,10 +33,19 @@ _PADDING = ".padding"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor inside a slab: its first element and its shape."""
+    """A tensor inside a slab, or the part of one that a rank owns.
+
+    Attributes:
+        start: its first element in the slab.
+        shape: its shape; a part is flat.
+        first: its first element in the whole tensor.
+        whole: the shape of the whole tensor; None for a whole one.
+    """
 
     start: int
     shape: tuple[int, ...]
+    first: int = 0
+    whole: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -51,20 +61,32 @@ class Section:
         suffix: added to the names of parameters, for example ``.exp_avg``.
         slab: the slab, 1-D, at the start of a page; the rest of its last page belongs to it.
         parts: the tensors by the names of their parameters, in the order in which they lie in the slab.
+        used: the elements of the slab that this rank owns; None for all.
     """
 
     suffix: str
     slab: torch.Tensor
     parts: Mapping[str, Part]
+    used: slice | None = None
+
+    @property
+    def first_byte(self) -> int:
+        """The byte of the slab at which the section begins: that of a page."""
+        start = 0 if self.used is None else self.used.start
+        return start * self.slab.element_size() // PAGE * PAGE
 
     @property
     def num_bytes(self) -> int:
         """The bytes in a file: whole pages."""
-        return page_aligned(self.slab.numel() * self.slab.element_size())
+        if self.used is not None and self.used.start >= self.used.stop:
+            return 0
+        stop = self.slab.numel() if self.used is None else self.used.stop
+        return page_aligned(stop * self.slab.element_size()) - self.first_byte
 
     def memory(self) -> memoryview:
         """Return the pages of the slab as bytes."""
-        return memoryview((ctypes.c_uint8 * self.num_bytes).from_address(self.slab.data_ptr())).cast("B")
+        address = self.slab.data_ptr() + self.first_byte
+        return memoryview((ctypes.c_uint8 * self.num_bytes).from_address(address)).cast("B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +126,10 @@ class UnitFile:
         """The size of the file."""
         return len(self.header) + sum(section.num_bytes for section in self.sections)
 
+    def parts(self) -> dict[str, Part]:
+        """Return the part of each tensor by its name in the file."""
+        return {name + section.suffix: part for section in self.sections for name, part in section.parts.items()}
+
     def chunks(self) -> Iterator[memoryview]:
         """Yield the contents of the file in order: whole pages at page-aligned addresses."""
         header = mmap.mmap(-1, len(self.header))
@@ -120,7 +146,8 @@ class UnitFile:
         for section in self.sections:
             memory, size = section.memory(), section.slab.element_size()
             for name, part in section.parts.items():
-                found[name + section.suffix] = memory[part.start * size : (part.start + part.numel) * size]
+                start = part.start * size - section.first_byte
+                found[name + section.suffix] = memory[start : start + part.numel * size]
         return found
 
     def hashes(self) -> dict[str, str]:
@@ -132,7 +159,7 @@ class UnitFile:
             size, end = section.slab.element_size(), position + section.num_bytes
             first = position
             for name, part in section.parts.items():
-                start = first + part.start * size
+                start = first + part.start * size - section.first_byte
                 if start > position:
                     yield f"{_PADDING}.{number}.{name}", Entry("U8", (start - position,), position, start - position)
                 num_bytes = part.numel * size

@@ -21,6 +21,7 @@ class UnitMoments:
 
     Attributes:
         scale_starts: index of the first scale of each parameter.
+        own_scales: the range of the scales that belongs to this rank.
     """
 
     first: torch.Tensor
@@ -28,6 +29,7 @@ class UnitMoments:
     scale1: torch.Tensor
     scale2: torch.Tensor
     scale_starts: dict[str, int]
+    own_scales: slice
 
 
 class Moments:
@@ -57,7 +59,7 @@ class Moments:
         for unit, (starts, count) in scales.items():
             first, second = (arena.take(layouts[unit].numel, dtype, own[unit]) for arena in arenas)
             scale1, scale2 = (arena.take(count, torch.float32, own_scales[unit]) for arena in scale_arenas)
-            self.units[unit] = UnitMoments(first, second, scale1, scale2, starts)
+            self.units[unit] = UnitMoments(first, second, scale1, scale2, starts, own_scales[unit])
 
     def _own_scales(self, slabs: UnitSlabs, starts: dict[str, int], count: int) -> slice:
         """Return the range of a unit's scales that belongs to this rank's range of its moments."""

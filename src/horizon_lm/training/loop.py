@@ -36,12 +36,12 @@ from horizon_lm.training.resume import (
     apply_settings,
     choice_warnings,
     data_position,
-    find_resume_point,
     model_settings,
     reading,
     require_same_model,
     require_same_rows,
     rounding_warnings,
+    rows_per_step,
     settings_of,
 )
 from horizon_lm.training.rows import RunData, load_data
@@ -193,13 +193,10 @@ def _train(
     callbacks: Sequence[Any],
     print_fn: Callable[[str], None] | None,
 ) -> RunResult:
-    given, (point, lines) = config, find_resume_point(config)
-    if point is not None and ranks.mesh is not None:
-        raise ConfigError(f"{point.folder} cannot be resumed with {ranks.size} processes yet; use one")
-    ranks.meet("the search for checkpoints")
+    given, (point, lines) = config, ranks.find_resume_point(config)
     config = ranks.own_settings(config)
     if point is not None:
-        config, changes = apply_settings(config, point)
+        config, changes = apply_settings(config, point, ranks.size)
         lines += changes
     run_dir = RunDir(config, resumes=point is not None)
     handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
@@ -210,7 +207,7 @@ def _train(
         tokenizer = load_tokenizer(config)
         reporter.print(*check_weights(config))
         with ranks.first_of_each_machine_first():
-            data = load_data(config, tokenizer, ranks.rank, ranks.size)
+            data = load_data(config, tokenizer, rows_per_step(point, given, ranks.size), ranks.rank, ranks.size)
         for prepared in data.parts:
             reporter.print(*prepared.lines())
             reject_errors(prepared.findings)
@@ -248,7 +245,7 @@ def _train(
         check_gradients(model, objectives, data.loader.batch(0), config, reporter)
         checkpoints = RunCheckpoints(
             config, run_dir.path, reporter.print, model, optimizer,
-            lambda part: write_side_files(part, tokenizer, run_dir.settings), objectives.reference, point,
+            lambda part: write_side_files(part, tokenizer, run_dir.settings), objectives.reference, point, ranks,
         )  # fmt: skip
         result = _Loop(
             given, config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
@@ -379,6 +376,7 @@ class _Loop:
         """Return the state of the loop after a step as plain data, for `restore`."""
         return {
             "step": step,
+            "rows_per_step": self.data.loader.sampler.rows_per_step,
             "num_steps": self.intervals.num_steps,
             "finished": self.finished,
             "config": settings_of(self.given),
@@ -414,7 +412,8 @@ class _Loop:
 
     def save_before_deadline(self, step: int) -> None:
         """Write a checkpoint after a signal, unless it would take longer than ``save_on_signal_seconds``."""
-        limit, expected = self.config.save_on_signal_seconds, self.checkpoints.seconds()
+        limit = self.config.save_on_signal_seconds
+        expected = self.ranks.of_first("the expected time of a checkpoint", self.checkpoints.seconds())
         if limit is not None and expected is not None and expected > limit:
             self.reporter.print(
                 f"no checkpoint of step {step}: it would take about {format_seconds(expected)}, and save_on_signal_seconds is "
@@ -462,7 +461,7 @@ class _Loop:
                     self.model._horizon.engine.settle_without_device()
                 # A step whose update has begun is neither done nor undone for the loop.
                 is_whole = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
-                if done and is_whole:
+                if done and is_whole and self.ranks.mesh is None:  # other ranks may be gone, or elsewhere
                     self.save(done)
                     self.checkpoints.wait()
             if lost:

@@ -7,7 +7,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.errors import ConfigError
 from horizon_lm.objective.base import Loss
 from horizon_lm.training.callbacks import Control
+from horizon_lm.training.resume import ResumePoint, find_resume_point, reopen
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,26 @@ class Ranks:
         changes = {"output_dir": os.path.join(self._folder, "run"), "report_to": [], "push_to_hub": False}
         return config.model_copy(update=changes)
 
+    def find_resume_point(self, config: RunConfig) -> tuple[ResumePoint | None, list[str]]:
+        """Find the checkpoint to go on from (`resume.find_resume_point`). The first rank searches, and verifies it.
+
+        Raises:
+            ConfigError: as there, on all ranks.
+        """
+        if self.mesh is None:
+            return find_resume_point(config)
+        point, lines, problem = None, list[str](), ""
+        if self.is_first:
+            try:
+                point, lines = find_resume_point(config)
+            except ConfigError as error:
+                problem = str(error)
+        folder = None if point is None else str(point.folder)
+        folder, lines, problem = self.of_first("the search for checkpoints", [folder, lines, problem])
+        if problem:
+            raise ConfigError(problem)
+        return (None if folder is None else point or reopen(Path(folder))), lines
+
     @contextmanager
     def first_of_each_machine_first(self) -> Iterator[None]:
         """Context manager: run this on the first rank of each machine, then on the others, which find its files."""
@@ -128,6 +150,10 @@ class Ranks:
         """Wait until all ranks are at the same place of the program."""
         if self.mesh is not None:
             self.mesh.exchange(place, None)
+
+    def of_first(self, place: str, value: Any) -> Any:
+        """Return the first rank's value, which is plain data."""
+        return value if self.mesh is None else self.mesh.exchange(place, value)[0]
 
     def agree(self, place: str, value: str) -> str:
         """Return the first text of the ranks that is not empty."""
@@ -191,7 +217,6 @@ def _mesh_shape(config: RunConfig, world: int) -> tuple[int, int]:
 def _reject_unsupported(config: RunConfig, world: int) -> None:
     """Raise ConfigError for a setting that several processes do not support yet."""
     for name, is_set, remedy in (
-        ("save_strategy", config.save_strategy != "no" and not config.save_only_model, "set save_strategy: no, or save_only_model: true"),
         ("use_peft", config.use_peft, "train the adapters with one process"),
         ("check_gradients", bool(config.check_gradients), "check with one process"),
         ("load_best_model_at_end", config.load_best_model_at_end, "leave it out"),

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -103,6 +104,17 @@ def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]
     )
 
 
+def reopen(folder: Path) -> ResumePoint:
+    """Open a checkpoint that another rank has verified."""
+    return _open(folder, verifies=False)
+
+
+def rows_per_step(point: ResumePoint | None, config: RunConfig, num_ranks: int) -> int:
+    """Return the rows of a step of all ranks: those of the checkpoint, whose run may have had another number of ranks."""
+    own = config.rows_per_step * num_ranks
+    return own if point is None else int(point.state.get("rows_per_step", own))
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints of a run by step, last one last. They have been complete, and may be damaged."""
     steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
@@ -112,9 +124,10 @@ def checkpoints_in(folder: Path) -> list[Path]:
     )
 
 
-def _open(folder: Path) -> ResumePoint:
+def _open(folder: Path, verifies: bool = True) -> ResumePoint:
     manifest = read_manifest(folder)
-    verify(folder, manifest)
+    if verifies:
+        verify(folder, manifest)
     state = read_state(folder)["state"]
     if not isinstance(state, dict) or any(
         not isinstance(state.get(name, ...), kinds) for name, kinds in _STATE.items()
@@ -139,8 +152,10 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def apply_settings(config: RunConfig, point: ResumePoint) -> tuple[RunConfig, list[str]]:
+def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) -> tuple[RunConfig, list[str]]:
     """Return the run with the checkpoint's choice for settings that the plan chose, and warnings.
+
+    With another number of ranks, the rows of a step stay those of the checkpoint.
 
     Raises:
         ConfigError: settings or versions have changed that decide the numbers of a run.
@@ -149,13 +164,19 @@ def apply_settings(config: RunConfig, point: ResumePoint) -> tuple[RunConfig, li
         given, now = point.state["config"], settings_of(config)
         changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
         fatal = [_change(name, given, now) for name in changed if name not in _FREE | _ROUNDING]
-        if _rows_per_step(given) != _rows_per_step(now):
-            fatal.append(f"rows per step: {_rows_per_step(given)} -> {_rows_per_step(now)}")
+        rows = rows_per_step(point, config, num_ranks)
+        ranks_before = rows // _rows_per_step(given)
+        if _rows_per_step(given) != _rows_per_step(now) and rows != _rows_per_step(now) * num_ranks:
+            fatal.append(f"rows per step: {rows} -> {_rows_per_step(now) * num_ranks}")
         before, installed = point.manifest.packages, installed_packages()
         fatal += [_change(name, before, installed) for name in _VERSIONS if before.get(name) != installed.get(name)]
         warnings = _reject(point, fatal, config) + rounding_warnings(given, now)
         settled = point.state["settled"]
         update = {name: settled[name] for name in _OPEN if given[name] == now[name]}
+        if rows != _rows_per_step(now) * num_ranks:
+            warnings.append(f"resume: {num_ranks} processes instead of {ranks_before}; a step keeps its {rows} rows")
+            # So that memory is planned for the rows that this rank gets.
+            update["gradient_accumulation_steps"] = math.ceil(rows / num_ranks / config.per_device_train_batch_size)
         return config.model_copy(update=update), warnings
 
 

@@ -82,12 +82,15 @@ def _data_seed(config: RunConfig) -> int:
     return config.seed if config.data_seed is None else config.data_seed
 
 
-def load_data(config: RunConfig, tokenizer: Any, rank: int = 0, num_ranks: int = 1) -> RunData:
+def load_data(
+    config: RunConfig, tokenizer: Any, rows_per_step: int | None = None, rank: int = 0, num_ranks: int = 1
+) -> RunData:
     """Prepare the training rows and the eval sets. Errors among the findings are returned, not raised.
 
     Args:
         config: settings of the run.
         tokenizer: the model's tokenizer.
+        rows_per_step: rows of a step of all ranks; None for those of one rank.
         rank, num_ranks: the rank that gets its part of each step, and the number of ranks.
 
     Raises:
@@ -109,7 +112,7 @@ def load_data(config: RunConfig, tokenizer: Any, rank: int = 0, num_ranks: int =
         packed = pack_rows(eval_report.rows, eval_preprocess)
         found = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows)]
         parts.append(PreparedData(names[-1], eval_report, found, eval_report.rows, packed))
-    sampler = training_sampler(config, training.packed, num_ranks)
+    sampler = training_sampler(config, training.packed, rows_per_step)
     loader = Loader(training.packed, sampler, rank, num_ranks, config.device_micro_batch_size or 1)
     return RunData(training, loader, [training, *parts], {each.name: each.packed for each in parts})
 
@@ -129,10 +132,10 @@ def _unused_name(name: str, names: Sequence[str]) -> str:
     return name if name not in names else next(n for i in range(2, 1000) if (n := f"{name}_{i}") not in names)
 
 
-def training_sampler(config: RunConfig, rows: TokenTable, num_ranks: int = 1) -> Sampler:
+def training_sampler(config: RunConfig, rows: TokenTable, rows_per_step: int | None = None) -> Sampler:
     """Return the sampler that chooses the rows of each step, of all ranks."""
     return Sampler(
-        tuple(rows.part_sizes()), config.rows_per_step * num_ranks, _data_seed(config), tuple(rows.weights())
+        tuple(rows.part_sizes()), rows_per_step or config.rows_per_step, _data_seed(config), tuple(rows.weights())
     )
 
 

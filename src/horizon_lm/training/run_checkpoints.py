@@ -15,6 +15,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.disk import Disk, part_of
 from horizon_lm.errors import first_line
 from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.resume import ResumePoint, checkpoints_in
 
 
@@ -29,6 +30,7 @@ class RunCheckpoints:
         add_files: a function that writes the tokenizer and the like into a checkpoint.
         arrays: tensors to save with each checkpoint, such as the reference of DPO.
         point: the checkpoint that the run goes on from; None for a new run.
+        ranks: the ranks that write each checkpoint together. The first one decides, prints and deletes.
         disk: file operations, for tests.
     """
 
@@ -42,8 +44,10 @@ class RunCheckpoints:
         add_files: Callable[[Path], None],
         arrays: Mapping[str, torch.Tensor],
         point: ResumePoint | None,
+        ranks: Ranks | None = None,
         disk: Disk | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
         self._folder, self._print, self._model, self._optimizer = folder, print_fn, model, optimizer
         self._add_files, self._arrays, self._disk = add_files, arrays, disk or Disk()
         self._limit, self._rate_limit = config.save_total_limit, RateLimit(config.save_bandwidth)
@@ -88,14 +92,12 @@ class RunCheckpoints:
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
         """Begin to write the checkpoint of a step, after the one before is on disk. A failure is reported by `report`."""
-        began, target = time.perf_counter(), self.path(step)
+        began = time.perf_counter()
         self.wait()
-        if target in self._kept:
-            self.best = target if best else self.best
-            return
         try:
-            if target.exists():
-                self._set_aside(target)
+            target = self._next(step, best)
+            if target is None:
+                return
             saving = save_checkpoint(
                 target, self._model, self._optimizer, state=state, arrays=self._arrays, add_files=self._add_files,
                 published=lambda: self._published(target, best), wait=False, disk=self._disk, rate_limit=self._rate_limit,
@@ -105,6 +107,24 @@ class RunCheckpoints:
             self._report_failure(step, error)
         self.blocked_seconds += time.perf_counter() - began
 
+    def _next(self, step: int, best: bool) -> Path | None:
+        """Return the folder of a step's checkpoint; None if it is written already. Raise OSError if it cannot be written."""
+        target, problem, is_kept = self.path(step), "", False
+        if self._ranks.is_first:
+            is_kept = target in self._kept
+            try:
+                if target.exists() and not is_kept:
+                    self._set_aside(target)
+            except OSError as error:
+                problem = first_line(error)
+        name, is_kept, problem = self._ranks.of_first("a checkpoint", [str(target), is_kept, problem])
+        if problem:
+            raise OSError(problem)
+        if is_kept:
+            self.best = target if best else self.best
+            return None
+        return Path(name)
+
     def report(self) -> None:
         """Print a line about a checkpoint that was written, or could not be, since the last call."""
         if self._running is None or not self._running[1].done:
@@ -113,8 +133,9 @@ class RunCheckpoints:
         if saving.error is not None:
             self._report_failure(step, saving.error)
             return
-        self._bytes_per_second = saving.num_bytes / max(saving.seconds, 1e-3)
-        self._print(f"{saving.folder}: {format_bytes(saving.num_bytes)} in {format_seconds(saving.seconds)}")
+        num_bytes = saving.num_bytes * self._model._horizon.engine.store.shard.count
+        self._bytes_per_second = num_bytes / max(saving.seconds, 1e-3)
+        self._print(f"{saving.folder}: {format_bytes(num_bytes)} in {format_seconds(saving.seconds)}")
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the running checkpoint is on disk, or for some seconds, and report it."""
@@ -126,7 +147,8 @@ class RunCheckpoints:
         """Estimate the seconds that a checkpoint takes from the last one; None if none was written yet."""
         if self._bytes_per_second is None:
             return None
-        num_bytes: int = sum(self._model._horizon.engine.store.num_bytes.values())
+        store = self._model._horizon.engine.store
+        num_bytes: int = store.shard.count * sum(store.num_bytes.values())
         return num_bytes / self._bytes_per_second
 
     def load_best(self) -> None:

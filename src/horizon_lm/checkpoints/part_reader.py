@@ -1,0 +1,68 @@
+"""Read the parts of tensors that a rank owns from a checkpoint that any number of ranks has written."""
+
+import re
+from pathlib import Path
+
+from horizon_lm.checkpoints.manifest import Manifest, TensorEntry
+from horizon_lm.checkpoints.unit_file import UNITS, Part, UnitFile
+from horizon_lm.errors import ConfigError
+
+_NAME = re.compile(rf"{UNITS}/(.*?)(?:\.rank\d+)?\.safetensors")
+
+
+def unit_of(file: str) -> str:
+    """Return the unit of a file of a checkpoint."""
+    match = _NAME.fullmatch(file)
+    if match is None:
+        raise ConfigError(f"{file} is not the file of a unit; the checkpoint is damaged")
+    return match[1]
+
+
+class PartReader:
+    """Reads parts of tensors, wherever they lie in the files of a checkpoint, which must have been verified.
+
+    Args:
+        folder: the folder of the checkpoint.
+        manifest: its manifest.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._found: dict[str, list[TensorEntry]] = {}
+        for each in manifest.tensors:
+            self._found.setdefault(each.tensor, []).append(each)
+
+    def require(self, file: UnitFile) -> None:
+        """Raise ConfigError if the checkpoint lacks a part of a tensor, or has one of another shape or dtype."""
+        for name, part in file.parts().items():
+            shape, dtype = part.whole or part.shape, file.entries[name].dtype
+            entries = self._found.get(name, [])
+            if any((each.dtype, each.shape) != (dtype, shape) for each in entries):
+                raise ConfigError(
+                    f"{self._folder} has {name} of another shape or dtype than the model, {shape} in {dtype}"
+                )
+            if sum(stop - start for _, start, stop in self._overlaps(name, part)) != part.numel:
+                raise ConfigError(f"{self._folder} lacks a part of {name}; the checkpoint is damaged")
+
+    def read(self, file: UnitFile) -> None:
+        """Read the parts that a unit's file would have into memory."""
+        targets = file.memory_of_tensors()
+        for name, part in file.parts().items():
+            size = file.entries[name].num_bytes // max(1, part.numel)
+            for entry, start, stop in self._overlaps(name, part):
+                target = targets[name][(start - part.first) * size : (stop - part.first) * size]
+                with (self._folder / entry.file).open("rb", buffering=0) as stream:
+                    stream.seek(entry.offset + (start - entry.start) * size)
+                    while target:
+                        count = stream.readinto(target)
+                        if not count:
+                            raise ConfigError(f"{stream.name} became shorter while it was read")
+                        target = target[count:]
+
+    def _overlaps(self, name: str, part: Part) -> list[tuple[TensorEntry, int, int]]:
+        """Return the entries that have elements of a part, with the first and last of these elements in the tensor."""
+        spans = [
+            (each, max(each.start, part.first), min(each.start + each.length, part.first + part.numel))
+            for each in self._found.get(name, [])
+        ]
+        return [(each, start, stop) for each, start, stop in spans if start < stop]

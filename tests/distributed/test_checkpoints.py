@@ -1,0 +1,87 @@
+"""Checkpoints that all ranks write together, read by any number of ranks."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+
+import horizon_lm
+from horizon_lm.checkpoints.manifest import read_manifest, verify
+from tests.distributed.pool import Pool
+from tests.distributed.training import Outcome, Training, alone, build, train, whole
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "fp32_master": {"settings": {"precision": "fp32_master", "grad_dtype": torch.float32}},
+    "8-bit, tied": {"optimizer": {"moments": "8bit"}, "overrides": {"tie_word_embeddings": True}},
+    "bf16": {"settings": {"precision": "bf16"}, "optimizer": {"moments": "bfloat16"}},
+}
+
+
+def begin(rank: int, training: Training, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(training, device_mesh=mesh)
+    train(model, optimizer, training, [rank])
+    horizon_lm.save_checkpoint(folder, model, optimizer, state={"steps": training.steps})
+
+
+def go_on(rank: int, training: Training, folder: str) -> Outcome:
+    mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(training, device_mesh=mesh)
+    state = horizon_lm.load_checkpoint(folder, model, optimizer)
+    assert state == {"steps": 2}
+    return train(model, optimizer, training, [rank])
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_other_numbers_of_ranks_go_on_exactly(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """Equal rows: 4 ranks write, 2, 3 and 1 read, and all go on as 4 that were not interrupted."""
+    training = Training(shard=4, steps=2, equal=True, **CASES[kind])
+    folder = str(tmp_path / "checkpoint")
+    pool.run(4, begin, training, folder)
+    manifest = read_manifest(Path(folder))
+    verify(Path(folder), manifest)
+    assert {name.split(".")[-2] for name in manifest.files if name.startswith("units/")} == {
+        f"rank{n}" for n in range(4)
+    }
+    uninterrupted = alone(replace(training, steps=4))
+    later = replace(training, steps=2, first=2)
+    for shard in (2, 4):
+        again = replace(later, shard=shard)
+        outcomes = pool.run(shard, go_on, again, folder)
+        found = whole(outcomes, shard)
+        assert all(
+            torch.equal(found[name], slab[: len(found[name])]) for name, (_, slab) in uninterrupted.slabs.items()
+        )
+    model, optimizer = build(training)
+    horizon_lm.load_checkpoint(folder, model, optimizer)
+    one = train(model, optimizer, later, [0])
+    assert all(torch.equal(one.slabs[name][1], slab) for name, (_, slab) in uninterrupted.slabs.items())
+
+
+def test_three_ranks_read_what_one_has_written(pool: Pool, tmp_path: Path) -> None:
+    training = Training(shard=3, steps=2)
+    model, optimizer = build(training)
+    train(model, optimizer, training, [0, 1, 2])
+    horizon_lm.save_checkpoint(tmp_path / "checkpoint", model, optimizer, state={"steps": 2})
+    later = replace(training, first=2)
+    outcomes = pool.run(3, go_on, later, str(tmp_path / "checkpoint"))
+    expected = train(model, optimizer, later, [0, 1, 2])
+    found = whole(outcomes, 3)
+    assert all(torch.equal(found[name], slab[: len(found[name])]) for name, (_, slab) in expected.slabs.items())
+
+
+def test_export(pool: Pool, tmp_path: Path) -> None:
+    training = Training(shard=2, replicate=2, steps=1, equal=True, settings={"precision": "fp32_master"})
+    pool.run(4, begin, training, str(tmp_path / "checkpoint"))
+    horizon_lm.export_checkpoint(tmp_path / "checkpoint", tmp_path / "exported", dtype="float32")
+    model, optimizer = build(training)
+    train(model, optimizer, training, [0])
+    model.save_pretrained(tmp_path / "one", dtype=torch.float32)
+    ranks, one = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "one"))
+    assert all(torch.equal(ranks[name], value) for name, value in one.items())
