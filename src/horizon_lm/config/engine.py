@@ -82,6 +82,11 @@ class EngineSettings(Settings):
         "with the first batch; 0 for none.",
     )
 
+    rank_timeout: PositiveFloat | None = Field(
+        600.0,
+        description="With torchrun: seconds after which a process that stays behind the others ends the run, with its name. null for "
+        "never. One that dies ends it within 30 seconds.",
+    )
     step_timeout: PositiveFloat | None = Field(
         1800.0,
         description="Seconds after which a step that is not finished is reported, with the operations that it waits for and the "

@@ -30,6 +30,7 @@ class Mesh:
         rank, size: the rank of this process, and the number of ranks.
         shard: the range of this rank.
         control: the group of all ranks that agree on something in host memory.
+        progress, place: number of agreements that this rank has reached, and the place of the last one.
         gather: the group that gathers units, on its stream.
         reduce: the groups that sum gradients, on their stream.
     """
@@ -40,7 +41,7 @@ class Mesh:
             raise ConfigError(
                 f"a mesh of {replicate} x {shard} needs {replicate * shard} processes, but there are {self.size}"
             )
-        self.replicas = replicate
+        self.replicas, self.progress, self.place = replicate, 0, "the start"
         self.shard = Shard(self.rank % shard, shard)
         # Every process must create all groups, also those that it is not in.
         copies = [list(range(first, first + shard)) for first in range(0, self.size, shard)]
@@ -100,6 +101,7 @@ class Mesh:
 
     def _collect(self, place: str, data: bytes) -> list[bytes]:
         """Return the bytes of all ranks, in their order."""
+        self.progress, self.place = self.progress + 1, place
         name = place.encode()
         size = torch.tensor([len(name), len(data)])
         sizes = torch.empty((self.size, 2), dtype=torch.int64)

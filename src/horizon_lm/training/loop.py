@@ -310,6 +310,7 @@ class _Loop:
         elif not self.finished:
             self.finish_step(step)
         first = step + 1
+        self.ranks.train_in_step()
         while step < num_steps and not self.control.stop and not self.best.stops:
             self.stop_if_interrupted(step)
             step += 1

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.distributed.mesh import Mesh
-from horizon_lm.errors import ConfigError
+from horizon_lm.distributed.monitor import Monitor
+from horizon_lm.errors import ConfigError, InterruptedRunError, first_line
 from horizon_lm.objective.base import Loss
 from horizon_lm.training.callbacks import Control
 from horizon_lm.training.resume import ResumePoint, find_resume_point, reopen
@@ -73,6 +75,7 @@ class Ranks:
         self.rank, self.size = (0, 1) if mesh is None else (mesh.rank, mesh.size)
         self._folder: str | None = None
         self._owns_group = False
+        self._monitor: Monitor | None = None
 
     @classmethod
     def start(cls, config: RunConfig) -> "Ranks":
@@ -92,16 +95,31 @@ class Ranks:
         ranks = cls(Mesh(*_mesh_shape(config, world)))
         ranks._owns_group = owns_group
         _reject_unsupported(config, world)
+        assert ranks.mesh is not None
+        ranks._monitor = Monitor(ranks.mesh, config.rank_timeout)
         return ranks
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lost = self._monitor is not None and error is not None and _is_of_collective(error)
+        reason = self._monitor.reason() if self._monitor is not None and lost else ""
+        if self._monitor is not None:
+            self._monitor.stop("" if error is None or lost else f"{type(error).__name__}: {first_line(error)}")
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        if self._owns_group and dist.is_initialized() and error[0] is None:
+        if self._owns_group and dist.is_initialized() and error is None:
             dist.destroy_process_group()
+        if lost:
+            raise InterruptedRunError(f"{reason}. Start the run again to go on from its last checkpoint") from error
+
+    def train_in_step(self) -> None:
+        """From now on all ranks do the same at the same time, so one that stays behind hangs."""
+        if self._monitor is not None:
+            self._monitor.watches_progress = True
 
     @property
     def is_first(self) -> bool:
@@ -194,6 +212,14 @@ class Ranks:
             sum(each.num_trained for each in everyone),
             sum(each.num_tokens for each in everyone),
         )
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Return whether a collective has failed, because another rank is gone."""
+    texts = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    )
 
 
 def local_device(name: str) -> str:

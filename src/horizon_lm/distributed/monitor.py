@@ -1,0 +1,128 @@
+"""Notice a rank that dies, fails or hangs, and end the others with its name.
+
+Collectives do not: a rank that waits for one that is gone waits for half an hour, and then knows neither which one nor why.
+So each rank tells the others every second that it is alive, and how far it is, through a key-value store of the first rank.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.errors import InterruptedRunError
+
+_BEAT_SECONDS = 1.0
+_SILENT_SECONDS = 12.0  # without a beat, after which a rank is dead: beats need no lock that the training could hold
+_END_SECONDS = 5.0  # for the training to end by itself, once another rank has
+_FAILED = "failed"
+
+
+class Monitor:
+    """A thread that watches the other ranks of a run.
+
+    Args:
+        mesh: the ranks.
+        hang_seconds: time that a rank may be behind the others; None for no limit.
+        end: ends this process with an exit code.
+    """
+
+    def __init__(self, mesh: Mesh, hang_seconds: float | None, end: Callable[[int], None] = os._exit) -> None:
+        self._mesh, self._hang_seconds, self._end = mesh, hang_seconds, end
+        self.watches_progress = False  # while all ranks do the same, at the same time
+        address = os.environ.get("MASTER_ADDR", "localhost")
+        port = 0
+        if mesh.rank == 0:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                port = free.getsockname()[1]
+        port = mesh.exchange("the port of the monitor", port)[0]
+        timeout = timedelta(seconds=_SILENT_SECONDS)
+        self._store = dist.TCPStore(address, port, mesh.size, mesh.rank == 0, timeout, wait_for_workers=False)
+        self._stopped = threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}  # the last beat of each rank, and when it came
+        self._behind: dict[int, float] = {}  # ranks that are behind, and since when
+        self._message = ""
+        self._thread = threading.Thread(target=self._run, name="horizon-ranks", daemon=True)
+        self._thread.start()
+
+    def stop(self, failure: str = "") -> None:
+        """Stop watching, because this rank has finished, or failed for this reason."""
+        self._stopped.set()
+        self._thread.join(_SILENT_SECONDS)
+        with suppress(Exception):
+            if failure and not self._message:
+                self._store.set(_FAILED, f"rank {self._mesh.rank} has failed: {failure}")
+            self._store.set(f"done/{self._mesh.rank}", "1")
+        if self._mesh.rank == 0:  # the store is this process's: let the others read it
+            limit = time.monotonic() + _END_SECONDS
+            while time.monotonic() < limit and not self._all_done():
+                time.sleep(0.05)
+
+    def reason(self) -> str:
+        """Return why a collective failed: which rank has ended. Wait until that is known."""
+        limit = time.monotonic() + 2 * _SILENT_SECONDS
+        while not self._message and time.monotonic() < limit and self._thread.is_alive():
+            time.sleep(0.1)
+        return self._message or "another rank has ended"
+
+    def _all_done(self) -> bool:
+        with suppress(Exception):
+            return all(self._store.check([f"done/{rank}"]) for rank in range(self._mesh.size))
+        return False
+
+    def _run(self) -> None:
+        beats = 0
+        while not self._stopped.wait(_BEAT_SECONDS):
+            beats += 1
+            try:
+                self._store.set(f"beat/{self._mesh.rank}", json.dumps([beats, self._mesh.progress, self._mesh.place]))
+                message = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else self._look()
+            except Exception:  # the store is gone, and with it the first rank
+                message = "rank 0 has ended, or cannot be reached"
+            if message and not self._stopped.is_set():
+                self._message = message
+                with suppress(Exception):
+                    self._store.set(_FAILED, message)
+                if not self._stopped.wait(_END_SECONDS):
+                    with suppress(OSError, ValueError):
+                        print(f"error: rank {self._mesh.rank} ends, because {message}", file=sys.stderr, flush=True)
+                    self._end(InterruptedRunError.exit_code)
+                return
+
+    def _look(self) -> str:
+        """Return a message about a rank that is dead or hangs; empty if all are well."""
+        now, progress = time.monotonic(), {}
+        for rank in range(self._mesh.size):
+            if rank == self._mesh.rank:
+                progress[rank] = (self._mesh.progress, self._mesh.place)
+                continue
+            if not self._store.check([f"beat/{rank}"]) or self._store.check([f"done/{rank}"]):
+                continue
+            beat = self._store.get(f"beat/{rank}").decode()
+            before, since = self._seen.get(rank, ("", now))
+            self._seen[rank] = (beat, now if beat != before else since)
+            if now - self._seen[rank][1] > _SILENT_SECONDS:
+                return f"rank {rank} has died: it has not answered for {_SILENT_SECONDS:.0f} s"
+            progress[rank] = tuple(json.loads(beat)[1:])
+        return self._find_hanging(progress, now)
+
+    def _find_hanging(self, progress: dict[int, tuple[int, str]], now: float) -> str:
+        if not self.watches_progress or self._hang_seconds is None or len(progress) < self._mesh.size:
+            return ""
+        most = max(count for count, _ in progress.values())
+        for rank, (count, place) in progress.items():
+            if count == most:
+                self._behind.pop(rank, None)
+            elif now - self._behind.setdefault(rank, now) > self._hang_seconds:
+                return (
+                    f"rank {rank} hangs: it has been at {place} for {self._hang_seconds:.0f} s, and others are further"
+                )
+        return ""

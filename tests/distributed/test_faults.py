@@ -1,0 +1,136 @@
+"""A rank that dies, fails or hangs ends the others, which name it; the run then goes on from its last checkpoint."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import horizon_lm
+from tests.distributed.test_runs import assert_same, lines_of
+from tests.e2e import resuming, tiny
+
+SECONDS = 30.0  # until the other ranks have ended
+SLOW = """
+import os, time
+from horizon_lm.training import loop
+train_step = loop._Loop.train_step
+def slow(self, batch, step):
+    if step == 4 and os.environ.get("HANG") == str(self.ranks.rank):
+        time.sleep(1000)
+    train_step(self, batch, step)
+    time.sleep(0.2)
+loop._Loop.train_step = slow
+from horizon_lm.cli import main
+main()
+"""
+
+
+class Ranks:
+    """Processes of a run, each with the environment that torchrun would give it."""
+
+    def __init__(self, run_file: Path, count: int, **environment: str) -> None:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", SLOW, "train", str(run_file)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env=os.environ | environment | {
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+                    "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                },
+            )
+            for rank in range(count)
+        ]  # fmt: skip
+
+    def wait_for_step(self, folder: Path, step: int) -> None:
+        limit = time.monotonic() + 120
+        while time.monotonic() < limit:
+            if (folder / "metrics.jsonl").is_file() and any(line["step"] >= step for line in lines_of(folder)):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"step {step} was not reached: {[each.communicate()[1] for each in self.processes]}")
+
+    def end(self, timeout: float) -> list[tuple[int, str]]:
+        """Return the exit codes and the errors."""
+        limit, found = time.monotonic() + timeout, []
+        try:
+            for each in self.processes:
+                _, errors = each.communicate(timeout=max(1.0, limit - time.monotonic()))
+                found.append((each.returncode, errors))
+        finally:
+            for each in self.processes:
+                each.kill()
+        return found
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    made = resuming.settings(tmp_path, Path(tiny.save_model(tmp_path / "model")))
+    made |= {"per_device_train_batch_size": 2, "max_steps": 12, "precision": "float32", "logging_steps": 1}
+    return made | {"save_steps": 1, "output_dir": str(tmp_path / "run"), "sample_steps": 100}
+
+
+def write(settings: dict[str, Any], path: Path) -> Path:
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_others(settings: dict[str, Any], tmp_path: Path, killed: int) -> None:
+    run_file, folder = write(settings, tmp_path / "run.yaml"), Path(settings["output_dir"])
+    ranks = Ranks(run_file, 2)
+    ranks.wait_for_step(folder, 4)
+    ranks.processes[killed].send_signal(signal.SIGKILL)
+    code, errors = ranks.end(SECONDS)[1 - killed]
+    assert code == 75
+    assert f"rank {killed} has" in errors
+    found = Ranks(run_file, 2).end(120)
+    assert [code for code, _ in found] == [0, 0], found
+    alone = settings | {"output_dir": str(tmp_path / "one"), "per_device_train_batch_size": 4}
+    horizon_lm.train(alone, print_fn=lambda line: None)
+    assert_same(folder, tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_a_hanging_rank_ends_the_others(settings: dict[str, Any], tmp_path: Path) -> None:
+    ranks = Ranks(write(settings | {"rank_timeout": 3.0}, tmp_path / "run.yaml"), 2, HANG="1")
+    ranks.wait_for_step(Path(settings["output_dir"]), 3)
+    code, errors = ranks.end(SECONDS)[0]
+    assert code == 75
+    assert "rank 1 hangs" in errors
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_ends_the_others(settings: dict[str, Any], tmp_path: Path) -> None:
+    ranks = Ranks(write(settings, tmp_path / "run.yaml"), 2)
+    ranks.wait_for_step(Path(settings["output_dir"]), 3)
+    ranks.processes[1].send_signal(signal.SIGSTOP)
+    try:
+        _, errors = ranks.processes[0].communicate(timeout=SECONDS)
+    finally:
+        for each in ranks.processes:
+            each.kill()
+            each.communicate()
+    assert ranks.processes[0].returncode == 75
+    assert "rank 1 has died" in errors
+
+
+@pytest.mark.slow
+def test_a_failing_rank_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Only the first rank sees the folder of a finished run."""
+    run_file = write(settings | {"max_steps": 1}, tmp_path / "run.yaml")
+    assert [code for code, _ in Ranks(run_file, 2).end(120)] == [0, 0]
+    (first, why), (second, message) = Ranks(run_file, 2).end(60)
+    assert first == 2
+    assert "holds a finished run" in why
+    assert second != 0
+    assert "rank 0 has failed" in message
+    assert "holds a finished run" in message
