@@ -49,11 +49,10 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, wi
     "experts_implementation": (None,),
 }
 _EIGHT_BITS = "weights are quantized to 4 bits; use load_in_4bit=True, or leave it out"
-_DEVICES = "several devices are not supported yet; leave it out"
 _REMEDIES = {
     "device_map": "the weights stay in host memory; leave it out, and choose the device with device='cuda'",
     "load_in_8bit": _EIGHT_BITS,
-    "tp_plan": _DEVICES,
+    "tp_plan": "tensor parallelism is not supported; leave it out",
     "max_memory": "use device_memory to limit the bytes on the device",
     "offload_folder": "all weights are in host memory already; leave it out",
     "use_safetensors": "only safetensors are read; convert the weights first",
@@ -474,6 +473,8 @@ def _with_store(
     parts = settings.take_apart(model)
     if find_codecs is not None:
         parts.codecs = find_codecs(parts)
+    if parts.codecs and settings.device_mesh is not None:
+        raise ConfigError("quantized weights are not streamed with several processes yet; use one process")
     never_trained = set(parts.units) if frozen else parts.frozen_base()
     shard = current_shard(settings.device_mesh)
     store = Store(_shapes(parts), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=shard)

@@ -378,8 +378,8 @@ class ModelForward:
         self._require_unchanged()
         if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise StreamingError(
-                "DistributedDataParallel never sees the gradients of a streamed model, so its processes would diverge; "
-                "several devices are not supported yet"
+                "DistributedDataParallel never sees the gradients of a streamed model; call the streamed model itself, whose "
+                "processes sum their gradients without it (docs/distributed.md)"
             )
         if len(calls) > 1:
             self._require_joint(calls)

@@ -68,6 +68,8 @@ class StreamArguments(StreamingOptions):
         require_adapters_that_stream(model)
         capture.install_hooks(model)  # so that its own hooks do not count as foreign hooks later
         parts = find_parts(model)
+        if self.device_mesh is not None and parts.is_adapted:
+            raise ModelNotSupportedError("adapters are not trained with several processes yet; use one process")
         trial = try_outer(parts)
         require_each_block_once(parts, trial)
         parts.written = find_written(parts, trial)
