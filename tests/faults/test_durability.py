@@ -33,7 +33,9 @@ def record_run(disk: RecordedDisk, folder: Path) -> States:
     def add_files(part: Path) -> None:
         (part / "tokenizer.json").write_text("{}")
 
-    run = RunCheckpoints(config, folder, said.append, model, optimizer, add_files, {"r": torch.ones(2)}, None, disk)
+    run = RunCheckpoints(
+        config, folder, said.append, model, optimizer, add_files, {"r": torch.ones(2)}, None, disk=disk
+    )
     states = {}
     for number in (1, 2):
         step(model, optimizer, number)

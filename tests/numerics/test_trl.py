@@ -79,9 +79,9 @@ def run_ours(
     order_of_table: list[list[int]] = []
     loader = run_rows.Loader
 
-    def with_order(rows: Any, sampler: Any) -> Any:
+    def with_order(rows: Any, sampler: Any, *ranks: int) -> Any:
         order_of_table.extend(order(rows))
-        return loader(rows, Ordered(sampler.num_rows, sampler.rows_per_step, sampler.seed, sampler.weights))
+        return loader(rows, Ordered(sampler.num_rows, sampler.rows_per_step, sampler.seed, sampler.weights), *ranks)
 
     monkeypatch.setattr(run_rows, "Loader", with_order)
     run = {

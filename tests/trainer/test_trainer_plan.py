@@ -12,6 +12,7 @@ import horizon_lm
 from horizon_lm.errors import ConfigError, DoesNotFitError, StreamingError
 from horizon_lm.integrations import trainer_plan
 from horizon_lm.integrations.trainer_plan import TrainerPlan
+from horizon_lm.planning.memory import slab_elements
 from horizon_lm.planning.request import Limit
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.quantities import format_seconds
@@ -96,7 +97,7 @@ def test_the_plan_says_what_generating_costs(
 ) -> None:
     """One forward pass for each token, and each loads all weights over the link."""
     model = horizon_lm.stream(families.build("llama"), precision="float32")
-    weights = sum(param.numel() * 4 for param in model.parameters())
+    weights = 4 * slab_elements([param.numel() for param in model.parameters()])
     args = arguments(tmp_path, GRPOConfig, max_completion_length=40, num_generations=3, **settings)
     plan = horizon_lm.plan(model, args, length=LENGTH)
     slow = replace(plan.machine, hardware=machine(link_in=weights / 2))  # a pass takes two seconds

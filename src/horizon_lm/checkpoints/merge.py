@@ -1,7 +1,8 @@
 """Merge adapters into their base, one unit at a time, by PEFT's own arithmetic."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from horizon_lm.model import hub
 from horizon_lm.model.adapters import Adapters, base_of_adapters, read_adapters
 from horizon_lm.model.quantization import take_quantization
 from horizon_lm.model.units import ModelParts, find_parts
+from horizon_lm.shards import WHOLE
 from horizon_lm.store.checkpoint_loader import check_headers, parameter_names
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.checkpoint_writer import save_pretrained
@@ -92,6 +94,8 @@ class _MergedStore:
         checkpoint: the weights of the base.
     """
 
+    shard = WHOLE
+
     def __init__(self, parts: ModelParts, model: Any, adapter: Path, checkpoint: Checkpoint) -> None:
         conversion = find_conversion(parts.model, checkpoint.names)
         headers, first = checkpoint.headers(), parameter_names(parts.model)
@@ -114,7 +118,7 @@ class _MergedStore:
         self._formats = codecs_of(checkpoint, parts) if isinstance(checkpoint, QuantizedCheckpoint) else {}
         self.codecs: Mapping[str, Codec] = {}  # merged weights are not quantized
         self._merging = _Merging(Adapters(folder=str(adapter)).add_to(model, draw=False), adapter)
-        self._loaded, self._values = "", dict[str, torch.Tensor]()
+        self._values: dict[str, torch.Tensor] = {}
 
     def shape(self, name: str) -> torch.Size:
         return self.units[self.unit_of[name]].layout.entries[name].shape
@@ -123,11 +127,15 @@ class _MergedStore:
         return self.weight(name).float()
 
     def weight(self, name: str) -> torch.Tensor:
-        unit = self.unit_of[name]
-        if unit != self._loaded:
-            self._values = {}  # before the next one is read
-            self._values, self._loaded = self._merge(unit), unit
         return self._values[name]
+
+    @contextmanager
+    def whole(self, unit: str) -> Iterator[None]:
+        self._values = self._merge(unit)
+        try:
+            yield
+        finally:
+            self._values = {}
 
     def _read(self, target: Target) -> dict[str, torch.Tensor]:
         """Return tensors of the base by their names in the model, decoded if they are quantized."""
