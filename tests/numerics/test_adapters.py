@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 import horizon_lm
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.planning.memory import slab_elements
 from tests import families
 from tests.seams.compare import difference
 from tests.thinning import thinned
@@ -171,9 +172,9 @@ def test_host_bytes_of_a_frozen_base() -> None:
     optimizer = horizon_lm.AdamW(model, lr=1e-3)
     model(**families.batch()).loss.backward()
     optimizer.step()
-    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    trained = slab_elements([param.numel() for param in model.parameters() if param.requires_grad])
     kinds = horizon_lm.stats(model)["host_bytes_by_kind"]
-    total = sum(param.numel() for param in model.parameters())
+    total = slab_elements([param.numel() for param in model.parameters()])
     page = 4096 * 8
     assert kinds["weights"] == pytest.approx(2 * total, abs=page)
     assert kinds["low_halves"] == pytest.approx(2 * trained, abs=page)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from horizon_lm.planning.catalog import Hardware
+from horizon_lm.shards import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions
 
 
@@ -85,6 +86,8 @@ class FixedSettings:
         compiled: blocks are compiled.
         forwards: batches without gradients.
         distinct_tokens: number of distinct tokens in all examples; None if unknown.
+        shard: the range of each slab that this rank owns.
+        num_ranks: number of ranks that train together.
     """
 
     precision: str = "fp32_master"
@@ -94,6 +97,13 @@ class FixedSettings:
     compiled: bool = False
     forwards: tuple[ForwardBatch, ...] = ()
     distinct_tokens: int | None = None
+    shard: Shard = WHOLE
+    num_ranks: int = 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of copies of the model."""
+        return self.num_ranks // self.shard.count
 
     @property
     def given(self) -> dict[str, Any]:

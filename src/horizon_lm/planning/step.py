@@ -63,7 +63,7 @@ class Step:
     @property
     def table_rows(self) -> int:
         """Upper bound on the number of distinct table rows that the step reads."""
-        return self._distinct(self.tokens)
+        return self._distinct(self.tokens * self.settings.num_ranks)
 
     def _distinct(self, tokens: int) -> int:
         vocabulary = self.outline.sizes.vocabulary
@@ -101,7 +101,10 @@ class Step:
             offloaded=self.waiting,
             resident=settings.residency.weights,
             table_rows=self.table_rows,
-            forward_table_rows=max((self._distinct(each.rows * each.length) for each in settings.forwards), default=0),
+            forward_table_rows=max(
+                (self._distinct(each.rows * each.length * settings.num_ranks) for each in settings.forwards), default=0
+            ),
+            shard=settings.shard,
         )
 
     def host_settings(self) -> HostSettings:
@@ -116,6 +119,7 @@ class Step:
             boundary=self.boundary,
             offloaded=self.waiting,
             frozen_base=self.outline.base_is_frozen,
+            shard=settings.shard,
         )
 
     @property
@@ -127,9 +131,10 @@ class Step:
             tied=self.outline.trained.tied,
             offloaded=self.offloaded,
             resident=settings.residency.weights,
-            accumulate=settings.micro_batch is not None and settings.grad_bytes < 4,
+            accumulate=settings.micro_batch is not None and settings.grad_bytes < 4 and settings.shard.is_whole,
             update_in_backward=settings.update_in_backward,
             adapters=self.outline.has_adapters,
+            sharded=settings.num_ranks > 1,
         )
 
     def passes(self) -> list[Pass]:
@@ -169,6 +174,9 @@ class Step:
     def cost(self, hardware: Hardware) -> "StepCost":
         """Return the costs of the step's operations on a machine, for `schedule.simulate`."""
         return StepCost(self, hardware)
+
+
+_OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE)
 
 
 def _sizes_of(unit: str, sizes: ModelSizes) -> Sequence[int]:
@@ -211,21 +219,38 @@ class StepCost:
 
     # Transfers
 
-    def _transfer(self, op: Op) -> int:
+    def _transfer(self, op: Op) -> float:
+        """Return the bytes that a transfer moves: those of this rank's share, or those that it receives from other ranks."""
         if op.kind in (Kind.OFFLOAD, Kind.FETCH):
             return self._step.boundary
-        outgoing = op.kind == Kind.STREAM_OUT
-        itemsize = self._settings.grad_bytes if outgoing else WEIGHT_BYTES[self._settings.precision]
-        if op.unit == EMBED:
-            return self._step.table_rows * self._outline.sizes.hidden * itemsize
-        if outgoing:
-            return sum(_sizes_of(op.unit, self._outline.trained)) * itemsize
-        elements, packed = sum(_sizes_of(op.unit, self._outline.sizes)), self._outline.sizes.packed
-        if not packed or not is_block(op.unit):
-            return elements * itemsize
+        ranks = self._settings.shard.count
+        elements = self._elements(op.unit, self._outline.trained if op.kind in _OF_GRADS else self._outline.sizes)
+        if op.kind == Kind.GATHER:
+            return elements * self._outline.compute_bytes * (ranks - 1) / ranks
+        if op.kind == Kind.REDUCE:
+            copies = self._settings.num_replicas
+            parts = ranks - 1 + 2 * (copies - 1) / copies  # within a copy, then the own range over the copies
+            return elements * self._summed_bytes(op.unit) * parts / ranks
+        itemsize = self._settings.grad_bytes if op.kind == Kind.STREAM_OUT else WEIGHT_BYTES[self._settings.precision]
+        packed = self._outline.sizes.packed
+        if op.kind == Kind.STREAM_OUT or not packed or not is_block(op.unit):
+            return elements * itemsize / ranks
         quantized = packed[block_index(op.unit)]
         decoded = sum(quantized.tensors)
         return (elements - decoded) * itemsize + quantized.num_bytes + self._decoding(quantized.num_bytes, decoded)
+
+    def _elements(self, unit: str, sizes: ModelSizes) -> int:
+        if unit == EMBED:
+            return self._step.table_rows * sizes.hidden
+        return sum(_sizes_of(unit, sizes))
+
+    def _summed_bytes(self, unit: str) -> int:
+        """Return the bytes of an element of a unit's gradients on the device, where ranks sum them."""
+        settings = self._settings
+        if unit == HEAD:
+            return 4 if settings.chunked_head else self._outline.compute_bytes
+        sums = settings.micro_batch is not None and not settings.shard.is_whole and unit != EMBED
+        return 4 if sums else settings.grad_bytes
 
     def _decoding(self, num_bytes: int, numel: int) -> int:
         """Return the bytes that the link could transfer while the copy stream decodes."""
@@ -242,7 +267,8 @@ class StepCost:
         settings, sizes = self._settings, self._outline.sizes
         per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
         per_trained = 2 * MOMENT_BYTES[settings.moments]
-        return int(sum(_sizes_of(unit, sizes)) * per_weight + sum(_sizes_of(unit, self._outline.trained)) * per_trained)
+        saved = sum(_sizes_of(unit, sizes)) * per_weight + sum(_sizes_of(unit, self._outline.trained)) * per_trained
+        return saved // self._settings.shard.count
 
     # Updates
 
@@ -251,7 +277,7 @@ class StepCost:
         if op.unit == EMBED:  # UPDATE_ROWS updates the rows that the batch reads, UPDATE the others
             rows = self._step.table_rows * self._outline.sizes.hidden
             parameters = rows if op.kind == Kind.UPDATE_ROWS else parameters - rows
-        return parameters * update_bytes(self._settings, self._hardware)
+        return parameters / self._settings.shard.count * update_bytes(self._settings, self._hardware)
 
     # Computation
 

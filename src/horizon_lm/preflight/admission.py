@@ -19,6 +19,7 @@ from horizon_lm.planning.request import ForwardBatch, Machine, Request, Saves
 from horizon_lm.planning.residency import Residency
 from horizon_lm.preflight.inputs import RowShape, Source, open_source
 from horizon_lm.preflight.this_machine import this_machine
+from horizon_lm.shards import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions
 
 _NO_SAVES = Saves()
@@ -34,6 +35,8 @@ def plan_run(
     num_steps: int | None = None,
     saves: Saves = _NO_SAVES,
     priced: bool = True,
+    shard: Shard = WHOLE,
+    num_ranks: int = 1,
 ) -> Plan:
     """Return the plan of a run.
 
@@ -45,6 +48,7 @@ def plan_run(
         num_steps: optimizer steps of the run; None if unknown.
         saves: checkpoints of the run.
         priced: simulate a step, if the machine's rates are known.
+        shard, num_ranks: the range of each slab that this rank owns, and the number of ranks.
 
     Raises:
         ConfigError: the length of examples is not limited.
@@ -58,6 +62,7 @@ def plan_run(
     if rows.usual_length and machine.hardware is not None:
         usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
     request = make_request(run, source, rows, source.checkpoint_bytes(outline.sizes), num_steps, saves)
+    request = replace(request, shard=shard, num_ranks=num_ranks)
     if outline.whole_head_only:
         request = replace(request, head="whole", head_chunk_tokens=None)
     if outline.whole_batch_only and request.device_micro_batch_size is None:
@@ -184,20 +189,26 @@ _USUAL_LENGTH = 1024  # assumed tokens of an example if max_length is not set
 
 
 class Admission:
-    """The check before a run starts that it fits. ``run.device`` must be a device, not ``auto``."""
+    """The check before a run starts that it fits. ``run.device`` must be a device, not ``auto``.
 
-    def __init__(self, run: RunConfig) -> None:
+    Args:
+        run: settings of the run.
+        shard, num_ranks: the range of each slab that this rank owns, and the number of ranks.
+    """
+
+    def __init__(self, run: RunConfig, shard: Shard = WHOLE, num_ranks: int = 1) -> None:
         self._run, self._source = run, open_source(run)
+        self._plan = partial(plan_run, shard=shard, num_ranks=num_ranks)
         self._vocabulary: int | None = None
 
     def reject_if_impossible(self) -> None:
         """Raise DoesNotFitError before examples are read if not even the shortest examples would fit."""
         run, machine = self._run, this_machine(self._run)
         length = run.max_length or _USUAL_LENGTH
-        plan = plan_run(run, self._source, machine, rows=RowShape(length, length), priced=False)
+        plan = self._plan(run, self._source, machine, rows=RowShape(length, length), priced=False)
         self._vocabulary = plan.step.outline.sizes.vocabulary
         shortest = RowShape(1, 1, masked=False, distinct_tokens=1)
-        if not plan.fits and not plan_run(run, self._source, machine, rows=shortest, priced=False).fits:
+        if not plan.fits and not self._plan(run, self._source, machine, rows=shortest, priced=False).fits:
             self._reject(plan)
 
     def admit(
@@ -214,7 +225,7 @@ class Admission:
         for table in (loader.rows, *held_out):
             _require_known_tokens(table, self._vocabulary)
         shape = RowShape.of(loader, held_out, prompt_length)
-        self._plan_for = partial(plan_run, source=self._source, rows=shape, num_steps=num_steps, saves=saves)
+        self._plan_for = partial(self._plan, source=self._source, rows=shape, num_steps=num_steps, saves=saves)
         plan = self._plan_for(self._run, machine=this_machine(self._run))
         if not plan.fits:
             self._reject(plan)

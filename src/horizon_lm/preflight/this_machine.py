@@ -1,6 +1,8 @@
 """Describe the machine of a run: this machine in its current state, or another machine by its profile."""
 
 import gc
+import os
+from dataclasses import replace
 from pathlib import Path
 
 from horizon_lm.config import RunConfig
@@ -34,6 +36,10 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
     gpu, device_limits, lock_error = ("", [], "") if on_host else _probe_device(run.device)
     gc.collect()  # do not count a previous model as part of the process
     limits, notes = _host_limits(run.host_memory)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if processes > 1:  # of torchrun, which share this machine
+        limits = [replace(each, num_bytes=each.num_bytes // processes) for each in limits]
+        notes = [*notes, f"host memory is that of one of {processes} processes"]
     disk, download = _disk_limits(Path(run.output_dir).expanduser())
     return Machine(
         name=f"this machine, {gpu}" if gpu else "this machine",

@@ -16,6 +16,7 @@ from horizon_lm.config.load import as_config
 from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.loader import Batch
 from horizon_lm.device.faults import is_device_fault
+from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.errors import ConfigError, DeviceFaultError, InterruptedRunError, first_line
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import summary_lines
@@ -202,7 +203,7 @@ def _train(
     handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
     with run_dir, Interrupts() as interrupts, Reporter(print_fn) as reporter:
         reporter.print(*lines)
-        admission = Admission(config)
+        admission = Admission(config, current_shard(ranks.mesh), ranks.size)
         admission.reject_if_impossible()
         tokenizer = load_tokenizer(config)
         reporter.print(*check_weights(config))
