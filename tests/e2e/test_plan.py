@@ -340,10 +340,97 @@ def test_machine_of_the_documentation(tmp_path: Path) -> None:
     assert content["step"]["tokens_per_second"] > 0
 
 
+def test_several_gpus_and_machines() -> None:
+    """One copy of a 70B model for each machine, in eight parts. Host memory is that of each machine."""
+    run_of = (
+        "--model",
+        "Llama-3.1-70B",
+        "--device",
+        "h100",
+        "--per_device_train_batch_size",
+        "4",
+        "--max_length",
+        "2048",
+    )
+    one = plan(*run_of, "--host-memory", "2TB")
+    many = plan(*run_of, "--host-memory", "2TB", "--gpus", "8", "--nodes", "4")
+    assert (many["run"]["num_ranks"], many["run"]["dp_shard_size"]) == (32, 8)
+    assert many["interconnect"] == {"gpus": 8, "machines": 4, "peer": 340e9, "network": 340e9}
+    weights = [
+        next(item["bytes"] for item in each["host"]["items"] if item["name"] == "weights") for each in (one, many)
+    ]
+    assert weights[1] == pytest.approx(weights[0] / 8, rel=1e-3)
+    assert many["host"]["available"] == 2 * 10**12 // 8
+    assert {"gather", "reduce"} <= many["step"]["busy"].keys()
+    assert one["step"]["tokens_per_second"] < many["step"]["tokens_per_second"]
+    text = run("plan", *run_of, "--host-memory", "2TB", "--gpus", "8", "--nodes", "4").stdout
+    assert "4 copies of the model, shared by 8 processes each" in text
+    assert "4 machines with 8 GPUs each" in text
+    assert "340 GB/s between its GPUs, 340 GB/s between machines" in text
+    assert "all 8 processes of a machine" in text
+
+
+def test_gpus_without_peer_access_are_slower() -> None:
+    run_of = ("--model", "Qwen3-8B", "--device", "rtx-4090", "--gpus", "8", "--max_length", "1024")
+    content = plan(*run_of)
+    assert content["step"]["limited_by"] != "compute"
+    assert "GPUs reach each other through host memory" in run("plan", *run_of).stdout
+
+
+def test_machines_share_a_model_that_none_of_them_can_hold() -> None:
+    """The remedy is the mesh that spans all machines, and with it the run fits."""
+    run_of = (
+        "plan",
+        "--model",
+        "Llama-3.1-405B",
+        "--device",
+        "h100",
+        "--gpus",
+        "8",
+        "--nodes",
+        "4",
+        "--max_length",
+        "2048",
+    )
+    message = rejected(*run_of, "--per_device_train_batch_size", "4")
+    assert "--dp_shard_size 32\n" in message
+    content = plan(*run_of[1:], "--per_device_train_batch_size", "4", "--dp_shard_size", "32")
+    assert content["fits"]
+    assert content["host"]["bytes"] * 32 > 14 * content["model"]["parameters"]
+
+
+def test_processes_of_this_machine_are_planned_without_times(run_file: Path) -> None:
+    alone, four = plan(run_file), plan(run_file, "--gpus", "4")
+    assert four["run"]["num_ranks"] == 4
+    assert four["run"]["num_steps"] == 3  # 12 rows in steps of 24, for three epochs
+    assert four["step"] is None
+    assert four["host"]["available"] == pytest.approx(alone["host"]["available"] / 4, rel=0.05)
+    assert "links between the GPUs are unknown" in run("plan", run_file, "--gpus", "4").stdout
+
+
+def test_largest_models_of_several_gpus() -> None:
+    largest = ("plan", "--largest", "--device", "rtx-3090", "--host-memory", "32GB", "--gpus", "2", "--json")
+    result = run(*largest)
+    assert result.exit_code == 0, result.stderr
+    (row,) = json.loads(result.stdout)["rows"]
+    assert "adapters, 4-bit base" not in row["largest"]  # not supported with several processes
+    assert row["largest"]["fp32_master"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "name a run file, or a model"),
+        (("--model", "Qwen2.5-7B", "--gpus", "0"), "greater than or equal to 1"),
+        (("--model", "Qwen2.5-7B", "--device", "gb10", "--gpus", "2"), "describes a machine with one GPU"),
+        (
+            ("--model", "Qwen2.5-7B", "--device", "h100", "--gpus", "2", "--use_peft", "true"),
+            "train the adapters with one process",
+        ),
+        (
+            ("--model", "Qwen2.5-7B", "--device", "h100", "--gpus", "2", "--dp_shard_size", "3"),
+            "is not the number of processes, 2",
+        ),
         (("--model", "Qwen2.5-7B", "--device", "h300"), "choose one of a100-pcie-80gb"),
         (("--model", "Qwen2.5-7B", "--host-memory", "many"), "is not a size"),
         (("--model", "./nowhere"), "is not a folder"),

@@ -22,7 +22,7 @@ from horizon_lm.preflight.admission import make_request
 from horizon_lm.preflight.inputs import RowShape, open_source
 from horizon_lm.training import loop, metrics
 from horizon_lm.training.evaluation import SamplePrompts
-from horizon_lm.training.ranks import StepResult
+from horizon_lm.training.metrics import StepResult
 from horizon_lm.training.rows import load_data
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.setup import load_tokenizer

@@ -13,7 +13,7 @@ import horizon_lm
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.engine.token_statistics import collect_statistics
 from horizon_lm.model import functional
-from horizon_lm.training.ranks import StepResult
+from horizon_lm.training.metrics import StepResult
 from tests import families
 from tests.emulated import EmulatedGpu, emulated_gpu
 from tests.storages import StorageMeter

@@ -98,6 +98,28 @@ def test_directions_share_a_link() -> None:
     assert times(simulate([Pass("forward", (stream_in(),))], cost, rates)) == [(0, 2)]
 
 
+def test_collectives_have_links_of_their_own() -> None:
+    rates = replace(RATES, gather=8.0, reduce=2.0)
+    gather, reduce = op(Kind.GATHER, Stream.GATHER), op(Kind.REDUCE, Stream.REDUCE)
+    timeline = simulate(
+        [Pass("forward", (stream_in(), gather, reduce))], priced(stream_in=40.0, gather=40.0, reduce=40.0), rates
+    )
+    assert times(timeline) == [(0, 4), (0, 5), (0, 20)]
+
+
+def test_collectives_through_host_cross_both_directions_of_a_link() -> None:
+    rates = replace(RATES, through_host=True)
+    gather, out = op(Kind.GATHER, Stream.GATHER), op(Kind.STREAM_OUT, Stream.COPY_OUT, After(0))
+    gathered = simulate([alone(gather)], priced(gather=40.0), rates)
+    assert times(gathered) == [(0, 8)]  # as fast as the slower direction: 5 per second
+    copied = simulate([Pass("forward", (stream_in(), gather))], priced(stream_in=25.0, gather=40.0), rates)
+    assert times(copied) == [(0, 5), (0, 8)]  # in and gather have 5 per second each, so the gather is not slower
+    sent = simulate([Pass("forward", (gather, out))], priced(gather=40.0, stream_out=5.0), rates)
+    assert times(sent) == [(0, 8), (8, 9)]
+    less = simulate([Pass("forward", (gather, update()))], priced(gather=40.0, update=80.0), rates)
+    assert times(less) == [(0, 8), (0, 8)]  # the update has what the gather leaves, which writes and reads host memory
+
+
 def test_inline_copies_run_one_after_the_other() -> None:
     ops = (stream_in(), op(Kind.FORWARD, Stream.COMPUTE, After(0)), stream_in(unit="block1"), update())
     cost = priced(stream_in=20.0, forward=3.0, update=100.0)

@@ -24,8 +24,10 @@ from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
 from horizon_lm.preflight.inputs import Source, open_source
 from horizon_lm.preflight.this_machine import other_machine, this_machine
 from horizon_lm.quantities import counted, parse_bytes
+from horizon_lm.shards import WHOLE, Shard
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.training.loop import Intervals
+from horizon_lm.training.ranks import mesh_shape, reject_unsupported
 from horizon_lm.training.rows import estimate_sampler
 from horizon_lm.training.setup import check_weights, choose_device, load_tokenizer
 from horizon_lm.visible import visible
@@ -40,7 +42,21 @@ class Result:
     remedies: Sequence[Remedy]
 
 
-def plan_one(arguments: Sequence[str], model: str | None, device: str | None, host_memory: str | None) -> Result:
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Number of processes of a run: one for each GPU of each machine."""
+
+    gpus: int = 1
+    machines: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.gpus * self.machines
+
+
+def plan_one(
+    arguments: Sequence[str], model: str | None, device: str | None, host_memory: str | None, size: Size = Size()
+) -> Result:
     """Plan a run with the arguments of the command. A plan that does not fit is returned, not raised."""
     path, overrides = split_arguments(arguments)
     named = {"model_name_or_path": model, "host_memory": host_memory}
@@ -54,12 +70,34 @@ def plan_one(arguments: Sequence[str], model: str | None, device: str | None, ho
     run = read_run_config(path, overrides, without_rows=True)
     source, notes = open_source(run), _notes_on_weights(run)
     loaded = _load_as_training_does(run) if hardware is None else ()
-    run, machine = _place(run, hardware)
+    run, machine = _place(run, hardware, size)
     machine = replace(machine, notes=[*machine.notes, *notes])
     del loaded  # only needed while the memory of this process was measured
-    num_steps, saves = _steps_and_saves(run)
-    plan = plan_run(run, source, machine, num_steps=num_steps, saves=saves)
-    return Result(plan, run.device, remedies_of(plan, run, source))
+    num_steps, saves = _steps_and_saves(run, size.num_ranks)
+
+    def planned(shard: Shard) -> Plan:
+        return plan_run(run, source, machine, num_steps=num_steps, saves=saves, shard=shard, num_ranks=size.num_ranks)
+
+    shard = _shard(run, size)
+    plan = planned(shard)
+    remedies = remedies_of(plan, run, source)
+    if plan.host.deficit and shard.count < size.num_ranks and (wider := planned(Shard(0, size.num_ranks))).fits:
+        cost = "the machines share one copy of the model, so its weights cross the network twice a step"
+        remedies = [Remedy({"dp_shard_size": size.num_ranks}, cost, wider), *remedies]
+    return Result(plan, run.device, remedies)
+
+
+def _shard(run: RunConfig, size: Size) -> Shard:
+    """Return the range of the first process.
+
+    Raises:
+        ConfigError: several processes do not support a setting.
+    """
+    if size.num_ranks == 1:
+        return WHOLE
+    reject_unsupported(run, size.num_ranks)
+    _, ranges = mesh_shape(run, size.num_ranks, size.gpus)
+    return Shard(0, ranges)
 
 
 def _notes_on_weights(run: RunConfig) -> list[str]:
@@ -68,10 +106,10 @@ def _notes_on_weights(run: RunConfig) -> list[str]:
     return check_weights(run) if folder is not None and Checkpoint.is_in(folder) else []
 
 
-def _steps_and_saves(run: RunConfig) -> tuple[int | None, Saves]:
+def _steps_and_saves(run: RunConfig, num_ranks: int) -> tuple[int | None, Saves]:
     """Return the number of optimizer steps in a run (None if unknown) and its checkpoints."""
     by_epoch = run.save_strategy == "epoch"
-    sampler = estimate_sampler(run) if by_epoch or run.max_steps <= 0 else None
+    sampler = estimate_sampler(run, num_ranks) if by_epoch or run.max_steps <= 0 else None
     if run.max_steps > 0:
         num_steps = run.max_steps
     elif sampler is not None:
@@ -105,13 +143,13 @@ def _load_as_training_does(run: RunConfig) -> Sequence[object]:
         return (datasets,)
 
 
-def _place(run: RunConfig, hardware: Hardware | None) -> tuple[RunConfig, Machine]:
-    """Return the run with its device resolved, and the machine to plan for."""
+def _place(run: RunConfig, hardware: Hardware | None, size: Size) -> tuple[RunConfig, Machine]:
+    """Return the run with its device resolved, and the machine to plan for, or the share of one process."""
     if hardware is None:
         run = run.model_copy(update={"device": choose_device(run.device)})
-        return run, this_machine(run)
+        return run, this_machine(run, num_processes=size.gpus)
     run = run.model_copy(update={"device": "cpu" if hardware.on_host else "cuda"})
-    return run, other_machine(hardware, run.host_memory)
+    return run, other_machine(hardware, run.host_memory, size.gpus, size.machines)
 
 
 # The largest models that a machine can train
@@ -135,11 +173,13 @@ class LargestTable:
     Attributes:
         machine: name of the machine.
         shape: rows and tokens of a step, as text.
+        modes: names of the modes.
         rows: for each amount of host memory its name, and for each mode the names and parameters of models.
     """
 
     machine: str
     shape: str
+    modes: Sequence[str]
     rows: Sequence[tuple[str, Sequence[Sequence[tuple[str, int]]]]]
 
     def as_json(self) -> dict[str, object]:
@@ -149,7 +189,7 @@ class LargestTable:
                 "host_memory": amount,
                 "largest": {
                     mode: [{"name": name, "parameters": n} for name, n in cell]
-                    for mode, cell in zip(MODES, cells, strict=True)
+                    for mode, cell in zip(self.modes, cells, strict=True)
                 },
             }
             for amount, cells in self.rows
@@ -161,8 +201,8 @@ class LargestTable:
         table = [
             f"Largest known models by host memory, on {self.machine}, steps of {self.shape}:",
             "",
-            f"| host memory | {' | '.join(f'`{mode}`' if ',' not in mode else mode for mode in MODES)} |",
-            "|---" * (len(MODES) + 1) + "|",
+            f"| host memory | {' | '.join(f'`{mode}`' if ',' not in mode else mode for mode in self.modes)} |",
+            "|---" * (len(self.modes) + 1) + "|",
         ]
         for amount, cells in self.rows:
             texts = [", ".join(f"{name.rpartition('/')[2]}" for name, _ in cell) or "none" for cell in cells]
@@ -170,13 +210,16 @@ class LargestTable:
         return table
 
 
-def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str | None) -> LargestTable:
+def plan_largest(
+    arguments: Sequence[str], device: str | None, host_memory: str | None, size: Size = Size()
+) -> LargestTable:
     """Find the largest known models that this machine or another machine can train.
 
     Args:
         arguments: settings of the run except its model.
         device: ``--device`` of the command.
         host_memory: one or more amounts, separated by commas; None for this machine's.
+        size: number of processes. Several do not train adapters.
     """
     path, overrides = split_arguments(arguments)
     fixed = parse_overrides(overrides).keys() & {
@@ -190,7 +233,8 @@ def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str 
         overrides = [*overrides, "--device", device]
     amounts = [part.strip() for part in host_memory.split(",")] if host_memory else [None]
     runs = {}
-    for mode, settings in MODES.items():
+    modes = {mode: each for mode, each in MODES.items() if size.num_ranks == 1 or "use_peft" not in each}
+    for mode, settings in modes.items():
         chosen = [text for key, value in settings.items() for text in (f"--{key}", value)]
         runs[mode] = read_run_config(path, [*overrides, "--model_name_or_path", "-", *chosen], without_rows=True)
     search = _Search()
@@ -199,11 +243,11 @@ def plan_largest(arguments: Sequence[str], device: str | None, host_memory: str 
         cells = []
         for run in runs.values():
             limited = run if amount is None else run.model_copy(update={"host_memory": parse_bytes(amount)})
-            placed, machine = _place(limited, hardware)
-            cells.append(search.largest(placed, machine))
+            placed, machine = _place(limited, hardware, size)
+            cells.append(search.largest(placed, machine, size))
         rows.append((amount or f"{machine.host_limits[0].name}", cells))
-    shape = f"{counted(run.rows_per_step, 'row')} of {run.max_length:,} tokens"
-    return LargestTable(machine.name, shape, rows)
+    shape = f"{counted(run.rows_per_step * size.num_ranks, 'row')} of {run.max_length:,} tokens"
+    return LargestTable(machine.name, shape, list(modes), rows)
 
 
 class _Search:
@@ -215,17 +259,18 @@ class _Search:
         self._known = list(reversed(known_models()))
         self._sources: dict[tuple[str, bool], Source] = {}
 
-    def largest(self, run: RunConfig, machine: Machine) -> list[tuple[str, int]]:
+    def largest(self, run: RunConfig, machine: Machine, size: Size) -> list[tuple[str, int]]:
         """Return the largest dense model that fits, and the largest mixture of experts if it is larger."""
         found: list[tuple[str, int]] = []
+        shard = _shard(run, size)
         for known in self._known:
-            if _least_bytes(run, known.parameters) > machine.host_limits[0].num_bytes:
+            if _least_bytes(run, known.parameters) // shard.count > machine.host_limits[0].num_bytes:
                 continue
             source = self._open(run, known.name)
             sparse = _is_sparse(source)
             if sparse and found:
                 continue
-            if plan_run(run, source, machine, priced=False).fits:
+            if plan_run(run, source, machine, priced=False, shard=shard, num_ranks=size.num_ranks).fits:
                 found.append((known.name, known.parameters))
                 if not sparse:
                     return found
@@ -270,7 +315,11 @@ def plan(
             + ", or a profile in a file, MACHINE.json (docs/planning.md)."
         ),
     ] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Host memory that the run may use, such as 512GiB.")] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory of each machine that the run may use, such as 512GiB.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of each machine, with one process each (torchrun).")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
     largest: Annotated[
         bool, typer.Option("--largest", help="Find the largest known models that fit, by precision.")
     ] = False,
@@ -279,11 +328,11 @@ def plan(
     if largest and model is not None:
         raise ConfigError("--largest tries all known models; remove --model")
     if largest:
-        table = plan_largest(run or [], device, host_memory)
+        table = plan_largest(run or [], device, host_memory, Size(gpus, nodes))
         print(json.dumps(table.as_json(), indent=2) if as_json else "\n".join(table.lines()))
         return
     with without_garbage_collection():
-        result = plan_one(run or [], model, device, host_memory)
+        result = plan_one(run or [], model, device, host_memory, Size(gpus, nodes))
     if as_json:
         print(json.dumps(plan_as_json(result.plan, result.device, result.remedies), indent=2))
     else:

@@ -14,7 +14,8 @@ from horizon_lm.errors import ConfigError
 
 DTYPES = ("bfloat16", "float32")
 
-_OPTIONAL = ("update_seconds", "disk_write", "disk_read", "sources")
+_OPTIONAL = ("update_seconds", "disk_write", "disk_read", "server", "sources")
+_SERVER = ("cores", "host_memory", "host_bandwidth", "peer", "network")
 _NEEDED = ("cores", "device_bandwidth", "link_in", "link_out", "link_both")
 
 
@@ -43,6 +44,9 @@ class Hardware:
         update_seconds: seconds per parameter of an AdamW update on all cores, by precision; estimated from the bandwidth
             if missing.
         disk_write, disk_read: bytes per second of the disk.
+        server: figures of a machine with several such GPUs: ``cores``, ``host_memory`` and ``host_bandwidth`` of all of it;
+            ``peer``, bytes per second that each GPU receives from the others while it sends as many, missing if they cannot reach
+            each other; ``network``, the same for a machine and other machines.
         sources: origin of each figure, by field.
     """
 
@@ -63,6 +67,7 @@ class Hardware:
     update_seconds: Mapping[str, float] = field(default_factory=dict)
     disk_write: float = 0.0
     disk_read: float = 0.0
+    server: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -143,6 +148,10 @@ def _problem(name: str, hint: Any, value: Any) -> str:
     if name == "host_bandwidth":
         fits = bool(value) and all(key.isdecimal() and int(key) for key in value)
         return "" if fits else 'its keys must be numbers of threads, for example {"1": 15e9, "8": 60e9}'
+    if name == "server" and (unknown := value.keys() - set(_SERVER)):
+        return f"{sorted(unknown)[0]} is not one of {', '.join(_SERVER)}"
+    if name == "server" and value.keys() & set(_SERVER[:3]) and not value.keys() >= set(_SERVER[:3]):
+        return f"it needs {', '.join(_SERVER[:3])} together"
     missing = set(DTYPES) - value.keys() if name in ("matmul", "attention") else set()
     return f"it has no rate for {sorted(missing)[0]}" if missing else ""
 

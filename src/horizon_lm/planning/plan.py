@@ -70,7 +70,7 @@ class Plan:
         hardware = self.machine.hardware
         if hardware is None or not hardware.disk_read:
             return None
-        return self.request.stored_bytes / hardware.disk_read
+        return self.request.stored_bytes / self.request.shard.count / hardware.disk_read
 
     @property
     def curve(self) -> Curve | None:
@@ -108,9 +108,9 @@ def make_plan(
     if hardware is not None and machine.page_lock_error:
         hardware = staged(hardware)
     if priced and hardware is not None and not outline.unknown:
-        time = step_time(typical, hardware, machine.computing_threads, request.tokens_per_step)
+        time = step_time(typical, hardware, machine.computing_threads, request.tokens_per_step, machine.interconnect)
         if request.saves.num and not request.saves.only_model and hardware.disk_write:
-            save = save_time(typical, hardware, machine.computing_threads)
+            save = save_time(typical, hardware, machine.computing_threads, machine.interconnect)
     download = Item("download", request.download_bytes, "the checkpoint to start from")
     return Plan(
         request,
@@ -123,7 +123,7 @@ def make_plan(
             *([f"head: whole, because {outline.whole_head_only}"] if outline.whole_head_only else ()),
             *_staging_reasons(host, machine),
             *machine.notes,
-            *_shorter_step_reasons(typical, hardware, machine.computing_threads, time),
+            *_shorter_step_reasons(typical, hardware, machine, time),
             *([f"{outline.unknown}, so activations and times are not included"] if outline.unknown else []),
         ],
         host=Budget("host", [item for item in host if item.num_bytes], machine.host_limits),
@@ -156,14 +156,12 @@ def _adapter_reasons(outline: ModelOutline) -> list[str]:
     return [f"adapters: {trained:,} parameters are trained, {trained / total:.2%} of {total:,}"]
 
 
-def _shorter_step_reasons(
-    step: Step, hardware: Hardware | None, computing_threads: int | None, time: StepTime | None
-) -> list[str]:
+def _shorter_step_reasons(step: Step, hardware: Hardware | None, machine: Machine, time: StepTime | None) -> list[str]:
     """Return a change that would shorten a step limited by its optimizer updates, if there is one."""
     if hardware is None or time is None or time.limited_by != "update" or step.settings.moments != "float32":
         return []
     lighter = replace(step, settings=replace(step.settings, moments="bfloat16"))
-    other = step_time(lighter, hardware, computing_threads)
+    other = step_time(lighter, hardware, machine.computing_threads, interconnect=machine.interconnect)
     saved = 1 - other.seconds / time.seconds
     if saved < _NOTABLE_SHARE:
         return []

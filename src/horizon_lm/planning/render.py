@@ -34,13 +34,13 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.sizes.num_parameters else ""
     yield (
         f"{outline.name}: {_billions(outline.sizes.num_parameters)} parameters{active} in {counted(outline.num_blocks, 'block')}; "
-        f"{request.precision}, {request.rows} × {outline.length:,} tokens per step"
+        f"{request.precision}, {request.rows} × {outline.length:,} tokens per step{_of_ranks(plan)}"
     )
     yield f"on {plan.machine.name}"
     for budget in plan.budgets:
         if budget.items and (budget.place != "buffers" or budget.limits):
             yield ""
-            yield from _budget_lines(budget)
+            yield from _budget_lines(budget, plan.machine.num_processes if budget is plan.host else 1)
     yield ""
     yield "settings"
     yield from (f"  {reason}" for reason in plan.reasons)
@@ -48,8 +48,23 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield from _time_lines(plan)
 
 
-def _budget_lines(budget: Budget) -> Iterator[str]:
-    yield _TITLES[budget.place]
+def _of_ranks(plan: Plan) -> str:
+    """Return the number of processes and of copies of the model; empty for one process."""
+    ranks, shard = plan.request.num_ranks, plan.request.shard
+    if ranks == 1:
+        return ""
+    copies = plan.request.num_replicas
+    shared = (
+        f"{ranks} processes share the model"
+        if copies == 1
+        else f"{copies} copies of the model, shared by {shard.count} processes each"
+    )
+    return f" and process; {shared}"
+
+
+def _budget_lines(budget: Budget, num_processes: int) -> Iterator[str]:
+    """Yield the items of a place, of one of the processes that share it."""
+    yield _TITLES[budget.place] + (" of each process" if num_processes > 1 else "")
     for item in budget.items:
         yield f"  {item.name:{_WIDTH}} {format_bytes(item.num_bytes):>12}  {item.note}".rstrip()
     limit = budget.limit
@@ -63,18 +78,25 @@ def _budget_lines(budget: Budget) -> Iterator[str]:
         left = limit.num_bytes - budget.num_bytes
         verdict = f"of {format_bytes(limit.num_bytes)} ({limit.name}): fits, {format_bytes(left)} left"
     yield f"  {'total':{_WIDTH}} {format_bytes(budget.num_bytes):>12}  {verdict}".rstrip()
+    if num_processes > 1:
+        total = format_bytes(budget.num_bytes * num_processes)
+        yield f"  {f'all {num_processes} processes of a machine':{_WIDTH}} {total:>12}"
 
 
 def _time_lines(plan: Plan) -> Iterator[str]:
     time, hardware = plan.time, plan.machine.hardware
     if plan.step.outline.unknown:
         return
+    if time is None and plan.request.num_ranks > 1:
+        yield "time: unknown, because the links between the GPUs are unknown; name a profile with --device"
+        return
     if time is None or hardware is None:
         yield "time: unknown, because this machine was not measured; horizon-lm doctor measures it"
         return
-    yield f"time, simulated with the rates of {hardware.name}"
+    yield f"time, simulated with the rates of {hardware.name}{_links(plan)}"
+    on_each = " per GPU" if plan.request.num_ranks > 1 else ""
     yield (
-        f"  {_seconds(time.seconds)}/step, {time.tokens_per_second:,.0f} tokens/s, {time.model_tflops:,.1f} model TFLOP/s; "
+        f"  {_seconds(time.seconds)}/step, {time.tokens_per_second:,.0f} tokens/s, {time.model_tflops:,.1f} model TFLOP/s{on_each}; "
         f"bottleneck: {CAUSE_TITLES[time.limited_by]}"
     )
     stalls = ", ".join(
@@ -85,7 +107,7 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         f"{title} {time.busy[stream]:.0%}" for stream, title in STREAM_TITLES.items() if stream in time.busy
     )
     for what, tokens in time.hidden_from_tokens.items():
-        yield f"  {CAUSE_TITLES[what]} fully overlapped from {tokens:,} tokens/step; this run has {plan.step.tokens:,}"
+        yield f"  {CAUSE_TITLES[what]} fully overlapped from {tokens:,} tokens/step{on_each}; this run has {plan.step.tokens:,}"
     if plan.save is not None:
         yield (
             f"  a checkpoint: {format_bytes(plan.save.num_bytes)} in {format_seconds(plan.save.seconds)}, while training goes on; "
@@ -95,6 +117,20 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         yield f"  loading the weights: {format_seconds(plan.load_seconds)}"
     if plan.run_seconds is not None:
         yield f"  all {plan.request.num_steps:,} steps: {format_seconds(plan.run_seconds)}"
+
+
+def _links(plan: Plan) -> str:
+    """Return the rates of the links between GPUs and machines; empty for one GPU."""
+    links = plan.machine.interconnect
+    if links is None:
+        return ""
+    within = (
+        f"{links.peer / 1e9:,.0f} GB/s between its GPUs" if links.peer else "GPUs reach each other through host memory"
+    )
+    parts = [within] if links.gpus > 1 else []
+    if links.machines > 1:
+        parts.append(f"{links.network / 1e9:,.0f} GB/s between machines")
+    return "; " + ", ".join(parts)
 
 
 _SAVE_SHARE = 0.02  # of a run's time that checkpoints may cost without a remark
@@ -117,7 +153,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     for budget in plan.budgets:
         if budget.items and budget.limit is not None:
             yield (
-                f"{_TITLES[budget.place]}: {format_bytes(budget.num_bytes)} planned, "
+                f"{_TITLES[budget.place]}: {format_bytes(budget.num_bytes)} planned{_for_each(plan, budget)}, "
                 f"{format_bytes(budget.limit.num_bytes)} available ({budget.limit.name})"
             )
     if plan.time is not None and plan.run_seconds is not None:
@@ -125,6 +161,11 @@ def summary_lines(plan: Plan) -> Iterator[str]:
             f"expected: {_seconds(plan.time.seconds)}/step, bottleneck: {CAUSE_TITLES[plan.time.limited_by]}; "
             f"{format_seconds(plan.run_seconds)} for all steps, without evaluation, sample prompts and exports"
         )
+
+
+def _for_each(plan: Plan, budget: Budget) -> str:
+    shared = budget is plan.host and plan.machine.num_processes > 1
+    return f" for each of {plan.machine.num_processes} processes" if shared else ""
 
 
 def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
@@ -183,6 +224,7 @@ def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> di
         "run": _run(plan, device),
         **{budget.place: _budget(budget) for budget in plan.budgets},
         "hardware": None if plan.machine.hardware is None else asdict(plan.machine.hardware),
+        "interconnect": None if plan.machine.interconnect is None else asdict(plan.machine.interconnect),
         "save": None if plan.save is None else asdict(plan.save),
         "step": None if plan.time is None else {**_step(plan.time), "run_seconds": plan.run_seconds},
         "memory": _memory(plan.curve),
@@ -209,6 +251,9 @@ def _run(plan: Plan, device: str) -> dict[str, Any]:
         "length": outline.length,
         "tokens": plan.step.tokens,
         "num_steps": request.num_steps,
+        "num_ranks": request.num_ranks,
+        "dp_shard_size": request.shard.count,
+        "processes_per_machine": plan.machine.num_processes,
         "precision": request.precision,
         "device": device,
         "settings": {

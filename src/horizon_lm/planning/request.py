@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.shards import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions
 
@@ -178,6 +179,8 @@ class Machine:
         notes: further remarks for the run's log, as sentences.
         compile_workers: number of compiler processes, if blocks are compiled.
         computing_threads: number of host threads that compute; None for all cores.
+        num_processes: number of processes of a machine, which share it equally: what is described here is the share of one of them.
+        interconnect: the links between the devices of several ranks; None for one rank, or if they are unknown.
     """
 
     name: str
@@ -195,3 +198,5 @@ class Machine:
     notes: Sequence[str] = field(default=())
     compile_workers: int = 0
     computing_threads: int | None = None
+    num_processes: int = 1
+    interconnect: Interconnect | None = None

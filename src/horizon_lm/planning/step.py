@@ -1,9 +1,10 @@
 """A training step as run by the engine: its settings, its passes, and the cost of each operation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.memory import (
     LOW_HALF_BYTES,
     MOMENT_BYTES,
@@ -361,13 +362,32 @@ def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
     return seconds * hardware.host_rate * traffic(settings.moments) / traffic("float32")
 
 
-def rates(hardware: Hardware, computing_threads: int | None = None) -> Rates:
+def rates(
+    hardware: Hardware,
+    computing_threads: int | None = None,
+    interconnect: Interconnect | None = None,
+    settings: FixedSettings | None = None,
+) -> Rates:
     """Return the rates of a machine for `schedule.simulate`.
 
     Args:
-        hardware: the machine.
+        hardware: the machine, or one rank's share of it.
         computing_threads: threads of computation, if updates share the cores; None for all cores.
+        interconnect, settings: the links between several ranks, and the settings of their step; None for one rank.
     """
+    alone = _rates_alone(hardware, computing_threads)
+    if interconnect is None or settings is None:
+        return alone
+    ranks = settings.shard.count
+    return replace(
+        alone,
+        gather=interconnect.gather_rate(ranks),
+        reduce=interconnect.reduce_rate(ranks, settings.num_replicas),
+        through_host=interconnect.through_host,
+    )
+
+
+def _rates_alone(hardware: Hardware, computing_threads: int | None) -> Rates:
     disk = hardware.disk_write or float("inf")
     if not hardware.on_host:
         return Rates(hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both, disk=disk)

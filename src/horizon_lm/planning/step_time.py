@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.step import Step, StepCost, rates
 from horizon_lm.schedule.ops import SOMETIMES, UPDATES, Kind, Pass, Stream, is_block
 from horizon_lm.schedule.simulate import Rates, Timeline, simulate, step_seconds, without
@@ -36,15 +37,15 @@ class StepTime:
 
     Attributes:
         seconds: time from the last computation of one step to that of the next step.
-        tokens_per_second: throughput in tokens without padding.
-        model_tflops: the model's operations (6·N·T and attention) per second, not counting recomputation.
-        limited_by: the most expensive of ``copy_in``, ``copy_out`` and ``update``, if a step would be more than 5%
-            shorter without it; otherwise ``compute``.
+        tokens_per_second: throughput of all ranks in tokens without padding.
+        model_tflops: the model's operations (6·N·T and attention) per second on each device, not counting recomputation.
+        limited_by: the most expensive of ``copy_in``, ``copy_out``, ``gather``, ``reduce`` and ``update``, if a step would be more
+            than 5% shorter without it; otherwise ``compute``.
         exposed_seconds: time without computation, by its cause.
         exposed_update_seconds: time that updates add to the step.
         busy: utilization of each stream.
-        hidden_from_tokens: tokens per step from which updates and loads are fully overlapped; without loads if that is
-            impossible.
+        hidden_from_tokens: tokens per step, of each rank, from which updates, loads and the gathering of weights are fully
+            overlapped; without loads if that is impossible.
         spans: spans of all operations of one step, which starts at 0.
     """
 
@@ -60,7 +61,11 @@ class StepTime:
 
 
 def step_time(
-    step: Step, hardware: Hardware, computing_threads: int | None = None, tokens: float | None = None
+    step: Step,
+    hardware: Hardware,
+    computing_threads: int | None = None,
+    tokens: float | None = None,
+    interconnect: Interconnect | None = None,
 ) -> StepTime:
     """Simulate one of many consecutive steps on a machine.
 
@@ -68,20 +73,23 @@ def step_time(
         step: the step.
         hardware: the machine.
         computing_threads: as in `plan.step.rates`.
-        tokens: tokens of the step without padding; None for a step without padding.
+        tokens: tokens of the step without padding, of one rank; None for a step without padding.
+        interconnect: the links between several ranks, of which ``hardware`` is one's share; None for one rank.
     """
-    passes, cost, speed = step.passes(), step.cost(hardware), rates(hardware, computing_threads)
+    passes, cost = step.passes(), step.cost(hardware)
+    speed = rates(hardware, computing_threads, interconnect, step.settings)
     timeline = simulate(passes * _STEPS, cost, speed)
     spans, begin, seconds = _last_step(timeline, len(passes))
     exposed = exposed_seconds(spans)
+    moves = _MOVES if step.layout.sharded else {name: _MOVES[name] for name in ("copy_in", "copy_out", "update")}
     saved = {
-        name: max(0.0, seconds - step_seconds(passes, without(cost, *kinds), speed)) for name, kinds in _MOVES.items()
+        name: max(0.0, seconds - step_seconds(passes, without(cost, *kinds), speed)) for name, kinds in moves.items()
     }
     busy = _busy(timeline, begin, seconds)
     shifted = [Span(s.op, s.start - begin, s.end - begin, s.reached - begin) for s in spans]
     return StepTime(
         seconds=seconds,
-        tokens_per_second=(tokens or step.tokens) / seconds,
+        tokens_per_second=(tokens or step.tokens) * step.settings.num_ranks / seconds,
         model_tflops=step.outline.step_flops(step.tokens) / seconds / 1e12,
         limited_by=_limited_by(saved, seconds),
         exposed_seconds=exposed,
@@ -107,16 +115,18 @@ class SaveTime:
     stall_seconds: float
 
 
-def save_time(step: Step, hardware: Hardware, computing_threads: int | None = None) -> SaveTime:
+def save_time(
+    step: Step, hardware: Hardware, computing_threads: int | None = None, interconnect: Interconnect | None = None
+) -> SaveTime:
     """Simulate a checkpoint between two of many consecutive steps.
 
     Args:
         step: the step.
         hardware: the machine, with the rate of its disk.
-        computing_threads: as in `plan.step.rates`.
+        computing_threads, interconnect: as in `plan.step.rates`.
     """
     passes, cost = step.passes(), step.cost(hardware)
-    speed = rates(hardware, computing_threads)
+    speed = rates(hardware, computing_threads, interconnect, step.settings)
     with_save = simulate([*passes * _STEPS, *step.save_passes(), *passes], cost, speed)
     without_save = simulate(passes * (_STEPS + 2), cost, speed)
     saved = [span for span in with_save.spans if span.op.kind == Kind.SAVE]
@@ -164,6 +174,8 @@ def _busy(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:
 _MOVES = {
     "copy_in": (Kind.STREAM_IN, Kind.FETCH),
     "copy_out": (Kind.STREAM_OUT, Kind.OFFLOAD),
+    "gather": (Kind.GATHER,),
+    "reduce": (Kind.REDUCE,),
     "update": UPDATES,
 }
 
@@ -183,10 +195,16 @@ def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates
     proportionally while matrix products wait for weights. Inline transfers cannot be overlapped.
     """
     in_backward = step.settings.update_in_backward
-    loaded = sum(cost(op) for op in passes[0].ops if op.kind == Kind.STREAM_IN and is_block(op.unit))
+    loaded, gathered = (
+        sum(cost(op) for op in passes[0].ops if op.kind == kind and is_block(op.unit))
+        for kind in (Kind.STREAM_IN, Kind.GATHER)
+    )
     updated = sum(cost(op) for each in passes for op in each.ops if op.kind in UPDATES)
     found = {"update": _tokens_for(updated / speed.host, lambda t: cost.blocks_seconds(t, backward=in_backward))}
+    if gathered and not speed.through_host:
+        found["gather"] = _tokens_for(gathered / speed.gather, lambda t: cost.blocks_seconds(t, backward=False))
     if not speed.inline:
+        loaded += gathered if speed.through_host else 0
         seconds = loaded / min(speed.link_in, speed.host)
         found["copy_in"] = _tokens_for(seconds, lambda t: cost.blocks_seconds(t, backward=False))
     return found

@@ -67,6 +67,7 @@ def plan_run(
         request = replace(request, head="whole", head_chunk_tokens=None)
     if outline.whole_batch_only and request.device_micro_batch_size is None:
         request = replace(request, device_micro_batch_size=request.rows)
+    priced = priced and (num_ranks == 1 or machine.interconnect is not None)
     plan = make_plan(outline, request, machine, priced, usual)
     return replace(plan, problems=_problems(source, plan, rows))
 

@@ -2,14 +2,15 @@
 
 import gc
 import os
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.catalog import Hardware, match_profile, own_profile_path, read_profile
+from horizon_lm.planning.interconnect import connect
 from horizon_lm.planning.request import Limit, Machine
-from horizon_lm.quantities import format_bytes
+from horizon_lm.quantities import counted, format_bytes
 
 LIBRARIES_BYTES = 2**30  # bytes of a process on another machine: interpreter, torch, transformers
 FIRST_STEPS_BYTES = 160 * 2**20  # growth of the process in its first steps: compiled kernels, threads, library caches
@@ -25,8 +26,14 @@ _TRIAL_BYTES = 2**26  # more than RLIMIT_MEMLOCK usually allows
 _ADDRESS_BYTES = 2**29  # address space that libraries and threads reserve and never touch
 
 
-def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
-    """Return the resources available to a run on this machine. ``run.device`` must be a device, not ``auto``."""
+def this_machine(run: RunConfig, hardware: Hardware | None = None, num_processes: int | None = None) -> Machine:
+    """Return the resources available to a run on this machine, or to one of the processes that share it.
+
+    Args:
+        run: settings of the run; ``device`` is not ``auto``.
+        hardware: profile of this machine; None for the one that was measured, or a published one.
+        num_processes: processes of this machine; None for those of torchrun.
+    """
     import torch
 
     from horizon_lm.resources import resident_bytes, usable_cores
@@ -36,16 +43,13 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
     gpu, device_limits, lock_error = ("", [], "") if on_host else _probe_device(run.device)
     gc.collect()  # do not count a previous model as part of the process
     limits, notes = _host_limits(run.host_memory)
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if processes > 1:  # of torchrun, which share this machine
-        limits = [replace(each, num_bytes=each.num_bytes // processes) for each in limits]
-        notes = [*notes, f"host memory is that of one of {processes} processes"]
+    num_processes = num_processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     disk, download = _disk_limits(Path(run.output_dir).expanduser())
     return Machine(
         name=f"this machine, {gpu}" if gpu else "this machine",
         on_host=on_host,
         hardware=hardware or own_profile("cpu" if on_host else "cuda", gpu) or match_profile(gpu),
-        host_limits=limits,
+        host_limits=_shares(limits, num_processes),
         device_limits=device_limits,
         disk_limits=disk,
         download_limits=download,
@@ -57,7 +61,15 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None) -> Machine:
         notes=notes,
         compile_workers=min(32, usable_cores()),
         computing_threads=torch.get_num_threads() if on_host else None,
+        num_processes=num_processes,
     )
+
+
+def _shares(limits: Sequence[Limit], num_processes: int) -> list[Limit]:
+    """Return the limits of one of several processes."""
+    if num_processes == 1:
+        return list(limits)
+    return [Limit(f"{each.name} / {num_processes}", each.num_bytes // num_processes) for each in limits]
 
 
 def _host_limits(host_memory: int | None) -> tuple[list[Limit], list[str]]:
@@ -121,20 +133,36 @@ def _disk_limits(output_dir: Path) -> tuple[list[Limit], list[Limit]]:
         return [], []
 
 
-def other_machine(hardware: Hardware, host_memory: int | None) -> Machine:
-    """Return another machine, described by its profile; ``host_memory`` overrides the profile's host memory."""
-    host = host_memory or hardware.host_memory
+def other_machine(hardware: Hardware, host_memory: int | None, gpus: int = 1, machines: int = 1) -> Machine:
+    """Return another machine, described by its profile, or the share of one of the processes of several.
+
+    Args:
+        hardware: profile of the machine.
+        host_memory: bytes of host memory of the machine; None for the profile's.
+        gpus: GPUs of each machine.
+        machines: number of machines.
+
+    Raises:
+        ConfigError: the profile does not describe several GPUs or a network.
+    """
+    name, interconnect = hardware.name, None
+    if gpus * machines > 1:
+        hardware, interconnect = connect(hardware, gpus, machines)
+        name = f"{counted(machines, 'machine')} with {counted(gpus, 'GPU')}{' each' if machines > 1 else ''}: {name}"
+    host = Limit("host_memory" if host_memory else "host memory of this profile", host_memory or hardware.host_memory)
     on_host = hardware.on_host
     return Machine(
-        hardware.name,
+        name,
         on_host,
         hardware,
-        [Limit("host_memory" if host_memory else "host memory of this profile", host)],
+        _shares([host], gpus),
         [] if on_host else [Limit(f"memory of {hardware.name}", hardware.device_memory)],
         process_bytes=LIBRARIES_BYTES + FIRST_STEPS_BYTES,
         device_context_bytes=0 if on_host else CONTEXT_BYTES,
         scratch_bytes=0 if on_host else SCRATCH_BYTES,
         staging_bytes=0 if on_host else STAGING_BYTES,
+        num_processes=gpus,
+        interconnect=interconnect,
     )
 
 

@@ -2,7 +2,7 @@
 
 This is a fluid model, advanced from event to event. Each operation runs on its stream in list order once its waits are
 over. Computations take fixed seconds. Transfers run at the link's rate and take their bytes from host memory bandwidth;
-updates share the rest. If the device is the host, transfers run in the computing thread, and updates and
+updates share the rest. All ranks do the same at the same time, so one of them is simulated with its share of the machine. If the device is the host, transfers run in the computing thread, and updates and
 computation slow each other down. Nothing else takes time: latencies, the issuing thread and caches are not modeled.
 """
 
@@ -14,7 +14,8 @@ from horizon_lm.schedule.ops import UPDATES, After, Kind, Op, Pass, ScheduleErro
 from horizon_lm.schedule.trace import Span
 
 Cost = Callable[[Op], float]
-"""Seconds of a computation, link bytes of a transfer, host bytes (read and written) of an update, or bytes of a save."""
+"""Seconds of a computation, link bytes of a transfer, bytes that a rank receives in a collective, host bytes (read and written) of an
+update, or bytes of a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Rates:
         compute_share: fraction of its speed that computation keeps during an update.
         update_share: fraction of the host memory rate available to updates during computation.
         disk: rate at which checkpoints are written.
+        gather, reduce: rates at which this rank receives the bytes of a collective.
+        through_host: these bytes also cross the link, in both directions, and host memory.
     """
 
     link_in: float
@@ -39,6 +42,9 @@ class Rates:
     compute_share: float = 1.0
     update_share: float = 1.0
     disk: float = float("inf")
+    gather: float = float("inf")
+    reduce: float = float("inf")
+    through_host: bool = False
 
     def lane(self, op: Op) -> Stream:
         """Return the lane of an operation. Operations in one lane run one after the other."""
@@ -135,10 +141,17 @@ def without(cost: Cost, *kinds: Kind) -> Cost:
 
 def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     """Return the speed of each running operation: seconds of computation per second, or bytes per second."""
-    links = {Stream.COPY_IN: rates.link_in, Stream.COPY_OUT: rates.link_out}
-    transfers = [op for op in running if op.stream in links and op.kind not in UPDATES]
-    wanted = sum(links[op.stream] for op in transfers)
-    both = rates.link_both if len(transfers) > 1 and rates.link_both is not None else wanted
+    collectives = {Stream.GATHER: rates.gather, Stream.REDUCE: rates.reduce}
+    transfers = [op for op in running if op.stream in (Stream.COPY_IN, Stream.COPY_OUT) and op.kind not in UPDATES]
+    crossing = [op for op in running if rates.through_host and op.stream in collectives]
+    # A direction of the link is divided equally between those that use it.
+    num_in = sum(op.stream == Stream.COPY_IN for op in transfers) + len(crossing)
+    num_out = sum(op.stream == Stream.COPY_OUT for op in transfers) + len(crossing)
+    links = {Stream.COPY_IN: rates.link_in / max(1, num_in), Stream.COPY_OUT: rates.link_out / max(1, num_out)}
+    if crossing:
+        collectives = {stream: min(rate, *links.values()) for stream, rate in collectives.items()}
+    wanted = sum(links[op.stream] for op in transfers) + 2 * sum(collectives[op.stream] for op in crossing)
+    both = rates.link_both if num_in and num_out and rates.link_both is not None else wanted
     # Directions may share a link, and a link may be faster than the memory behind it.
     share = min(1.0, both / wanted, rates.host / wanted) if wanted else 1.0
     num_updates = sum(op.kind in UPDATES for op in running)
@@ -152,6 +165,8 @@ def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
             return rates.disk
         if op.kind in UPDATES:
             return max(0.0, for_updates) / num_updates
+        if op.stream in collectives:
+            return collectives[op.stream] * (share if rates.through_host else 1.0)
         return links[op.stream] * share
 
     return [speed(op) for op in running]

@@ -141,13 +141,16 @@ def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
         spans: spans of one or more steps.
 
     Returns:
-        Seconds by cause: ``copy_in``, ``update``, ``copy_out``, and ``host`` for the rest.
+        Seconds by cause: ``copy_in``, ``update``, ``copy_out``, and ``host`` for the rest; with several ranks also ``gather`` and
+        ``reduce``.
     """
     updates = select(spans, *UPDATES)
     copies_in = [s for s in spans if s.op.stream == Stream.COPY_IN and s.op.kind not in UPDATES]
     copies_out = [s for s in spans if s.op.stream == Stream.COPY_OUT]
-    waiting = {"copy_in": copies_in, "update": updates, "copy_out": copies_out}
-    late = {"copy_out": copies_out}
+    gathers, sums = ([s for s in spans if s.op.stream == stream] for stream in (Stream.GATHER, Stream.REDUCE))
+    collectives = {"gather": gathers, "reduce": sums} if gathers or sums else {}
+    waiting = {"copy_in": copies_in, "update": updates, "copy_out": copies_out, **collectives}
+    late = {"copy_out": copies_out, **({"reduce": sums} if collectives else {})}
     found = dict.fromkeys([*waiting, "host"], 0.0)
     computed = sorted((s for s in spans if s.op.stream == Stream.COMPUTE), key=lambda s: s.start)
     for before, span in pairwise(computed):

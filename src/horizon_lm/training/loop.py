@@ -29,9 +29,9 @@ from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
 from horizon_lm.training.first_step import FirstStep
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.line_file import LineFile
-from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
+from horizon_lm.training.metrics import Metrics, Reporter, StepResult, growth_warning
 from horizon_lm.training.non_finite import NonFinite, shown_places
-from horizon_lm.training.ranks import Ranks, StepResult, local_device
+from horizon_lm.training.ranks import Ranks, local_device
 from horizon_lm.training.resume import (
     ResumePoint,
     apply_settings,

@@ -5,22 +5,62 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from horizon_lm.data.loader import Batch
 from horizon_lm.errors import first_line
+from horizon_lm.objective.base import Loss
 from horizon_lm.planning.plan import Plan
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.resources import resident_bytes
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.printing import Printer, encodable, print_to_stdout
-from horizon_lm.training.ranks import StepResult
 from horizon_lm.visible import visible
 
 _SUMS = (  # what a checkpoint holds of `Metrics`
     "_learning_rate", "first_loss", "last_loss", "tokens_trained", "tokens_total", "_rows", "_losses", "_sums", "_token_means",
     "_weight", "_window_steps", "_window_trained", "_window_total",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The loss and the counts of a step, on this rank or on all of them.
+
+    Attributes:
+        value: the loss.
+        weight: number of targets or pairs.
+        metrics: sums over targets or pairs, by name.
+        token_means: means of the micro-batches, by name.
+        num_rows, num_trained, num_tokens: rows, targets and tokens.
+    """
+
+    value: float
+    weight: float
+    metrics: Mapping[str, float]
+    token_means: Mapping[str, list[float]]
+    num_rows: int
+    num_trained: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, value: float, loss: Loss, batch: Batch, micro_batch_rows: int) -> "StepResult":
+        """Return the result of a batch.
+
+        Args:
+            value: the loss as a number.
+            loss: the loss.
+            batch: the batch.
+            micro_batch_rows: rows or pairs whose token metrics have a mean of their own, as in TRL.
+        """
+        if not batch.places:  # a stand-in for the rows that this rank did not get
+            return cls(value, 0.0, dict.fromkeys(loss.metrics, 0.0), {name: [] for name in loss.token_metrics}, 0, 0, 0)
+        means = {name: sums.means(micro_batch_rows) for name, sums in loss.token_metrics.items()}
+        return cls(
+            value, loss.weight, dict(loss.metrics), means, len(batch.places), batch.num_trained, batch.num_tokens
+        )
 
 
 class Metrics:

@@ -4,9 +4,9 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,47 +19,9 @@ from horizon_lm.data.loader import Batch
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.monitor import Monitor
 from horizon_lm.errors import ConfigError, InterruptedRunError, first_line
-from horizon_lm.objective.base import Loss
 from horizon_lm.training.callbacks import Control
+from horizon_lm.training.metrics import StepResult
 from horizon_lm.training.resume import ResumePoint, find_resume_point, reopen
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step has given, on this rank or on all of them.
-
-    Attributes:
-        value: the loss.
-        weight: number of targets or pairs.
-        metrics: sums over targets or pairs, by name.
-        token_means: means of the micro-batches, by name.
-        num_rows, num_trained, num_tokens: rows, targets and tokens.
-    """
-
-    value: float
-    weight: float
-    metrics: Mapping[str, float]
-    token_means: Mapping[str, list[float]]
-    num_rows: int
-    num_trained: int
-    num_tokens: int
-
-    @classmethod
-    def of(cls, value: float, loss: Loss, batch: Batch, micro_batch_rows: int) -> "StepResult":
-        """Return the result of a batch.
-
-        Args:
-            value: the loss as a number.
-            loss: the loss.
-            batch: the batch.
-            micro_batch_rows: rows or pairs whose token metrics have a mean of their own, as in TRL.
-        """
-        if not batch.places:  # a stand-in for the rows that this rank did not get
-            return cls(value, 0.0, dict.fromkeys(loss.metrics, 0.0), {name: [] for name in loss.token_metrics}, 0, 0, 0)
-        means = {name: sums.means(micro_batch_rows) for name, sums in loss.token_metrics.items()}
-        return cls(
-            value, loss.weight, dict(loss.metrics), means, len(batch.places), batch.num_trained, batch.num_tokens
-        )
 
 
 class Ranks:
@@ -92,9 +54,10 @@ class Ranks:
             if config.device.startswith("cuda"):
                 torch.cuda.set_device(config.device)
             dist.init_process_group("cpu:gloo,cuda:nccl" if config.device.startswith("cuda") else "gloo")
-        ranks = cls(Mesh(*_mesh_shape(config, world)))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        ranks = cls(Mesh(*mesh_shape(config, world, local)))
         ranks._owns_group = owns_group
-        _reject_unsupported(config, world)
+        reject_unsupported(config, world)
         assert ranks.mesh is not None
         ranks._monitor = Monitor(ranks.mesh, config.rank_timeout)
         return ranks
@@ -228,9 +191,17 @@ def local_device(name: str) -> str:
     return f"cuda:{local}" if name == "cuda" and local is not None else name
 
 
-def _mesh_shape(config: RunConfig, world: int) -> tuple[int, int]:
-    """Return the numbers of copies of the model, and of ranges of each copy."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+def mesh_shape(config: RunConfig, world: int, local: int) -> tuple[int, int]:
+    """Return the numbers of copies of the model, and of ranges of each copy.
+
+    Args:
+        config: settings of the run.
+        world: number of processes.
+        local: number of processes of each machine.
+
+    Raises:
+        ConfigError: the settings do not give as many processes.
+    """
     shard = config.dp_shard_size or (world // config.dp_replicate_size if config.dp_replicate_size else local)
     replicate = config.dp_replicate_size or world // shard
     if replicate * shard != world:
@@ -240,7 +211,7 @@ def _mesh_shape(config: RunConfig, world: int) -> tuple[int, int]:
     return replicate, shard
 
 
-def _reject_unsupported(config: RunConfig, world: int) -> None:
+def reject_unsupported(config: RunConfig, world: int) -> None:
     """Raise ConfigError for a setting that several processes do not support yet."""
     for name, is_set, remedy in (
         ("use_peft", config.use_peft, "train the adapters with one process"),

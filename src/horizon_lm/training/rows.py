@@ -139,7 +139,7 @@ def training_sampler(config: RunConfig, rows: TokenTable, rows_per_step: int | N
     )
 
 
-def estimate_sampler(config: RunConfig) -> Sampler | None:
+def estimate_sampler(config: RunConfig, num_ranks: int = 1) -> Sampler | None:
     """Estimate the sampler without tokenizing. None if there are no rows yet, or if packing will change
     their number.
     """
@@ -150,4 +150,4 @@ def estimate_sampler(config: RunConfig) -> Sampler | None:
     sizes = [
         max(1, round(size * (1 - (eval_size if eval_size < 1 else eval_size / max(1, sum(sizes)))))) for size in sizes
     ]
-    return Sampler(tuple(sizes), config.rows_per_step, 0, tuple(each.weight for each in config.datasets))
+    return Sampler(tuple(sizes), config.rows_per_step * num_ranks, 0, tuple(each.weight for each in config.datasets))

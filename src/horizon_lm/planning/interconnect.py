@@ -1,0 +1,109 @@
+"""The links between the devices of several ranks, and the rates of their collectives."""
+
+from dataclasses import dataclass, replace
+
+from horizon_lm.errors import ConfigError
+from horizon_lm.planning.catalog import Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Interconnect:
+    """The links between the devices of equal machines, with one rank for each device.
+
+    Ranks of a machine are neighbours, so a copy of the model lies within a machine if its ranks fit there.
+
+    Attributes:
+        gpus: devices of each machine.
+        machines: number of machines.
+        peer: bytes per second that a device receives from the others of its machine while it sends as many; 0 if they cannot reach
+            each other, so that these bytes cross the links to the host and host memory.
+        network: bytes per second that a machine receives from the others while it sends as many; 0 for a single machine.
+    """
+
+    gpus: int
+    machines: int = 1
+    peer: float = 0.0
+    network: float = 0.0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.gpus * self.machines
+
+    @property
+    def through_host(self) -> bool:
+        """True if collectives within a machine cross the links to the host."""
+        return self.gpus > 1 and not self.peer
+
+    def gather_rate(self, ranks: int) -> float:
+        """Return the bytes per second that a rank receives when the ranges of ``ranks`` ranks are gathered.
+
+        A ring brings the bytes into a machine once, whatever the number of devices there.
+        """
+        received = (ranks - 1) / ranks
+        return self._rate(received, received if self.gpus > 1 else 0.0, received if ranks > self.gpus else 0.0)
+
+    def reduce_rate(self, ranks: int, copies: int) -> float:
+        """Return the bytes per second that a rank receives when gradients are summed.
+
+        Each rank receives its range from every other rank, so a machine receives as many times more as it has devices: first within
+        a copy, then from the same ranks of the other copies.
+
+        Args:
+            ranks: ranks that share a copy of the model.
+            copies: number of copies.
+        """
+        neighbours = min(ranks, self.gpus)
+        over_copies = 2 * (copies - 1) / copies / ranks
+        within, into_machine = (neighbours - 1) / ranks, self.gpus * (ranks - neighbours) / ranks
+        if self.machines > 1:
+            into_machine += self.gpus * over_copies
+        else:
+            within += over_copies
+        return self._rate((ranks - 1) / ranks + over_copies, within, into_machine)
+
+    def _rate(self, received: float, within: float, into_machine: float) -> float:
+        """Return the rate of a collective that ends once the slower of both kinds of links has moved its bytes."""
+        seconds = max(
+            within / self.peer if self.peer else 0.0, into_machine / self.network if self.network else 0.0
+        )  # fmt: skip
+        return received / seconds if seconds else float("inf")
+
+
+def connect(hardware: Hardware, gpus: int, machines: int) -> tuple[Hardware, Interconnect]:
+    """Return the rates that each of several equal devices has of its machine, and the links between the devices. Memory is not divided.
+
+    Args:
+        hardware: profile of a machine with one device.
+        gpus: devices of each machine.
+        machines: number of machines.
+
+    Raises:
+        ConfigError: the profile does not describe a machine with several devices, or its network.
+    """
+    if hardware.on_host:
+        raise ConfigError("gpus and nodes plan for GPUs; choose a profile of a GPU")
+    server = hardware.server
+    if gpus > 1 and "host_bandwidth" not in server:
+        raise ConfigError(
+            f"the profile of {hardware.name} describes a machine with one GPU; add a server with several to a file, "
+            'MACHINE.json: "server": {"host_memory": 2e12, "host_bandwidth": 4e11, "cores": 112, "peer": 3.4e11} (docs/planning.md)'
+        )
+    if machines > 1 and "network" not in server:
+        raise ConfigError(
+            f'the profile of {hardware.name} has no network; add "server": {{"network": 1e10}}, in bytes per second, to a file, '
+            "MACHINE.json (docs/planning.md)"
+        )
+    cores, memory, bandwidth = hardware.cores, float(hardware.host_memory), hardware.host_rate
+    if gpus > 1:
+        cores, memory, bandwidth = int(server["cores"]), server["host_memory"], server["host_bandwidth"]
+    share = replace(
+        hardware,
+        cores=max(1, cores // gpus),
+        host_memory=int(memory),
+        host_bandwidth={str(max(1, cores // gpus)): bandwidth / gpus},
+        update_seconds={},
+        disk_write=hardware.disk_write / gpus,
+        disk_read=hardware.disk_read / gpus,
+    )
+    network = server["network"] if machines > 1 else 0.0
+    return share, Interconnect(gpus, machines, server.get("peer", 0.0), network)
