@@ -13,7 +13,6 @@ import horizon_lm
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.engine.token_statistics import collect_statistics
 from horizon_lm.model import functional
-from horizon_lm.training.metrics import StepResult
 from tests import families
 from tests.emulated import EmulatedGpu, emulated_gpu
 from tests.storages import StorageMeter
@@ -181,7 +180,7 @@ def test_the_host_does_not_wait(gpu: EmulatedGpu) -> None:
 def test_means_are_those_of_micro_batches() -> None:
     """As in TRL, micro-batches have equal weights, whatever the number of their targets."""
     from horizon_lm.objective.base import Loss, TokenSums
-    from horizon_lm.training.metrics import Metrics
+    from horizon_lm.training.metrics import Metrics, StepResult
 
     sums = TokenSums(torch.tensor([4.0, 2.0, 9.0, 0.0, 0.0]), torch.tensor([2, 1, 9, 0, 0]))
     assert sums.means(2) == [2.0, 1.0, 0.0]
