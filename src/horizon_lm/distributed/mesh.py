@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,26 @@ class Mesh:
                 f"rank 0 and rank {other} are not at the same place of the program: rank 0 is at {places[0]}; rank {other} is "
                 f"at {places[other]}. All ranks must call the model equally often, in the same mode, and train the same weights."
             )
+
+
+@contextmanager
+def fail_together(mesh: Mesh | None, place: str) -> Iterator[None]:
+    """Context manager: if this raises ConfigError on any rank, raise it on all ranks.
+
+    Args:
+        mesh: the mesh; None for a single process.
+        place: a text for the place of the program.
+    """
+    problem: ConfigError | None = None
+    try:
+        yield
+    except ConfigError as error:
+        problem = error
+    problems = [] if mesh is None else mesh.exchange(place, str(problem or ""))
+    if problem is not None:
+        raise problem
+    if found := next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), None):
+        raise ConfigError(found)
 
 
 def current_shard(mesh: Mesh | None) -> Shard:

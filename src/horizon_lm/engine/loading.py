@@ -13,7 +13,7 @@ from torch import nn
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Device
-from horizon_lm.distributed.mesh import current_shard
+from horizon_lm.distributed.mesh import current_shard, fail_together
 from horizon_lm.engine.options import StreamArguments, open_device
 from horizon_lm.engine.packed_parameters import PackedParameter, decoding
 from horizon_lm.engine.parameters import require_plain
@@ -345,7 +345,8 @@ def _open(
         find_codecs = partial(expected_codecs, quantization=quantization)
     parts, store = _with_store(model, settings, frozen, find_codecs)
     if reads_weights:
-        new = load_weights(parts, store, checkpoint)
+        with fail_together(settings.device_mesh, "the loading of weights"):
+            new = load_weights(parts, store, checkpoint)
         _draw(parts.model, new, store, torch.device("cpu"), next(iter(store.source_dtypes.values())))
     if adapters is not None:
         return _add_adapters(adapters, parts, store, settings)

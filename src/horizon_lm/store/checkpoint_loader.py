@@ -206,7 +206,11 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
             ].dtype
             written[own] = target.name
             continue
-        tensors = checkpoint.read(list(target.sources))
+        rows = _own_rows(store, checkpoint, target, parameters)
+        if rows is not None and target.is_stack:
+            target = target.of_rows(rows)
+        tensors = checkpoint.read(list(target.sources), None if target.is_stack else rows)
+        first_row = 0 if rows is None else rows.start
         if target.name in parameters:
             for name, tensor in tensors.items():
                 require_finite(name, tensor, checkpoint.file_of(name))
@@ -217,8 +221,8 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
                 own = parameters[name]
                 if own not in written:
                     store.source_dtypes[own] = tensor.dtype
-                    store.write(own, tensor)
-                elif not _is_stored(store, own, tensor):  # a tied parameter, which transformers would untie
+                    store.write(own, tensor, first_row)
+                elif not store.holds(own, tensor, first_row):  # a tied parameter, which transformers would untie
                     raise ConfigError(
                         f"{written[own]} and {name} have different values in {checkpoint.folder}, but its config.json says "
                         "that they are one parameter; set tie_word_embeddings: false in it"
@@ -227,7 +231,9 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     return [ref for ref in optional if ref.name not in written]
 
 
-def _is_stored(store: Store, name: str, tensor: torch.Tensor) -> bool:
-    """Return whether a stored parameter has these values, up to the rounding of its precision."""
-    rounded = tensor if store.precision.low_half else tensor.to(store.weight(name).dtype)
-    return torch.equal(store.master(name), rounded.float())
+def _own_rows(store: Store, checkpoint: Checkpoint, target: Target, parameters: Mapping[str, str]) -> slice | None:
+    """Return the rows of a parameter that this rank reads, because its part lies in them; None if it reads all."""
+    own = parameters.get(target.name)
+    if store.shard.is_whole or own is None or not store.shape(own) or isinstance(checkpoint, QuantizedCheckpoint):
+        return None
+    return store.own_rows(own) if target.converter is None or target.is_stack else None

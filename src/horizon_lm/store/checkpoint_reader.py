@@ -87,14 +87,15 @@ class Checkpoint:
             found.update({name: present[name] for name in names})
         return found
 
-    def read(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Return these tensors. Close the files, so that their mapped pages do not count toward this
+    def read(self, names: list[str], rows: slice | None = None) -> dict[str, torch.Tensor]:
+        """Return these tensors, or some of their rows. Close the files, so that their mapped pages do not count toward this
         process's memory.
         """
         tensors = {}
         for file_name, wanted in self._by_file(names).items():
             with _opened(self._path(file_name)) as file:
-                tensors.update({name: file.get_tensor(name) for name in wanted})
+                for name in wanted:
+                    tensors[name] = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         return tensors
 
     def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,24 @@ class Target:
             own.add_tensor(self.name, name, self.sources[name], tensor)  # type: ignore[arg-type]
         result = own.convert(self.name, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in result.items()}
+
+    @property
+    def is_stack(self) -> bool:
+        """True if rows of the tensor are tensors of the checkpoint, one for each expert."""
+        first, *others = self.converter.operations if self.converter is not None else [None]
+        return (
+            isinstance(first, MergeModulelist)
+            and first.dim == 0
+            and all(isinstance(each, Concatenate) and each.dim == 1 for each in others)
+        )
+
+    def of_rows(self, rows: slice) -> "Target":
+        """Return the target that gives these rows of a stack."""
+        by_pattern = defaultdict(list)
+        for source, pattern in self.sources.items():
+            by_pattern[pattern].append(source)
+        sources = {source: pattern for pattern, found in by_pattern.items() for source in found[rows]}
+        return Target(self.name, sources, self.converter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -444,13 +444,19 @@ class Store:
         slabs = self.units[self.unit_of[name]]
         return slabs.grads.data_ptr() + slabs.grad_layout.entries[name].offset * slabs.grads.element_size()
 
-    def write(self, name: str, source: torch.Tensor) -> None:
-        """Store a parameter's value, rounding only as far as the precision requires, or quantizing it."""
+    def write(self, name: str, source: torch.Tensor, first_row: int = 0) -> None:
+        """Store a parameter's value, rounding only as far as the precision requires, or quantizing it.
+
+        Args:
+            name: the parameter.
+            source: its value, or the rows that `own_rows` names.
+            first_row: the first of these rows.
+        """
         slabs = self.units[self.unit_of[name]]
         if name in self.codecs:
             self.codecs[name].encode(source, slabs.packed.packed(name))
             return
-        part, own = self._own_part(slabs, name)
+        part, own = self._own_part(slabs, name, first_row)
         target, source = slabs.weights[part], source.reshape(-1)[own]
         if slabs.low is not None and source.dtype != target.dtype:
             split_master(source.float().contiguous(), target, slabs.low[part])
@@ -459,12 +465,35 @@ class Store:
         if slabs.low is not None:
             slabs.low[part].zero_()
 
-    def _own_part(self, slabs: UnitSlabs, name: str) -> tuple[slice, slice]:
-        """Return the part of a parameter that this rank owns, as a range of its slab and of its own elements."""
+    def holds(self, name: str, source: torch.Tensor, first_row: int = 0) -> bool:
+        """Return whether this rank's part of a parameter has these values, up to the rounding of its precision.
+
+        Args:
+            name, source, first_row: as in `write`.
+        """
+        slabs = self.units[self.unit_of[name]]
+        part, own = self._own_part(slabs, name, first_row)
+        weights, source = slabs.weights[part], source.reshape(-1)[own]
+        if slabs.low is None:
+            return torch.equal(weights, source.to(weights.dtype))
+        return torch.equal(join_master(weights, slabs.low[part]), source.float())
+
+    def own_rows(self, name: str) -> slice:
+        """Return the rows of a parameter, at least one, in which this rank's part lies."""
+        slabs = self.units[self.unit_of[name]]
+        shape = slabs.layout.entries[name].shape
+        num_rows, width = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+        _, own = self._own_part(slabs, name)
+        first = min(own.start // width, num_rows - 1)
+        return slice(first, max(first + 1, -(-own.stop // width)))
+
+    def _own_part(self, slabs: UnitSlabs, name: str, first_row: int = 0) -> tuple[slice, slice]:
+        """Return the part of a parameter that this rank owns, as a range of its slab and of the elements from a row on."""
         entry, own = slabs.layout.entries[name], slabs.own
         start = max(entry.offset, own.start)
         stop = max(start, min(entry.offset + entry.numel, own.stop))
-        return slice(start, stop), slice(start - entry.offset, stop - entry.offset)
+        skipped = entry.offset + first_row * math.prod(entry.shape[1:])
+        return slice(start, stop), slice(start - skipped, stop - skipped)
 
     def weights_changed(self, blocks: bool = True) -> None:
         """Record that the weights are new, or will be once the pending updates are done.
