@@ -17,7 +17,10 @@ from transformers import TrainerCallback
 
 import horizon_lm
 from horizon_lm.data.dealing import deal
+from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.errors import InterruptedRunError
+from horizon_lm.planning.request import Limit, Machine
+from horizon_lm.training.ranks import Ranks
 from tests.distributed.pool import Pool
 from tests.e2e import resuming, tiny
 
@@ -179,6 +182,26 @@ def rejected(rank: int, settings: dict[str, Any]) -> str:
     with pytest.raises(horizon_lm.errors.ConfigError) as error:
         run_as_rank(rank, 2, settings)
     return str(error.value)
+
+
+def agreeing(rank: int) -> Machine:
+    own = Machine(
+        "a machine", False, None, [Limit("free", (8, 6)[rank])], [Limit("GPU", (3, 4)[rank])], [Limit("disk", (100, 1)[rank])],
+        process_bytes=(1, 2)[rank], page_lock_error=("", "no")[rank],
+    )  # fmt: skip
+    return Ranks(Mesh(1, 2)).agree_on_machine(own)
+
+
+def test_ranks_plan_for_the_smallest_of_their_machines(pool: Pool) -> None:
+    """The run's folder is on the disk of the first rank; the others have none."""
+    first, second = pool.run(2, agreeing)
+    assert first == second
+    assert (first.host_limits[0].num_bytes, first.device_limits[0].num_bytes, first.disk_limits[0].num_bytes) == (
+        6,
+        3,
+        100,
+    )
+    assert (first.process_bytes, first.page_lock_error) == (2, "no")
 
 
 @pytest.mark.parametrize(

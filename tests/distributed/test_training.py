@@ -1,6 +1,7 @@
 """A step of several ranks has the bits of a step of one process."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,39 @@ def test_delays_on_each_rank_change_no_bit(pool: Pool, seed: int) -> None:
     """Streams are threads with random delays, which differ from rank to rank."""
     training = Training(shard=4, settings={"activation_checkpoints": "host"}, overrides=TIED, together=True)
     assert_same(pool.run(4, delayed, training, seed), alone(training), training)
+
+
+SPARE = (
+    200_000,
+    300_000,
+    10**9,
+)  # bytes of a device: for activation checkpoints, also for weights and a graph, and for everything
+
+
+def of_unequal_devices(rank: int, training: Training, spare: Sequence[int]) -> tuple[Outcome, tuple[int, ...]]:
+    """Train on devices of which each has other memory to spare."""
+    device = ThreadedDevice(rank, delay=1e-4, spare=spare[rank])
+    settings = training.settings | {
+        "device": device,
+        "device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)),
+    }
+    model, optimizer = build(training, **settings)
+    outcome = train(model, optimizer, training, [rank])
+    return outcome, astuple(model._horizon.engine.residency)
+
+
+@pytest.mark.parametrize("spare", [(SPARE[2], SPARE[1]), (SPARE[0], SPARE[2])])
+def test_ranks_keep_as_much_on_the_device_as_the_smallest_can(pool: Pool, spare: Sequence[int]) -> None:
+    """Otherwise they would gather different units. Later batches are longer on one rank only, and are planned by both."""
+    training = Training(steps=4)
+    found = pool.run(2, of_unequal_devices, training, spare)
+    outcomes, residencies = [outcome for outcome, _ in found], [residency for _, residency in found]
+    assert_same(outcomes, alone(training), training)
+    assert residencies[0] == residencies[1]
+    smallest = pool.run(2, of_unequal_devices, training, (min(spare), min(spare)))
+    largest = pool.run(2, of_unequal_devices, training, (SPARE[2], SPARE[2]))
+    assert smallest[0][1] == residencies[0]
+    assert sum(residencies[0]) < sum(largest[0][1])
 
 
 @pytest.mark.parametrize("shard", [2, 4])

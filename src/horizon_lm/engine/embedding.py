@@ -67,10 +67,7 @@ class StreamedEmbedding:
         room = self._max_rows(flat.numel(), table.shape[0])
         if engine.mesh is not None:  # each rank gathers the rows that it owns, of those that any rank reads
             own, rows = rows, engine.mesh.union(rows)
-            flat, room = (
-                torch.searchsorted(rows, own)[flat],
-                self._max_rows(flat.numel() * engine.mesh.size, table.shape[0]),
-            )
+            flat = torch.searchsorted(rows, own)[flat]
         mine = self._mine(rows)
         buffer = engine.memory.table_rows.get(
             rows.numel() * table.shape[1], engine.options.compute_dtype, room=room * table.shape[1]
@@ -92,14 +89,15 @@ class StreamedEmbedding:
         return lookup.forward(received)
 
     def _max_rows(self, tokens: int, vocabulary: int) -> int:
-        """Return the maximum number of distinct rows in a batch of this size; in training, in the largest expected
-        batch.
+        """Return the maximum number of distinct rows in batches of this size, of all ranks; in training, in the largest
+        expected batches.
 
         Buffers are allocated for this number of rows. Otherwise the first batch with more distinct ids would replace
         them.
         """
-        expected = self.engine.expected
-        return expected.table_rows(max(tokens, expected.tokens if self.engine.recording is not None else 0), vocabulary)
+        expected, mesh = self.engine.expected, self.engine.mesh
+        most = max(tokens, expected.tokens if self.engine.recording is not None else 0)
+        return expected.table_rows(most * (1 if mesh is None else mesh.size), vocabulary)
 
     def _require_rows(self, rows: torch.Tensor) -> None:
         """Raise TokenError for ids outside of the table, before a kernel accesses memory out of bounds."""

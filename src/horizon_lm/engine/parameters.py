@@ -60,7 +60,7 @@ METADATA = {
     torch.Tensor.nelement, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.stride, torch.Tensor.storage_offset,
     torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_contiguous,
     torch.Tensor.is_pinned, torch.Tensor.is_shared, torch.Tensor.__len__, torch.is_floating_point, torch.is_complex,
-    torch.numel,
+    torch.numel, torch.empty_like,
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.planning.device_memory import working
-from horizon_lm.planning.memory import BufferSettings, device_buffers, slab_elements
+from horizon_lm.planning.memory import BufferSettings, device_buffers, slot_elements
 from horizon_lm.planning.outline import Footprint
 from horizon_lm.planning.residency import BatchSize, DevicePlan, Residency, choose_residency
 
@@ -43,6 +43,7 @@ def plan_device(
     assert options.head_peak is not None
     boundary = tokens * hidden.shape[-1] * hidden.element_size()
     num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
+    num_ranks = 1 if engine.mesh is None else engine.mesh.size
     most_tokens = max(tokens, engine.expected.tokens)  # buffers are allocated for the largest batch from the start
     settings = BufferSettings(
         tokens=most_tokens,
@@ -51,7 +52,8 @@ def plan_device(
         micro_batches=options.device_micro_batch_size is not None,
         chunked_head=options.head == "chunked",
         offloaded=num_blocks - first,
-        table_rows=engine.expected.table_rows(most_tokens, sizes.vocabulary),
+        table_rows=engine.expected.table_rows(most_tokens * num_ranks, sizes.vocabulary),
+        shard=engine.store.shard,
     )
     needed = working(
         [footprints] * num_micro_batches,
@@ -67,7 +69,7 @@ def plan_device(
     # Buffers that are not yet allocated; the scratch memory of the links already is.
     taken = max(0, sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total)
     left = int(spare * (1 - DEVICE_MARGIN)) - taken
-    weights = [slab_elements(tensors) * options.compute_dtype.itemsize for tensors in sizes.blocks]
+    weights = [slot_elements(tensors, settings.shard) * options.compute_dtype.itemsize for tensors in sizes.blocks]
     residency = options.residency
     if residency is not None:
         resident = sum(weights[num_blocks - residency.weights :])
@@ -116,9 +118,12 @@ class ResidencyPlanner:
         self.plan: DevicePlan | None = None
 
     def is_needed(self, size: BatchSize) -> bool:
-        """Return whether such a batch needs planning: device memory is limited, and no plan covers the batch."""
+        """Return whether such a batch needs planning: device memory is limited, and no plan covers the batch of a rank."""
         engine = self._engine
-        return not (self._planned.covers(size) or engine.awaits_backward()) and engine.device.spare_bytes() is not None
+        if engine.device.spare_bytes() is None or engine.awaits_backward():
+            return False
+        is_larger = not self._planned.covers(size)
+        return is_larger if engine.mesh is None else any(engine.mesh.exchange("the size of a batch", is_larger))
 
     @contextmanager
     def planning(self, size: BatchSize) -> Iterator[list[DevicePlan]]:
@@ -133,12 +138,20 @@ class ResidencyPlanner:
         try:
             yield plans
             if plans:
-                self.plan = plans[0] if self.plan is None else self.plan.merge(plans[0])
+                plan = self._agree(plans[0])
+                self.plan = plan if self.plan is None else self.plan.merge(plan)
                 self._planned = self._planned.merge(size)
         finally:
             engine.device.trim()  # the allocator has cached memory in sizes that only the rehearsal needs
             if self.plan is not None:
                 engine.reside(self.plan.residency)
+
+    def _agree(self, plan: DevicePlan) -> DevicePlan:
+        """Return a plan that keeps as little resident as the rank with the least memory, since all ranks gather the same units."""
+        if self._engine.mesh is None:
+            return plan
+        everyone = self._engine.mesh.exchange("what stays on the device", astuple(plan.residency))
+        return replace(plan, residency=Residency(*(min(column) for column in zip(*everyone, strict=True))))
 
 
 class Rehearsal:

@@ -1,6 +1,6 @@
 """Plan a run, apply the choices of the plan, and reject the run if it cannot fit."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -195,16 +195,23 @@ class Admission:
     Args:
         run: settings of the run.
         shard, num_ranks: the range of each slab that this rank owns, and the number of ranks.
+        agree: makes the same machine of the machines of all ranks.
     """
 
-    def __init__(self, run: RunConfig, shard: Shard = WHOLE, num_ranks: int = 1) -> None:
-        self._run, self._source = run, open_source(run)
+    def __init__(
+        self,
+        run: RunConfig,
+        shard: Shard = WHOLE,
+        num_ranks: int = 1,
+        agree: Callable[[Machine], Machine] | None = None,
+    ) -> None:
+        self._run, self._source, self._agree = run, open_source(run), agree
         self._plan = partial(plan_run, shard=shard, num_ranks=num_ranks)
         self._vocabulary: int | None = None
 
     def reject_if_impossible(self) -> None:
         """Raise DoesNotFitError before examples are read if not even the shortest examples would fit."""
-        run, machine = self._run, this_machine(self._run)
+        run, machine = self._run, self._machine()
         length = run.max_length or _USUAL_LENGTH
         plan = self._plan(run, self._source, machine, rows=RowShape(length, length), priced=False)
         self._vocabulary = plan.step.outline.sizes.vocabulary
@@ -227,7 +234,7 @@ class Admission:
             _require_known_tokens(table, self._vocabulary)
         shape = RowShape.of(loader, held_out, prompt_length)
         self._plan_for = partial(self._plan, source=self._source, rows=shape, num_steps=num_steps, saves=saves)
-        plan = self._plan_for(self._run, machine=this_machine(self._run))
+        plan = self._plan_for(self._run, machine=self._machine())
         if not plan.fits:
             self._reject(plan)
         return plan
@@ -265,6 +272,10 @@ class Admission:
             smaller = self._plan_for(self._run, machine=with_device_room(plan.machine, int(_SMALLER[0] * used)))
             remedies = remedies_of(smaller, self._run, self._source)
         return DoesNotFitError("\n".join([problem, *remedy_lines(smaller, remedies)]))
+
+    def _machine(self) -> Machine:
+        machine = this_machine(self._run)
+        return machine if self._agree is None else self._agree(machine)
 
     def _choices(self, plan: Plan) -> dict[str, Any]:
         """Return what a plan chooses, as settings of the run."""

@@ -22,12 +22,14 @@ class FirstStep:
         optimizer: its optimizer.
         admission: finds smaller plans.
         reporter: prints the smaller plan.
+        is_alone: there are no other ranks, which would have to repeat the step, too.
     """
 
     model: Any
     optimizer: Any
     admission: Admission
     reporter: Reporter
+    is_alone: bool = True
 
     def run(self, train_step: Callable[[], None], step: int, plan: Plan) -> Plan:
         """Run a step. If the device has too little memory, run it once more with a smaller plan.
@@ -43,12 +45,14 @@ class FirstStep:
             The plan with which the step was run.
 
         Raises:
-            DoesNotFitError: the step does not fit with a smaller plan either, or has already updated weights.
+            DoesNotFitError: the step does not fit with a smaller plan either, has already updated weights, or other ranks share it.
         """
         shortage = self._run(train_step)
         if shortage is None:
             return plan
         problem = f"step {step} needed more device memory than planned ({shortage})"
+        if not self.is_alone:
+            raise self.admission.out_of_memory(plan, problem)
         if self.optimizer.partial_update:  # with update_in_backward
             raise self.admission.out_of_memory(plan, f"{problem} after some weights were updated")
         smaller = self.admission.smaller_plan(plan, self.model._horizon.engine.residency)

@@ -203,7 +203,7 @@ def _train(
     handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
     with run_dir, Interrupts() as interrupts, Reporter(print_fn) as reporter:
         reporter.print(*lines)
-        admission = Admission(config, current_shard(ranks.mesh), ranks.size)
+        admission = Admission(config, current_shard(ranks.mesh), ranks.size, ranks.agree_on_machine)
         admission.reject_if_impossible()
         tokenizer = load_tokenizer(config)
         reporter.print(*check_weights(config))
@@ -289,7 +289,7 @@ class _Loop:
 
     def __post_init__(self) -> None:
         self.spikes = Spikes()
-        self.first_step = FirstStep(self.model, self.optimizer, self.admission, self.reporter)
+        self.first_step = FirstStep(self.model, self.optimizer, self.admission, self.reporter, self.ranks.mesh is None)
         self.non_finite = NonFinite(
             self.model, self.objectives.training, self.tokenizer, self.config, self.run_dir, self.reporter, self.ranks
         )
