@@ -17,16 +17,44 @@ from tests.distributed.test_runs import assert_same, lines_of
 from tests.e2e import resuming, tiny
 
 SECONDS = 30.0  # until the other ranks have ended
-SLOW = """
-import os, time
-from horizon_lm.training import loop
-train_step = loop._Loop.train_step
+PROGRAM = """
+import os, signal, time
+from horizon_lm.checkpoints.saving import CheckpointWriter
+from horizon_lm.engine.block_autograd import BlockAutograd
+from horizon_lm.engine.blocks import Blocks
+from horizon_lm.optim.update_tasks import Pieces
+from horizon_lm.training.loop import _Loop
+
+PLACES = {
+    "forward": (Blocks, "forward"), "backward": (BlockAutograd, "backward"), "update": (Pieces, "run"),
+    "save": (CheckpointWriter, "_write_file"),
+}
+dying, _, place = os.environ.get("DIE", "").partition(":")
+once = os.environ.get("ONCE")
+at_step = 0
+
+def dies(original):
+    def method(self, *args, **kwargs):
+        if at_step == 4 and dying == os.environ["RANK"] and not (once and os.path.exists(once)):
+            if once:
+                open(once, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args, **kwargs)
+    return method
+
+if place:
+    owner, name = PLACES[place]
+    setattr(owner, name, dies(getattr(owner, name)))
+
+train_step = _Loop.train_step
 def slow(self, batch, step):
+    global at_step
+    at_step = step
     if step == 4 and os.environ.get("HANG") == str(self.ranks.rank):
         time.sleep(1000)
     train_step(self, batch, step)
     time.sleep(0.2)
-loop._Loop.train_step = slow
+_Loop.train_step = slow
 from horizon_lm.cli import main
 main()
 """
@@ -41,7 +69,7 @@ class Ranks:
             port = free.getsockname()[1]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", SLOW, "train", str(run_file)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                [sys.executable, "-c", PROGRAM, "train", str(run_file)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 env=os.environ | environment | {
                     "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
                     "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
@@ -94,6 +122,42 @@ def test_a_killed_rank_ends_the_others(settings: dict[str, Any], tmp_path: Path,
     assert f"rank {killed} has" in errors
     found = Ranks(run_file, 2).end(120)
     assert [code for code, _ in found] == [0, 0], found
+    alone = settings | {"output_dir": str(tmp_path / "one"), "per_device_train_batch_size": 4}
+    horizon_lm.train(alone, print_fn=lambda line: None)
+    assert_same(folder, tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["forward", "backward", "update", "save"])
+def test_a_rank_that_is_killed_anywhere(settings: dict[str, Any], tmp_path: Path, place: str) -> None:
+    """The run goes on from its last checkpoint, with the bits of one that was not interrupted."""
+    run_file, folder = write(settings, tmp_path / "run.yaml"), Path(settings["output_dir"])
+    code, errors = Ranks(run_file, 2, DIE=f"1:{place}").end(120)[0]
+    assert code == 75
+    assert "rank 1 has died" in errors
+    assert (folder / "checkpoint-2").is_dir()
+    assert not (folder / "checkpoint-5").is_dir()
+    found = Ranks(run_file, 2).end(120)
+    assert [code for code, _ in found] == [0, 0], found
+    whole = write(settings | {"output_dir": str(tmp_path / "whole")}, tmp_path / "whole.yaml")
+    assert [code for code, _ in Ranks(whole, 2).end(120)] == [0, 0]
+    assert resuming.untimed(folder / "metrics.jsonl") == resuming.untimed(tmp_path / "whole" / "metrics.jsonl")
+    models = [path / "model" / "model.safetensors" for path in (folder, tmp_path / "whole")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_rank(settings: dict[str, Any], tmp_path: Path) -> None:
+    run_file, folder = write(settings, tmp_path / "run.yaml"), Path(settings["output_dir"])
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "program.py"), "train", str(run_file)], capture_output=True, text=True, timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DIE": "1:backward", "ONCE": str(tmp_path / "died")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "died").exists()
+    assert "resume: from" in done.stdout
     alone = settings | {"output_dir": str(tmp_path / "one"), "per_device_train_batch_size": 4}
     horizon_lm.train(alone, print_fn=lambda line: None)
     assert_same(folder, tmp_path / "one")

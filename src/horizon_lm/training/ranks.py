@@ -18,6 +18,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.monitor import Monitor
+from horizon_lm.distributed.rendezvous import init_process_group
 from horizon_lm.errors import ConfigError, InterruptedRunError, first_line
 from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.training.callbacks import Control
@@ -54,7 +55,7 @@ class Ranks:
         if owns_group:
             if config.device.startswith("cuda"):
                 torch.cuda.set_device(config.device)
-            dist.init_process_group("cpu:gloo,cuda:nccl" if config.device.startswith("cuda") else "gloo")
+            init_process_group("cpu:gloo,cuda:nccl" if config.device.startswith("cuda") else "gloo")
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         ranks = cls(Mesh(*mesh_shape(config, world, local)))
         ranks._owns_group = owns_group
