@@ -13,6 +13,7 @@ from horizon_lm.constants import PAGE
 from horizon_lm.errors import DisagreementError, StreamingError
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, batches_of, build, run, train, whole
+from tests.thinning import thinned
 from tests.threaded import ThreadedDevice
 
 
@@ -63,6 +64,28 @@ def test_bits_of_one_process(pool: Pool, name: str) -> None:
     assert_same(outcomes, expected, training)
     losses = [sum(each.losses[step] for each in outcomes) for step in range(training.steps)]
     assert losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+LONG: dict[str, Training] = {
+    "two": Training(),
+    "four, clipped": Training(shard=4, optimizer={"max_grad_norm": 0.5}),
+    "replicas, tied": Training(replicate=2, overrides=TIED),
+    # The auxiliary loss of a router is that of each batch, so it depends on how rows are put into batches.
+    "MoE": Training(family="qwen3_moe", overrides={"router_aux_loss_coef": 0.0}),
+    "in backward": Training(optimizer={"update_in_backward": True}),
+    "8-bit moments": Training(shard=4, optimizer={"moments": "8bit"}),
+    "bf16 moments": Training(replicate=2, optimizer={"moments": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("name", thinned(LONG, every=4))
+def test_losses_of_twenty_steps(pool: Pool, name: str) -> None:
+    """The rows of all ranks as one batch of one process round differently, which Adam amplifies a little."""
+    training = replace(LONG[name], steps=20, joined=True, optimizer={"lr": 1e-3} | LONG[name].optimizer)
+    outcomes, expected = pool.run(training.world, run, training), alone(training)
+    assert outcomes[0].norms[0] == pytest.approx(expected.norms[0], rel=1e-6)
+    losses = [sum(each.losses[step] for each in outcomes) for step in range(training.steps)]
+    assert losses == pytest.approx(expected.losses, abs=1e-5)
 
 
 def delayed(rank: int, training: Training, seed: int) -> Outcome:

@@ -25,6 +25,7 @@ class Training:
         optimizer: of `horizon_lm.AdamW`.
         family, overrides: the model.
         together: one process computes the batches of all ranks in one pass, as ranks do.
+        joined: one process computes the rows of all ranks as one batch.
     """
 
     replicate: int = 1
@@ -37,6 +38,7 @@ class Training:
     optimizer: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
     together: bool = False
+    joined: bool = False
 
     @property
     def world(self) -> int:
@@ -70,6 +72,16 @@ def batches_of(training: Training, step: int) -> list[dict[str, Any]]:
     return [batch | {"num_items_in_batch": total} for batch in made]
 
 
+def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return all rows as one batch."""
+    tensors = {
+        name: torch.cat([batch[name] for batch in batches])
+        for name, value in batches[0].items()
+        if torch.is_tensor(value)
+    }
+    return batches[0] | tensors
+
+
 def build(training: Training, **settings: Any) -> tuple[Any, Any]:
     model = families.build(training.family, **training.overrides)
     model = horizon_lm.stream(model, **({"device": "cpu", "precision": "float32"} | training.settings | settings))
@@ -101,7 +113,8 @@ def train(model: Any, optimizer: Any, training: Training, ranks: list[int]) -> O
             batches[0]["num_items_in_batch"] //= training.world
 
         computed: list[float] = []
-        calls = [partial(_loss, model, batches[rank]) for rank in ranks]
+        own = [batches[rank] for rank in ranks]
+        calls = [partial(_loss, model, batch) for batch in ([joined(own)] if training.joined else own)]
         for group in [calls] if training.together else [[call] for call in calls]:
             found = torch.stack(horizon_lm.run_together(group))
             found.sum().backward()
