@@ -85,6 +85,14 @@ CASES: dict[str, dict[str, Any]] = {
     "three ranks": {"world": 3, "per_device_train_batch_size": 2},
     "copies": {"world": 4, "per_device_train_batch_size": 1, "dp_replicate_size": 2},
     "packed": {"objective": "pretrain", "packing": True, "max_length": 32, "per_device_train_batch_size": 2},
+    "best": {
+        "per_device_train_batch_size": 2,
+        "load_best_model_at_end": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_steps": 2,
+        "learning_rate": 0.05,
+    },
     "dft": {"loss_type": "dft", "per_device_train_batch_size": 2},
     "dpo": {"objective": "dpo", "per_device_train_batch_size": 2},
 }

@@ -127,16 +127,16 @@ class Mesh:
 
 @contextmanager
 def fail_together(mesh: Mesh | None, place: str) -> Iterator[None]:
-    """Context manager: if this raises ConfigError on any rank, raise it on all ranks.
+    """Context manager: if this raises ConfigError or OSError on any rank, raise an error on all ranks.
 
     Args:
         mesh: the mesh; None for a single process.
         place: a text for the place of the program.
     """
-    problem: ConfigError | None = None
+    problem: ConfigError | OSError | None = None
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         problem = error
     problems = [] if mesh is None else mesh.exchange(place, str(problem or ""))
     if problem is not None:

@@ -83,7 +83,9 @@ def _choose_micro_batch(
         if fits:
             break
     per_device, accumulation = request.per_device_train_batch_size, request.gradient_accumulation_steps
-    batch = f"batch: {per_device * accumulation} examples/step ({per_device} × accumulation {accumulation})"
+    parts = f"{per_device} × accumulation {accumulation}"
+    parts += f" × {request.num_ranks} processes" if request.num_ranks > 1 else ""
+    batch = f"batch: {per_device * accumulation * request.num_ranks} examples/step ({parts})"
     if request.sequences > 1:
         batch += f" of {request.sequences} sequences each"
     slices = step.settings.slices

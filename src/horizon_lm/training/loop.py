@@ -430,11 +430,13 @@ class _Loop:
         """Load the weights of the best evaluation, unless they are the last ones."""
         self.evaluate(step)
         self.checkpoints.wait()
-        if self.best.step == step or self.checkpoints.best is None:
+        is_last = self.best.step == step or self.checkpoints.best is None
+        folder = self.ranks.of_first("the best model", None if is_last else str(self.checkpoints.best))
+        if folder is None:
             return
-        self.reporter.print(f"loading the best model, {self.checkpoints.best}")
+        self.reporter.print(f"loading the best model, {folder}")
         try:
-            self.checkpoints.load_best()
+            self.checkpoints.load(Path(folder))
         except (ConfigError, OSError) as error:
             self.reporter.print(f"warning: {first_line(error)}; the last model is exported instead")
 

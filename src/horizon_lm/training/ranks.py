@@ -249,7 +249,6 @@ def reject_unsupported(config: RunConfig, world: int) -> None:
     for name, is_set, remedy in (
         ("use_peft", config.use_peft, "train the adapters with one process"),
         ("check_gradients", bool(config.check_gradients), "check with one process"),
-        ("load_best_model_at_end", config.load_best_model_at_end, "leave it out"),
     ):  # fmt: skip
         if is_set:
             raise ConfigError(f"{name} is not supported with {world} processes yet; {remedy}")

@@ -13,6 +13,7 @@ from horizon_lm.checkpoints.manifest import read_manifest, verify
 from horizon_lm.checkpoints.saving import RateLimit, Saving
 from horizon_lm.config import RunConfig
 from horizon_lm.disk import Disk, part_of
+from horizon_lm.distributed.mesh import fail_together
 from horizon_lm.errors import first_line
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.training.ranks import Ranks
@@ -151,12 +152,13 @@ class RunCheckpoints:
         num_bytes: int = store.shard.count * sum(store.num_bytes.values())
         return num_bytes / self._bytes_per_second
 
-    def load_best(self) -> None:
-        """Load the weights of the best checkpoint. Raise ConfigError, and change nothing, if it is damaged."""
-        assert self.best is not None
-        manifest = read_manifest(self.best)
-        verify(self.best, manifest)
-        restore(self.best, manifest, self._model, None)
+    def load(self, folder: Path) -> None:
+        """Load the weights of a checkpoint. Raise ConfigError or OSError, and change nothing, if it is damaged."""
+        with fail_together(self._ranks.mesh, "the check of a checkpoint"):
+            manifest = read_manifest(folder)
+            if self._ranks.is_first:
+                verify(folder, manifest)
+        restore(folder, manifest, self._model, None)
 
     def _published(self, folder: Path, best: bool) -> None:
         """Delete the oldest checkpoints beyond the limit; called in the thread that has written the new one."""
