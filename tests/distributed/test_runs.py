@@ -91,7 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
         "save_strategy": "steps",
         "save_steps": 2,
         "eval_steps": 2,
-        "learning_rate": 0.05,
+        "learning_rate": 0.05, "metric_for_best_model": "eval_mean_token_accuracy",
     },
     "dft": {"loss_type": "dft", "per_device_train_batch_size": 2},
     "dpo": {"objective": "dpo", "per_device_train_batch_size": 2},
