@@ -19,6 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "fp32_master": {"settings": {"precision": "fp32_master", "grad_dtype": torch.float32}},
     "8-bit, tied": {"optimizer": {"moments": "8bit"}, "overrides": {"tie_word_embeddings": True}},
+    "adapters": {"settings": {"precision": "fp32_master"}, "adapters": "lora"},
     "bf16": {"settings": {"precision": "bf16"}, "optimizer": {"moments": "bfloat16"}},
 }
 

@@ -51,6 +51,10 @@ CASES: dict[str, Training] = {
     "gpt2": Training(family="gpt2", overrides=QUIET, together=True),
     "gemma3": Training(family="gemma3_text", together=True),
     "dropout": Training(shard=4, overrides={"attention_dropout": 0.2}, together=True),
+    "adapters": Training(adapters="lora"),
+    "adapters of experts": Training(adapters="experts", family="mixtral", shard=4, settings={"resident_blocks": 1}),
+    "adapters with dropout": Training(adapters="dropout", shard=4, together=True),
+    "DoRA": Training(adapters="dora", settings={"precision": "fp32_master"}, optimizer={"moments": "8bit"}),
     "in backward equal": Training(equal=True, optimizer={"update_in_backward": True}),
     "in backward tied": Training(equal=True, shard=4, optimizer={"update_in_backward": True}, overrides=TIED),
 }
@@ -75,6 +79,7 @@ LONG: dict[str, Training] = {
     "in backward": Training(optimizer={"update_in_backward": True}),
     "8-bit moments": Training(shard=4, optimizer={"moments": "8bit"}),
     "bf16 moments": Training(replicate=2, optimizer={"moments": "bfloat16"}),
+    "adapters": Training(shard=4, adapters="lora"),
 }
 
 

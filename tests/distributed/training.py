@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
 from tests import families
+from tests.numerics.test_adapters import adapted
 
 IGNORE = -100
 
@@ -24,6 +25,7 @@ class Training:
         settings: of `horizon_lm.stream`.
         optimizer: of `horizon_lm.AdamW`.
         family, overrides: the model.
+        adapters: the kind of its adapters, of `tests.numerics.test_adapters`.
         together: one process computes the batches of all ranks in one pass, as ranks do.
         joined: one process computes the rows of all ranks as one batch.
     """
@@ -37,6 +39,7 @@ class Training:
     settings: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
+    adapters: str = ""
     together: bool = False
     joined: bool = False
 
@@ -83,7 +86,8 @@ def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def build(training: Training, **settings: Any) -> tuple[Any, Any]:
-    model = families.build(training.family, **training.overrides)
+    make = partial(adapted, kind=training.adapters) if training.adapters else families.build
+    model = make(training.family, **training.overrides)
     model = horizon_lm.stream(model, **({"device": "cpu", "precision": "float32"} | training.settings | settings))
     return model.train(), horizon_lm.AdamW(model, **({"lr": 1e-2} | training.optimizer))
 

@@ -1,7 +1,6 @@
 """Save and load the whole state of a training: weights, low halves, moments, and what the caller adds."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,7 +98,7 @@ def save_checkpoint(
         step = scalars["step"] if scalars else 0
         return Manifest(step, store.precision.name, moments, dtypes, files, entries, base)
 
-    base, files = hash_base(store), _unit_files(engine, optimizer)
+    base, files = hash_base(store, engine.mesh), _unit_files(engine, optimizer)
     num_ranks = store.shard.count
     rank = 0 if engine.mesh is None else engine.mesh.rank
     if rank >= num_ranks:  # of another copy of the model, which the first one saves
@@ -184,7 +183,7 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: AdamW | Non
     content, buffers = read_state(folder), read_tensors(folder / BUFFERS)
     require_random_state(content["random"])
     files = _unit_files(engine, optimizer)
-    is_cut = not store.shard.is_whole or any(each.length != math.prod(each.shape) for each in manifest.tensors)
+    is_cut = not store.shard.is_whole or any(_name(unit) not in manifest.files for unit in files)
     reader = PartReader(folder, manifest)
     for unit, file in files.items():
         reader.require(file) if is_cut else require_tensors(folder / _name(unit), file)
@@ -255,7 +254,7 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Ad
         raise ConfigError(
             f"{folder} was saved with moments {manifest.moments}, and this optimizer has {optimizer.moments.kind}; use the same"
         )
-    require_base(folder, manifest, store)
+    require_base(folder, manifest, store, engine.mesh)
     saved = {unit_of(name) for name in manifest.files if name.startswith(f"{UNITS}/")}
     if saved != (expected := set(_unit_files(engine, None))):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The frozen base of adapters in a checkpoint: its hashes instead of its weights, and the adapters' configs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 import xxhash
 
 from horizon_lm.checkpoints.manifest import Manifest
+from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.distributed.whole_units import borrowing, is_lender, lend
 from horizon_lm.errors import ConfigError
 from horizon_lm.resources import usable_cores
 from horizon_lm.store.store import Store, as_array
@@ -17,15 +19,35 @@ from horizon_lm.store.store import Store, as_array
 _known: "WeakKeyDictionary[Store, tuple[int, Mapping[str, str]]]" = WeakKeyDictionary()
 
 
-def hash_base(store: Store) -> Mapping[str, str]:
-    """Return the xxh3-128 of the weights of each frozen unit; none if all units are saved."""
+def hash_base(store: Store, mesh: Mesh | None = None) -> Mapping[str, str]:
+    """Return the xxh3-128 of the weights of each frozen unit; none if all units are saved.
+
+    With several ranks, all of them call this, and the first one reads whole units, one at a time.
+    """
     version, found = _known.get(store, (-1, {}))
     if version != store.block_version:
         units = [unit for unit in store.units if unit in store.frozen and store.units[unit].layout.numel]
-        with ThreadPoolExecutor(usable_cores()) as threads:
-            found = dict(zip(units, threads.map(lambda unit: _hash(store, unit), units), strict=True))
+        found = _hash_units(store, units) if mesh is None else _hash_shared_units(store, units, mesh)
         _known[store] = store.block_version, found
     return found
+
+
+def _hash_units(store: Store, units: Sequence[str]) -> Mapping[str, str]:
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        return dict(zip(units, threads.map(lambda unit: _hash(store, unit), units), strict=True))
+
+
+def _hash_shared_units(store: Store, units: Sequence[str], mesh: Mesh) -> Mapping[str, str]:
+    found: dict[str, str] = {}
+    if is_lender(mesh):
+        lend(mesh, store)
+    else:
+        with borrowing(mesh, store):
+            for unit in units:
+                with store.whole(unit):
+                    found[unit] = _hash(store, unit)
+    first: Mapping[str, str] = mesh.exchange("the hashes of the base", found)[0]
+    return first
 
 
 def _hash(store: Store, unit: str) -> str:
@@ -37,14 +59,14 @@ def _hash(store: Store, unit: str) -> str:
     return digest.hexdigest()
 
 
-def require_base(folder: Path, manifest: Manifest, store: Store) -> None:
+def require_base(folder: Path, manifest: Manifest, store: Store, mesh: Mesh | None = None) -> None:
     """Raise ConfigError if the adapters of a checkpoint were trained on another base than that of a store."""
     if not manifest.base and not store.frozen:
         return
     if not manifest.base or not store.frozen:
         saved, own = ("adapters", "all weights") if manifest.base else ("all weights", "adapters")
         raise ConfigError(f"{folder} is of a training of {saved}, and this model trains {own}")
-    for unit, found in hash_base(store).items():
+    for unit, found in hash_base(store, mesh).items():
         if manifest.base.get(unit) != found:
             raise ConfigError(
                 f"{folder} has adapters of another base: the weights of {unit} differ from those that the adapters were trained "

@@ -233,7 +233,7 @@ def plan_largest(
         overrides = [*overrides, "--device", device]
     amounts = [part.strip() for part in host_memory.split(",")] if host_memory else [None]
     runs = {}
-    modes = {mode: each for mode, each in MODES.items() if size.num_ranks == 1 or "use_peft" not in each}
+    modes = {mode: each for mode, each in MODES.items() if size.num_ranks == 1 or "load_in_4bit" not in each}
     for mode, settings in modes.items():
         chosen = [text for key, value in settings.items() for text in (f"--{key}", value)]
         runs[mode] = read_run_config(path, [*overrides, "--model_name_or_path", "-", *chosen], without_rows=True)

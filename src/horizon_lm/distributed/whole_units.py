@@ -1,8 +1,9 @@
-"""Read whole units on the first rank, to which the other ranks lend their ranges, one unit at a time."""
+"""Read whole units: on the first rank, to which the other ranks lend their ranges, or a small one on all ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from horizon_lm.distributed.mesh import Mesh
@@ -53,6 +54,20 @@ def lend(mesh: Mesh, store: Store) -> None:
     error = mesh.hear()
     if error:
         raise StreamingError(f"rank 0 has failed ({error})")
+
+
+@contextmanager
+def sharing(mesh: Mesh, store: Store, unit: str) -> Iterator[None]:
+    """Context manager of all ranks: let each read a whole unit, which takes its memory on each of them meanwhile."""
+    for slab, cuts in store.units[unit].slabs():
+        for rank in range(store.shard.count):
+            part = slab[cuts[rank] : cuts[rank + 1]].view(torch.uint8)
+            if part.numel():
+                dist.broadcast(part, rank, group=mesh.control)
+    try:
+        yield
+    finally:
+        store.units[unit].forget_others()
 
 
 def is_lender(mesh: Mesh | None) -> bool:

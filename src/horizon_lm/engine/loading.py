@@ -3,6 +3,7 @@
 import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.mesh import current_shard, fail_together
+from horizon_lm.distributed.whole_units import sharing
 from horizon_lm.engine.options import StreamArguments, open_device
 from horizon_lm.engine.packed_parameters import PackedParameter, decoding
 from horizon_lm.engine.parameters import require_plain
@@ -355,6 +357,12 @@ def _open(
 
 def _add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: StreamArguments) -> Any:
     """Add adapters to a model whose weights are in a store, attach it to its device, and return the PEFT model."""
+    mesh, old = settings.device_mesh, store
+    if mesh is not None and adapters.copies_weights:
+        raise ConfigError(
+            f"{adapters.copies_weights} is not supported with several processes: the new values are computed from weights, of which "
+            "each process has a part; add the adapters with one process, save them, and open their folder"
+        )
     names = {id(ref.param): ref.name for refs in base.units.values() for ref in refs}
     with decoding():  # DoRA begins with the norms of weights
         model = adapters.add_to(base.model, draw=True)
@@ -363,10 +371,28 @@ def _add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: 
     old_names = {ref.name: names[id(ref.param)] for ref in refs if id(ref.param) in names}
     store = store.extended(_shapes(parts), old_names, settings.get_precision(parts), parts.frozen_base())
     parts.codecs = store.codecs
-    for ref in refs:
-        _move_in(ref, store)
+    with ExitStack() as shared:
+        for unit in () if mesh is None else _moved_units(store, old, old_names):
+            shared.enter_context(sharing(mesh, old, unit))
+        for ref in refs:
+            _move_in(ref, store)
     settings.attach(parts, store)
     return model
+
+
+def _moved_units(store: Store, old: Store, old_names: Mapping[str, str]) -> list[str]:
+    """Return the units of an old store with weights that lie elsewhere in a new one.
+
+    Args:
+        store, old: the stores.
+        old_names: names in the old store of parameters in the new one.
+    """
+    moved = [
+        old.unit_of[name]
+        for new, name in old_names.items()
+        if store.weight(new).data_ptr() != old.weight(name).data_ptr()
+    ]
+    return sorted(set(moved))
 
 
 def from_config(

@@ -68,8 +68,6 @@ class StreamArguments(StreamingOptions):
         require_adapters_that_stream(model)
         capture.install_hooks(model)  # so that its own hooks do not count as foreign hooks later
         parts = find_parts(model)
-        if self.device_mesh is not None and parts.is_adapted:
-            raise ModelNotSupportedError("adapters are not trained with several processes yet; use one process")
         trial = try_outer(parts)
         require_each_block_once(parts, trial)
         parts.written = find_written(parts, trial)
@@ -153,6 +151,11 @@ class StreamArguments(StreamingOptions):
         """Attach a model again if PEFT has changed its adapters. Leave other changes to the checks of the forward pass."""
         if horizon is None or horizon.engine.device_lost or not are_adapters_changed(horizon):
             return
+        if self.device_mesh is not None:
+            raise ModelNotSupportedError(
+                "adapters were added, removed or switched after the model was streamed, which several processes do not support; "
+                "add them before horizon_lm.stream(), or open the folder of adapters with horizon_lm.from_pretrained()"
+            )
         engine = horizon.engine
         again = replace(
             self,

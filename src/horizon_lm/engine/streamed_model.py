@@ -3,6 +3,7 @@
 import functools
 import inspect
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cache
@@ -13,7 +14,7 @@ import torch
 
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.mesh import Mesh
-from horizon_lm.distributed.whole_units import borrowing, is_lender, lend
+from horizon_lm.distributed.whole_units import borrowing, is_lender, lend, sharing
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.merging import let_adapters_merge
@@ -106,11 +107,16 @@ class StreamedModel:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Wait for updates and return torch's state dict. Its tensors share the model's memory, in the dtype of its
         precision. Adapters are returned as their fp32 masters, which PEFT saves.
+
+        With several ranks, all of them call this, and get the adapters, but not the base.
         """
         engine = self._horizon.engine
         engine.synchronize()
-        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        if not engine.store.shard.is_whole and engine.parts.is_adapted:
+            state = kwargs.get("destination", args[0] if args else None)
+            return _whole_adapters(engine, OrderedDict() if state is None else state, prefix)
+        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         if engine.store.precision.low_half and not kwargs.get("keep_vars"):
             for name in engine.parts.adapter_names & {key.removeprefix(prefix) for key in state}:
                 state[prefix + name] = engine.store.master(name)
@@ -255,6 +261,18 @@ class StreamedModel:
             "a streamed model cannot be pickled (torch.save(model), multiprocessing). Save model.state_dict(), or write a "
             "folder with model.save_pretrained()"
         )
+
+
+def _whole_adapters(engine: Engine, state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Add the whole parameters of units that are trained to a state dict, and return it. All ranks call this."""
+    store = engine.store
+    assert engine.mesh is not None
+    for unit in [unit for unit in store.units if unit not in store.frozen]:
+        with sharing(engine.mesh, store, unit):
+            for name in store.units[unit].layout:
+                is_master = store.precision.low_half and name in engine.parts.adapter_names
+                state[prefix + name] = store.master(name) if is_master else store.weight(name).clone()
+    return state
 
 
 def _reject_move(method: str) -> NoReturn:

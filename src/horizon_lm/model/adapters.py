@@ -52,6 +52,13 @@ class Adapters:
             _tuple(run.lora_target_parameters), _tuple(run.lora_modules_to_save), run.use_rslora, run.use_dora,
         )  # fmt: skip
 
+    @property
+    def copies_weights(self) -> str:
+        """Name of the setting by which new adapters begin with values of the base; empty if there is none."""
+        if self.folder is not None:
+            return ""
+        return "use_dora" if self.use_dora else "lora_modules_to_save" if self.modules_to_save else ""
+
     def add_to(self, model: Any, *, draw: bool, name: str = "default") -> Any:
         """Add the adapters to a model, which is frozen and whose layers are replaced in place, and return the PEFT model.
 

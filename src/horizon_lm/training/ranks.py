@@ -20,6 +20,7 @@ from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.monitor import Monitor
 from horizon_lm.distributed.rendezvous import init_process_group
 from horizon_lm.errors import ConfigError, InterruptedRunError, first_line
+from horizon_lm.model.adapters import Adapters
 from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.training.callbacks import Control
 from horizon_lm.training.metrics import StepResult
@@ -246,8 +247,11 @@ def mesh_shape(config: RunConfig, world: int, local: int) -> tuple[int, int]:
 
 def reject_unsupported(config: RunConfig, world: int) -> None:
     """Raise ConfigError for a setting that several processes do not support yet."""
+    adapters = Adapters.of(config)
+    copying = adapters.copies_weights if adapters else ""
     for name, is_set, remedy in (
-        ("use_peft", config.use_peft, "train the adapters with one process"),
+        ("load_in_4bit", config.load_in_4bit, "leave it out, or use one process"),
+        (copying, bool(copying), "save such adapters with one process, and go on with them (adapter_name_or_path)"),
         ("check_gradients", bool(config.check_gradients), "check with one process"),
     ):  # fmt: skip
         if is_set:
