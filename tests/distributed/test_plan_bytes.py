@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from horizon_lm.distributed.mesh import current_shard
+from horizon_lm.model.adapters import Adapters
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.memory import host_bytes
@@ -33,6 +34,8 @@ CASES: dict[str, Training] = {
     "tied in backward": Training(optimizer={"update_in_backward": True}, overrides={"tie_word_embeddings": True}),
     "offloaded": Training(settings={"activation_checkpoints": "host", "resident_blocks": 1}),
     "whole head": Training(settings={"head": "whole"}),
+    "adapters": Training(shard=4, adapters="lora"),
+    "adapters, fp32 master": Training(adapters="lora", settings={"precision": "fp32_master", **FLOAT32}),
     "odd sizes": Training(shard=4, overrides={"intermediate_size": 93, "vocab_size": 251}, optimizer={"moments": "8bit"}),
 }  # fmt: skip
 
@@ -61,7 +64,9 @@ def compare(rank: int, training: Training) -> tuple[Bytes, Bytes]:
         precision=options.get("precision", "float32"),
         **{name: options[name] for name in options.keys() - {"precision", "grad_dtype"}},
     )
-    step = choose(outline_of(families.build(training.family, **training.overrides)), request, HERE).step
+    adapters = Adapters(r=4, lora_alpha=8, target_modules="all-linear") if training.adapters else None
+    outline = outline_of(families.build(training.family, **training.overrides), adapters=adapters)
+    step = choose(outline, request, HERE).step
     for _ in range(2):
         engine.device.counters.moved.clear()
         model(**batch(rank, training.world, model.config.vocab_size)).loss.backward()

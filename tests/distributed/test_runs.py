@@ -65,7 +65,9 @@ def assert_same(ranks: Path, one: Path, tolerance: float = 1e-5) -> None:
         ):
             if name in theirs:
                 assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (ours["step"], name)
-    weights = [load_file(folder / "model" / "model.safetensors") for folder in (ranks, one)]
+    name = "adapter_model.safetensors" if (one / "model" / "adapter_config.json").is_file() else "model.safetensors"
+    weights = [load_file(folder / "model" / name) for folder in (ranks, one)]
+    assert weights[0].keys() == weights[1].keys()
     for name, value in weights[1].items():
         assert torch.allclose(weights[0][name], value, atol=3e-4), name
 
@@ -79,6 +81,7 @@ def pairs(folder: Path) -> dict[str, Any]:
     return {"objective": "dpo", "datasets": [{"path": str(path)}], "learning_rate": 1e-3}
 
 
+ADAPTERS = {"use_peft": True, "lora_target_modules": "all-linear", "lora_dropout": 0.0}
 CASES: dict[str, dict[str, Any]] = {
     "sft": {"per_device_train_batch_size": 2},
     "micro-batches": {"per_device_train_batch_size": 2, "device_micro_batch_size": 1},
@@ -96,7 +99,18 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "dft": {"loss_type": "dft", "per_device_train_batch_size": 2},
     "dpo": {"objective": "dpo", "per_device_train_batch_size": 2},
+    "adapters": {"world": 3, "per_device_train_batch_size": 2, **ADAPTERS},
+    "dpo of adapters": {"objective": "dpo", "per_device_train_batch_size": 2, **ADAPTERS},
+    "made adapters": {"adapter_name_or_path": "made", "use_peft": True, "per_device_train_batch_size": 2},
 }
+
+
+def adapters_of_one_process(settings: dict[str, Any], folder: Path) -> str:
+    """Train DoRA for a step in one process, and return the folder of these adapters."""
+    kinds = {**ADAPTERS, "use_dora": True, "lora_target_modules": ["q_proj", "down_proj"]}
+    changes = {**kinds, "adapter_name_or_path": None, "max_steps": 1, "output_dir": str(folder)}
+    horizon_lm.train(settings | changes, print_fn=lambda line: None)
+    return str(folder / "model")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -113,6 +127,8 @@ def test_losses_of_one_process(pool: Pool, base: dict[str, Any], tmp_path: Path,
             "sample_prompts": None,
         }
         settings = {name: value for name, value in settings.items() if not name.startswith("sample_")}
+    if settings.get("adapter_name_or_path"):
+        settings["adapter_name_or_path"] = adapters_of_one_process(settings, tmp_path / "made")
     pool.run(world, run_as_rank, world, settings | {"output_dir": str(tmp_path / "ranks")})
     rows = settings["per_device_train_batch_size"] * world
     alone = {name: value for name, value in settings.items() if not name.startswith("dp_")}
@@ -216,8 +232,13 @@ def test_ranks_plan_for_the_smallest_of_their_machines(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"dp_shard_size": 3}, "dp_replicate_size 0 x dp_shard_size 3 is not the number of processes, 2"),
-        ({"use_peft": True, "lora_target_modules": ["q_proj"]}, "use_peft is not supported"),
+        ({"dp_shard_size": 3}, "dp_shard_size 3 does not divide the number of all processes, 2"),
+        (
+            {"dp_replicate_size": 2, "dp_shard_size": 2},
+            "dp_replicate_size 2 x dp_shard_size 2 is not the number of processes, 2",
+        ),
+        ({"use_peft": True, "load_in_4bit": True}, "load_in_4bit is not supported with 2 processes"),
+        ({"use_peft": True, "use_dora": True}, "use_dora is not supported with 2 processes"),
     ],
 )
 def test_bad_settings(pool: Pool, base: dict[str, Any], tmp_path: Path, settings: dict[str, Any], problem: str) -> None:

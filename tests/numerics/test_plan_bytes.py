@@ -10,6 +10,7 @@ import torch
 
 import horizon_lm
 from horizon_lm.cost.model_outline import outline_config
+from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.units import find_parts, freeze
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
@@ -84,12 +85,12 @@ def trainable(model: Any, frozen: frozenset[str]) -> str | None:
     return "|".join(names or [ref.name for ref in units["block1"]]) if frozen else None
 
 
-def outline_of(model: Any, trainable: str | None = None) -> Any:
+def outline_of(model: Any, trainable: str | None = None, adapters: Adapters | None = None) -> Any:
     """Return the outline of a config, without weights."""
     attention = model.config._attn_implementation
     return outline_config(
         model.config, "tiny", length=LENGTH, dtype=torch.float32, masked=True, attn_implementation=attention,
-        trainable=trainable,
+        trainable=trainable, adapters=adapters,
     )  # fmt: skip
 
 

@@ -68,6 +68,11 @@ class StreamArguments(StreamingOptions):
         require_adapters_that_stream(model)
         capture.install_hooks(model)  # so that its own hooks do not count as foreign hooks later
         parts = find_parts(model)
+        configs = getattr(model, "peft_config", None) or {}
+        if self.device_mesh is not None and any(getattr(each, "modules_to_save", None) for each in configs.values()):
+            raise ModelNotSupportedError(
+                "modules_to_save is not supported with several processes: PEFT reads whole copies of the modules; use one process"
+            )
         trial = try_outer(parts)
         require_each_block_once(parts, trial)
         parts.written = find_written(parts, trial)

@@ -233,9 +233,11 @@ def checkpoint_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSetti
 
 
 def _with_masters(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> list[Sequence[int]]:
-    """Return the tensors of each unit that may be trained; a frozen base has no low halves and is in no checkpoint."""
+    """Return the tensors of each unit that may be trained, none of a frozen base: it has no low halves and is in no
+    checkpoint.
+    """
     units = zip(sizes.units, trained.units, strict=True)
-    return [tensors for tensors, part in units if sum(part) or not settings.frozen_base]
+    return [tensors if sum(part) or not settings.frozen_base else () for tensors, part in units]
 
 
 def _moments(trained: ModelSizes, settings: HostSettings) -> int:

@@ -239,8 +239,13 @@ def mesh_shape(config: RunConfig, world: int, local: int) -> tuple[int, int]:
     shard = config.dp_shard_size or (world // config.dp_replicate_size if config.dp_replicate_size else local)
     replicate = config.dp_replicate_size or world // shard
     if replicate * shard != world:
+        sizes = {"dp_replicate_size": config.dp_replicate_size, "dp_shard_size": config.dp_shard_size}
+        given = [f"{name} {size}" for name, size in sizes.items() if size]
+        if len(given) == 2:
+            raise ConfigError(f"{' x '.join(given)} is not the number of processes, {world}; change one of them")
+        problem = given[0] if given else f"the number of processes of a machine, {local},"
         raise ConfigError(
-            f"dp_replicate_size {replicate} x dp_shard_size {shard} is not the number of processes, {world}; change one of them"
+            f"{problem} does not divide the number of all processes, {world}; set a dp_shard_size that does"
         )
     return replicate, shard
 
