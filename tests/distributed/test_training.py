@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
+import horizon_lm
 from horizon_lm.constants import PAGE
-from horizon_lm.errors import DisagreementError, StreamingError
+from horizon_lm.errors import DisagreementError, ModelNotSupportedError, StreamingError
+from tests import families
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, batches_of, build, run, train, whole
 from tests.thinning import thinned
@@ -201,6 +204,40 @@ def test_all_ranks_save_one_model(pool: Pool, tmp_path: Path, precision: str) ->
     train(model, optimizer, training, [0])
     model.save_pretrained(tmp_path / "one", dtype=torch.float32)
     ranks, one = (load_file(tmp_path / name / "model.safetensors") for name in ("ranks", "one"))
+    assert ranks.keys() == one.keys()
+    assert all(torch.equal(ranks[name], value) for name, value in one.items())
+
+
+def adapted(rank: int, training: Training, folder: str) -> list[str]:
+    """Save adapters, and return the errors of what several processes do not support."""
+    mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(training, device_mesh=mesh)
+    train(model, optimizer, training, [rank])
+    model.save_pretrained(folder, is_main_process=rank == 0)
+    errors = []
+    model.add_adapter("later", LoraConfig(target_modules=["q_proj"]))
+    model.set_adapter("later")
+    with pytest.raises(ModelNotSupportedError) as error:
+        model(**families.batch())
+    errors.append(str(error.value))
+    copying = get_peft_model(
+        families.build("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
+    with pytest.raises(ModelNotSupportedError) as error:
+        horizon_lm.stream(copying, "cpu", device_mesh=mesh)
+    return [*errors, str(error.value)]
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
+def test_all_ranks_save_one_folder_of_adapters(pool: Pool, tmp_path: Path, precision: str) -> None:
+    training = Training(replicate=2, steps=2, equal=True, adapters="lora", settings={"precision": precision})
+    for later, copying in pool.run(4, adapted, training, str(tmp_path / "ranks")):
+        assert "adapters were added, removed or switched after the model was streamed" in later
+        assert "modules_to_save is not supported with several processes" in copying
+    model, optimizer = build(training)
+    train(model, optimizer, training, [0])
+    model.save_pretrained(tmp_path / "one")
+    ranks, one = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ranks", "one"))
     assert ranks.keys() == one.keys()
     assert all(torch.equal(ranks[name], value) for name, value in one.items())
 
