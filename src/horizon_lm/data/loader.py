@@ -1,7 +1,7 @@
 """Build the batch of any step, independently of the steps before it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -209,8 +209,7 @@ def stand_in(row: Row, index: int) -> Batch:
     return replace(batch, labels=labels, num_trained=0, num_tokens=0, places=(), share=0.0)
 
 
-def batches_in_order(rows: Sequence[Row], batch_size: int) -> Iterator[Batch]:
-    """Yield batches of all rows once and in order, for evaluation."""
-    for start in range(0, len(rows), batch_size):
-        indices = range(start, min(start + batch_size, len(rows)))
-        yield collate([rows[index] for index in indices], indices)
+def batch_from(rows: Sequence[Row], first: int, batch_size: int) -> Batch:
+    """Return the batch of a row and those after it, fewer at the end, for evaluation."""
+    indices = range(first, min(first + batch_size, len(rows)))
+    return collate([rows[index] for index in indices], indices)

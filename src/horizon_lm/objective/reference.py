@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_lm.data.loader import Batch, batches_in_order
+from horizon_lm.data.loader import Batch, batch_from
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.base import evaluation_mode, without_adapters
@@ -144,15 +144,28 @@ class ReferenceCache:
         return kept.values
 
     def _compute(self, kept: PairFile, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None]) -> None:
-        """Compute and store the pairs that are missing."""
-        if kept.known.all():
-            return
+        """Compute and store the pairs that are missing.
+
+        Ranks take turns. In the last turn, those without a batch compute one again, because all take part in every pass.
+        """
+        mesh = self._model._horizon.engine.mesh
+        rank, size = (0, 1) if mesh is None else (mesh.rank, mesh.size)
+        if mesh is not None:  # each machine has files of its own
+            masks = mesh.exchange("the known reference", np.packbits(kept.known).tobytes().hex())
+            known = np.bitwise_and.reduce([np.frombuffer(bytes.fromhex(mask), np.uint8) for mask in masks])
+            kept.known = np.unpackbits(known, count=len(rows)).astype(bool)
+        missing = [
+            first for first in range(0, len(rows), batch_size) if not kept.known[first : first + batch_size].all()
+        ]
         with evaluation_mode(self._model), without_adapters(self._model):
-            for batch in batches_in_order(rows, batch_size):
-                first, stop = batch.rows[0], batch.rows[-1] + 1
-                if not kept.known[first:stop].all():
-                    kept.put(first, answer_logprobs(self._model, batch)[0].T.cpu().numpy())
-                advance(stop, len(rows))
+            for turn in range(0, len(missing), size):
+                starts = missing[turn : turn + size]
+                batch = batch_from(rows, starts[min(rank, len(starts) - 1)], batch_size)
+                pairs = answer_logprobs(self._model, batch)[0].T.cpu().numpy()
+                everyone = [pairs] if mesh is None else mesh.exchange("the reference", pairs.tolist())
+                for start, found in zip(starts, everyone, strict=False):
+                    kept.put(start, np.asarray(found, np.float32))
+                advance(min(starts[-1] + batch_size, len(rows)), len(rows))
 
 
 def lookup(values: np.ndarray) -> Callable[[Batch], np.ndarray]:
@@ -161,7 +174,7 @@ def lookup(values: np.ndarray) -> Callable[[Batch], np.ndarray]:
 
 
 def model_key(model: Any) -> str:
-    """Return a hash of a streamed model's config, computation and weights, without adapters."""
+    """Return a hash of a streamed model's config, computation and weights, without adapters. It is the same on all ranks."""
     import transformers
 
     engine = model._horizon.engine
@@ -175,16 +188,21 @@ def model_key(model: Any) -> str:
         units = engine.store.units
         for each in threads.map(lambda unit: _digest(unit, units[unit], left_out), units):
             digest.update(each)
+    if engine.mesh is not None and not engine.store.shard.is_whole:  # each rank has a part of the weights
+        return hashlib.sha256(
+            "".join(engine.mesh.exchange("the hash of the weights", digest.hexdigest())).encode()
+        ).hexdigest()
     return digest.hexdigest()
 
 
 def _digest(name: str, slabs: UnitSlabs, left_out: frozenset[str]) -> bytes:
-    """Return a hash of the names and weights of a unit, without the alignment gaps between the weights."""
-    digest = hashlib.sha256(name.encode())
+    """Return a hash of the names and own weights of a unit, without the alignment gaps between the weights."""
+    digest, own = hashlib.sha256(name.encode()), slabs.own
     for slab in (slabs.weights, slabs.low) if slabs.low is not None else (slabs.weights,):
-        for tensor in (each for each in slabs.plain if each not in left_out):
-            digest.update(tensor.encode())
-            digest.update(as_array(slabs.plain.view(slab, tensor)))
+        for tensor, entry in slabs.plain.entries.items():
+            if tensor not in left_out:
+                digest.update(tensor.encode())
+                digest.update(as_array(slab[max(entry.offset, own.start) : min(entry.offset + entry.numel, own.stop)]))
     for tensor in slabs.packed:
         digest.update(tensor.encode())
         digest.update(as_array(slabs.packed.packed(tensor)))

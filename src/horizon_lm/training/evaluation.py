@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from horizon_lm.config import RunConfig
-from horizon_lm.data.loader import collate
+from horizon_lm.data.loader import batch_from
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, NonFiniteError, first_line
 from horizon_lm.objective.base import Loss, Objective, evaluation_mode
@@ -177,8 +177,7 @@ def _evaluate_set(
     with evaluation_mode(model):
         for first in range(0, batches, ranks.size):
             number = min(first + ranks.rank, batches - 1)
-            indices = range(number * batch_size, min((number + 1) * batch_size, len(rows)))
-            batch = collate([rows[index] for index in indices], indices)
+            batch = batch_from(rows, number * batch_size, batch_size)
             loss = objective(model, batch)
             if first + ranks.rank < batches:
                 total.add(loss, batch.num_trained)
