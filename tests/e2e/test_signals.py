@@ -71,18 +71,18 @@ SLOW_EVALUATION = """
 import time
 import horizon_lm.training.evaluation as evaluation
 from horizon_lm.training.interrupts import Interrupts
-arrived, handle, collate, made = [], Interrupts._handle, evaluation.collate, []
+arrived, handle, batch_from, made = [], Interrupts._handle, evaluation.batch_from, []
 def note(self, *arguments):
     arrived.append(True)
     handle(self, *arguments)
-def slow(rows, indices):
-    made.append(indices)
+def slow(rows, start, size):
+    made.append(start)
     if len(made) == 2:
         print("evaluating", flush=True)
         while not arrived:
             time.sleep(0.01)
-    return collate(rows, indices)
-Interrupts._handle, evaluation.collate = note, slow
+    return batch_from(rows, start, size)
+Interrupts._handle, evaluation.batch_from = note, slow
 """
 SLOW_EXPORT = """
 import os, signal
