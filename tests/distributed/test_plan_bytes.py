@@ -11,6 +11,7 @@ from horizon_lm.model.adapters import Adapters
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.memory import host_bytes
+from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
 from horizon_lm.schedule.ops import Kind
 from tests import families
@@ -36,6 +37,10 @@ CASES: dict[str, Training] = {
     "whole head": Training(settings={"head": "whole"}),
     "adapters": Training(shard=4, adapters="lora"),
     "adapters, fp32 master": Training(adapters="lora", settings={"precision": "fp32_master", **FLOAT32}),
+    "some weights": Training(trainable="mlp|lm_head", overrides={"intermediate_size": 93}, optimizer={"moments": "8bit"}),
+    "some weights in backward": Training(
+        shard=4, trainable="self_attn|norm", optimizer={"moments": "bfloat16", "update_in_backward": True}
+    ),
     "odd sizes": Training(shard=4, overrides={"intermediate_size": 93, "vocab_size": 251}, optimizer={"moments": "8bit"}),
 }  # fmt: skip
 
@@ -53,6 +58,14 @@ def compare(rank: int, training: Training) -> tuple[Bytes, Bytes]:
     """Return the bytes of host and device by kind, and those moved by operation: planned, and counted."""
     mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
     model, optimizer = build(training, device_mesh=mesh)
+    adapters = Adapters(r=4, lora_alpha=8, target_modules="all-linear") if training.adapters else None
+    made = families.build(training.family, **training.overrides)
+    outline = outline_of(made, training.trainable, adapters)
+    return measure(model, optimizer, outline, training, rank)
+
+
+def measure(model: Any, optimizer: Any, outline: ModelOutline, training: Training, rank: int) -> tuple[Bytes, Bytes]:
+    """Train for two steps. Return the bytes as `compare` does."""
     engine, options, given = model._horizon.engine, training.settings, training.optimizer
     request = Request(
         per_device_train_batch_size=ROWS,
@@ -64,8 +77,6 @@ def compare(rank: int, training: Training) -> tuple[Bytes, Bytes]:
         precision=options.get("precision", "float32"),
         **{name: options[name] for name in options.keys() - {"precision", "grad_dtype"}},
     )
-    adapters = Adapters(r=4, lora_alpha=8, target_modules="all-linear") if training.adapters else None
-    outline = outline_of(families.build(training.family, **training.overrides), adapters=adapters)
     step = choose(outline, request, HERE).step
     for _ in range(2):
         engine.device.counters.moved.clear()

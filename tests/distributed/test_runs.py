@@ -100,6 +100,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dft": {"loss_type": "dft", "per_device_train_batch_size": 2},
     "dpo": {"objective": "dpo", "per_device_train_batch_size": 2},
     "adapters": {"world": 3, "per_device_train_batch_size": 2, **ADAPTERS},
+    "quantized base": {"world": 3, "per_device_train_batch_size": 2, "load_in_4bit": True, **ADAPTERS},
     "dpo of adapters": {"objective": "dpo", "per_device_train_batch_size": 2, **ADAPTERS},
     "made adapters": {"adapter_name_or_path": "made", "use_peft": True, "per_device_train_batch_size": 2},
 }
@@ -237,7 +238,6 @@ def test_ranks_plan_for_the_smallest_of_their_machines(pool: Pool) -> None:
             {"dp_replicate_size": 2, "dp_shard_size": 2},
             "dp_replicate_size 2 x dp_shard_size 2 is not the number of processes, 2",
         ),
-        ({"use_peft": True, "load_in_4bit": True}, "load_in_4bit is not supported with 2 processes"),
         ({"use_peft": True, "use_dora": True}, "use_dora is not supported with 2 processes"),
     ],
 )

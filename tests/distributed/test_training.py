@@ -58,6 +58,9 @@ CASES: dict[str, Training] = {
     "adapters of experts": Training(adapters="experts", family="mixtral", shard=4, settings={"resident_blocks": 1}),
     "adapters with dropout": Training(adapters="dropout", shard=4, together=True),
     "DoRA": Training(adapters="dora", settings={"precision": "fp32_master"}, optimizer={"moments": "8bit"}),
+    "some weights": Training(
+        shard=4, trainable="mlp|norm|lm_head", optimizer={"moments": "8bit", "max_grad_norm": 0.1}
+    ),
     "in backward equal": Training(equal=True, optimizer={"update_in_backward": True}),
     "in backward tied": Training(equal=True, shard=4, optimizer={"update_in_backward": True}, overrides=TIED),
 }

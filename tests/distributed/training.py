@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
+from horizon_lm.model.units import freeze
 from tests import families
 from tests.numerics.test_adapters import adapted
 
@@ -26,6 +27,7 @@ class Training:
         optimizer: of `horizon_lm.AdamW`.
         family, overrides: the model.
         adapters: the kind of its adapters, of `tests.numerics.test_adapters`.
+        trainable: patterns of the names of trainable weights, as in a run file; None for all.
         together: one process computes the batches of all ranks in one pass, as ranks do.
         joined: one process computes the rows of all ranks as one batch.
     """
@@ -40,6 +42,7 @@ class Training:
     optimizer: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
     adapters: str = ""
+    trainable: str | None = None
     together: bool = False
     joined: bool = False
 
@@ -88,6 +91,7 @@ def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
 def build(training: Training, **settings: Any) -> tuple[Any, Any]:
     make = partial(adapted, kind=training.adapters) if training.adapters else families.build
     model = make(training.family, **training.overrides)
+    freeze(model, training.trainable)
     model = horizon_lm.stream(model, **({"device": "cpu", "precision": "float32"} | training.settings | settings))
     return model.train(), horizon_lm.AdamW(model, **({"lr": 1e-2} | training.optimizer))
 

@@ -49,6 +49,9 @@ LAYOUTS = [
     )
 ]
 
+# Several ranks, of which each has a part of the quantized weights of blocks.
+QUANTIZED = [(replace(layout, sharded=True, packed=True), head_grads) for layout, head_grads in LAYOUTS[::5]]
+
 
 def problems(layouts: Iterable[tuple[build.Layout, bool]]) -> Iterator[str]:
     for layout, head_grads in layouts:
@@ -123,7 +126,11 @@ def test_collectives_are_ordered_and_their_waits_needed(num_blocks: int, offload
     caught = 0
     for tied, accumulate, in_backward, head_grads in itertools.product((False, True), repeat=4):
         layout = build.Layout(num_blocks, tied, offloaded, resident, accumulate, in_backward, sharded=True)
-        assert list(problems([(layout, head_grads), (replace(layout, adapters=True), head_grads)])) == []
+        quantized = replace(layout, adapters=True, packed=True)
+        assert (
+            list(problems([(layout, head_grads), (replace(layout, adapters=True), head_grads), (quantized, False)]))
+            == []
+        )
         made = passes(layout, head_grads)
         assert superfluous_waits(made) == [] or num_blocks > 3
         caught += sum(isinstance(w, After) for p in made if p is not None for _, w in each_wait(p))
@@ -145,7 +152,7 @@ def forget_passes() -> None:
 def test_each_rule_across_passes_is_needed(rule: tuple[Stream, Buf], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(ACROSS, rule)
     forget_passes()
-    found = next(problems(LAYOUTS), None)
+    found = next(problems(itertools.chain(LAYOUTS, QUANTIZED)), None)
     forget_passes()
     assert found is not None
     assert "races with" in found

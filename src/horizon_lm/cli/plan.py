@@ -219,7 +219,7 @@ def plan_largest(
         arguments: settings of the run except its model.
         device: ``--device`` of the command.
         host_memory: one or more amounts, separated by commas; None for this machine's.
-        size: number of processes. Several do not train adapters.
+        size: number of processes.
     """
     path, overrides = split_arguments(arguments)
     fixed = parse_overrides(overrides).keys() & {
@@ -233,8 +233,7 @@ def plan_largest(
         overrides = [*overrides, "--device", device]
     amounts = [part.strip() for part in host_memory.split(",")] if host_memory else [None]
     runs = {}
-    modes = {mode: each for mode, each in MODES.items() if size.num_ranks == 1 or "load_in_4bit" not in each}
-    for mode, settings in modes.items():
+    for mode, settings in MODES.items():
         chosen = [text for key, value in settings.items() for text in (f"--{key}", value)]
         runs[mode] = read_run_config(path, [*overrides, "--model_name_or_path", "-", *chosen], without_rows=True)
     search = _Search()
@@ -247,7 +246,7 @@ def plan_largest(
             cells.append(search.largest(placed, machine, size))
         rows.append((amount or f"{machine.host_limits[0].name}", cells))
     shape = f"{counted(run.rows_per_step * size.num_ranks, 'row')} of {run.max_length:,} tokens"
-    return LargestTable(machine.name, shape, list(modes), rows)
+    return LargestTable(machine.name, shape, list(MODES), rows)
 
 
 class _Search:

@@ -10,6 +10,7 @@ import torch
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.constants import PACKED_ALIGNMENT
+from horizon_lm.shards import WHOLE, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +29,27 @@ class PackedSlab:
     Args:
         shapes: shapes of the decoded tensors, by full parameter name.
         codecs: the codec of each of them.
+        shard: the range of the slab that this rank owns.
 
     Attributes:
-        data: the bytes, 1-D uint8.
+        data: the bytes, 1-D uint8. Those that other ranks own have addresses, but no memory.
+        cuts: the places at which the ranks cut it.
+        slot_numel, slot_cuts: bytes of a slot on the device that the ranks fill in equal parts, and the places between these.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], codecs: Mapping[str, Codec]) -> None:
+    def __init__(self, shapes: Mapping[str, torch.Size], codecs: Mapping[str, Codec], shard: Shard = WHOLE) -> None:
         self.entries: dict[str, PackedEntry] = {}
         start = 0
         for name, shape in shapes.items():
             entry = PackedEntry(start, codecs[name].num_bytes(shape), torch.Size(shape), codecs[name])
             self.entries[name] = entry
             start += aligned(entry.num_bytes)
-        self.num_bytes = start
+        self.num_bytes, self._shard = start, shard
         self.data = torch.empty(0, dtype=torch.uint8)
+        self.cuts = shard.cuts(start, PACKED_ALIGNMENT)
+        chunk = shard.chunk(start, PACKED_ALIGNMENT)
+        self.slot_cuts = [chunk * rank for rank in range(shard.count + 1)]
+        self.slot_numel = self.slot_cuts[-1]
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -49,10 +57,21 @@ class PackedSlab:
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 
-    def packed(self, name: str) -> torch.Tensor:
-        """Return the bytes of a tensor, a view of the slab."""
+    @property
+    def own(self) -> slice:
+        """The range of the slab that this rank owns."""
+        return self._shard.own(self.cuts)
+
+    def packed(self, name: str, slab: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the bytes of a tensor, a view of the slab, or of a copy of it on the device."""
         entry = self.entries[name]
-        return self.data[entry.start : entry.start + entry.num_bytes]
+        return (self.data if slab is None else slab)[entry.start : entry.start + entry.num_bytes]
+
+    def own_part(self, name: str) -> slice:
+        """Return the bytes of a tensor that this rank owns, as a range of the tensor's bytes."""
+        entry, own = self.entries[name], self.own
+        start = min(max(own.start - entry.start, 0), entry.num_bytes)
+        return slice(start, max(start, min(own.stop - entry.start, entry.num_bytes)))
 
 
 def aligned(num_bytes: int) -> int:

@@ -12,8 +12,7 @@ import torch
 
 from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Meter
-from horizon_lm.device.cpu import HostLink
-from horizon_lm.device.cuda_link import LINK_SCRATCH_BYTES, CudaLink
+from horizon_lm.device.cuda_link import LINK_SCRATCH_BYTES, CudaLink, DeviceLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import Link
 from horizon_lm.errors import ConfigError, PageLockWarning
@@ -134,7 +133,9 @@ class CudaDevice(StreamDevice):
         # Copy streams launch small kernels; with high priority they run before the rest of a large matrix product.
         stream = torch.cuda.Stream(self.torch_device, priority=-1)
         # Collectives copy nothing between host and device.
-        link: Link = HostLink() if name in (Stream.GATHER, Stream.REDUCE) else CudaLink(self.torch_device, self._locks)
+        link: Link = (
+            DeviceLink() if name in (Stream.GATHER, Stream.REDUCE) else CudaLink(self.torch_device, self._locks)
+        )
         # The link's memory may have been freed by computation that is still running.
         self._wait_event(stream, self._record(None))
         return stream, link

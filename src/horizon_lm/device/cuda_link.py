@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from horizon_lm.codecs.base import Codec
+from horizon_lm.codecs.base import Codec, Part
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import SquaredNorm
@@ -104,8 +104,7 @@ class CudaLink:
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
         """Decode a quantized tensor part by part: the components of a part cross the link into scratch memory."""
         components, flat = codec.views(packed, destination.shape), destination.view(-1)
-        at_once = _PACKED_BYTES if has_triton() else _PACKED_BYTES_OF_TORCH
-        for part in codec.parts(destination.shape, at_once):
+        for part in _parts(codec, destination.shape):
             held, start = {}, 0
             for name, rows in part.rows.items():
                 source = components[name][rows]
@@ -163,6 +162,21 @@ class CudaLink:
         """
         start = 0 if after is None else -(-after.numel() * after.element_size() // _ALIGNMENT) * _ALIGNMENT
         return self._scratch[start : start + numel * dtype.itemsize].view(dtype)
+
+
+class DeviceLink(HostLink):
+    """The link of a stream of collectives, which must be current: everything that it touches is on the device."""
+
+    def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
+        components, flat = codec.views(packed, destination.shape), destination.view(-1)
+        for part in _parts(codec, destination.shape):
+            held = {name: components[name][rows] for name, rows in part.rows.items()}
+            decode(codec, held, flat[part.start : part.stop].view(part.shape), dtype)
+
+
+def _parts(codec: Codec, shape: torch.Size) -> Iterator[Part]:
+    """Cut a quantized tensor into the parts that are decoded at once."""
+    return codec.parts(shape, _PACKED_BYTES if has_triton() else _PACKED_BYTES_OF_TORCH)
 
 
 def _split_alike(a: torch.Tensor, b: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -21,11 +21,11 @@ class Link(Protocol):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None: ...
 
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
-        """Copy the codes of a quantized tensor to the device, and decode them there.
+        """Copy the codes of a quantized tensor to the device, unless they are there, and decode them there.
 
         Args:
             destination: the decoded tensor.
-            packed: the codes and scales in host memory, 1-D uint8.
+            packed: the codes and scales in host memory, or on the device, 1-D uint8.
             codec: the codec.
             dtype: the dtype that values are rounded to first.
         """
@@ -107,6 +107,15 @@ class Decode:
 
     def split(self, parts: int) -> list[Move]:
         return [self]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeThere(Decode):
+    """The decoding of a quantized tensor whose codes are on the device already."""
+
+    @property
+    def host_bytes(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

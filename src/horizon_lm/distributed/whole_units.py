@@ -47,8 +47,8 @@ def lend(mesh: Mesh, store: Store) -> None:
     while unit := mesh.hear():
         if mesh.rank >= store.shard.count:  # of another copy of the model
             continue
-        for slab, _ in store.units[unit].slabs():
-            part = slab[store.units[unit].own]
+        for slab, cuts in store.units[unit].slabs():
+            part = slab[store.shard.own(cuts)]
             if part.numel():
                 dist.send(part, 0, group=mesh.control)
     error = mesh.hear()

@@ -107,6 +107,8 @@ class DeviceBuffers:
     Attributes:
         weight_slots: two slots of the size of the largest block, which blocks use alternately.
         resident_weights: one buffer for each resident block.
+        packed_slots: two slots in which several ranks gather the codes and scales of a quantized block.
+        gathers_packed: they do, because each has a part of them.
         grad_slots: slots from which the gradients of blocks are landed; two, or one with an accumulator.
         accumulator: the sum of a block's gradients over micro-batches.
         accumulates: gradients are summed in float32 in the accumulator, then rounded into a slot. A store with float32
@@ -127,6 +129,9 @@ class DeviceBuffers:
         # Several ranks add their sums before they are rounded.
         grad_dtype = torch.float32 if sums and not self.accumulates else grad_dtype
         self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
+        packed = max(store.units[block(u)].packed.slot_numel for u in range(parts.num_blocks))
+        self.gathers_packed = packed > 0 and not store.shard.is_whole
+        self.packed_slots = Slots(device, "packed_slots", 2, packed, torch.uint8)
         self.resident_weights: dict[int, Slots] = {}
         self._new_resident = lambda u: Slots(device, "resident_weights", 1, store.units[block(u)].slot_numel, dtype)
         # Summing in the accumulator overlaps with copying the last block's gradients from the only slot.
@@ -144,7 +149,7 @@ class DeviceBuffers:
     def release(self) -> None:
         """Free all buffers. Nothing may be using them."""
         slots: list[Slots | GrowingBuffers] = [
-            self.weight_slots, *self.resident_weights.values(), self.grad_slots, self.accumulator, self.head_weights,
+            self.weight_slots, *self.resident_weights.values(), self.packed_slots, self.grad_slots, self.accumulator, self.head_weights,
             self.head_grads, self.outer_weights, self.outer_grads, self.table_rows, self.table_row_grads, self.ring,
         ]  # fmt: skip
         for each in slots:
@@ -158,6 +163,10 @@ class DeviceBuffers:
             return self.outer_weights[0]
         index = block_index(unit)
         return self.resident_weights[index][0] if self.is_resident(index) else self.weight_slots[index % 2]
+
+    def packed_of(self, unit: str) -> torch.Tensor:
+        """Return the slot in which a block's codes and scales are gathered."""
+        return self.packed_slots[block_index(unit) % 2]
 
     def is_resident(self, index: int) -> bool:
         """Return whether a block's weights stay on the device."""

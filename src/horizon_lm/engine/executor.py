@@ -40,7 +40,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from horizon_lm.device.base import Device, Task
-from horizon_lm.device.transfers import Copy, Decode, Move
+from horizon_lm.device.transfers import Copy, Decode, DecodeThere, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.cursor import Cursor, MovesOf
@@ -193,6 +193,7 @@ class Engine:
             update_in_backward=self.updates.optimizer_in_backward is not None,
             adapters=bool(self.parts.adapters),
             sharded=self.mesh is not None,
+            packed=self.memory.gathers_packed,
         )
 
     def expect(self, batch: ExpectedBatch) -> None:
@@ -581,26 +582,55 @@ class Engine:
             host = self.backward.state.boundary(index)
             return [Copy(self.memory.ring.get(host.numel(), torch.uint8, index % 2), host, host.numel())]
         if op.kind == Kind.STREAM_IN and op.unit != EMBED:
-            return self._weights_in(self.slabs(op.unit), self.memory.weights_of(op.unit))
+            return self._weights_in(self.slabs(op.unit), op.unit)
         if op.kind == Kind.GATHER and op.unit != EMBED:
-            assert self.mesh is not None
-            slabs = self.slabs(op.unit)
-            return [Gather(self.mesh.gather, self.memory.weights_of(op.unit)[: slabs.slot_cuts[-1]], slabs.slot_cuts)]
+            return self._gathering(self.slabs(op.unit), op.unit)
         if op.kind == Kind.REDUCE and op.unit != EMBED:
             assert self.mesh is not None
             return [Reduce(self.mesh.reduce, self.memory.grads_of(op), self.slabs(op.unit).grad_cuts)]
         return None
 
-    def _weights_in(self, slabs: UnitSlabs, slot: torch.Tensor) -> list[Move]:
-        """Return the moves that stream a unit into a slot: a copy, and the decoding of what is quantized."""
-        plain = slabs.weights[slabs.own]
+    def _weights_in(self, slabs: UnitSlabs, unit: str) -> list[Move]:
+        """Return the moves that stream a unit into its slot: a copy, and the decoding of what is quantized.
+
+        Of several ranks, each copies its own ranges; codes and scales are decoded once they are gathered.
+        """
+        slot, plain = self.memory.weights_of(unit), slabs.weights[slabs.own]
         moves: list[Move] = []
         if plain.numel() or not slabs.packed.num_bytes:
             moves.append(Copy(slot[slabs.own], plain, plain.numel() * plain.element_size()))
-        for name, entry in slabs.packed.entries.items():
-            dtype = self.store.decoded_dtype(name)
-            moves.append(Decode(slabs.layout.view(slot, name), slabs.packed.packed(name), entry.codec, dtype))
-        return moves
+        if not slabs.packed.num_bytes:
+            return moves
+        if self.store.shard.is_whole:
+            return moves + self._decoding(slabs, slot, slabs.packed.data, Decode)
+        packed = slabs.packed.data[slabs.packed.own]
+        return [*moves, Copy(self.memory.packed_of(unit)[slabs.packed.own], packed, packed.numel())]
+
+    def _gathering(self, slabs: UnitSlabs, unit: str) -> list[Move]:
+        """Return the moves that gather a unit in its slot, and decode there what is quantized."""
+        assert self.mesh is not None
+        slot, group = self.memory.weights_of(unit), self.mesh.gather
+        moves: list[Move] = [Gather(group, slot[: slabs.slot_cuts[-1]], slabs.slot_cuts)]
+        if self.store.shard.is_whole or not slabs.packed.num_bytes:
+            return moves
+        packed = self.memory.packed_of(unit)[: slabs.packed.slot_numel]
+        return [
+            *moves,
+            Gather(group, packed, slabs.packed.slot_cuts),
+            *self._decoding(slabs, slot, packed, DecodeThere),
+        ]
+
+    def _decoding(self, slabs: UnitSlabs, slot: torch.Tensor, packed: torch.Tensor, move: type[Decode]) -> list[Move]:
+        """Return the moves that decode a unit's quantized weights into its slot, from this copy of their slab."""
+        return [
+            move(
+                slabs.layout.view(slot, name),
+                slabs.packed.packed(name, packed),
+                entry.codec,
+                self.store.decoded_dtype(name),
+            )
+            for name, entry in slabs.packed.entries.items()
+        ]
 
     # Waiting, and access by other code to weights and gradients
 
@@ -636,7 +666,7 @@ class Engine:
 
     def hand_out_weight(self) -> None:
         """Wait for updates and saves of the weights before other code reads or writes a weight."""
-        self._require_whole()
+        self.store.require_whole()
         self.wait_for_saves()
         if self.cursor.active:  # updates of the running pass that are not issued yet come after the access
             self.updates.wait(self.cursor.update_tasks())
@@ -648,7 +678,7 @@ class Engine:
         name = self.name_of(param)
         if name is None:
             return
-        self._require_whole()
+        self.store.require_whole()
         if self.updates.optimizer_in_backward is not None and self.updates.optimizer_in_backward.pending:
             raise StreamingError(
                 f"{name}.grad: update_in_backward applies gradients as they land and does not keep them, so they "
@@ -658,15 +688,6 @@ class Engine:
             self.wait_for_grads()
             self.hand_out_weight()
         self.grads.hand_out(self.store.unit_of[name])
-
-    def _require_whole(self) -> None:
-        """Raise StreamingError if other ranks have parts of the weights and gradients."""
-        if not self.store.shard.is_whole:
-            raise StreamingError(
-                f"each of {self.store.shard.count} ranks keeps a part of every weight and gradient in host memory, so other code "
-                "cannot read or write them; use model.save_pretrained(), which all ranks call, and horizon_lm.AdamW with "
-                "max_grad_norm"
-            )
 
     def wait_for_grads(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""

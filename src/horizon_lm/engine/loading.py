@@ -390,7 +390,7 @@ def _moved_units(store: Store, old: Store, old_names: Mapping[str, str]) -> list
     moved = [
         old.unit_of[name]
         for new, name in old_names.items()
-        if store.weight(new).data_ptr() != old.weight(name).data_ptr()
+        if new not in store.codecs and store.weight(new).data_ptr() != old.weight(name).data_ptr()
     ]
     return sorted(set(moved))
 
@@ -500,8 +500,6 @@ def _with_store(
     parts = settings.take_apart(model)
     if find_codecs is not None:
         parts.codecs = find_codecs(parts)
-    if parts.codecs and settings.device_mesh is not None:
-        raise ConfigError("quantized weights are not streamed with several processes yet; use one process")
     never_trained = set(parts.units) if frozen else parts.frozen_base()
     shard = current_shard(settings.device_mesh)
     store = Store(_shapes(parts), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=shard)

@@ -35,7 +35,12 @@ class PackedParameter(StreamedParameter):
         return param
 
     def decode(self) -> torch.Tensor:
-        """Return a new tensor with the decoded values, in the dtype of the model's weights."""
+        """Return a new tensor with the decoded values, in the dtype of the model's weights.
+
+        Raises:
+            StreamingError: other ranks have parts of them.
+        """
+        self._store.require_whole()
         return self._store.decode(self._name)
 
     @property
@@ -50,7 +55,8 @@ class PackedParameter(StreamedParameter):
         )
 
     def packed(self) -> torch.Tensor:
-        """Return the codes and scales, 1-D uint8, as a view of host memory."""
+        """Return the codes and scales, 1-D uint8, as a view of host memory. Raise StreamingError as `decode` does."""
+        self._store.require_whole()
         return self._store.packed(self._name)
 
     @classmethod

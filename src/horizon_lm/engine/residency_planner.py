@@ -21,7 +21,7 @@ from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.planning.device_memory import working
-from horizon_lm.planning.memory import BufferSettings, device_buffers, slot_elements
+from horizon_lm.planning.memory import BufferSettings, block_slots, device_buffers
 from horizon_lm.planning.outline import Footprint
 from horizon_lm.planning.residency import BatchSize, DevicePlan, Residency, choose_residency
 
@@ -69,7 +69,7 @@ def plan_device(
     # Buffers that are not yet allocated; the scratch memory of the links already is.
     taken = max(0, sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total)
     left = int(spare * (1 - DEVICE_MARGIN)) - taken
-    weights = [slot_elements(tensors, settings.shard) * options.compute_dtype.itemsize for tensors in sizes.blocks]
+    weights = [numel * options.compute_dtype.itemsize for numel in block_slots(sizes, settings.shard)]
     residency = options.residency
     if residency is not None:
         resident = sum(weights[num_blocks - residency.weights :])

@@ -349,7 +349,9 @@ def _streamed_class(cls: Any) -> Any:
 
 def _registered(store: Store) -> list[torch.Tensor]:
     """Return the host memory of a store that is copied to the device."""
-    return [slab for each in store.units.values() for slab in (each.weights[each.own], each.packed.data)]
+    return [
+        slab for each in store.units.values() for slab in (each.weights[each.own], each.packed.data[each.packed.own])
+    ]
 
 
 def attach(

@@ -3,7 +3,7 @@
 import difflib
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,11 +129,13 @@ class ModelParts:
         return frozenset(frozen) if self.is_adapted and blocks <= frozen else frozenset()
 
     def sizes(self, trained_only: bool = False) -> ModelSizes:
-        """Return the numbers of elements of the model's parameters, or only of trainable parameters."""
-        numel = {
-            unit: [ref.param.numel() for ref in refs if ref.param.requires_grad or not trained_only]
-            for unit, refs in self.units.items()
-        }
+        """Return the numbers of elements of the model's parameters, or only of trainable ones: 0 for the others of their units."""
+
+        def of(refs: Sequence[ParamRef]) -> list[int]:
+            counts = [ref.param.numel() if ref.param.requires_grad or not trained_only else 0 for ref in refs]
+            return counts if any(counts) else []
+
+        numel = {unit: of(refs) for unit, refs in self.units.items()}
         vocabulary, hidden = self.units[EMBED][0].param.shape
         return ModelSizes(
             blocks=[numel[block(u)] for u in range(self.num_blocks)],

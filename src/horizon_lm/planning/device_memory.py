@@ -5,7 +5,7 @@ over time.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from horizon_lm.planning.memory import device_buffers, slab_elements
+from horizon_lm.planning.memory import block_slots, device_buffers
 from horizon_lm.planning.outline import Footprint, Linear
 from horizon_lm.planning.request import ForwardBatch
 from horizon_lm.planning.residency import Working
@@ -116,7 +116,8 @@ def _forward(step: Step, batch: ForwardBatch) -> int:
 
 def weights_of_blocks(step: Step) -> Sequence[int]:
     """Return the device bytes of each block's weights."""
-    return [slab_elements(tensors) * step.outline.compute_bytes for tensors in step.outline.sizes.blocks]
+    slots = block_slots(step.outline.sizes, step.settings.shard)
+    return [numel * step.outline.compute_bytes for numel in slots]
 
 
 @dataclass(frozen=True, slots=True)

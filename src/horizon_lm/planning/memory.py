@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from horizon_lm.constants import MOMENT_BLOCK, PAGE, SLAB_ALIGNMENT
+from horizon_lm.constants import MOMENT_BLOCK, PACKED_ALIGNMENT, PAGE, SLAB_ALIGNMENT
 from horizon_lm.quantities import page_aligned
 from horizon_lm.shards import WHOLE, Shard
 
@@ -21,6 +21,9 @@ class PackedSizes:
     tensors: Sequence[int]
     num_bytes: int
     slab_bytes: int
+
+
+_NOT_PACKED = PackedSizes((), 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +70,9 @@ class ModelSizes:
         packed, decoded = sum(each.num_bytes for each in self.packed), sum(sum(each.tensors) for each in self.packed)
         return round((self.num_parameters - decoded) * itemsize) + packed
 
-    def host_slabs(self, itemsize: int) -> int:
-        """Return the bytes of the weights' slabs in host memory, without those of quantized tensors."""
-        elements = [slab_elements(unit) for unit in self.units]
-        for index, each in enumerate(self.packed):
-            elements[1 + index] -= slab_elements(each.tensors)
-        return sum(page_aligned(numel * itemsize) for numel in elements)
+    def packed_of(self, index: int) -> PackedSizes:
+        """Return the quantized tensors of a block; none in a model without them."""
+        return self.packed[index] if self.packed else _NOT_PACKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +113,32 @@ def _table_elements(tensors: Sequence[int], shard: Shard) -> int:
     return slab_elements(tensors) if shard.is_whole else sum(tensors)
 
 
-def slot_elements(tensors: Sequence[int], shard: Shard, row: int | None = None) -> int:
-    """Return the number of elements of a slot, which several ranks fill in equal parts.
+def slot_elements(tensors: Sequence[int], shard: Shard, row: int | None = None, packed: Sequence[int] = ()) -> int:
+    """Return the number of elements of a slot, which several ranks fill in equal parts, except for quantized tensors.
 
-    ``row``: elements of a row, for a table.
+    Args:
+        tensors: elements of each tensor.
+        shard: the ranks.
+        row: elements of a row, for a table.
+        packed: those of the tensors that are quantized.
     """
-    numel = slab_elements(tensors) if row is None else _table_elements(tensors, shard)
+    numel = slab_elements(tensors) - slab_elements(packed) if row is None else _table_elements(tensors, shard)
     return max(slab_elements(tensors), shard.count * shard.chunk(numel, row or SLAB_ALIGNMENT))
+
+
+def block_slots(sizes: ModelSizes, shard: Shard) -> list[int]:
+    """Return the number of elements of each block's slot."""
+    return [
+        slot_elements(tensors, shard, packed=sizes.packed_of(index).tensors)
+        for index, tensors in enumerate(sizes.blocks)
+    ]
+
+
+def _packed_slot(sizes: ModelSizes, shard: Shard) -> int:
+    """Return the bytes of a slot in which several ranks gather the codes and scales of a block."""
+    if shard.is_whole:
+        return 0
+    return max((shard.count * shard.chunk(each.slab_bytes, PACKED_ALIGNMENT) for each in sizes.packed), default=0)
 
 
 def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSizes | None = None) -> Mapping[str, int]:
@@ -132,7 +151,8 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
     """
     trained = trained or sizes
     shard = settings.shard
-    largest = max(slot_elements(block, shard) for block in sizes.blocks)
+    slots = block_slots(sizes, shard)
+    largest = max(slots)
     head = slot_elements(sizes.head, shard, sizes.hidden if sizes.tied else None)
     outer = slot_elements(sizes.outer, shard)
     num_rows = min(settings.tokens, sizes.vocabulary) if settings.table_rows is None else settings.table_rows
@@ -144,7 +164,8 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
     first_resident = len(sizes.blocks) - settings.resident
     buffers = {
         "weight_slots": 2 * largest * compute if first_resident else 0,
-        "resident_weights": sum(slot_elements(each, shard) for each in sizes.blocks[first_resident:]) * compute,
+        "resident_weights": sum(slots[first_resident:]) * compute,
+        "packed_slots": 2 * _packed_slot(sizes, shard),
         "grad_slots": (1 if accumulates else 2) * grad_slots * slot_grad,
         "grad_accumulator": grad_slots * 4 if accumulates else 0,
         "head_weights": head * compute,
@@ -205,20 +226,21 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
         trained: sizes of the trainable parameters.
         settings: settings of the run.
     """
-    kept = trained.units
+    ranges = _trained_ranges(sizes, trained, settings.shard)
+    kept = ranges
     if settings.update_in_backward:
-        kept = [trained.table] if trained.tied else []
+        kept = ranges[:1] if trained.tied else []
     kinds = {
-        "weights": sizes.host_slabs(WEIGHT_BYTES[settings.precision])
-        if settings.shard.is_whole
-        else _slabs(sizes.units, WEIGHT_BYTES[settings.precision], settings.shard, sizes.hidden),
-        "packed_weights": sum(page_aligned(each.slab_bytes) for each in sizes.packed),
+        "weights": _slabs(sizes.units, WEIGHT_BYTES[settings.precision], settings.shard, sizes.hidden, sizes.packed),
+        "packed_weights": sum(
+            _used_bytes(each.slab_bytes, 1, settings.shard, PACKED_ALIGNMENT) for each in sizes.packed
+        ),
         "low_halves": _slabs(
             _with_masters(sizes, trained, settings), LOW_HALF_BYTES[settings.precision], settings.shard, sizes.hidden
         ),
-        "grads": _slabs(kept, settings.grad_bytes, settings.shard, sizes.hidden),
-        "moments": _moments(trained, settings),
-        "landing": _landing(trained, settings) if settings.update_in_backward else 0,
+        "grads": _range_bytes(kept, settings.grad_bytes),
+        "moments": _moments(trained, ranges, settings),
+        "landing": _landing(trained, ranges, settings) if settings.update_in_backward else 0,
         "boundaries": settings.offloaded * settings.boundary,
     }
     return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
@@ -229,7 +251,7 @@ def checkpoint_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSetti
     per_weight = (WEIGHT_BYTES[settings.precision], LOW_HALF_BYTES[settings.precision])
     saved, settings = _with_masters(sizes, trained, settings), replace(settings, shard=WHOLE)  # of all ranks
     slabs = sum(_slabs(saved, itemsize, WHOLE, sizes.hidden) for itemsize in per_weight)
-    return slabs + _moments(trained, settings)
+    return slabs + _moments(trained, _trained_ranges(sizes, trained, WHOLE), settings)
 
 
 def _with_masters(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> list[Sequence[int]]:
@@ -240,17 +262,29 @@ def _with_masters(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings
     return [tensors if sum(part) or not settings.frozen_base else () for tensors, part in units]
 
 
-def _moments(trained: ModelSizes, settings: HostSettings) -> int:
-    scales = _scales(trained, settings.shard) if settings.moments == "8bit" else 0
-    return 2 * (_slabs(trained.units, MOMENT_BYTES[settings.moments], settings.shard, trained.hidden) + scales)
+def _moments(trained: ModelSizes, ranges: Sequence[slice], settings: HostSettings) -> int:
+    scales = _scales(trained, ranges, settings.shard) if settings.moments == "8bit" else []
+    return 2 * (_range_bytes(ranges, MOMENT_BYTES[settings.moments]) + _range_bytes(scales, 4))
 
 
-def _slabs(units: Sequence[Sequence[int]], itemsize: int, shard: Shard, row: int) -> int:
-    """Return the bytes of the slabs of these units, of which the first is the table, with rows of ``row`` elements."""
+def _slabs(
+    units: Sequence[Sequence[int]], itemsize: int, shard: Shard, row: int, packed: Sequence[PackedSizes] = ()
+) -> int:
+    """Return the bytes of this rank's ranges of the weights of these units.
+
+    Args:
+        units: the tensors of the table, of each block, and of other units.
+        itemsize: bytes of an element.
+        shard: the range of each slab that this rank owns.
+        row: elements of a row of the table.
+        packed: quantized tensors of each block, which are not in these slabs.
+    """
     elements = [
         _table_elements(tensors, shard) if not number else slab_elements(tensors)
         for number, tensors in enumerate(units)
     ]
+    for index, each in enumerate(packed):
+        elements[1 + index] -= slab_elements(each.tensors)
     return sum(
         _used_bytes(numel, itemsize, shard, SLAB_ALIGNMENT if number else row) for number, numel in enumerate(elements)
     )
@@ -258,34 +292,72 @@ def _slabs(units: Sequence[Sequence[int]], itemsize: int, shard: Shard, row: int
 
 def _used_bytes(numel: int, itemsize: int, shard: Shard, granule: int) -> int:
     """Return the bytes of the pages of a slab that hold the range which this rank owns."""
-    own = shard.own(shard.cuts(numel, granule))
-    if own.start >= own.stop:
-        return 0
-    return page_aligned(own.stop * itemsize) - own.start * itemsize // PAGE * PAGE
+    return _range_bytes([shard.own(shard.cuts(numel, granule))], itemsize)
 
 
-def _scales(trained: ModelSizes, shard: Shard) -> int:
-    """Return the bytes of the scales of one 8-bit moment. Each table row starts a new block, as rows are updated
-    separately.
+def _range_bytes(ranges: Sequence[slice], itemsize: int) -> int:
+    """Return the bytes of the pages that hold these ranges of slabs."""
+    return sum(
+        page_aligned(own.stop * itemsize) - own.start * itemsize // PAGE * PAGE
+        for own in ranges
+        if own.start < own.stop
+    )
+
+
+def _trained_ranges(sizes: ModelSizes, trained: ModelSizes, shard: Shard) -> list[slice]:
+    """Return this rank's range of the gradients of each unit: those of its range of the weights."""
+    ranges = []
+    for number, (tensors, part) in enumerate(zip(sizes.units, trained.units, strict=True)):
+        if not any(part):
+            ranges.append(slice(0, 0))
+        elif not number:
+            ranges.append(shard.own(shard.cuts(_table_elements(tensors, shard), sizes.hidden)))
+        else:
+            own = shard.own(shard.cuts(slab_elements(tensors), SLAB_ALIGNMENT))
+            ranges.append(slice(_place(tensors, part, own.start), _place(tensors, part, own.stop)))
+    return ranges
+
+
+def _place(tensors: Sequence[int], trained: Sequence[int], offset: int) -> int:
+    """Return the offset in a slab of the trained tensors that corresponds to one in a slab of all tensors of a unit."""
+    before = place = 0
+    for numel, own in zip(tensors, trained, strict=True):
+        if own and offset - before < numel:
+            return place + max(0, offset - before)
+        before, place = before + slab_elements([numel]), place + slab_elements([own])
+    return place
+
+
+def _scales(trained: ModelSizes, ranges: Sequence[slice], shard: Shard) -> list[slice]:
+    """Return this rank's range of the scales of one 8-bit moment, for each unit. Each table row starts a new block, as rows
+    are updated separately.
     """
     of_row = -(-trained.hidden // MOMENT_BLOCK)
-    of_table = trained.vocabulary * of_row if trained.table else 0
-    others = [sum(-(-numel // MOMENT_BLOCK) for numel in unit) for unit in trained.units[1:]]
-    return _used_bytes(of_table, 4, shard, of_row) + sum(_used_bytes(count, 4, shard, 1) for count in others)
+    rows = trained.vocabulary * of_row if trained.table else 0
+    found = [shard.own(shard.cuts(rows, of_row))]
+    for unit, own in zip(trained.units[1:], ranges[1:], strict=True):
+        found.append(slice(_scale_at(unit, own.start), _scale_at(unit, own.stop)))
+    return found
 
 
-def _landing(trained: ModelSizes, settings: HostSettings) -> int:
+def _scale_at(tensors: Sequence[int], offset: int) -> int:
+    """Return the number of scales of the blocks before an offset in a slab of these tensors."""
+    before = count = 0
+    for numel in tensors:
+        if offset - before < numel:
+            return count + max(0, offset - before) // MOMENT_BLOCK
+        before, count = before + slab_elements([numel]), count + -(-numel // MOMENT_BLOCK)
+    return count
+
+
+def _landing(trained: ModelSizes, ranges: Sequence[slice], settings: HostSettings) -> int:
     """Return the bytes of the landing slots: two for blocks, one for each other unit. A tied table has a gradient slab
     instead.
     """
-    shard = settings.shard
-
-    def length(tensors: Sequence[int]) -> int:
-        own = shard.own(shard.cuts(slab_elements(tensors), SLAB_ALIGNMENT))
-        return own.stop - own.start
-
-    elements = 2 * max(map(length, trained.blocks)) + length(trained.outer)
+    lengths = [own.stop - own.start for own in ranges]
+    num_blocks = len(trained.blocks)
+    elements = 2 * max(lengths[1 : 1 + num_blocks]) + lengths[2 + num_blocks]  # of blocks, and outer parameters
     if not trained.tied:
-        elements += length(trained.own_head)
+        elements += lengths[1 + num_blocks]  # of the head
         elements += (settings.rows + 1) * trained.hidden if trained.table else 0
     return elements * settings.grad_bytes

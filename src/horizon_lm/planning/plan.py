@@ -173,6 +173,7 @@ _WORKER_BYTES = 96 * 2**20  # bytes of a compiler process: torch, without the li
 
 _DEVICE_NAMES = {
     "weight_slots": ("weight slots", "double-buffered, sized for the largest block"),
+    "packed_slots": ("codes and scales", "gathered from all ranks before they are decoded"),
     "resident_weights": ("resident weights", "blocks that stay on the device"),
     "grad_slots": ("gradient slots", "sized for the largest block"),
     "grad_accumulator": ("gradient accumulator", "fp32, sized for the largest block"),

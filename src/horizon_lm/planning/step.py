@@ -1,5 +1,6 @@
 """A training step as run by the engine: its settings, its passes, and the cost of each operation."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -136,6 +137,7 @@ class Step:
             update_in_backward=settings.update_in_backward,
             adapters=self.outline.has_adapters,
             sharded=settings.num_ranks > 1,
+            packed=bool(self.outline.sizes.packed) and not settings.shard.is_whole,
         )
 
     def passes(self) -> list[Pass]:
@@ -172,9 +174,14 @@ class Step:
         units = [EMBED, *map(block, range(self.outline.num_blocks)), *([] if sizes.tied else [HEAD]), OUTER]
         return [unit for unit in units if sum(_sizes_of(unit, sizes))]
 
-    def cost(self, hardware: Hardware) -> "StepCost":
-        """Return the costs of the step's operations on a machine, for `schedule.simulate`."""
-        return StepCost(self, hardware)
+    def cost(self, hardware: Hardware, interconnect: Interconnect | None = None) -> "StepCost":
+        """Return the costs of the step's operations on a machine, for `schedule.simulate`.
+
+        Args:
+            hardware: the machine, or one rank's share of it.
+            interconnect: the links between several ranks; None for one rank.
+        """
+        return StepCost(self, hardware, interconnect)
 
 
 _OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE)
@@ -189,10 +196,14 @@ def _sizes_of(unit: str, sizes: ModelSizes) -> Sequence[int]:
 
 
 class StepCost:
-    """The cost of each operation: seconds of a computation, bytes of a transfer, host bytes of an update."""
+    """The cost of each operation: seconds of a computation, bytes of a transfer, host bytes of an update.
 
-    def __init__(self, step: Step, hardware: Hardware) -> None:
-        self._step, self._hardware = step, hardware
+    Args:
+        step, hardware, interconnect: as in `Step.cost`.
+    """
+
+    def __init__(self, step: Step, hardware: Hardware, interconnect: Interconnect | None = None) -> None:
+        self._step, self._hardware, self._interconnect = step, hardware, interconnect
         self._outline, self._settings = step.outline, step.settings
         self._dtype = "float32" if step.outline.compute_bytes == 4 else "bfloat16"
         self._known: dict[tuple[Kind, int, bool], float] = {}
@@ -226,19 +237,23 @@ class StepCost:
             return self._step.boundary
         ranks = self._settings.shard.count
         elements = self._elements(op.unit, self._outline.trained if op.kind in _OF_GRADS else self._outline.sizes)
+        packed, decoded = 0, 0  # bytes of codes and scales, and elements of what they are decoded to
+        if is_block(op.unit) and op.kind in (Kind.STREAM_IN, Kind.GATHER):
+            quantized = self._outline.sizes.packed_of(block_index(op.unit))
+            packed, decoded = quantized.num_bytes, sum(quantized.tensors)
         if op.kind == Kind.GATHER:
-            return elements * self._outline.compute_bytes * (ranks - 1) / ranks
+            received = ((elements - decoded) * self._outline.compute_bytes + packed) * (ranks - 1) / ranks
+            return received + self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
         if op.kind == Kind.REDUCE:
             copies = self._settings.num_replicas
             parts = ranks - 1 + 2 * (copies - 1) / copies  # within a copy, then the own range over the copies
             return elements * self._summed_bytes(op.unit) * parts / ranks
         itemsize = self._settings.grad_bytes if op.kind == Kind.STREAM_OUT else WEIGHT_BYTES[self._settings.precision]
-        packed = self._outline.sizes.packed
-        if op.kind == Kind.STREAM_OUT or not packed or not is_block(op.unit):
-            return elements * itemsize / ranks
-        quantized = packed[block_index(op.unit)]
-        decoded = sum(quantized.tensors)
-        return (elements - decoded) * itemsize + quantized.num_bytes + self._decoding(quantized.num_bytes, decoded)
+        moved = ((elements - decoded) * itemsize + packed) / ranks
+        if not self._settings.shard.is_whole:  # decoded once it is gathered
+            return moved
+        hardware = self._hardware
+        return moved + self._decoding_seconds(packed, decoded) * min(hardware.link_in, hardware.host_rate)
 
     def _elements(self, unit: str, sizes: ModelSizes) -> int:
         if unit == EMBED:
@@ -253,13 +268,19 @@ class StepCost:
         sums = settings.micro_batch is not None and not settings.shard.is_whole and unit != EMBED
         return 4 if sums else settings.grad_bytes
 
-    def _decoding(self, num_bytes: int, numel: int) -> int:
-        """Return the bytes that the link could transfer while the copy stream decodes."""
+    def _decoding_seconds(self, num_bytes: int, numel: int) -> float:
+        """Return the seconds for which a stream decodes, and transfers nothing."""
         hardware = self._hardware
         rate = hardware.host_rate if hardware.on_host else hardware.device_bandwidth
-        return round(
-            (num_bytes + numel * self._outline.compute_bytes) / rate * min(hardware.link_in, hardware.host_rate)
-        )
+        return (num_bytes + numel * self._outline.compute_bytes) / rate
+
+    def _gather_rate(self, ranks: int) -> float:
+        """Return the bytes per second of a gather that crosses no link to the host; 0 if the links are not known."""
+        links = self._interconnect
+        if links is None or ranks == 1:
+            return 0.0
+        rate = links.gather_rate(ranks)
+        return rate if math.isfinite(rate) else min(self._hardware.link_in, self._hardware.link_out)
 
     # Checkpoints
 

@@ -76,7 +76,7 @@ def step_time(
         tokens: tokens of the step without padding, of one rank; None for a step without padding.
         interconnect: the links between several ranks, of which ``hardware`` is one's share; None for one rank.
     """
-    passes, cost = step.passes(), step.cost(hardware)
+    passes, cost = step.passes(), step.cost(hardware, interconnect)
     speed = rates(hardware, computing_threads, interconnect, step.settings)
     timeline = simulate(passes * _STEPS, cost, speed)
     spans, begin, seconds = _last_step(timeline, len(passes))
@@ -125,7 +125,7 @@ def save_time(
         hardware: the machine, with the rate of its disk.
         computing_threads, interconnect: as in `plan.step.rates`.
     """
-    passes, cost = step.passes(), step.cost(hardware)
+    passes, cost = step.passes(), step.cost(hardware, interconnect)
     speed = rates(hardware, computing_threads, interconnect, step.settings)
     with_save = simulate([*passes * _STEPS, *step.save_passes(), *passes], cost, speed)
     without_save = simulate(passes * (_STEPS + 2), cost, speed)

@@ -44,6 +44,8 @@ class Layout:
         sharded: each rank streams its own range of a unit, which is gathered on the device; its gradients are summed there, and
             each rank lands its own range of the sum.
         adapters: blocks have adapters, which are outer parameters: each block's backward writes its gradients of them.
+        packed: blocks have quantized weights of which each rank streams a range of the codes and scales. They are gathered in slots
+            of their own, and decoded from there.
     """
 
     num_blocks: int
@@ -54,6 +56,7 @@ class Layout:
     update_in_backward: bool = False
     adapters: bool = False
     sharded: bool = False
+    packed: bool = False
 
     def is_offloaded(self, index: int) -> bool:
         """Return whether a block's boundary is offloaded."""
@@ -74,8 +77,10 @@ def _host(kind: Buf, unit: str, layout: Layout) -> Buffer:
 
 def _stream_in(unit: str, into: Buffer, layout: Layout) -> list[Op]:
     """Return the copy of a unit to the device and, with several ranks, its gathering there."""
-    copy = Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host(Buf.HOST_WEIGHTS, unit, layout),), (into,))
-    return [copy, *([Op(Kind.GATHER, unit, Stream.GATHER, (into,), (into,))] if layout.sharded else [])]
+    packed = (Buffer(Buf.PACKED, block_index(unit) % 2),) if layout.packed and is_block(unit) else ()
+    buffers = (into, *packed)
+    copy = Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host(Buf.HOST_WEIGHTS, unit, layout),), buffers)
+    return [copy, *([Op(Kind.GATHER, unit, Stream.GATHER, buffers, buffers)] if layout.sharded else [])]
 
 
 def _landing(unit: str, layout: Layout) -> Buffer:

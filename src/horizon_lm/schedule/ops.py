@@ -61,7 +61,7 @@ class Kind(_Word):
     """The kinds of operations."""
 
     STREAM_IN = "stream_in"  # host weights -> device buffer; with several ranks, this rank's range of them
-    GATHER = "gather"  # the ranges of all ranks -> device buffer
+    GATHER = "gather"  # the ranges of all ranks -> device buffer, where quantized weights are decoded
     FORWARD = "forward"
     OFFLOAD = "offload"  # boundary: device ring -> host
     FETCH = "fetch"  # boundary: host -> device ring
@@ -82,6 +82,7 @@ class Buf(_Word):
 
     WEIGHTS = "W"  # two slots for blocks
     RESIDENT = "K"  # resident weights, by block
+    PACKED = "P"  # two slots for the codes and scales of quantized blocks, which several ranks gather before they are decoded
     GRADS = "G"  # two slots for blocks; ACCUMULATOR and STAGING with several micro-batches
     ACCUMULATOR = "A"
     STAGING = "S"

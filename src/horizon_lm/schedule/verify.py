@@ -12,7 +12,8 @@ from typing import NamedTuple
 from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Pass, Stream, Wait, uses
 
 # Maximum number of buffers of each kind, which must not depend on the number of blocks.
-SLOTS = {Buf.WEIGHTS: 2, Buf.GRADS: 2, Buf.RING: 2, Buf.HOST_LANDING: 5}  # two for blocks, then HEAD, EMBED and OUTER
+# HOST_LANDING: two for blocks, then HEAD, EMBED and OUTER.
+SLOTS = {Buf.WEIGHTS: 2, Buf.PACKED: 2, Buf.GRADS: 2, Buf.RING: 2, Buf.HOST_LANDING: 5}
 
 
 @dataclass(frozen=True, slots=True)

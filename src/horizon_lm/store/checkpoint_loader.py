@@ -200,13 +200,15 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     written: dict[str, str] = {}
     for target in conversion.targets:
         if isinstance(checkpoint, QuantizedCheckpoint) and (own := parameters.get(target.name)) in store.codecs:
-            checkpoint.pack(model, target, store.codecs[own], store.packed(own), store.shape(own))
+            if store.owns(own):
+                with store.packing(own) as packed:
+                    checkpoint.pack(model, target, store.codecs[own], packed, store.shape(own))
             store.source_dtypes[own] = store.decoded_dtypes[own] = checkpoint.quantized[
                 next(iter(target.sources))
             ].dtype
             written[own] = target.name
             continue
-        rows = _own_rows(store, checkpoint, target, parameters)
+        rows = _own_rows(store, target, parameters)
         if rows is not None and target.is_stack:
             target = target.of_rows(rows)
         tensors = checkpoint.read(list(target.sources), None if target.is_stack else rows)
@@ -231,9 +233,11 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     return [ref for ref in optional if ref.name not in written]
 
 
-def _own_rows(store: Store, checkpoint: Checkpoint, target: Target, parameters: Mapping[str, str]) -> slice | None:
+def _own_rows(store: Store, target: Target, parameters: Mapping[str, str]) -> slice | None:
     """Return the rows of a parameter that this rank reads, because its part lies in them; None if it reads all."""
     own = parameters.get(target.name)
-    if store.shard.is_whole or own is None or not store.shape(own) or isinstance(checkpoint, QuantizedCheckpoint):
+    if store.shard.is_whole or own is None or not store.shape(own):
+        return None
+    if own in store.codecs and store.owns(own):  # its scales may depend on all of its values
         return None
     return store.own_rows(own) if target.converter is None or target.is_stack else None

@@ -105,7 +105,7 @@ class QuantizedCheckpoint(Checkpoint):
         return found
 
     def pack(self, model: Any, target: Target, codec: Codec, packed: torch.Tensor, shape: torch.Size) -> None:
-        """Read the components of a parameter into its place in the store.
+        """Read the components of a parameter into ``packed``.
 
         Raises:
             ConfigError: a component cannot be read, or has values that no quantized weight has.

@@ -164,7 +164,8 @@ class UnitSlabs:
 
     Attributes:
         layout: the layout of a slot on the device, with the quantized tensors at its end.
-        slot_numel, slot_cuts: elements of such a slot, and the places between the equal parts that the ranks fill.
+        slot_numel, slot_cuts: elements of such a slot, and the places between the equal parts of ``weights`` that the ranks fill. The
+            last may reach into the place of quantized tensors, which are decoded afterwards.
         cuts, grad_cuts: the places at which the ranks cut weights and gradients.
         weights: the tensors that are not quantized, in this layout.
         packed: the quantized tensors.
@@ -185,9 +186,9 @@ class UnitSlabs:
         quantized = {name: shape for name, shape in shapes.items() if name in codecs}
         self.layout = SlabLayout(plain | quantized)
         self.plain = SlabLayout(plain)
-        self.packed = PackedSlab(quantized, codecs)
+        self.packed = PackedSlab(quantized, codecs, shard)
         self.is_table = is_table
-        numel, self._granule = self.layout.numel, SLAB_ALIGNMENT
+        numel, self._granule = self.plain.numel, SLAB_ALIGNMENT
         if is_table:
             (table,) = self.layout.entries.values()
             self._granule = table.shape[1]
@@ -196,8 +197,8 @@ class UnitSlabs:
         chunk = shard.chunk(numel, self._granule)
         self.slot_cuts = [chunk * rank for rank in range(shard.count + 1)]
         self.slot_numel = max(self.layout.numel, self.slot_cuts[-1])
-        self.arena = Arena(0)  # of the weights, which start at this byte in it
-        self.start = 0
+        self.arena = self.packed_arena = Arena(0)  # of the weights, which start at this byte in it
+        self.start = self.packed_start = 0
         self.weights = torch.empty(0)
         self.low: torch.Tensor | None = None
         self.low_arena, self.low_start = self.arena, 0
@@ -212,8 +213,7 @@ class UnitSlabs:
     @property
     def own(self) -> slice:
         """The range of the weights' slab that this rank owns, in elements."""
-        own = self.shard.own(self.cuts)
-        return slice(own.start, min(own.stop, self.plain.numel))
+        return self.shard.own(self.cuts)
 
     @property
     def own_grads(self) -> slice:
@@ -222,16 +222,20 @@ class UnitSlabs:
 
     def slabs(self) -> list[tuple[torch.Tensor, list[int]]]:
         """Return the slabs of the weights, and the places at which the ranks cut them."""
-        cuts = [min(cut, self.plain.numel) for cut in self.cuts]
-        return [(self.weights, cuts), *([] if self.low is None else [(self.low, cuts)])]
+        low = [] if self.low is None else [(self.low, self.cuts)]
+        return [(self.weights, self.cuts), *low, (self.packed.data, self.packed.cuts)]
 
     def forget_others(self) -> None:
         """Give back the memory of the ranges of other ranks, which were read."""
-        for slab, arena, start in ((self.weights, self.arena, self.start), (self.low, self.low_arena, self.low_start)):
+        for slab, own, arena, start in (
+            (self.weights, self.own, self.arena, self.start),
+            (self.low, self.own, self.low_arena, self.low_start),
+            (self.packed.data, self.packed.own, self.packed_arena, self.packed_start),
+        ):
             if slab is not None:
                 size = slab.element_size()
-                arena.forget(start, start + self.own.start * size)
-                arena.forget(start + self.own.stop * size, start + slab.numel() * size)
+                arena.forget(start, start + own.start * size)
+                arena.forget(start + own.stop * size, start + slab.numel() * size)
 
     def own_grads_of(self, name: str) -> slice:
         """The part of a parameter's gradient that this rank owns, as a range of the slab."""
@@ -297,10 +301,11 @@ class Store:
             own.arena, own.start, own.weights, own.low = slabs.arena, slabs.start, slabs.weights, slabs.low
             own.low_arena, own.low_start = slabs.low_arena, slabs.low_start
             own.packed.data = slabs.packed.data
+            own.packed_arena, own.packed_start = slabs.packed_arena, slabs.packed_start
         with_low = [slabs.own for slabs in self.units.values() if slabs.low is not None]
         self.num_bytes = {
             "weights": used_bytes([slabs.own for slabs in self.units.values()], precision.weight_dtype),
-            "packed_weights": sum(page_aligned(slabs.packed.num_bytes) for slabs in self.units.values()),
+            "packed_weights": used_bytes([slabs.packed.own for slabs in self.units.values()], torch.uint8),
             "low_halves": used_bytes(with_low, torch.int16),
         }
         if not self.codecs:
@@ -314,13 +319,14 @@ class Store:
         dtype = self.precision.weight_dtype
         split = [unit for unit in units if self.precision.low_half and unit not in self.frozen]
         weights = self.new_arena([self.units[unit].plain.numel for unit in units], dtype)
-        packed = Arena(sum(page_aligned(self.units[unit].packed.num_bytes) for unit in units))
+        packed = self.new_arena([self.units[unit].packed.num_bytes for unit in units], torch.uint8)
         low = self.new_arena([self.units[unit].plain.numel for unit in split], torch.int16)
         for unit in units:
             slabs = self.units[unit]
             slabs.arena, slabs.start = weights, weights.position
             slabs.weights = weights.take(slabs.plain.numel, dtype, slabs.own)
-            slabs.packed.data = packed.take(slabs.packed.num_bytes, torch.uint8)
+            slabs.packed_arena, slabs.packed_start = packed, packed.position
+            slabs.packed.data = packed.take(slabs.packed.num_bytes, torch.uint8, slabs.packed.own)
             slabs.low_arena, slabs.low_start = low, low.position
             slabs.low = low.take(slabs.plain.numel, torch.int16, slabs.own) if unit in split else None
 
@@ -385,6 +391,15 @@ class Store:
         self.num_bytes["grads"] = used_bytes([slabs.own_grads for slabs in kept], dtype)
         self.has_grads = True
 
+    def require_whole(self) -> None:
+        """Raise StreamingError if other ranks have parts of the weights and gradients."""
+        if not self.shard.is_whole:
+            raise StreamingError(
+                f"each of {self.shard.count} ranks keeps a part of every weight and gradient in host memory, so other code "
+                "cannot read or write them; use model.save_pretrained(), which all ranks call, and horizon_lm.AdamW with "
+                "max_grad_norm"
+            )
+
     @contextmanager
     def whole(self, unit: str) -> Iterator[None]:
         """Context manager: read a whole unit, of which other ranks own parts. Afterwards their memory is given back.
@@ -422,6 +437,24 @@ class Store:
         """Return the bytes of a quantized parameter, a view of its slab."""
         return self.units[self.unit_of[name]].packed.packed(name)
 
+    def owns(self, name: str) -> bool:
+        """Return whether this rank owns any part of a parameter."""
+        slabs = self.units[self.unit_of[name]]
+        part = slabs.packed.own_part(name) if name in self.codecs else self._own_part(slabs, name)[0]
+        return part.start < part.stop
+
+    @contextmanager
+    def packing(self, name: str) -> Iterator[torch.Tensor]:
+        """Context manager: yield memory for the bytes of a quantized parameter, of which this rank's part is stored."""
+        slabs = self.units[self.unit_of[name]]
+        if self.shard.is_whole:
+            yield slabs.packed.packed(name)
+            return
+        # Zeros, because the bytes between components are hashed, too.
+        packed, part = torch.zeros_like(slabs.packed.packed(name)), slabs.packed.own_part(name)
+        yield packed
+        slabs.packed.packed(name)[part] = packed[part]
+
     def weight(self, name: str) -> torch.Tensor:
         """Return the streamed half of a parameter: its part of the slab, as a tensor with a separate storage.
 
@@ -454,7 +487,9 @@ class Store:
         """
         slabs = self.units[self.unit_of[name]]
         if name in self.codecs:
-            self.codecs[name].encode(source, slabs.packed.packed(name))
+            if self.owns(name):
+                with self.packing(name) as packed:
+                    self.codecs[name].encode(source, packed)
             return
         part, own = self._own_part(slabs, name, first_row)
         target, source = slabs.weights[part], source.reshape(-1)[own]
@@ -479,9 +514,11 @@ class Store:
         return torch.equal(join_master(weights, slabs.low[part]), source.float())
 
     def own_rows(self, name: str) -> slice:
-        """Return the rows of a parameter, at least one, in which this rank's part lies."""
+        """Return the rows of a parameter, at least one, in which this rank's part lies; one of a quantized parameter."""
         slabs = self.units[self.unit_of[name]]
         shape = slabs.layout.entries[name].shape
+        if name in self.codecs:
+            return slice(0, 1)
         num_rows, width = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         _, own = self._own_part(slabs, name)
         first = min(own.start // width, num_rows - 1)

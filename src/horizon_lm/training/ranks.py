@@ -255,7 +255,6 @@ def reject_unsupported(config: RunConfig, world: int) -> None:
     adapters = Adapters.of(config)
     copying = adapters.copies_weights if adapters else ""
     for name, is_set, remedy in (
-        ("load_in_4bit", config.load_in_4bit, "leave it out, or use one process"),
         (copying, bool(copying), "save such adapters with one process, and go on with them (adapter_name_or_path)"),
         ("check_gradients", bool(config.check_gradients), "check with one process"),
     ):  # fmt: skip
