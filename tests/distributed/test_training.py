@@ -54,6 +54,7 @@ CASES: dict[str, Training] = {
     "gpt2": Training(family="gpt2", overrides=QUIET, together=True),
     "gemma3": Training(family="gemma3_text", together=True),
     "dropout": Training(shard=4, overrides={"attention_dropout": 0.2}, together=True),
+    "dropout of the embedding": Training(family="gpt2", together=True),
     "adapters": Training(adapters="lora"),
     "adapters of experts": Training(adapters="experts", family="mixtral", shard=4, settings={"resident_blocks": 1}),
     "adapters with dropout": Training(adapters="dropout", shard=4, together=True),
@@ -86,6 +87,7 @@ LONG: dict[str, Training] = {
     "8-bit moments": Training(shard=4, optimizer={"moments": "8bit"}),
     "bf16 moments": Training(replicate=2, optimizer={"moments": "bfloat16"}),
     "adapters": Training(shard=4, adapters="lora"),
+    "dropout": Training(shard=4, family="gpt2", settings={"device_micro_batch_size": 1}),
 }
 
 
@@ -258,3 +260,19 @@ def reading(rank: int) -> list[str]:
 def test_other_code_cannot_read_a_part_for_the_whole(pool: Pool) -> None:
     for errors in pool.run(2, reading):
         assert all("each of 2 ranks keeps a part of every weight" in error for error in errors)
+
+
+def noisy(rank: int) -> tuple[list[float], float]:
+    """Return the losses of a model with noise on its embeddings, and the next random number of this rank."""
+    model, _ = build(Training(), device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    add_noise = lambda module, args, output: output + torch.rand_like(output)  # noqa: E731
+    model.get_input_embeddings().register_forward_hook(add_noise)
+    torch.manual_seed(0)
+    losses = [float(model(**families.batch()).loss) for _ in range(2)]
+    return losses, float(torch.rand(()))
+
+
+def test_ranks_draw_other_noise_and_stay_in_step(pool: Pool) -> None:
+    (first, next_of_first), (second, next_of_second) = pool.run(2, noisy)
+    assert len({*first, *second}) == 4
+    assert next_of_first == next_of_second

@@ -290,16 +290,17 @@ class Engine:
             self.fault(error)
             raise
         finally:
+            randomness.restore()
             self.forward = None
 
-    def _agree_on_forward(self, schedule: Pass, num_micro_batches: int) -> tuple[int, int]:
-        """Return the number of micro-batches of the ranks before this one, and of all ranks.
+    def _agree_on_forward(self, schedule: Pass, num_micro_batches: int) -> tuple[int, int | None]:
+        """Return the number of micro-batches of the ranks before this one, and of all ranks; None for one rank.
 
         Raises:
             DisagreementError: the ranks are about to run different passes.
         """
         if self.mesh is None:
-            return 0, num_micro_batches
+            return 0, None
         self.mesh.require_same("the start of a pass", schedule.digest)
         counts = self.mesh.exchange("its micro-batches", num_micro_batches)
         return sum(counts[: self.mesh.rank]), sum(counts)

@@ -30,6 +30,7 @@ from horizon_lm.engine.lm_head import LmHead
 from horizon_lm.engine.lockstep import apart, meet, place, run_on_in_backward, run_together, watch
 from horizon_lm.engine.micro_batches import ProbeDoneError, split_batches
 from horizon_lm.engine.outer import OuterParameters
+from horizon_lm.engine.outer_dropout import OuterDropout, outer_dropouts
 from horizon_lm.engine.parameters import StandIn
 from horizon_lm.engine.residency_planner import ResidencyPlanner
 from horizon_lm.engine.token_statistics import TokenStatistics
@@ -96,7 +97,7 @@ class ModelForward:
         self.adapter_params = adapter_params(parts.model)  # identities of PEFT's parameters, in blocks and elsewhere
         self._signature = inspect.signature(model_class.forward)
         self.blocks, self.tables = Blocks(engine), [StreamedEmbedding(engine, module) for module in parts.tables]
-        self.head, self.outer = LmHead(engine), OuterParameters(engine)
+        self.head, self.outer, self.dropout = LmHead(engine), OuterParameters(engine), OuterDropout(engine)
         self.blocks.probe_rows = _weakly(self._probe_rows)
         self.chunked = ChunkedLmHead(self.head, path, _weakly(self._call_model)) if path is not None else None
         self.planner = ResidencyPlanner(engine)
@@ -143,6 +144,8 @@ class ModelForward:
         }
         forwards |= {table.module: _weakly(table.forward) for table in self.tables}
         forwards |= {layer: trained_tokens_forward(layer) for layer in trained_token_layers(parts)}
+        for module in outer_dropouts(parts.decoder, parts.blocks):
+            forwards[module] = _weakly(self.dropout.forward, weakref.ref(module), _own_forward(module))
         forwards[parts.head] = _weakly(self._head_forward)
         if self.chunked is not None:
             path, norm = self.chunked.path, parts.final_norm

@@ -14,6 +14,7 @@ from torch.backends import cuda as _sdp
 from horizon_lm.device.base import Device
 from horizon_lm.model import capture
 
+_OUTSIDE = 1 << 61  # tells the seed of code outside of blocks from that of a micro-batch
 _SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
 T = TypeVar("T")
 
@@ -71,11 +72,14 @@ class MicroBatchRandomness:
     A single micro-batch uses the global generators, as plain Hugging Face does. If there are several, each has a random
     stream, seeded by one draw from the global generator (`micro_batch_seeds`), which continues from block to block.
 
+    Code outside of blocks draws from the global generators, which are the same on all ranks at the begin of a pass. So with
+    several ranks, they are replaced meanwhile.
+
     Args:
         device: the model's device.
         num_micro_batches: the number of micro-batches.
         before, everywhere: with several ranks, the number of micro-batches of the ranks before this one, and of all ranks. All
-            ranks draw the seeds of all micro-batches, so that a micro-batch has the same ones on any rank.
+            ranks draw the seeds of all micro-batches, so that a micro-batch has the same ones on any rank. None for one rank.
         draws: let the draw advance the global generator, if a micro-batch uses its random numbers. In evaluation plain
             Hugging Face draws nothing, so the generator is reset afterwards, and training continues as if there had been
             no evaluation.
@@ -87,6 +91,7 @@ class MicroBatchRandomness:
         self._device = device
         self._own: list[Any] | None = None  # the state of each micro-batch's stream
         self._draws = draws
+        self._outside: Any = None  # the state of the global generators, while they are replaced
         self._num_drawn = num_micro_batches if everywhere is None else everywhere
         if self._num_drawn > 1:
             self._before = torch.get_rng_state()
@@ -94,12 +99,30 @@ class MicroBatchRandomness:
             self._own = [device.seeded_rng_state(seed) for seed in seeds]
             self._seeded, self._after = list(self._own), torch.get_rng_state()
             torch.set_rng_state(self._before)
+            if everywhere is not None and draws:
+                self._outside, self._replaced = device.rng_state(), device.seeded_rng_state(seeds[0] ^ _OUTSIDE)
+                device.set_rng_state(self._replaced)
+
+    @property
+    def has_streams(self) -> bool:
+        """True if micro-batches have random streams of their own."""
+        return self._own is not None
+
+    def restore(self) -> bool:
+        """Put the global generators back, if they were replaced. Return whether anything was drawn from what replaced them."""
+        if self._outside is None:
+            return False
+        used = not _same_state(self._device.rng_state(), self._replaced)
+        self._device.set_rng_state(self._outside)
+        self._outside = None
+        return used
 
     def finish(self) -> None:
         """Advance the global generator by the draw if a micro-batch has used it. Without dropout, a plain model draws
         nothing, so that what it draws elsewhere, for example noise on embeddings, comes from the same place.
         """
-        if self._own is None or not self._draws or all(map(_same_state, self._own, self._seeded)):
+        used = self.restore()
+        if self._own is None or not self._draws or (all(map(_same_state, self._own, self._seeded)) and not used):
             return
         if torch.equal(self._before, torch.get_rng_state()):
             torch.set_rng_state(self._after)
