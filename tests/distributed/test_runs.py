@@ -20,7 +20,7 @@ from horizon_lm.data.dealing import deal
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.errors import InterruptedRunError
 from horizon_lm.planning.request import Limit, Machine
-from horizon_lm.training.ranks import Ranks
+from horizon_lm.preflight.this_machine import agree_on_machine
 from tests.distributed.pool import Pool
 from tests.e2e import resuming, tiny
 
@@ -215,7 +215,7 @@ def agreeing(rank: int) -> Machine:
         "a machine", False, None, [Limit("free", (8, 6)[rank])], [Limit("GPU", (3, 4)[rank])], [Limit("disk", (100, 1)[rank])],
         process_bytes=(1, 2)[rank], page_lock_error=("", "no")[rank],
     )  # fmt: skip
-    return Ranks(Mesh(1, 2)).agree_on_machine(own)
+    return agree_on_machine(Mesh(1, 2), own)
 
 
 def test_ranks_plan_for_the_smallest_of_their_machines(pool: Pool) -> None:

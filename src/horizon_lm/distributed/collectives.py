@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from horizon_lm.constants import COLLECTIVE_BYTES
 from horizon_lm.device.transfers import Link, Move
 
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SCRATCH_BYTES = 64 * 2**20  # of gradients of other ranks on the device while they are summed
 
 
 class Group:
@@ -42,6 +42,11 @@ class Group:
         """Place of this process among the ranks."""
         return self._index
 
+    def growth_bytes(self, largest: int) -> int:
+        """Return the device memory that sums may still take, if the largest buffer of gradients has ``largest`` bytes."""
+        taken = sum(each.numel() * each.element_size() for each in self._scratch.values())
+        return max(0, 2 * min(COLLECTIVE_BYTES, largest) - taken) if self.size > 1 else 0
+
     def gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
         """Fill a buffer with the ranges of all ranks, of which this one has its own in place.
 
@@ -65,7 +70,7 @@ class Group:
             cuts: the ``size + 1`` places at which it is cut.
         """
         longest = max(stop - start for start, stop in pairwise(cuts))
-        step = max(1, _SCRATCH_BYTES // (max(1, _width(buffer)) * self.size))
+        step = max(1, COLLECTIVE_BYTES // (max(1, _width(buffer)) * self.size))
         for offset in range(0, longest, step):
             spans = [(min(start + offset, stop), min(start + offset + step, stop)) for start, stop in pairwise(cuts)]
             first, last = spans[self._index]
@@ -169,6 +174,11 @@ class ReduceGroups:
 
     shard: Group
     replicate: Group | None
+
+    def growth_bytes(self, largest: int) -> int:
+        """Return the device memory that sums may still take, as `Group.growth_bytes`."""
+        over_copies = 0 if self.replicate is None else self.replicate.growth_bytes(largest)
+        return self.shard.growth_bytes(largest) + over_copies
 
     def sum(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
         """Replace this rank's range by its sum over all ranks of the mesh: first within each copy, then over the copies."""

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ class Mesh:
     Args:
         replicate: number of copies of the model.
         shard: number of ranges of each copy.
+        timeout: time that a rank waits for others in a collective; None for that of torch.distributed.
 
     Attributes:
         rank, size: the rank of this process, and the number of ranks.
@@ -36,7 +38,8 @@ class Mesh:
         reduce: the groups that sum gradients, on their stream.
     """
 
-    def __init__(self, replicate: int, shard: int) -> None:
+    def __init__(self, replicate: int, shard: int, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if replicate * shard != self.size:
             raise ConfigError(
@@ -49,11 +52,11 @@ class Mesh:
         ranges = [list(range(first, self.size, shard)) for first in range(shard)] if replicate > 1 else []
         self.gather = self._group_of(copies)
         self.reduce = ReduceGroups(self._group_of(copies), self._group_of(ranges) if ranges else None)
-        self.control = dist.new_group(backend="gloo")
+        self.control = dist.new_group(backend="gloo", timeout=timeout)
 
     def _group_of(self, partition: Iterable[Sequence[int]]) -> Group:
         """Create a group for each part of a partition of the ranks, and return this rank's."""
-        groups = [(ranks, dist.new_group(list(ranks))) for ranks in partition]
+        groups = [(ranks, dist.new_group(list(ranks), timeout=self._timeout)) for ranks in partition]
         ranks, group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
         return Group(group, ranks, self.rank)
 

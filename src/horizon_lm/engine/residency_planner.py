@@ -67,7 +67,12 @@ def plan_device(
     spare = engine.device.spare_bytes()
     assert spare is not None
     # Buffers that are not yet allocated; the scratch memory of the links already is.
-    taken = max(0, sum(device_buffers(sizes, settings, trained).values()) - engine.device.counters.allocated_total)
+    buffers = device_buffers(sizes, settings, trained)
+    taken = max(0, sum(buffers.values()) - engine.device.counters.allocated_total)
+    if engine.mesh is not None:
+        taken += engine.mesh.reduce.growth_bytes(
+            max(n for kind, n in buffers.items() if kind.endswith(("_grads", "grad_slots")))
+        )
     left = int(spare * (1 - DEVICE_MARGIN)) - taken
     weights = [numel * options.compute_dtype.itemsize for numel in block_slots(sizes, settings.shard)]
     residency = options.residency

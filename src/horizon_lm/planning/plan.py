@@ -217,6 +217,7 @@ def _reserved_items(machine: Machine) -> list[Item]:
     margin = int(min(limits) * DEVICE_MARGIN) if limits else 0
     return [
         Item("transfers", machine.scratch_bytes, "scratch space for dtype conversions, both directions"),
+        *([Item("sums", machine.collective_bytes, "gradients of other processes")] if machine.collective_bytes else []),
         Item("context", machine.device_context_bytes, "driver, libraries and their kernels (estimate)"),
         Item("margin", margin, f"{DEVICE_MARGIN:.0%} of the device, for allocator fragmentation"),
     ]

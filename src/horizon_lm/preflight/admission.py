@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from horizon_lm.config import DpoConfig, RunConfig
+from horizon_lm.constants import COLLECTIVE_BYTES
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
@@ -63,6 +64,8 @@ def plan_run(
         usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
     request = make_request(run, source, rows, source.checkpoint_bytes(outline.sizes), num_steps, saves)
     request = replace(request, shard=shard, num_ranks=num_ranks)
+    if not machine.on_host:
+        machine = replace(machine, collective_bytes=_summing_bytes(shard.count, num_ranks))
     if outline.whole_head_only:
         request = replace(request, head="whole", head_chunk_tokens=None)
     if outline.whole_batch_only and request.device_micro_batch_size is None:
@@ -70,6 +73,11 @@ def plan_run(
     priced = priced and (num_ranks == 1 or machine.interconnect is not None)
     plan = make_plan(outline, request, machine, priced, usual)
     return replace(plan, problems=_problems(source, plan, rows))
+
+
+def _summing_bytes(num_ranges: int, num_ranks: int) -> int:
+    """Return the device bytes in which gradients are summed: within a copy of the model, and over the copies."""
+    return 2 * COLLECTIVE_BYTES * sum(size > 1 for size in (num_ranges, num_ranks // num_ranges))
 
 
 def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:

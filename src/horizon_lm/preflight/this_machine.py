@@ -3,7 +3,9 @@
 import gc
 import os
 from collections.abc import Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError
@@ -11,6 +13,9 @@ from horizon_lm.planning.catalog import Hardware, match_profile, own_profile_pat
 from horizon_lm.planning.interconnect import connect
 from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.quantities import counted, format_bytes
+
+if TYPE_CHECKING:
+    from horizon_lm.distributed.mesh import Mesh
 
 LIBRARIES_BYTES = 2**30  # bytes of a process on another machine: interpreter, torch, transformers
 FIRST_STEPS_BYTES = 160 * 2**20  # growth of the process in its first steps: compiled kernels, threads, library caches
@@ -62,6 +67,42 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None, num_processes
         compile_workers=min(32, usable_cores()),
         computing_threads=torch.get_num_threads() if on_host else None,
         num_processes=num_processes,
+    )
+
+
+def agree_on_machine(mesh: "Mesh | None", own: Machine) -> Machine:
+    """Return a machine that has, of each kind of memory, as little as the rank with the least, so that all ranks make the same plan.
+
+    The disk is that of the first rank, which has the folder of the run.
+
+    Args:
+        mesh: the ranks; None for one.
+        own: the resources of this rank.
+    """
+    if mesh is None:
+        return own
+    of_rank = {
+        "host": [astuple(each) for each in own.host_limits],
+        "device": [astuple(each) for each in own.device_limits],
+        "disk": [astuple(each) for each in own.disk_limits],
+        "download": [astuple(each) for each in own.download_limits],
+        "process": own.process_bytes,
+        "error": own.page_lock_error,
+    }
+    everyone = mesh.exchange("the memory of a machine", of_rank)
+
+    def least(place: str) -> list[Limit]:
+        limits = [Limit(*limit) for each in everyone for limit in each[place]]
+        return [min(limits, key=lambda limit: limit.num_bytes)] if limits else []
+
+    return replace(
+        own,
+        host_limits=least("host"),
+        device_limits=least("device"),
+        disk_limits=[Limit(*limit) for limit in everyone[0]["disk"]],
+        download_limits=[Limit(*limit) for limit in everyone[0]["download"]],
+        process_bytes=max(each["process"] for each in everyone),
+        page_lock_error=next((each["error"] for each in everyone if each["error"]), ""),
     )
 
 

@@ -22,6 +22,7 @@ from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import summary_lines
 from horizon_lm.planning.request import Saves
 from horizon_lm.preflight.admission import Admission, apply_plan
+from horizon_lm.preflight.this_machine import agree_on_machine
 from horizon_lm.quantities import format_seconds
 from horizon_lm.training.best_model import BestModel
 from horizon_lm.training.callbacks import Callbacks, Control
@@ -203,7 +204,7 @@ def _train(
     handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
     with run_dir, Interrupts() as interrupts, Reporter(print_fn) as reporter:
         reporter.print(*lines)
-        admission = Admission(config, current_shard(ranks.mesh), ranks.size, ranks.agree_on_machine)
+        admission = Admission(config, current_shard(ranks.mesh), ranks.size, partial(agree_on_machine, ranks.mesh))
         admission.reject_if_impossible()
         tokenizer = load_tokenizer(config)
         reporter.print(*check_weights(config))

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,10 +22,11 @@ from horizon_lm.distributed.monitor import Monitor
 from horizon_lm.distributed.rendezvous import init_process_group
 from horizon_lm.errors import ConfigError, InterruptedRunError, first_line
 from horizon_lm.model.adapters import Adapters
-from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.training.callbacks import Control
 from horizon_lm.training.metrics import StepResult
 from horizon_lm.training.resume import ResumePoint, find_resume_point, reopen
+
+_LONGEST_WAIT = timedelta(days=7)
 
 
 class Ranks:
@@ -58,7 +60,8 @@ class Ranks:
                 torch.cuda.set_device(config.device)
             init_process_group("cpu:gloo,cuda:nccl" if config.device.startswith("cuda") else "gloo")
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        ranks = cls(Mesh(*mesh_shape(config, world, local)))
+        # The monitor ends a rank that waits for one that is gone. Others may wait for hours, while the first one reads rows.
+        ranks = cls(Mesh(*mesh_shape(config, world, local), timeout=_LONGEST_WAIT))
         ranks._owns_group = owns_group
         reject_unsupported(config, world)
         assert ranks.mesh is not None
@@ -162,37 +165,6 @@ class Ranks:
             return batch
         total = sum(self.mesh.exchange("the targets of a step", batch.num_trained))
         return replace(batch, num_trained_of_step=total)
-
-    def agree_on_machine(self, own: Machine) -> Machine:
-        """Return a machine that has, of each kind of memory, as little as the rank with the least, so that all ranks make the same plan.
-
-        The disk is that of the first rank, which has the folder of the run.
-        """
-        if self.mesh is None:
-            return own
-        of_rank = {
-            "host": [astuple(each) for each in own.host_limits],
-            "device": [astuple(each) for each in own.device_limits],
-            "disk": [astuple(each) for each in own.disk_limits],
-            "download": [astuple(each) for each in own.download_limits],
-            "process": own.process_bytes,
-            "error": own.page_lock_error,
-        }
-        everyone = self.mesh.exchange("the memory of a machine", of_rank)
-
-        def least(place: str) -> list[Limit]:
-            limits = [Limit(*limit) for each in everyone for limit in each[place]]
-            return [min(limits, key=lambda limit: limit.num_bytes)] if limits else []
-
-        return replace(
-            own,
-            host_limits=least("host"),
-            device_limits=least("device"),
-            disk_limits=[Limit(*limit) for limit in everyone[0]["disk"]],
-            download_limits=[Limit(*limit) for limit in everyone[0]["download"]],
-            process_bytes=max(each["process"] for each in everyone),
-            page_lock_error=next((each["error"] for each in everyone if each["error"]), ""),
-        )
 
     def total(self, own: StepResult) -> StepResult:
         """Return the result of a step on all ranks."""
