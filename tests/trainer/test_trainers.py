@@ -45,7 +45,11 @@ def make(name: str, cls: Any, model: Any, output: Path, **more: Any) -> Any:
         "gradient_accumulation_steps": 4, "save_strategy": "no", "learning_rate": 1e-3, "report_to": "none", "use_cpu": True,
         "disable_tqdm": True, "dataloader_pin_memory": False, "bf16": False,
     }  # fmt: skip
-    extra = {key: more.pop(key) for key in ("callbacks", "ref_model", "peft_config", "optimizers") if key in more}
+    extra = {
+        key: more.pop(key)
+        for key in ("callbacks", "ref_model", "peft_config", "optimizers", "eval_dataset")
+        if key in more
+    }
     if kind in ("grpo", "rloo"):
         extra["reward_funcs"] = length_reward
     marks = tiny.CHATML_WITH_MARKS if "assistant" in name else tiny.CHATML

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from horizon_lm.engine.loading import from_pretrained
+from horizon_lm.integrations.trainer_ranks import mesh_of
+from horizon_lm.objective.reference import model_key
 
+HASH_MODEL = "hash_module"  # by which TRL's trainers name the reference that they keep on disk
 CREATE_MODEL = "create_model_from_path"  # by which TRL's trainers load a reference
 PRECOMPUTE = "precompute_ref_log_probs"
 
@@ -49,3 +52,12 @@ def streamed_like(model: Any) -> Callable[[Callable[..., Any]], Callable[..., An
         return load
 
     return replace_loader
+
+
+def hash_of_parts(original: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Return a replacement for a function that hashes a model's weights, of which several processes have parts."""
+
+    def hash_model(model: Any) -> str:
+        return original(model) if mesh_of(model) is None else model_key(model)
+
+    return hash_model

@@ -10,6 +10,7 @@ from horizon_lm.integrations.held_batches import HeldBatches
 from horizon_lm.integrations.patching import replaced
 from horizon_lm.integrations.trainer_checkpoints import TrainerCheckpoints
 from horizon_lm.integrations.trainer_plan import TrainerPlan
+from horizon_lm.integrations.trainer_ranks import TrainerRanks
 from horizon_lm.integrations.trainer_rows import longest_row
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.planning.render import summary_lines
@@ -17,7 +18,10 @@ from horizon_lm.planning.render import summary_lines
 # Settings of a Trainer that a streamed model does not support, with the values that leave them off, and the remedy.
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "deepspeed": ((None, ""), "a streamed model needs no ZeRO; leave it out"),
-    "fsdp": ((None, "", [], False), "several devices are not supported yet; leave it out"),
+    "fsdp": (
+        (None, "", [], False),
+        "several processes share a streamed model without it (docs/distributed.md); leave it out",
+    ),
     "torch_compile": ((None, False), "stream with compile=True, which compiles the blocks"),
     "use_liger_kernel": ((None, False), "the streamed head never makes all logits; leave it out"),
     "fp16": ((None, False), "use bf16, which needs no scaling of the loss"),
@@ -34,7 +38,7 @@ _ADAMW = {
 }  # fmt: skip
 
 
-class StreamedTrainer(HeldBatches, TrainerCheckpoints):
+class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
     """The mixin of `trainer`.
 
     Attributes:
@@ -55,6 +59,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints):
             references.prepare_reference(given)
             replacements[fused_head.ADD_HEAD] = fused_head.unless_streamed(model)
             replacements[references.CREATE_MODEL] = references.streamed_like(model)
+            replacements[references.HASH_MODEL] = references.hash_of_parts
         with replaced(type(self), replacements):
             super().__init__(*args, **kwargs)
         trainer: Any = self
@@ -64,10 +69,12 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints):
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         trainer: Any = self
         _require_streamed(trainer.model)
-        if trainer.args.n_gpu > 1 or trainer.accelerator.num_processes > 1:
+        if trainer.args.n_gpu > 1:
             raise StreamingError(
-                "several devices are not supported yet; show the trainer one, for example with CUDA_VISIBLE_DEVICES=0"
+                "a process trains on one device; start one process for each with torchrun, or show the trainer one of them, for "
+                "example with CUDA_VISIBLE_DEVICES=0"
             )
+        self._prepare_ranks()
         return super()._wrap_model(model, *args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -106,21 +113,29 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints):
         args, tokenizer = trainer.args, trainer.processing_class
         length, evaluates = longest_row(trainer.train_dataset, args, tokenizer), trainer.eval_dataset is not None
         if length is None:
-            print("no plan was made, because the length of the longest row is not known; set max_length, or call "
-                  "horizon_lm.plan(model, args, length=...)")  # fmt: skip
+            self._print(
+                "no plan was made, because the length of the longest row is not known; set max_length, or call "
+                "horizon_lm.plan(model, args, length=...)"
+            )
             return
         eval_length = (longest_row(trainer.eval_dataset, args, tokenizer) or length) if evaluates else 0
         try:
             planned = TrainerPlan(trainer.model, args, length, eval_length, trainer.state.max_steps or None)
             plan = planned.make()
         except HorizonError as error:  # trains all the same
-            print(f"no plan was made: {first_line(error)}")
+            self._print(f"no plan was made: {first_line(error)}")
             return
         if not plan.fits:
             planned.reject(plan)
         planned.apply(plan)
         for line in (*summary_lines(plan), *planned.generation_lines(plan)):
-            print(f"plan: {line}")
+            self._print(f"plan: {line}")
+
+    def _print(self, line: str) -> None:
+        """Print a line on the first rank."""
+        trainer: Any = self
+        if trainer.is_world_process_zero():
+            print(line)
 
     def _own_optimizer(self, model: Any, moments: str) -> AdamW:
         trainer: Any = self

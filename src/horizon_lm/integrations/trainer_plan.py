@@ -7,7 +7,9 @@ from typing import Any
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.config import RunConfig, plan_config
+from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.integrations.trainer_ranks import mesh_of
 from horizon_lm.integrations.trainer_rows import length_limit
 from horizon_lm.model.adapters import PresentAdapters
 from horizon_lm.model.units import ModelParts, adapted_model
@@ -15,7 +17,7 @@ from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.request import Machine, Saves
 from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
 from horizon_lm.preflight.inputs import RowShape, Source
-from horizon_lm.preflight.this_machine import this_machine
+from horizon_lm.preflight.this_machine import agree_on_machine, this_machine
 from horizon_lm.quantities import format_bytes, format_seconds
 
 _TWO_SEQUENCES = ("DPOConfig", "RewardConfig")  # TRL's arguments of trainers whose rows are pairs
@@ -83,7 +85,7 @@ class TrainerPlan:
         times = args.gradient_accumulation_steps / every
         passes = round(args.max_completion_length * max(1.0, times))
         slabs = self._model._horizon.engine.store.units.values()
-        weights = sum(each.weights.nbytes + each.packed.num_bytes for each in slabs)
+        weights = sum(each.weights[each.own].nbytes + each.packed.data[each.packed.own].nbytes for each in slabs)
         hardware = plan.machine.hardware
         rate = hardware.link_in if hardware is not None else 0.0
         duration = f": {format_seconds(passes * weights / rate)} at {format_bytes(int(rate))}/s" if rate else ""
@@ -94,15 +96,19 @@ class TrainerPlan:
         )
 
     def _planned(self, run: RunConfig) -> Plan:
+        mesh = mesh_of(self._model)
         return plan_run(
-            run, self._source, self._machine(), rows=self._rows, num_steps=self._num_steps, saves=self._saves()
-        )
+            run, self._source, agree_on_machine(mesh, self._machine()), rows=self._rows, num_steps=self._num_steps,
+            saves=self._saves(), shard=current_shard(mesh), num_ranks=1 if mesh is None else mesh.size,
+        )  # fmt: skip
 
     def _machine(self) -> Machine:
         machine, store = this_machine(self._run), self._model._horizon.engine.store
         # The plan counts them by purpose, except for low halves that a base had before its adapters were added.
         loaded = sum(store.num_bytes.values()) - sum(
-            store.units[unit].low.nbytes for unit in store.frozen if store.units[unit].low is not None
+            store.units[unit].low[store.units[unit].own].nbytes
+            for unit in store.frozen
+            if store.units[unit].low is not None
         )
         return replace(machine, process_bytes=max(0, machine.process_bytes - loaded))
 

@@ -1,0 +1,72 @@
+"""A Trainer with several processes, of which each keeps a part of a streamed model.
+
+The Trainer expects DistributedDataParallel: a model that is wrapped, gradients that are averaged over the ranks, and files that
+the first rank writes alone. A streamed model is not wrapped, sums gradients, and is saved by all ranks together.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.errors import ConfigError, StreamingError
+
+
+def mesh_of(model: Any) -> Mesh | None:
+    """Return the mesh of a streamed model; None for one rank."""
+    mesh: Mesh | None = model._horizon.engine.mesh
+    return mesh
+
+
+class TrainerRanks:
+    """A mixin for subclasses of ``transformers.Trainer``."""
+
+    def _prepare_ranks(self) -> None:
+        """Let accelerate take the model as it is, and scale losses before they are differentiated.
+
+        Raises:
+            ConfigError: a setting is not supported with several processes.
+            StreamingError: the model was streamed for another number of processes.
+        """
+        trainer: Any = self
+        mesh, num_processes = mesh_of(trainer.model), trainer.accelerator.num_processes
+        if num_processes != (1 if mesh is None else mesh.size):
+            raise StreamingError(
+                f"the trainer has {num_processes} processes, but the model was streamed for {1 if mesh is None else mesh.size}; "
+                "call torch.distributed.init_process_group() before the model is streamed"
+            )
+        if mesh is None or getattr(trainer.model, "_is_accelerate_prepared", False):
+            return
+        _reject_unsupported(trainer)
+        trainer.model._is_accelerate_prepared = True  # accelerate would wrap it in DistributedDataParallel
+        trainer.accelerator.backward = _averaged(trainer.accelerator.backward, mesh.size)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model: the first rank writes what all of them have."""
+        trainer: Any = self
+        if trainer.args.should_save or mesh_of(trainer.model) is None:
+            super().save_model(output_dir, _internal_call=_internal_call)  # type: ignore[misc]
+            return
+        trainer.model.save_pretrained(output_dir or trainer.args.output_dir, is_main_process=False)
+
+
+def _averaged(backward: Callable[..., None], num_ranks: int) -> Callable[..., None]:
+    """Return an `Accelerator.backward` whose gradients are those of the mean over the ranks."""
+
+    def averaged(loss: Any, **kwargs: Any) -> None:
+        backward(loss / num_ranks, **kwargs)
+
+    return averaged
+
+
+def _reject_unsupported(trainer: Any) -> None:
+    """Raise ConfigError for what needs one process."""
+    args = trainer.args
+    if getattr(args, "num_generations", None):
+        raise ConfigError(
+            f"{type(trainer).__name__} generates, for which each process runs another number of passes; use one process"
+        )
+    if args.load_best_model_at_end and args.save_only_model:
+        raise ConfigError(
+            "load_best_model_at_end needs whole checkpoints with several processes; set save_only_model=False, or load the best "
+            "folder after the training"
+        )
