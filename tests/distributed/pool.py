@@ -1,9 +1,12 @@
 """A pool of processes that run functions as the ranks of a training, connected by gloo."""
 
 import os
+import queue
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -41,8 +44,17 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             for jobs in self._jobs[:world]:
                 jobs.put((f"{folder}/store", world, function, args))
-            found = dict(self._results.get(timeout=300)[:2] for _ in range(world))
+            found, limit = {}, time.monotonic() + 300
+            while len(found) < world and time.monotonic() < limit:
+                with suppress(queue.Empty):
+                    rank, result = self._results.get(timeout=1)
+                    found[rank] = result
+                    if result[0]:  # the others may wait for this rank
+                        limit = min(limit, time.monotonic() + 10)
+        found |= {rank: ("it has not ended", None) for rank in range(world) if rank not in found}
         failed = {rank: text for rank, (text, _) in found.items() if text}
+        if "it has not ended" in failed.values():
+            self.close()  # it cannot be used any more
         if failed:
             raise RuntimeError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
         return [found[rank][1] for rank in range(world)]

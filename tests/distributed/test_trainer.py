@@ -1,4 +1,4 @@
-"""Trainers of transformers and TRL with several processes, which train what one process trains."""
+"""Trainers of transformers and TRL with several processes: they train as with a plain model in DistributedDataParallel."""
 
 import os
 from pathlib import Path
@@ -16,76 +16,124 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
+from horizon_lm.errors import ConfigError, StreamingError
 from tests.distributed.pool import Pool
 from tests.e2e import tiny
+from tests.seams.compare import difference
 from tests.trainer import rows
 from tests.trainer.test_held_batches import history
 from tests.trainer.test_trainers import TRAINERS, make
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # not finished
+pytestmark = pytest.mark.filterwarnings("ignore")
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-EVALUATING = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 1}
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "sft packed": {"average_tokens_across_devices": True, **EVALUATING},
+    "sft packed": EVALUATING,
     "sft assistant only": {"weight_decay": 0.1, "max_grad_norm": 0.1},
+    "sft neftune": {"average_tokens_across_devices": False, "neftune_noise_alpha": None},
     "dpo with a reference": {},
     "kto": {},
 }
 
 
-def model_of(folder: str, adapters: bool = False) -> Any:
-    if not adapters:
-        return horizon_lm.from_pretrained(folder, "cpu", "float32")
-    torch.manual_seed(1)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return horizon_lm.stream(get_peft_model(base, LoraConfig(r=4, target_modules="all-linear")), "cpu", "float32")
-
-
-def trained(name: str, folder: str, output: str, settings: dict[str, Any], adapters: bool, resume: bool = False) -> Any:
-    cls = horizon_lm.trainer(TRAINERS[name][0])
+def run(world: int, name: str, folder: str, output: str, settings: dict[str, Any], streams: bool) -> Any:
+    """Return a trainer that has trained."""
     more = dict(settings)
+    file, resume, adapters = (more.pop(key, None) for key in ("file", "resume", "adapters"))
+    if file:
+        more["train_dataset"] = datasets.load_dataset("json", data_files=file, split="train", cache_dir=f"{file}-cache")
     if "eval_strategy" in settings:
         more["eval_dataset"] = datasets.Dataset.from_list(rows.of_kind(name.split()[0], 6))
-    trainer = make(name, cls, model_of(folder, adapters), Path(output), **more)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapters:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    if streams:
+        model = horizon_lm.stream(model, "cpu", "float32")
+    cls = TRAINERS[name][0]
+    trainer = make(name, horizon_lm.trainer(cls) if streams else cls, model, Path(output), **more)
     trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{output}/last")
     return trainer
 
 
-def as_rank(
-    rank: int, world: int, name: str, folder: str, output: str, settings: dict[str, Any], adapters: bool, resume: bool
-) -> Any:
-    values = (str(rank), str(world), str(rank), str(world), "localhost", "1")
-    os.environ |= dict(zip(ENVIRONMENT, values, strict=True))
+def as_rank(rank: int, world: int, *args: Any) -> list[dict[str, float]]:
+    """Train as one of the processes that torchrun would start."""
+    os.environ |= dict(zip(ENVIRONMENT, (str(rank), str(world), str(rank), str(world), "localhost", "1"), strict=True))
     try:
-        trainer = trained(name, folder, output, settings, adapters, resume)
-        trainer.save_model(f"{output}/last")
-        return history(trainer)
+        return history(run(world, *args))
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         for variable in ENVIRONMENT:
             del os.environ[variable]
 
 
-def compare(pool: Pool, tmp_path: Path, name: str, settings: dict[str, Any], adapters: bool = False) -> None:
-    """Compare two processes with one that accumulates twice as many micro-batches."""
-    folder = str(tiny.save_model(tmp_path / "model"))
-    given = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 0, **settings}
-    found = pool.run(2, as_rank, 2, name, folder, str(tmp_path / "ranks"), given, adapters, False)
-    alone = trained(name, folder, str(tmp_path / "one"), given | {"gradient_accumulation_steps": 4}, adapters)
-    alone.save_model(str(tmp_path / "one" / "last"))
-    expected = history(alone)
-    assert len(found[0]) == len(expected)
-    for ours, theirs in zip(found[0], expected, strict=True):
-        for key in ("loss", "grad_norm", "eval_loss", "mean_token_accuracy"):
-            if key in theirs:
-                assert ours[key] == pytest.approx(theirs[key], rel=2e-5, abs=2e-6), (key, ours, theirs)
-    file = "adapter_model.safetensors" if adapters else "model.safetensors"
-    weights = [load_file(tmp_path / each / "last" / file) for each in ("ranks", "one")]
-    assert weights[0].keys() == weights[1].keys()
-    for key, value in weights[1].items():
-        assert torch.allclose(weights[0][key], value, atol=2e-4), key
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    file = "adapter_model.safetensors" if (folder / "last" / "adapter_config.json").is_file() else "model.safetensors"
+    return load_file(folder / "last" / file)
+
+
+def compare(pool: Pool, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    """Compare two processes that stream a model with two that have a plain one."""
+    folder, given = str(tiny.save_model(tmp_path / "model")), {"gradient_accumulation_steps": 2, **settings}
+    lines = []
+    for streams in (False, True):
+        if "file" in settings:
+            given["file"] = str(tiny.write_jsonl(tmp_path / f"{streams}.jsonl", rows.of_kind("dpo")))
+        found = pool.run(2, as_rank, 2, name, folder, str(tmp_path / str(streams)), given, streams)
+        lines.append([{key: round(value, 6) for key, value in line.items()} for line in found[0]])
+    assert difference(*lines, 2e-5) is None
+    plain, streamed = weights(tmp_path / "False"), weights(tmp_path / "True")
+    assert streamed.keys() == plain.keys()
+    for key, value in plain.items():
+        assert torch.allclose(streamed[key], value, atol=2e-4), key
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_equal_to_distributed_data_parallel(pool: Pool, tmp_path: Path, name: str) -> None:
     compare(pool, tmp_path, name, CASES[name])
+
+
+def test_adapters(pool: Pool, tmp_path: Path) -> None:
+    compare(pool, tmp_path, "sft assistant only", {"adapters": True})
+
+
+def test_reference_on_disk(pool: Pool, tmp_path: Path) -> None:
+    """Rows in a file: the reference is computed once, by all ranks, and kept in a file that all of them find."""
+    compare(pool, tmp_path, "dpo with a reference", {"file": True, "precompute_ref_log_probs": True})
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "gradient_accumulation_steps": 2}
+
+
+def test_checkpoints_resume_exactly(pool: Pool, tmp_path: Path) -> None:
+    folder, name = str(tiny.save_model(tmp_path / "model")), "sft assistant only"
+    whole = pool.run(2, as_rank, 2, name, folder, str(tmp_path / "whole"), SAVING, True)
+    assert (tmp_path / "whole" / "checkpoint-2" / "horizon" / "manifest.json").is_file()
+    later = SAVING | {"resume": str(tmp_path / "whole" / "checkpoint-2")}
+    resumed = pool.run(2, as_rank, 2, name, folder, str(tmp_path / "resumed"), later, True)
+    assert resumed[0][-2:] == whole[0][-2:]
+    for key, value in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "resumed")[key], value), key
+
+
+def rejected(rank: int, world: int, name: str, folder: str, settings: dict[str, Any]) -> str:
+    try:
+        as_rank(rank, world, name, folder, f"{folder}-out", settings, True)
+    except (ConfigError, StreamingError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
+    [
+        ("grpo with a reference", {}, "GRPOTrainer generates"),
+        ("dpo with a reference", {"adapters": True}, "horizon-lm (objective: dpo), which needs no copy"),
+        ("sft assistant only", {**SAVING, **EVALUATING, "eval_steps": 2, "load_best_model_at_end": True, "save_only_model": True},
+         "load_best_model_at_end needs whole checkpoints"),
+    ],
+)  # fmt: skip
+def test_rejected(pool: Pool, tmp_path: Path, name: str, settings: dict[str, Any], problem: str) -> None:
+    folder = str(tiny.save_model(tmp_path / "model"))
+    assert all(problem in error for error in pool.run(2, rejected, 2, name, folder, settings))

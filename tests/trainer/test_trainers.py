@@ -47,7 +47,7 @@ def make(name: str, cls: Any, model: Any, output: Path, **more: Any) -> Any:
     }  # fmt: skip
     extra = {
         key: more.pop(key)
-        for key in ("callbacks", "ref_model", "peft_config", "optimizers", "eval_dataset")
+        for key in ("callbacks", "ref_model", "peft_config", "optimizers", "eval_dataset", "train_dataset")
         if key in more
     }
     if kind in ("grpo", "rloo"):
@@ -55,8 +55,8 @@ def make(name: str, cls: Any, model: Any, output: Path, **more: Any) -> Any:
     marks = tiny.CHATML_WITH_MARKS if "assistant" in name else tiny.CHATML
     torch.manual_seed(0)
     return cls(
-        model=model, args=config(**(given | settings | more)), train_dataset=datasets.Dataset.from_list(rows.of_kind(kind)),
-        processing_class=tiny.build_tokenizer(marks), **extra,
+        model=model, args=config(**(given | settings | more)), processing_class=tiny.build_tokenizer(marks),
+        **({"train_dataset": datasets.Dataset.from_list(rows.of_kind(kind))} | extra),
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def test_a_trainer_without_the_second_line_says_what_is_missing(tmp_path: Path) 
         ({"torch_compile": True}, "compile=True"),
         ({"auto_find_batch_size": True}, "the plan knows"),
         ({"deepspeed": {}}, "needs no ZeRO"),
-        ({"fsdp": "full_shard"}, "several devices are not supported yet"),
+        ({"fsdp": "full_shard"}, "several processes share a streamed model without it"),
         ({"fp16": True}, "use bf16"),
         ({"fp16_full_eval": True}, r"choose the precision in horizon_lm\.stream"),
         ({"bf16_full_eval": True}, r"choose the precision in horizon_lm\.stream"),

@@ -677,7 +677,7 @@ class Engine:
     def hand_out_grad(self, param: nn.Parameter) -> None:
         """Wait until a gradient has landed and no update reads it, before other code reads or writes it."""
         name = self.name_of(param)
-        if name is None:
+        if name is None or (landing_grad(param) is None and not self.store.shard.is_whole):
             return
         self.store.require_whole()
         if self.updates.optimizer_in_backward is not None and self.updates.optimizer_in_backward.pending:

@@ -377,7 +377,16 @@ def _add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: 
         for ref in refs:
             _move_in(ref, store)
     settings.attach(parts, store)
+    _share_zero_grad(model, parts.model, store)
     return model
+
+
+def _share_zero_grad(model: Any, inside: Any, store: Store) -> None:
+    """Let a PEFT model clear gradients as the streamed model inside it does. Its own code would read them, of which this rank
+    may have a part.
+    """
+    if model is not inside and not store.shard.is_whole:
+        model.zero_grad = inside.zero_grad
 
 
 def _moved_units(store: Store, old: Store, old_names: Mapping[str, str]) -> list[str]:
@@ -467,6 +476,7 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
         for ref in refs:
             _move_in(ref, store)
     settings.attach(parts, store)
+    _share_zero_grad(model, inside, store)
     return model
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from horizon_lm.engine.loading import from_pretrained
+from horizon_lm.errors import ConfigError
 from horizon_lm.integrations.trainer_ranks import mesh_of
 from horizon_lm.objective.reference import model_key
 
@@ -21,12 +22,22 @@ def prepare_reference(arguments: Mapping[str, Any]) -> None:
 
     Args:
         arguments: of the trainer's constructor, by name.
+
+    Raises:
+        ConfigError: the trainer would copy adapters, of which several processes have parts.
     """
     from datasets import Dataset
 
     args, model = arguments.get("args"), arguments["model"]
+    if mesh_of(model) is not None and hasattr(args, PRECOMPUTE) and hasattr(model, "peft_config"):
+        raise ConfigError(
+            "trainers of preferences copy adapters for their reference, of which each process has a part; train with "
+            "horizon-lm (objective: dpo), which needs no copy, or with one process"
+        )
     given = [arguments.get("train_dataset"), *_eval_sets(arguments.get("eval_dataset"))]
     readable = all(isinstance(each, Dataset) for each in given) and not hasattr(model.config, "vision_config")
+    if mesh_of(model) is not None:  # the first rank writes a file, which the others do not find if rows are in memory
+        readable = readable and all(each.cache_files for each in given)
     if getattr(args, PRECOMPUTE, None) is False and readable and arguments.get("ref_model") is None:
         setattr(args, PRECOMPUTE, True)
         print(f"{PRECOMPUTE}=True: the reference is computed once before training, and takes no memory then")
