@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -131,3 +132,38 @@ def test_peak_of_loading_is_the_store(pool: Pool, tmp_path: Path) -> None:
     stored, peak = (sum(column) for column in zip(*found, strict=True))
     assert stored > 3 * largest
     assert peak < stored + 4 * largest, (peak, stored, largest)
+
+
+def differing(rank: int, how: str) -> dict[str, tuple[int, torch.Tensor]]:
+    """Make a model whose weights each rank draws from another seed."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(rank)
+    settings: dict[str, Any] = {"device": "cpu", "precision": "float32", "device_mesh": mesh}
+    if how == "from_config":
+        model = horizon_lm.from_config(families.build("llama").config, **settings)
+    else:
+        made = type(families.build("llama"))(families.build("llama").config)
+        if how == "adapters":
+            made = get_peft_model(made, LoraConfig(target_modules=["q_proj"], init_lora_weights="gaussian"))
+        model = horizon_lm.stream(made, **settings)
+    units = model._horizon.engine.store.units
+    return {f"{unit} weights": (each.own.start, each.weights[each.own].clone()) for unit, each in units.items()}
+
+
+@pytest.mark.parametrize("how", ["from_config", "stream", "adapters"])
+def test_ranks_start_with_the_weights_of_the_first(pool: Pool, how: str) -> None:
+    """Each rank draws other values, as it does without a seed. Both copies of the model have those of one process."""
+    outcomes = [Outcome([], [], slabs, {}, {}) for slabs in pool.run(4, differing, how)]
+    first, second = whole(outcomes[:2], 2), whole(outcomes[2:], 2)
+    torch.manual_seed(0)
+    if how == "from_config":
+        alone = horizon_lm.from_config(families.build("llama").config, "cpu", "float32")
+    else:
+        made = type(families.build("llama"))(families.build("llama").config)
+        if how == "adapters":
+            made = get_peft_model(made, LoraConfig(target_modules=["q_proj"], init_lora_weights="gaussian"))
+        alone = horizon_lm.stream(made, "cpu", "float32")
+    for unit, each in alone._horizon.engine.store.units.items():
+        for copy in (first, second):
+            found = copy[f"{unit} weights"]
+            assert torch.equal(found, each.weights[: len(found)]), unit

@@ -250,6 +250,8 @@ def test_all_ranks_save_one_folder_of_adapters(pool: Pool, tmp_path: Path, preci
 def reading(rank: int) -> list[str]:
     model, _ = build(Training(), device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
     errors = []
+    assert model.lm_head.weight.grad is None
+    model(**families.batch()).loss.backward()
     for read in (lambda: model.lm_head.weight.sum(), lambda: model.state_dict(), lambda: model.lm_head.weight.grad):
         with pytest.raises(StreamingError) as error:
             read()

@@ -14,6 +14,7 @@ from torch import nn
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Device
+from horizon_lm.distributed.alike import copy_from_first, drawing_alike
 from horizon_lm.distributed.mesh import current_shard, fail_together
 from horizon_lm.distributed.whole_units import sharing
 from horizon_lm.engine.options import StreamArguments, open_device
@@ -349,7 +350,8 @@ def _open(
     if reads_weights:
         with fail_together(settings.device_mesh, "the loading of weights"):
             new = load_weights(parts, store, checkpoint)
-        _draw(parts.model, new, store, torch.device("cpu"), next(iter(store.source_dtypes.values())))
+        with drawing_alike(settings.device_mesh, torch.device("cpu")):
+            _draw(parts.model, new, store, torch.device("cpu"), next(iter(store.source_dtypes.values())))
     if adapters is not None:
         return _add_adapters(adapters, parts, store, settings)
     return settings.attach(parts, store)
@@ -369,6 +371,7 @@ def _add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: 
     parts = settings.take_apart(adapted_model(model))
     refs = [ref for of_unit in parts.units.values() for ref in of_unit]
     old_names = {ref.name: names[id(ref.param)] for ref in refs if id(ref.param) in names}
+    copy_from_first(mesh, {ref.name: ref.param.data for ref in refs if ref.name not in old_names})
     store = store.extended(_shapes(parts), old_names, settings.get_precision(parts), parts.frozen_base())
     parts.codecs = store.codecs
     with ExitStack() as shared:
@@ -428,8 +431,9 @@ def from_config(
     opened = open_device(settings.device, settings.device_memory)
     model = build_skeleton(config, model_class)
     parts, store = _with_store(model, settings)
-    for refs in parts.units.values():
-        _draw(parts.model, refs, store, opened.torch_device)
+    with drawing_alike(settings.device_mesh, opened.torch_device):
+        for refs in parts.units.values():
+            _draw(parts.model, refs, store, opened.torch_device)
     return replace(settings, device=opened).attach(parts, store)
 
 
@@ -470,6 +474,7 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
     for refs in parts.units.values():
         for ref in refs:
             require_plain(ref.param)
+    copy_from_first(settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()})
     shard = current_shard(settings.device_mesh)
     store = Store(_shapes(parts), settings.get_precision(parts), parts.frozen_base(), shard=shard)
     for refs in parts.units.values():

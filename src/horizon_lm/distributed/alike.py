@@ -1,0 +1,76 @@
+"""Start all ranks with the same weights, as DistributedDataParallel does: those of the first rank."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from horizon_lm.distributed.mesh import Mesh
+
+
+def copy_from_first(mesh: Mesh | None, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """Give weights of all ranks the values of the first one, in place. Return the names of those that were different.
+
+    Without a common seed, each rank has drawn other values for new adapters, or for a model that was made in memory.
+
+    Args:
+        mesh: the ranks; None for one.
+        weights: the weights in host memory, by name, on all ranks.
+
+    Raises:
+        DisagreementError: the ranks have other names.
+    """
+    if mesh is None:
+        return []
+    names = xxhash.xxh3_128_hexdigest("\n".join(weights).encode())
+    mesh.require_same("the start of a model", f"{len(weights)} weights, {names}")
+    everyone = mesh.exchange("the hashes of the weights", {name: _hash(weight) for name, weight in weights.items()})
+    differing = [name for name in weights if len({each[name] for each in everyone}) > 1]
+    for name in differing:
+        values = weights[name].detach().contiguous()
+        dist.broadcast(values.view(-1).view(torch.uint8), 0, group=mesh.control)
+        weights[name].data.copy_(values)
+    return differing
+
+
+def _hash(weight: torch.Tensor) -> str:
+    raw = weight.detach().contiguous().view(-1).view(torch.uint8)
+    return xxhash.xxh3_128_hexdigest(raw.numpy().data) if raw.numel() else ""
+
+
+@contextmanager
+def drawing_alike(mesh: Mesh | None, device: torch.device) -> Iterator[None]:
+    """Context manager: draw the same random numbers on all ranks, those of the first one.
+
+    Args:
+        mesh: the ranks; None for one.
+        device: the device on which numbers are drawn.
+    """
+    if mesh is None:
+        yield
+        return
+    states = mesh.exchange("the random state", _random_state(device))
+    if states[mesh.rank] == states[0]:
+        yield
+        return
+    _set_random_state(device, states[0])
+    try:
+        yield
+    finally:
+        _set_random_state(device, states[mesh.rank])
+
+
+def _random_state(device: torch.device) -> list[str]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return [state.numpy().tobytes().hex() for state in states]
+
+
+def _set_random_state(device: torch.device, states: list[str]) -> None:
+    tensors = [torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for state in states]
+    torch.set_rng_state(tensors[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(tensors[1], device)
