@@ -94,8 +94,19 @@ def test_equal_to_distributed_data_parallel(pool: Pool, tmp_path: Path, name: st
     compare(pool, tmp_path, name, CASES[name])
 
 
-def test_adapters(pool: Pool, tmp_path: Path) -> None:
-    compare(pool, tmp_path, "sft assistant only", {"adapters": True})
+LORA = LoraConfig(r=4, target_modules="all-linear")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("sft assistant only", {"adapters": True}),
+        ("sft assistant only", {"peft_config": LORA}),
+        ("dpo with a reference", {"peft_config": LORA}),
+    ],
+)
+def test_adapters(pool: Pool, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    compare(pool, tmp_path, name, settings)
 
 
 def test_reference_on_disk(pool: Pool, tmp_path: Path) -> None:

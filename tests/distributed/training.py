@@ -5,6 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
@@ -26,7 +28,7 @@ class Training:
         settings: of `horizon_lm.stream`.
         optimizer: of `horizon_lm.AdamW`.
         family, overrides: the model.
-        adapters: the kind of its adapters, of `tests.numerics.test_adapters`.
+        adapters: the kind of its adapters, of `tests.numerics.test_adapters`; ``later`` to add some to the streamed model.
         trainable: patterns of the names of trainable weights, as in a run file; None for all.
         together: one process computes the batches of all ranks in one pass, as ranks do.
         joined: one process computes the rows of all ranks as one batch.
@@ -89,10 +91,14 @@ def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def build(training: Training, **settings: Any) -> tuple[Any, Any]:
-    make = partial(adapted, kind=training.adapters) if training.adapters else families.build
+    later = training.adapters == "later"
+    make = partial(adapted, kind=training.adapters) if training.adapters and not later else families.build
     model = make(training.family, **training.overrides)
     freeze(model, training.trainable)
     model = horizon_lm.stream(model, **({"device": "cpu", "precision": "float32"} | training.settings | settings))
+    if later:  # ranks draw other values, and get those of the first
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     return model.train(), horizon_lm.AdamW(model, **({"lr": 1e-2} | training.optimizer))
 
 

@@ -1,11 +1,12 @@
 """Read whole units: on the first rank, to which the other ranks lend their ranges, or a small one on all ranks."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 
+from horizon_lm.distributed.lost import noticing_lost_ranks
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.errors import StreamingError, first_line
 from horizon_lm.store.store import Store
@@ -15,7 +16,10 @@ _DONE = ""
 
 @contextmanager
 def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
-    """Context manager of the first rank: let it read whole units (`Store.whole`). The other ranks call `lend` meanwhile."""
+    """Context manager of the first rank: let it read whole units (`Store.whole`). The other ranks call `lend` meanwhile.
+
+    All ranks must have agreed that they are at the same place.
+    """
 
     def fill(unit: str) -> None:
         mesh.tell(unit)
@@ -23,7 +27,8 @@ def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
             for rank in range(1, store.shard.count):
                 part = slab[cuts[rank] : cuts[rank + 1]]
                 if part.numel():
-                    dist.recv(part, rank, group=mesh.control)
+                    with noticing_lost_ranks():
+                        dist.recv(part, rank, group=mesh.control)
 
     store.fill = fill
     error = ""
@@ -50,7 +55,8 @@ def lend(mesh: Mesh, store: Store) -> None:
         for slab, cuts in store.units[unit].slabs():
             part = slab[store.shard.own(cuts)]
             if part.numel():
-                dist.send(part, 0, group=mesh.control)
+                with noticing_lost_ranks():
+                    dist.send(part, 0, group=mesh.control)
     error = mesh.hear()
     if error:
         raise StreamingError(f"rank 0 has failed ({error})")
@@ -59,15 +65,40 @@ def lend(mesh: Mesh, store: Store) -> None:
 @contextmanager
 def sharing(mesh: Mesh, store: Store, unit: str) -> Iterator[None]:
     """Context manager of all ranks: let each read a whole unit, which takes its memory on each of them meanwhile."""
+    mesh.exchange(f"the reading of {unit}", None)
     for slab, cuts in store.units[unit].slabs():
         for rank in range(store.shard.count):
             part = slab[cuts[rank] : cuts[rank + 1]].view(torch.uint8)
             if part.numel():
-                dist.broadcast(part, rank, group=mesh.control)
+                with noticing_lost_ranks():
+                    dist.broadcast(part, rank, group=mesh.control)
     try:
         yield
     finally:
         store.units[unit].forget_others()
+
+
+@contextmanager
+def sharing_moved(mesh: Mesh | None, store: Store, old: Store, old_names: Mapping[str, str]) -> Iterator[None]:
+    """Context manager of all ranks: let each read the units of an old store with weights that a new one has elsewhere.
+
+    Args:
+        mesh: the ranks; None for one.
+        store, old: the stores.
+        old_names: names in the old store of weights in the new one.
+    """
+    if mesh is None:
+        yield
+        return
+    moved = {
+        old.unit_of[name]
+        for new, name in old_names.items()
+        if new not in store.codecs and store.weight(new).data_ptr() != old.weight(name).data_ptr()
+    }
+    with ExitStack() as shared:
+        for unit in sorted(moved):
+            shared.enter_context(sharing(mesh, old, unit))
+        yield
 
 
 def is_lender(mesh: Mesh | None) -> bool:

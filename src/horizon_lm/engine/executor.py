@@ -677,9 +677,8 @@ class Engine:
     def hand_out_grad(self, param: nn.Parameter) -> None:
         """Wait until a gradient has landed and no update reads it, before other code reads or writes it."""
         name = self.name_of(param)
-        if name is None or (landing_grad(param) is None and not self.store.shard.is_whole):
+        if name is None:
             return
-        self.store.require_whole()
         if self.updates.optimizer_in_backward is not None and self.updates.optimizer_in_backward.pending:
             raise StreamingError(
                 f"{name}.grad: update_in_backward applies gradients as they land and does not keep them, so they "
@@ -689,6 +688,18 @@ class Engine:
             self.wait_for_grads()
             self.hand_out_weight()
         self.grads.hand_out(self.store.unit_of[name])
+
+    @property
+    def has_parts(self) -> bool:
+        """True if other ranks have parts of every weight and gradient."""
+        return not self.store.shard.is_whole
+
+    def before_grad_is_emptied(self, param: nn.Parameter) -> None:
+        """Wait until a gradient has landed, before other code drops it."""
+        name = self.name_of(param)
+        if name is not None:
+            self.wait_for_grads()
+            self.grads.hand_out(self.store.unit_of[name])
 
     def wait_for_grads(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""

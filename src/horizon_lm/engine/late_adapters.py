@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.distributed.alike import copy_from_first
+from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.model_forward import ModelForward
 from horizon_lm.engine.packed_parameters import PackedParameter
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import ModelParts, ParamRef, adapter_params
-from horizon_lm.quantities import page_aligned
 from horizon_lm.schedule.ops import OUTER
 from horizon_lm.store.precision import Precision
-from horizon_lm.store.store import Store
+from horizon_lm.store.store import Store, used_bytes
 
 TakeApart = Callable[[Any], ModelParts]
 Attach = Callable[[ModelParts, Store], Any]
@@ -57,20 +59,22 @@ def attach_again(
         StreamingError: gradients are held, or the optimizer keeps none.
         ModelNotSupportedError: the model cannot be streamed exactly with these adapters.
     """
-    model, engine = horizon.model, horizon.engine
+    model, engine, mesh = horizon.model, horizon.engine, horizon.engine.mesh
     _require_between_steps(engine)
     engine.drain()
     streamed_class = type(model)
     _detach(horizon)
     try:
         parts = take_apart(model)
-        store = _extended(engine, parts, precision_of(parts))
+        store, old_names = _extended(engine, parts, precision_of(parts))
     except BaseException:
         _restore(horizon, streamed_class)
         raise
-    for ref in (ref for refs in parts.units.values() for ref in refs):
-        _move_in(ref, engine, store)
-    _drop_empty_low_halves(store)
+    copy_from_first(mesh, {ref.name: ref.param.data for ref in parts.refs() if ref.name not in old_names})
+    with sharing_moved(mesh, store, engine.store, old_names):
+        for ref in parts.refs():
+            _move_in(ref, engine, store)
+    _drop_empty_low_halves(store, mesh)
     engine.retire(store)
     attach(parts, store)
     new = model._horizon.engine
@@ -110,8 +114,8 @@ def _restore(horizon: ModelForward, streamed_class: type) -> None:
     horizon.replace_forwards()
 
 
-def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> Store:
-    """Return the store of a model with other adapters than before."""
+def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[Store, dict[str, str]]:
+    """Return the store of a model with other adapters than before, and the old names of the weights that it had."""
     old = engine.store
     names = {id(ref.param): name for name, ref in engine.refs.items()}
     shapes = {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in parts.units.items()}
@@ -128,7 +132,7 @@ def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> Store:
     parts.codecs = store.codecs
     # Whoever remembers a version of the weights must not find it again.
     store.version, store.block_version = old.version + 1, old.block_version + 1
-    return store
+    return store, old_names
 
 
 @torch.no_grad()
@@ -145,13 +149,14 @@ def _move_in(ref: ParamRef, engine: Engine, store: Store) -> None:
     ref.param.data = place
 
 
-def _drop_empty_low_halves(store: Store) -> None:
+def _drop_empty_low_halves(store: Store, mesh: Mesh | None) -> None:
     """Free the low halves of a base that is frozen now, if all their bits are zero, as they are for bf16 checkpoints."""
     slabs = [store.units[unit] for unit in store.frozen]
     found = [each for each in slabs if each.low is not None]
-    if any(bool(each.low.any()) for each in found if each.low is not None):
+    has_bits = any(bool(each.low[each.own].any()) for each in found if each.low is not None)
+    if has_bits if mesh is None else any(mesh.exchange("the low halves of a base", has_bits)):
         return
     for each in found:
         assert each.low is not None
-        store.num_bytes["low_halves"] -= page_aligned(each.low.nbytes)
+        store.num_bytes["low_halves"] -= used_bytes([each.own], each.low.dtype)
         each.low = None

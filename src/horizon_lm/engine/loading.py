@@ -3,7 +3,6 @@
 import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.alike import copy_from_first, drawing_alike
 from horizon_lm.distributed.mesh import current_shard, fail_together
-from horizon_lm.distributed.whole_units import sharing
+from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.options import StreamArguments, open_device
 from horizon_lm.engine.packed_parameters import PackedParameter, decoding
 from horizon_lm.engine.parameters import require_plain
@@ -374,37 +373,11 @@ def _add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: 
     copy_from_first(mesh, {ref.name: ref.param.data for ref in refs if ref.name not in old_names})
     store = store.extended(_shapes(parts), old_names, settings.get_precision(parts), parts.frozen_base())
     parts.codecs = store.codecs
-    with ExitStack() as shared:
-        for unit in () if mesh is None else _moved_units(store, old, old_names):
-            shared.enter_context(sharing(mesh, old, unit))
+    with sharing_moved(mesh, store, old, old_names):
         for ref in refs:
             _move_in(ref, store)
     settings.attach(parts, store)
-    _share_zero_grad(model, parts.model, store)
     return model
-
-
-def _share_zero_grad(model: Any, inside: Any, store: Store) -> None:
-    """Let a PEFT model clear gradients as the streamed model inside it does. Its own code would read them, of which this rank
-    may have a part.
-    """
-    if model is not inside and not store.shard.is_whole:
-        model.zero_grad = inside.zero_grad
-
-
-def _moved_units(store: Store, old: Store, old_names: Mapping[str, str]) -> list[str]:
-    """Return the units of an old store with weights that lie elsewhere in a new one.
-
-    Args:
-        store, old: the stores.
-        old_names: names in the old store of parameters in the new one.
-    """
-    moved = [
-        old.unit_of[name]
-        for new, name in old_names.items()
-        if new not in store.codecs and store.weight(new).data_ptr() != old.weight(name).data_ptr()
-    ]
-    return sorted(set(moved))
 
 
 def from_config(
@@ -481,7 +454,6 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
         for ref in refs:
             _move_in(ref, store)
     settings.attach(parts, store)
-    _share_zero_grad(model, inside, store)
     return model
 
 

@@ -156,11 +156,6 @@ class StreamArguments(StreamingOptions):
         """Attach a model again if PEFT has changed its adapters. Leave other changes to the checks of the forward pass."""
         if horizon is None or horizon.engine.device_lost or not are_adapters_changed(horizon):
             return
-        if self.device_mesh is not None:
-            raise ModelNotSupportedError(
-                "adapters were added, removed or switched after the model was streamed, which several processes do not support; "
-                "add them before horizon_lm.stream(), or open the folder of adapters with horizon_lm.from_pretrained()"
-            )
         engine = horizon.engine
         again = replace(
             self,

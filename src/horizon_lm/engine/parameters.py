@@ -45,6 +45,15 @@ class ParameterOwner(Protocol):
         """Wait until a gradient has landed, before it is read or written."""
         ...
 
+    @property
+    def has_parts(self) -> bool:
+        """True if other ranks have parts of every weight and gradient."""
+        ...
+
+    def before_grad_is_emptied(self, param: nn.Parameter) -> None:
+        """Wait until a gradient has landed, before it is dropped."""
+        ...
+
 
 # Functions that read only a parameter's metadata, not its values, and need not wait for an update.
 METADATA = {
@@ -106,12 +115,21 @@ class StreamedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        owner, grad = self.owner(), landing_grad(self)
+        if owner is not None and owner.has_parts:
+            return None if grad is None else PartOfGrad.of(grad)
         self._hand_out_grad()
         return landing_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self._hand_out_grad()
+        owner = self.owner()
+        if owner is None or not owner.has_parts:
+            self._hand_out_grad()
+        elif value is None:
+            owner.before_grad_is_emptied(self)
+        else:
+            owner.hand_out_weight()  # raises an error
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self, value)
 
@@ -145,6 +163,25 @@ class StreamedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class PartOfGrad(torch.Tensor):
+    """A gradient of which other ranks have parts. It is there, and can be emptied, but its values cannot be used."""
+
+    @staticmethod
+    def of(grad: torch.Tensor) -> "PartOfGrad":
+        """Return what stands for a gradient."""
+        return torch.Tensor._make_subclass(PartOfGrad, torch.empty_like(grad, device="meta"))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in METADATA:
+            raise StreamingError(
+                "each rank keeps a part of every gradient in host memory, so other code cannot read or change them; clip with "
+                "horizon_lm.AdamW(max_grad_norm=...), whose grad_norm is that of all ranks"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def _hand_out_weights(values: Iterable[Any]) -> None:
