@@ -118,6 +118,12 @@ class DisagreementError(StreamingError):
     """The ranks of a training are not at the same place of the program."""
 
 
+class RankLostError(HorizonError, RuntimeError):
+    """Another rank of a training has ended, so this one cannot go on."""
+
+    exit_code = 75
+
+
 class RecomputeMismatchError(StreamingError):
     """A block's recomputed output differs from its forward output (only with check_recompute=True)."""
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
 from horizon_lm.constants import PAGE
-from horizon_lm.errors import DisagreementError, ModelNotSupportedError, StreamingError
+from horizon_lm.errors import DisagreementError, ModelNotSupportedError, RankLostError, StreamingError
 from tests import families
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, batches_of, build, run, train, whole
@@ -56,6 +56,7 @@ CASES: dict[str, Training] = {
     "dropout": Training(shard=4, overrides={"attention_dropout": 0.2}, together=True),
     "dropout of the embedding": Training(family="gpt2", together=True),
     "adapters": Training(adapters="lora"),
+    "adapters added later": Training(replicate=2, equal=True, adapters="later", settings={"precision": "fp32_master"}),
     "adapters of experts": Training(adapters="experts", family="mixtral", shard=4, settings={"resident_blocks": 1}),
     "adapters with dropout": Training(adapters="dropout", shard=4, together=True),
     "DoRA": Training(adapters="dora", settings={"precision": "fp32_master"}, optimizer={"moments": "8bit"}),
@@ -166,7 +167,7 @@ def test_traffic_and_memory_of_a_rank(pool: Pool, shard: int) -> None:
         assert most <= whole_bytes / shard + 2 * units * (PAGE + 1024), kind
 
 
-def leaving_out(rank: int, what: str) -> str:
+def leaving_out(rank: int, what: str, folder: str) -> str:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer = build(Training(), device_mesh=mesh)
     batch = batches_of(Training(), 0)[rank]
@@ -174,22 +175,28 @@ def leaving_out(rank: int, what: str) -> str:
         if what == "evaluation" and rank:
             with torch.no_grad():
                 model(**batch)
+        if what == "saving" and rank:
+            model.save_pretrained(folder)
+        if what == "checkpoint" and rank:
+            horizon_lm.save_checkpoint(folder, model, optimizer)
         if what == "frozen" and rank:
             model.model.layers[0].requires_grad_(False)
         loss = model(**batch).loss
         if what == "backward" and rank:
             loss = model(**batch).loss
         loss.backward()
-        optimizer.step()
+        if what != "step" or rank:
+            optimizer.step()
+        model(**batch)
     except DisagreementError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("what", ["evaluation", "frozen", "backward"])
-def test_a_rank_at_another_place_is_named(pool: Pool, what: str) -> None:
+@pytest.mark.parametrize("what", ["evaluation", "frozen", "backward", "saving", "checkpoint", "step"])
+def test_a_rank_at_another_place_is_named(pool: Pool, tmp_path: Path, what: str) -> None:
     """Nothing hangs: all ranks raise, and both places are named."""
-    found = pool.run(2, leaving_out, what)
+    found = pool.run(2, leaving_out, what, str(tmp_path))
     assert found[0] == found[1]
     assert "rank 0 and rank 1 are not at the same place of the program" in found[0]
 
@@ -213,31 +220,24 @@ def test_all_ranks_save_one_model(pool: Pool, tmp_path: Path, precision: str) ->
     assert all(torch.equal(ranks[name], value) for name, value in one.items())
 
 
-def adapted(rank: int, training: Training, folder: str) -> list[str]:
-    """Save adapters, and return the errors of what several processes do not support."""
+def adapted(rank: int, training: Training, folder: str) -> str:
+    """Save adapters, and return the error of what several processes do not support."""
     mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
     model, optimizer = build(training, device_mesh=mesh)
     train(model, optimizer, training, [rank])
     model.save_pretrained(folder, is_main_process=rank == 0)
-    errors = []
-    model.add_adapter("later", LoraConfig(target_modules=["q_proj"]))
-    model.set_adapter("later")
-    with pytest.raises(ModelNotSupportedError) as error:
-        model(**families.batch())
-    errors.append(str(error.value))
     copying = get_peft_model(
         families.build("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
     )
     with pytest.raises(ModelNotSupportedError) as error:
         horizon_lm.stream(copying, "cpu", device_mesh=mesh)
-    return [*errors, str(error.value)]
+    return str(error.value)
 
 
 @pytest.mark.parametrize("precision", ["float32", "fp32_master"])
 def test_all_ranks_save_one_folder_of_adapters(pool: Pool, tmp_path: Path, precision: str) -> None:
     training = Training(replicate=2, steps=2, equal=True, adapters="lora", settings={"precision": precision})
-    for later, copying in pool.run(4, adapted, training, str(tmp_path / "ranks")):
-        assert "adapters were added, removed or switched after the model was streamed" in later
+    for copying in pool.run(4, adapted, training, str(tmp_path / "ranks")):
         assert "modules_to_save is not supported with several processes" in copying
     model, optimizer = build(training)
     train(model, optimizer, training, [0])
@@ -252,16 +252,28 @@ def reading(rank: int) -> list[str]:
     errors = []
     assert model.lm_head.weight.grad is None
     model(**families.batch()).loss.backward()
-    for read in (lambda: model.lm_head.weight.sum(), lambda: model.state_dict(), lambda: model.lm_head.weight.grad):
+    weight, grad = model.lm_head.weight, model.lm_head.weight.grad
+    assert (grad.shape, grad.dtype) == (weight.shape, torch.float32)
+    uses = [
+        lambda: weight.sum(), lambda: model.state_dict(), lambda: grad.norm(), lambda: grad.mul_(2.0), lambda: weight.grad + 1,
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), lambda: setattr(weight, "grad", torch.zeros(1)),
+        lambda: weight.data.zero_(), lambda: grad.tolist(), lambda: bool((grad == 0).all()), lambda: grad.numpy(),
+    ]  # fmt: skip
+    for use in uses:
         with pytest.raises(StreamingError) as error:
-            read()
+            use()
         errors.append(str(error.value))
+    weight.grad = None  # one may be dropped, and all of them
+    assert weight.grad is None
+    assert model.model.norm.weight.grad is not None
+    torch.nn.Module.zero_grad(model)
+    assert all(param.grad is None for param in model.parameters())
     return errors
 
 
 def test_other_code_cannot_read_a_part_for_the_whole(pool: Pool) -> None:
     for errors in pool.run(2, reading):
-        assert all("each of 2 ranks keeps a part of every weight" in error for error in errors)
+        assert all("keeps a part of every" in error for error in errors)
 
 
 def noisy(rank: int) -> tuple[list[float], float]:
@@ -278,3 +290,17 @@ def test_ranks_draw_other_noise_and_stay_in_step(pool: Pool) -> None:
     (first, next_of_first), (second, next_of_second) = pool.run(2, noisy)
     assert len({*first, *second}) == 4
     assert next_of_first == next_of_second
+
+
+def ending(rank: int) -> str:
+    """One rank ends its program while the other goes on."""
+    model, _ = build(Training(), device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    if rank:
+        return ""
+    with pytest.raises(RankLostError) as error:
+        model(**families.batch())
+    return str(error.value)
+
+
+def test_a_rank_that_has_ended_is_reported(pool: Pool) -> None:
+    assert "another rank has failed or ended its program" in pool.run(2, ending)[0]

@@ -39,6 +39,7 @@ def _hash_units(store: Store, units: Sequence[str]) -> Mapping[str, str]:
 
 def _hash_shared_units(store: Store, units: Sequence[str], mesh: Mesh) -> Mapping[str, str]:
     found: dict[str, str] = {}
+    mesh.exchange("the hashing of a base", None)
     if is_lender(mesh):
         lend(mesh, store)
     else:

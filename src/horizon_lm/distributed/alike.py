@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from horizon_lm.distributed.lost import noticing_lost_ranks
 from horizon_lm.distributed.mesh import Mesh
 
 
@@ -30,7 +31,8 @@ def copy_from_first(mesh: Mesh | None, weights: Mapping[str, torch.Tensor]) -> l
     differing = [name for name in weights if len({each[name] for each in everyone}) > 1]
     for name in differing:
         values = weights[name].detach().contiguous()
-        dist.broadcast(values.view(-1).view(torch.uint8), 0, group=mesh.control)
+        with noticing_lost_ranks():
+            dist.broadcast(values.view(-1).view(torch.uint8), 0, group=mesh.control)
         weights[name].data.copy_(values)
     return differing
 

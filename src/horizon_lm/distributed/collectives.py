@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from horizon_lm.constants import COLLECTIVE_BYTES
 from horizon_lm.device.transfers import Link, Move
+from horizon_lm.distributed.lost import noticing_lost_ranks
 
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -56,7 +57,8 @@ class Group:
         """
         chunk = cuts[1] - cuts[0]
         if len(buffer) == chunk * self.size and list(cuts) == [chunk * rank for rank in range(self.size + 1)]:
-            _gather_equal(buffer, buffer[self._own(cuts)], group=self._group)
+            with noticing_lost_ranks():
+                _gather_equal(buffer, buffer[self._own(cuts)], group=self._group)
             return
         own = buffer[self._own(cuts)]
         parts = [buffer[start:stop] for start, stop in pairwise(cuts)]
@@ -104,8 +106,9 @@ class Group:
                 operations.append(dist.P2POp(dist.isend, sent[place], rank, self._group))
             if received[place].numel():
                 operations.append(dist.P2POp(dist.irecv, received[place], rank, self._group))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        with noticing_lost_ranks():
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
 
 
 def _width(buffer: torch.Tensor) -> int:

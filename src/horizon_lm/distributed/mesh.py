@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from horizon_lm.distributed.collectives import Group, ReduceGroups
+from horizon_lm.distributed.lost import noticing_lost_ranks
 from horizon_lm.errors import ConfigError, DisagreementError
 from horizon_lm.shards import WHOLE, Shard
 
@@ -92,15 +93,17 @@ class Mesh:
     def tell(self, text: str) -> None:
         """Send a text from the first rank to all others, which call `hear`."""
         data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
-        dist.broadcast(torch.tensor([data.numel()]), 0, group=self.control)
-        dist.broadcast(data, 0, group=self.control)
+        with noticing_lost_ranks():
+            dist.broadcast(torch.tensor([data.numel()]), 0, group=self.control)
+            dist.broadcast(data, 0, group=self.control)
 
     def hear(self) -> str:
         """Return the text that the first rank tells."""
         size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, 0, group=self.control)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=self.control)
+        with noticing_lost_ranks():
+            dist.broadcast(size, 0, group=self.control)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(data, 0, group=self.control)
         return data.numpy().tobytes()[:-1].decode()
 
     def _collect(self, place: str, data: bytes) -> list[bytes]:
@@ -109,11 +112,12 @@ class Mesh:
         name = place.encode()
         size = torch.tensor([len(name), len(data)])
         sizes = torch.empty((self.size, 2), dtype=torch.int64)
-        dist.all_gather(list(sizes), size, group=self.control)
-        longest = int(sizes.sum(1).max())
-        own = torch.frombuffer(bytearray(name + data + bytes(longest - len(name) - len(data))), dtype=torch.uint8)
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, own, group=self.control)
+        with noticing_lost_ranks():
+            dist.all_gather(list(sizes), size, group=self.control)
+            longest = int(sizes.sum(1).max())
+            own = torch.frombuffer(bytearray(name + data + bytes(longest - len(name) - len(data))), dtype=torch.uint8)
+            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(parts, own, group=self.control)
         everyone = [part.numpy().tobytes() for part in parts]
         names = [each[:length].decode() for each, (length, _) in zip(everyone, sizes.tolist(), strict=True)]
         self._require_equal(names)

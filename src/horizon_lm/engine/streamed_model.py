@@ -176,11 +176,13 @@ class StreamedModel:
         if hub and not push_to_hub:
             raise ConfigError(f"save_pretrained: {', '.join(hub)} is for push_to_hub=True; remove it")
         engine = self._horizon.engine
+        if engine.mesh is not None:
+            is_main_process = engine.mesh.exchange("model.save_pretrained", is_main_process)[0]
+        if not is_main_process:
+            return
         if is_lender(engine.mesh):
             assert engine.mesh is not None
             lend(engine.mesh, engine.store)
-            return
-        if not is_main_process:
             return
         with nullcontext() if engine.mesh is None else borrowing(engine.mesh, engine.store):
             save_pretrained(

@@ -20,7 +20,7 @@ from horizon_lm.data.loader import Batch
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.monitor import Monitor
 from horizon_lm.distributed.rendezvous import init_process_group
-from horizon_lm.errors import ConfigError, InterruptedRunError, first_line
+from horizon_lm.errors import ConfigError, InterruptedRunError, RankLostError, first_line
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.training.callbacks import Control
 from horizon_lm.training.metrics import StepResult
@@ -74,7 +74,7 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lost = self._monitor is not None and error is not None and _is_of_collective(error)
+        lost = self._monitor is not None and isinstance(error, RankLostError)
         reason = self._monitor.reason() if self._monitor is not None and lost else ""
         if self._monitor is not None:
             self._monitor.stop("" if error is None or lost else f"{type(error).__name__}: {first_line(error)}")
@@ -181,14 +181,6 @@ class Ranks:
             sum(each.num_trained for each in everyone),
             sum(each.num_tokens for each in everyone),
         )
-
-
-def _is_of_collective(error: BaseException) -> bool:
-    """Return whether a collective has failed, because another rank is gone."""
-    texts = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL")
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-    )
 
 
 def local_device(name: str) -> str:

@@ -1,0 +1,30 @@
+"""Tell a rank that is gone from other faults of a collective."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from horizon_lm.errors import HorizonError, RankLostError
+
+_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL")
+
+
+@contextmanager
+def noticing_lost_ranks() -> Iterator[None]:
+    """Context manager of collectives.
+
+    Raises:
+        RankLostError: a collective has failed, because another rank is gone.
+    """
+    try:
+        yield
+    except HorizonError:
+        raise
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS):
+            raise RankLostError(
+                "another rank has failed or ended its program, so this one cannot go on; its output says why. All ranks must make "
+                "the same calls, until the last one"
+            ) from error
+        raise
