@@ -14,6 +14,7 @@ class HorizonError(Exception):
     """Base class of all errors that Horizon-LM raises deliberately."""
 
     exit_code = 1
+    is_reported = False  # another process of the same run reports it
 
 
 class ConfigError(HorizonError, ValueError):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -244,3 +245,89 @@ def test_ranks_plan_for_the_smallest_of_their_machines(pool: Pool) -> None:
 def test_bad_settings(pool: Pool, base: dict[str, Any], tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
     for error in pool.run(2, rejected, base | settings | {"output_dir": str(tmp_path / "run")}):
         assert problem in error
+
+
+def with_own_settings(rank: int, settings: dict[str, Any], own: list[dict[str, Any]]) -> str:
+    with pytest.raises(horizon_lm.errors.ConfigError) as error:
+        run_as_rank(rank, 2, settings | own[rank])
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("learning_rate", (1e-3, 2e-3)),
+        ("precision", ("float32", "bf16")),
+        ("seed", (1, 2)),
+        ("max_steps", (6, 5)),
+        ("per_device_train_batch_size", (1, 2)),
+    ],
+)
+def test_other_settings_are_rejected(pool: Pool, base: dict[str, Any], tmp_path: Path, name: str, values: Any) -> None:
+    """Machines may have run files of their own."""
+    own = [{name: value, "output_dir": str(tmp_path / f"run{rank}")} for rank, value in enumerate(values)]
+    for error in pool.run(2, with_own_settings, base, own):
+        assert error == (
+            f"{name} is {values[0]!r} for rank 0 and {values[1]!r} for rank 1; start all processes with the same run file"
+        )
+
+
+def test_other_rows_are_rejected(pool: Pool, base: dict[str, Any], tmp_path: Path) -> None:
+    files = [
+        str(
+            tiny.write_jsonl(
+                tmp_path / f"{rank}.jsonl", [{"prompt": f"Night {n}? ", "completion": answer} for n in range(5 + rank)]
+            )
+        )
+        for rank, answer in enumerate(("Stars.", "Rain."))
+    ]
+    own = [
+        {"datasets": [{"path": file}], "output_dir": str(tmp_path / f"run{rank}")} for rank, file in enumerate(files)
+    ]
+    settings = {name: value for name, value in base.items() if not name.startswith(("test_", "eval_"))}
+    for error in pool.run(2, with_own_settings, settings, own):
+        assert "training data: rank 1 has read other rows than rank 0 (6 and 5)" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ("missing.yaml", "rank 1 has failed: missing.yaml"),
+        ("run.yaml --dp_shards_size 2", "rank 1 has failed: --dp_shards_size is not a setting"),
+    ],
+)
+def test_a_machine_that_cannot_start_ends_the_other(
+    base: dict[str, Any], tmp_path: Path, second: str, message: str
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(base | {"output_dir": str(tmp_path / "run"), "dp_shard_size": 2}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    with socket.socket() as free:
+        free.bind(("", 0))
+        command.append(f"--rdzv-endpoint=localhost:{free.getsockname()[1]}")
+    agents = [
+        subprocess.Popen(
+            [*command, "-m", "horizon_lm", "train", *arguments.split()], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for arguments in ("run.yaml", second)
+    ]  # fmt: skip
+    try:
+        errors = [agent.communicate(timeout=60)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert message in errors[0]
+    assert errors[1].count("error: ") == 1
+
+
+def test_an_error_of_all_processes_is_printed_once(base: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(base | {"output_dir": str(tmp_path / "run")}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "horizon_lm"]
+    for wrong in (["--learning_rat", "1"], ["--dp_shard_size", "3"], ["--datasets", "nowhere.jsonl"]):
+        done = subprocess.run(
+            [*command, "train", str(tmp_path / "run.yaml"), *wrong],
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert done.stderr.count("error: ") == 1, done.stderr

@@ -33,7 +33,8 @@ def exits(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except HorizonError as error:
-            _print_error(str(error))
+            if not error.is_reported:
+                _print_error(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             _print_error("interrupted; files written before are intact")

@@ -1,5 +1,6 @@
 """``horizon-lm train``: train a model."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -25,7 +26,13 @@ def train(
     if settings:
         print(describe_settings())
         return
-    config = read_run_config(*split_arguments(run or []))
+    if "RANK" in os.environ:  # one of several processes; torch is imported late otherwise
+        from horizon_lm.distributed.rendezvous import failing_together
+
+        with failing_together():
+            config = read_run_config(*split_arguments(run or []))
+    else:
+        config = read_run_config(*split_arguments(run or []))
     from horizon_lm.training.loop import train as run_training
 
     run_training(config)

@@ -22,6 +22,7 @@ from horizon_lm.errors import InterruptedRunError
 _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 12.0  # without a beat, after which a rank is dead: beats need no lock that the training could hold
 _END_SECONDS = 5.0  # for the training to end by itself, once another rank has
+_SAME_FAILURE_SECONDS = 2.0  # for the first rank to fail in the same way
 _FAILED = "failed"
 
 
@@ -53,18 +54,35 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="horizon-ranks", daemon=True)
         self._thread.start()
 
-    def stop(self, failure: str = "") -> None:
-        """Stop watching, because this rank has finished, or failed for this reason."""
+    def stop(self, failure: str = "") -> bool:
+        """Stop watching, because this rank has finished, or failed for this reason.
+
+        Returns:
+            True if the first rank has failed in the same way, and reports it.
+        """
         self._stopped.set()
         self._thread.join(_SILENT_SECONDS)
+        is_reported = False
         with suppress(Exception):
+            if failure:
+                self._store.set(f"{_FAILED}/{self._mesh.rank}", failure)
             if failure and not self._message:
                 self._store.set(_FAILED, f"rank {self._mesh.rank} has failed: {failure}")
+            is_reported = bool(failure) and self._first_fails_alike(failure)
             self._store.set(f"done/{self._mesh.rank}", "1")
         if self._mesh.rank == 0:  # the store is this process's: let the others read it
             limit = time.monotonic() + _END_SECONDS
             while time.monotonic() < limit and not self._all_done():
                 time.sleep(0.05)
+        return is_reported
+
+    def _first_fails_alike(self, failure: str) -> bool:
+        limit = time.monotonic() + _SAME_FAILURE_SECONDS
+        while self._mesh.rank and time.monotonic() < limit:
+            if self._store.check([f"{_FAILED}/0"]):
+                return self._store.get(f"{_FAILED}/0").decode() == failure
+            time.sleep(0.05)
+        return False
 
     def reason(self) -> str:
         """Return why a collective failed: which rank has ended. Wait until that is known."""

@@ -17,6 +17,7 @@ from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.loader import Batch
 from horizon_lm.device.faults import is_device_fault
 from horizon_lm.distributed.mesh import current_shard
+from horizon_lm.distributed.rendezvous import failing_together
 from horizon_lm.errors import ConfigError, DeviceFaultError, InterruptedRunError, first_line
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import summary_lines
@@ -181,9 +182,10 @@ def train(
         InterruptedRunError: SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGXCPU arrived; the current step was finished.
         Exception: the first error of a callback, after the weights were exported.
     """
-    config = as_config(run, settings)
-    require_callable(objective)
-    config = config.model_copy(update={"device": choose_device(local_device(config.device))})
+    with failing_together():
+        config = as_config(run, settings)
+        require_callable(objective)
+        config = config.model_copy(update={"device": choose_device(local_device(config.device))})
     with Ranks.start(config) as ranks:
         return _train(config, ranks, objective, callbacks, print_fn if ranks.is_first else lambda line: None)
 
@@ -210,6 +212,7 @@ def _train(
         reporter.print(*check_weights(config))
         with ranks.first_of_each_machine_first():
             data = load_data(config, tokenizer, rows_per_step(point, given, ranks.size), ranks.rank, ranks.size)
+        ranks.require_same_rows({each.name: (len(each.packed), each.packed.content_hash) for each in data.parts})
         for prepared in data.parts:
             reporter.print(*prepared.lines())
             reject_errors(prepared.findings)

@@ -4,7 +4,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from datetime import timedelta
@@ -19,12 +19,12 @@ from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.monitor import Monitor
-from horizon_lm.distributed.rendezvous import init_process_group
-from horizon_lm.errors import ConfigError, InterruptedRunError, RankLostError, first_line
+from horizon_lm.distributed.rendezvous import init_process_group, wait_for_others
+from horizon_lm.errors import ConfigError, HorizonError, InterruptedRunError, RankLostError, first_line
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.training.callbacks import Control
 from horizon_lm.training.metrics import StepResult
-from horizon_lm.training.resume import ResumePoint, find_resume_point, reopen
+from horizon_lm.training.resume import ResumePoint, find_resume_point, reopen, settings_of
 
 _LONGEST_WAIT = timedelta(days=7)
 
@@ -56,16 +56,17 @@ class Ranks:
             return cls()
         owns_group = not dist.is_initialized()
         if owns_group:
+            wait_for_others()
             if config.device.startswith("cuda"):
                 torch.cuda.set_device(config.device)
             init_process_group("cpu:gloo,cuda:nccl" if config.device.startswith("cuda") else "gloo")
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        # The monitor ends a rank that waits for one that is gone. Others may wait for hours, while the first one reads rows.
-        ranks = cls(Mesh(*mesh_shape(config, world, local), timeout=_LONGEST_WAIT))
-        ranks._owns_group = owns_group
-        reject_unsupported(config, world)
-        assert ranks.mesh is not None
-        ranks._monitor = Monitor(ranks.mesh, config.rank_timeout)
+        try:
+            mesh = _join(config, world)
+        except HorizonError as error:  # all of them raise it
+            error.is_reported = os.environ["RANK"] != "0"
+            raise
+        ranks = cls(mesh)
+        ranks._owns_group, ranks._monitor = owns_group, Monitor(mesh, config.rank_timeout)
         return ranks
 
     def __enter__(self) -> Self:
@@ -77,7 +78,10 @@ class Ranks:
         lost = self._monitor is not None and isinstance(error, RankLostError)
         reason = self._monitor.reason() if self._monitor is not None and lost else ""
         if self._monitor is not None:
-            self._monitor.stop("" if error is None or lost else f"{type(error).__name__}: {first_line(error)}")
+            failure = "" if error is None or lost else f"{type(error).__name__}: {first_line(error)}"
+            is_reported = self._monitor.stop(failure)
+            if isinstance(error, HorizonError):
+                error.is_reported = is_reported
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._owns_group and dist.is_initialized() and error is None:
@@ -166,6 +170,22 @@ class Ranks:
         total = sum(self.mesh.exchange("the targets of a step", batch.num_trained))
         return replace(batch, num_trained_of_step=total)
 
+    def require_same_rows(self, hashes: Mapping[str, tuple[int, str]]) -> None:
+        """Raise ConfigError on all ranks if they have read other rows.
+
+        Args:
+            hashes: the number of rows of each part of the data, and a hash of them.
+        """
+        everyone = [hashes] if self.mesh is None else self.mesh.exchange("the rows", hashes)
+        for rank, each in enumerate(everyone):
+            for name, (count, _) in everyone[0].items():
+                if each.get(name) != everyone[0][name]:
+                    found = each[name][0] if name in each else 0
+                    raise ConfigError(
+                        f"{name}: rank {rank} has read other rows than rank 0 ({found:,} and {count:,}); all processes must read the "
+                        "same files, with the same tokenizer"
+                    )
+
     def total(self, own: StepResult) -> StepResult:
         """Return the result of a step on all ranks."""
         if self.mesh is None:
@@ -181,6 +201,35 @@ class Ranks:
             sum(each.num_trained for each in everyone),
             sum(each.num_tokens for each in everyone),
         )
+
+
+def _join(config: RunConfig, world: int) -> Mesh:
+    """Return the mesh of a run. Raise ConfigError if it is not supported, or processes have other settings."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    # The monitor ends a rank that waits for one that is gone. Others may wait for hours, while the first one reads rows.
+    mesh = Mesh(*mesh_shape(config, world, local), timeout=_LONGEST_WAIT)
+    _require_same_settings(mesh, config)
+    reject_unsupported(config, world)
+    return mesh
+
+
+# Settings that may differ between machines: places, and what a process may use.
+_OF_MACHINE = (
+    "output_dir", "model_name_or_path", "adapter_name_or_path", "chat_template_path", "datasets", "eval_datasets", "device",
+    "host_memory", "dataset_num_proc",
+)  # fmt: skip
+
+
+def _require_same_settings(mesh: Mesh, config: RunConfig) -> None:
+    """Raise ConfigError on all ranks if a setting that decides the training differs between them."""
+    own = {name: value for name, value in settings_of(config).items() if name not in _OF_MACHINE}
+    everyone = mesh.exchange("the settings of the run", own)
+    for rank, each in enumerate(everyone):
+        for name in {**everyone[0], **each}:
+            if (first := everyone[0].get(name)) != (other := each.get(name)):
+                raise ConfigError(
+                    f"{name} is {first!r} for rank 0 and {other!r} for rank {rank}; start all processes with the same run file"
+                )
 
 
 def local_device(name: str) -> str:
