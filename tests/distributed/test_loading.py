@@ -1,5 +1,6 @@
 """Each rank reads its own part of the weights, and no more than that is in memory on the way."""
 
+import shutil
 import threading
 from collections import Counter
 from pathlib import Path
@@ -167,3 +168,23 @@ def test_ranks_start_with_the_weights_of_the_first(pool: Pool, how: str) -> None
         for copy in (first, second):
             found = copy[f"{unit} weights"]
             assert torch.equal(found, each.weights[: len(found)]), unit
+
+
+def opening_own(rank: int, folders: list[str]) -> str:
+    try:
+        loading(rank, folders[rank], Training(shard=2))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_weights_are_rejected(pool: Pool, tmp_path: Path) -> None:
+    """Machines may have copies of their own, of which one is another version of the model."""
+    folder = model_of(tmp_path / "a", "llama")
+    other = shutil.copytree(folder, tmp_path / "b" / "llama")
+    assert pool.run(2, opening_own, [str(folder), str(other)]) == ["", ""]
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    for error in pool.run(2, opening_own, [str(folder), str(other)]):
+        assert "the weights of rank 1 differ from those of rank 0" in error

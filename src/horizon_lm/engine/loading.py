@@ -14,7 +14,7 @@ from torch import nn
 from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.alike import copy_from_first, drawing_alike
-from horizon_lm.distributed.mesh import current_shard, fail_together
+from horizon_lm.distributed.mesh import Mesh, current_shard, fail_together
 from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.options import StreamArguments, open_device
 from horizon_lm.engine.packed_parameters import PackedParameter, decoding
@@ -28,6 +28,7 @@ from horizon_lm.model.hub import build_skeleton
 from horizon_lm.model.quantization import expected_codecs, four_bits, take_quantization
 from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
 from horizon_lm.store.checkpoint_loader import load_weights
+from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, codecs_of, open_checkpoint
 from horizon_lm.store.store import Store
 
@@ -340,6 +341,7 @@ def _open(
             model_name_or_path
         )  # which PEFT writes into the adapter's config
     checkpoint = open_checkpoint(folder, published)
+    _require_same_weights(settings.device_mesh, checkpoint)
     find_codecs: FindCodecs | None = None
     if isinstance(checkpoint, QuantizedCheckpoint):
         find_codecs = partial(codecs_of, checkpoint)
@@ -354,6 +356,16 @@ def _open(
     if adapters is not None:
         return _add_adapters(adapters, parts, store, settings)
     return settings.attach(parts, store)
+
+
+def _require_same_weights(mesh: Mesh | None, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError on all ranks if they would read parts of different models. A sample of the bytes is compared."""
+    hashes = [] if mesh is None else mesh.exchange("the opening of a model", checkpoint.sample_hash())
+    for rank, found in enumerate(hashes):
+        if found != hashes[0]:
+            raise ConfigError(
+                f"{checkpoint.folder}: the weights of rank {rank} differ from those of rank 0; give all machines the same files"
+            )
 
 
 def _add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: StreamArguments) -> Any:

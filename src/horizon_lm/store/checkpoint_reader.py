@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from horizon_lm.errors import ConfigError, first_line
@@ -19,6 +20,7 @@ from horizon_lm.paths import require_inside, require_regular
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LONGEST = 32 * 2**20  # bytes of a header; published files have up to 2 MB
+_SAMPLES, _SAMPLE_BYTES = 16, 2**16  # of each file, for a hash
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")  # weights that torch.load reads, which may run code
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4": 4,
@@ -97,6 +99,19 @@ class Checkpoint:
                 for name in wanted:
                     tensors[name] = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         return tensors
+
+    def sample_hash(self) -> str:
+        """Return a hash of the files' names, sizes and headers, and of some of their bytes."""
+        digest = xxhash.xxh3_128()
+        for file_name in sorted(self._by_file(self._file_of)):
+            path = self._path(file_name)
+            num_bytes = path.stat().st_size
+            digest.update(f"{file_name} {num_bytes}".encode())
+            with path.open("rb") as stream:
+                for sample in range(_SAMPLES):
+                    stream.seek(num_bytes * sample // _SAMPLES)
+                    digest.update(stream.read(_SAMPLE_BYTES))
+        return digest.hexdigest()
 
     def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
         by_file: dict[str, list[str]] = defaultdict(list)
