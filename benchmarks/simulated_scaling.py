@@ -28,6 +28,8 @@ DATE = "2026-11-24"
 LENGTH = 4096
 K = 1024
 EXACT, SMALLEST = "fp32_master", "bf16, 8-bit moments, in backward"
+QUANTIZED, ADAPTERS = "adapters, 4-bit base", "adapters, bf16 base"
+ALL_MODES = MODES | {ADAPTERS: {name: value for name, value in MODES[QUANTIZED].items() if name != "load_in_4bit"}}
 MODELS = (
     "Qwen3-8B", "gpt-oss-20b", "Qwen3-32B", "Llama-3.1-70B", "Qwen3-235B-A22B", "Llama-3.1-405B", "DeepSeek-V3",
 )  # fmt: skip
@@ -75,10 +77,12 @@ PUBLISHED = """
 
 
 @cache
-def source_of(name: str) -> Source:
+def source_of(name: str, is_published: bool) -> Source:
+    """Return a model as a bf16 copy, or with the quantized weights with which it was published."""
     known = find_known(name)
     assert known is not None
-    return Source(name, known_config(known), 2, is_local=False)
+    quantization = dict(known.quantization) if is_published and known.quantization else None
+    return Source(name, known_config(known), 2, is_local=False, quantization=quantization)
 
 
 @cache
@@ -88,12 +92,12 @@ def plan_of(model: str, cluster: Cluster, mode: str, tokens: int, ranges: int, h
     Args:
         model: name of a published model.
         cluster: the machines.
-        mode: a key of `MODES`.
+        mode: a key of `ALL_MODES`.
         tokens: tokens of each GPU in a step.
         ranges: number of ranks that share a copy of the model.
         host_memory: bytes of each machine; None for those of its profile.
     """
-    settings = parse_overrides([text for key, value in MODES[mode].items() for text in (f"--{key}", value)])
+    settings = parse_overrides([text for key, value in ALL_MODES[mode].items() for text in (f"--{key}", value)])
     run = plan_config(
         model_name_or_path=model,
         device="cuda",
@@ -104,7 +108,8 @@ def plan_of(model: str, cluster: Cluster, mode: str, tokens: int, ranges: int, h
     machine = other_machine(find_profile(cluster.profile), host_memory, cluster.gpus, cluster.machines)
     rows = RowShape(LENGTH, LENGTH, masked=False)
     shard = Shard(0, ranges)
-    return plan_run(run, source_of(model), machine, rows=rows, shard=shard, num_ranks=cluster.num_ranks)
+    source = source_of(model, mode == QUANTIZED)
+    return plan_run(run, source, machine, rows=rows, shard=shard, num_ranks=cluster.num_ranks)
 
 
 def chosen(model: str, cluster: Cluster, tokens: int) -> Plan:
@@ -125,7 +130,10 @@ HEADER = """\
 
 
 def line(model: str, cluster: Cluster, tokens: int) -> str:
-    plan = chosen(model, cluster, tokens)
+    return plan_line(chosen(model, cluster, tokens), model, cluster, tokens)
+
+
+def plan_line(plan: Plan, model: str, cluster: Cluster, tokens: int) -> str:
     time = plan.time
     assert time is not None
     needed = plan.host.num_bytes * cluster.gpus
@@ -222,7 +230,7 @@ def _whole_units(plan: Plan, model: str, tokens: int) -> str:
     assert hardware is not None
     assert time is not None
     step = plan.step
-    passes, cost = step.passes(), step.cost(hardware)
+    passes, cost = step.passes(), step.cost(hardware, plan.machine.interconnect)
     speed = rates(hardware, None, plan.machine.interconnect, step.settings)
     ungathered = without(cost, Kind.GATHER)
 
@@ -243,7 +251,7 @@ def published_lines() -> Iterator[str]:
         "Tokens/s, measured by their authors (arXiv 2604.27085); tokens of a step and the host are not the same as ours. Ours are simulated, "
         "full fine-tuning with fp32 masters, and the updates of one step under the next forward, so gradients are never late. RoundPipe's benchmark "
         "(benchmark/train.py of its repository) computes in float16 and accumulates in float16, at twice the peak of bfloat16 with float32 "
-        "accumulation on these GPUs (330 and 165 TFLOP/s, NVIDIA Ada whitepaper), in which ours computes. Several processes do not train adapters yet."
+        "accumulation on these GPUs (330 and 165 TFLOP/s, NVIDIA Ada whitepaper), in which ours computes. Adapters are those of attention."
     )
     rows = PUBLISHED.strip().splitlines()
     yield "\n" + "\n".join(rows)
@@ -252,8 +260,27 @@ def published_lines() -> Iterator[str]:
         for model in ("Qwen3-8B", "gpt-oss-20b", "Qwen3-32B"):
             plan = plan_of(model, cluster, EXACT, tokens, cluster.gpus)
             assert plan.time is not None
-            cells.append(f"{plan.time.tokens_per_second:,.0f}{'' if plan.fits else ', does not fit'}")
-        yield f"| ours, simulated, {tokens // K}k tokens of each GPU | {' | '.join(cells)} | not supported |"
+            cells.append(_throughput(plan))
+        for mode, note in ((ADAPTERS, ""), (QUANTIZED, ", 4-bit base")):
+            adapters = _throughput(plan_of("Qwen3-235B-A22B", cluster, mode, tokens, cluster.gpus))
+            yield f"| ours, simulated, {tokens // K}k tokens of each GPU{note} | {' | '.join(cells)} | {adapters} |"
+            cells = [""] * len(cells)
+
+
+def _throughput(plan: Plan) -> str:
+    assert plan.time is not None
+    return f"{plan.time.tokens_per_second:,.0f}{'' if plan.fits else ', does not fit'}"
+
+
+def adapter_lines() -> Iterator[str]:
+    """Yield plans of adapters on a quantized base: 4 bits, or as it was published (MXFP4 or FP8)."""
+    yield "\n## Adapters of attention on a quantized base\n"
+    yield "One copy of the base in each machine, as codes and scales, which are gathered as such. 4-bit bases, but DeepSeek-V3 in FP8."
+    yield f"\n| machine {HEADER}".replace("\n|---", "\n|---|---")
+    for cluster in CLUSTERS:
+        for model in ("Llama-3.1-70B", "Qwen3-235B-A22B", "Llama-3.1-405B", "DeepSeek-V3"):
+            plan = plan_of(model, cluster, QUANTIZED, cluster.tokens[-1], cluster.gpus, ENOUGH)
+            yield f"| {cluster.title} {plan_line(plan, model, cluster, cluster.tokens[-1])}"
 
 
 def introduction() -> Iterator[str]:
@@ -284,7 +311,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    sections = (introduction(), published_lines(), *map(cluster_lines, CLUSTERS), scaling_lines(), whole_unit_lines())
+    sections = (
+        introduction(),
+        published_lines(),
+        *map(cluster_lines, CLUSTERS),
+        adapter_lines(),
+        scaling_lines(),
+        whole_unit_lines(),
+    )
     text = "\n".join([*(line for section in sections for line in section), NOTES.rstrip()]) + "\n"
     print(text)
     if arguments.output:

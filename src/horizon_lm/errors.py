@@ -75,6 +75,10 @@ class UnprovenModelWarning(UserWarning):
     """A streamed model was not proven equal to plain autograd."""
 
 
+class SummedLossWarning(UserWarning):
+    """Each of several ranks divides its loss by its own targets, while gradients are summed over the ranks."""
+
+
 class ForeignWriteWarning(UserWarning):
     """Other code wrote weights, so the low halves of their fp32 masters were reset."""
 

@@ -132,7 +132,9 @@ def test_a_killed_rank_ends_the_others(settings: dict[str, Any], tmp_path: Path,
 def test_a_rank_that_is_killed_anywhere(settings: dict[str, Any], tmp_path: Path, place: str) -> None:
     """The run goes on from its last checkpoint, with the bits of one that was not interrupted."""
     run_file, folder = write(settings, tmp_path / "run.yaml"), Path(settings["output_dir"])
-    code, errors = Ranks(run_file, 2, DIE=f"1:{place}").end(120)[0]
+    died = tmp_path / "died"
+    code, errors = Ranks(run_file, 2, DIE=f"1:{place}", ONCE=str(died)).end(120)[0]
+    assert time.time() - died.stat().st_mtime < SECONDS
     assert code == 75
     assert "rank 1 has died" in errors
     assert (folder / "checkpoint-2").is_dir()

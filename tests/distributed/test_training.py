@@ -1,5 +1,6 @@
 """A step of several ranks has the bits of a step of one process."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -12,7 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
 from horizon_lm.constants import PAGE
-from horizon_lm.errors import DisagreementError, ModelNotSupportedError, RankLostError, StreamingError
+from horizon_lm.errors import (
+    DisagreementError,
+    ModelNotSupportedError,
+    RankLostError,
+    StreamingError,
+    SummedLossWarning,
+)
 from tests import families
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, batches_of, build, run, train, whole
@@ -304,3 +311,19 @@ def ending(rank: int) -> str:
 
 def test_a_rank_that_has_ended_is_reported(pool: Pool) -> None:
     assert "another rank has failed or ended its program" in pool.run(2, ending)[0]
+
+
+def without_number_of_targets(rank: int) -> list[str]:
+    model, _ = build(Training(), device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SummedLossWarning)
+        for _ in range(2):
+            model(**families.batch()).loss.backward()
+        model(**families.batch(), num_items_in_batch=20)
+    return [str(each.message) for each in caught if each.category is SummedLossWarning]
+
+
+def test_a_mean_over_one_rank_is_warned_of(pool: Pool) -> None:
+    for found in pool.run(2, without_number_of_targets):
+        assert len(found) == 1
+        assert "pass num_items_in_batch, the number of targets of all ranks" in found[0]

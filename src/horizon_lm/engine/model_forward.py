@@ -7,6 +7,7 @@ Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 
 import inspect
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -35,7 +36,7 @@ from horizon_lm.engine.parameters import StandIn
 from horizon_lm.engine.residency_planner import ResidencyPlanner
 from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.engine.trained_tokens import trained_token_layers, trained_tokens_forward
-from horizon_lm.errors import HorizonError, MissingLogitsError, StreamingError
+from horizon_lm.errors import HorizonError, MissingLogitsError, StreamingError, SummedLossWarning
 from horizon_lm.model import attention
 from horizon_lm.model.active_adapters import ActiveAdapters
 from horizon_lm.model.adapter_kinds import is_differentiable_cache
@@ -105,6 +106,7 @@ class ModelForward:
         self._adapters_at_begin: Any = None  # their state when the running lock-step began
         watch(self)
         self.switches_per_call = False  # each call in lock-step has its own switches of adapters
+        self.expects_mean_loss = engine.mesh is not None  # as DistributedDataParallel takes it
         self.whole_logits = False  # compute all logits at once, because the caller uses them
         self._calls: list[Call] = []  # arguments of the running forward pass, for a row probe
         self.renew: Callable[[], None] | None = None  # attaches the model again if PEFT has changed its adapters
@@ -227,8 +229,21 @@ class ModelForward:
                 return self.forward(args, kwargs)
         call = self._bind(args, kwargs)
         has_labels = call.get("labels") is not None or call.get("shift_labels") is not None
+        if self.expects_mean_loss and has_labels and torch.is_grad_enabled():
+            self._check_loss_scale(call)
         is_chunked = has_labels and self._is_chunked(call)
         return self._meet(("loss", is_chunked), call, partial(self._forward_all, is_chunked, has_labels))
+
+    def _check_loss_scale(self, call: Call) -> None:
+        """Warn once of a loss that is the mean over the targets of this rank alone."""
+        self.expects_mean_loss = False
+        if call.get("num_items_in_batch") is None:
+            warnings.warn(
+                "each rank divides its loss by its own targets, and gradients are summed over the ranks, so they are larger than "
+                "those of a mean; pass num_items_in_batch, the number of targets of all ranks, or ignore this if you scale the loss",
+                SummedLossWarning,
+                stacklevel=4,
+            )
 
     def _meet(self, kind: Hashable, call: Call, compute: Callable[[list[Call]], list[Any]]) -> Any:
         """Compute a call, together with the calls of the same kind that are in lock-step with it."""

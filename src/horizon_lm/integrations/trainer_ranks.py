@@ -38,6 +38,7 @@ class TrainerRanks:
             return
         _reject_unsupported(trainer)
         trainer.model._is_accelerate_prepared = True  # accelerate would wrap it in DistributedDataParallel
+        trainer.model._horizon.expects_mean_loss = False  # losses are scaled here
         trainer.accelerator.backward = _averaged(trainer.accelerator.backward, mesh.size)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
