@@ -300,8 +300,8 @@ NOTES = """
 - *limited by*: what would shorten the step by more than 5% if it were free; otherwise computation.
 - *hidden from*: tokens of each GPU in a step from which updates, the gathering of weights, and loads take no longer than the computation beside
   them. Without peer access gathers cross the links to the host, and are part of the loads.
-- Sums are sent from each rank to each owner, so that they have the bits of one process. Within a machine this moves as many bytes as a
-  reduce-scatter; if a copy of the model spans machines, it moves as many times more over the network as a machine has GPUs, and is priced so.
+- Sums have the order of the ranks, and so the bits of one process. Within a machine this moves as many bytes as a reduce-scatter; if a copy of the
+  model spans machines, a network carries partial sums in float32, once into each machine. The start of this chain is not simulated.
 - A block of DeepSeek-V3 has 11.5 billion parameters. Its buffers need a GPU with more memory, or experts in tiles, which are not built.
 - All ranks do the same at the same time; latencies, stragglers and the agreement before each pass are not simulated.
 """

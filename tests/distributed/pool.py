@@ -73,6 +73,7 @@ def _work(rank: int, jobs: Any, results: Any) -> None:
     torch.set_num_threads(1)
     while (job := jobs.get()) is not None:
         path, world, function, args = job
+        os.environ.pop("LOCAL_WORLD_SIZE", None)  # of another job
         try:
             dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=TIMEOUT)
             results.put((rank, ("", function(rank, *args))))

@@ -44,6 +44,14 @@ CASES: dict[str, Training] = {
     "four": Training(shard=4),
     "two equal": Training(equal=True),
     "four equal": Training(shard=4, equal=True),
+    "two machines": Training(shard=4, local=2, optimizer={"max_grad_norm": 0.1}),
+    "two machines, tied": Training(shard=4, local=2, overrides=TIED, together=True, optimizer={"moments": "8bit"}),
+    "two machines, micro-batches": Training(
+        shard=4,
+        local=2,
+        equal=True,
+        settings={"precision": "bf16", "grad_dtype": torch.float32, "device_micro_batch_size": 1},
+    ),
     "replicas": Training(replicate=2, shard=2, equal=True),
     "replicas alone": Training(replicate=2, shard=1),
     "tied": Training(overrides=TIED, together=True),
@@ -117,7 +125,9 @@ def delayed(rank: int, training: Training, seed: int) -> Outcome:
 @pytest.mark.parametrize("seed", range(2))
 def test_delays_on_each_rank_change_no_bit(pool: Pool, seed: int) -> None:
     """Streams are threads with random delays, which differ from rank to rank."""
-    training = Training(shard=4, settings={"activation_checkpoints": "host"}, overrides=TIED, together=True)
+    training = Training(
+        shard=4, local=4 - 2 * seed, settings={"activation_checkpoints": "host"}, overrides=TIED, together=True
+    )
     assert_same(pool.run(4, delayed, training, seed), alone(training), training)
 
 

@@ -1,5 +1,6 @@
 """Trainings that ranks of a pool run, and the same trainings in one process."""
 
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ class Training:
 
     Attributes:
         replicate, shard: the mesh.
+        local: number of ranks of each machine; None for one machine.
         steps, first: number of steps, and of steps before them.
         equal: all ranks compute the same rows; otherwise each has its own.
         settings: of `horizon_lm.stream`.
@@ -36,6 +38,7 @@ class Training:
 
     replicate: int = 1
     shard: int = 2
+    local: int | None = None
     steps: int = 3
     first: int = 0
     equal: bool = False
@@ -104,6 +107,7 @@ def build(training: Training, **settings: Any) -> tuple[Any, Any]:
 
 def run(rank: int, training: Training) -> Outcome:
     """Train as one of the ranks."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(training.local or training.world)
     mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
     model, optimizer = build(training, device_mesh=mesh)
     return train(model, optimizer, training, [rank])

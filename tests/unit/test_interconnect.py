@@ -48,24 +48,43 @@ def test_gather_takes_as_long_as_its_ring(gpus: int, machines: int, ranks: int) 
         assert rate == float("inf")
 
 
+def messages_of_sum(gpus: int, ranks: int, whole: int, itemsize: int) -> Counter[tuple[int, int]]:
+    """Return the bytes that ranks of a copy send each other to sum gradients of ``whole`` bytes."""
+    messages: Counter[tuple[int, int]] = Counter()
+    if gpus == 1 or ranks <= gpus:
+        for owner, sender in product(range(ranks), range(ranks)):
+            messages[sender, owner] += whole // ranks if owner != sender else 0
+        return messages
+    spanned = ranks // gpus
+    for machine, place, sender in product(range(spanned), range(gpus), range(gpus)):
+        if sender != place:
+            messages[machine * gpus + sender, machine * gpus + place] += whole // gpus
+    for machine, place in product(range(spanned - 1), range(gpus)):
+        messages[machine * gpus + place, (machine + 1) * gpus + place] += whole // itemsize * 4 // gpus
+        messages[ranks - gpus + place, machine * gpus + place] += whole // ranks
+    return messages
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize(("gpus", "machines", "ranks"), SHAPES)
-def test_sums_take_as_long_as_their_messages(gpus: int, machines: int, ranks: int) -> None:
-    """Each owner receives its range from all ranks of its copy. The owners of a range then reduce theirs in a ring, twice around."""
+def test_sums_take_as_long_as_their_messages(gpus: int, machines: int, ranks: int, itemsize: int) -> None:
+    """Ranges are summed within a copy. The owners of a range then reduce theirs in a ring, twice around."""
     copies = gpus * machines // ranks
     whole = 32 * 32 * ranks
     messages: Counter[tuple[int, int]] = Counter()
-    for copy, owner, sender in product(range(copies), range(ranks), range(ranks)):
-        if owner != sender:
-            messages[copy * ranks + sender, copy * ranks + owner] += whole // ranks
+    for copy in range(copies):
+        for (sender, receiver), num_bytes in messages_of_sum(gpus, ranks, whole, itemsize).items():
+            messages[copy * ranks + sender, copy * ranks + receiver] += num_bytes
     for copy, owner in product(range(copies if copies > 1 else 0), range(ranks)):
         neighbour = (copy + 1) % copies * ranks + owner
         messages[copy * ranks + owner, neighbour] += 2 * (copies - 1) * whole // copies // ranks
-    rate = Interconnect(gpus, machines, PEER, NETWORK).reduce_rate(ranks, copies)
+    rate = Interconnect(gpus, machines, PEER, NETWORK).reduce_rate(ranks, copies, itemsize)
     seconds = slowest(messages, gpus)
     mixed = (
         copies > 1 and machines > 1 and ranks < gpus
     )  # neighbours of the second ring are in both places: counted as the slower
-    expected = received(messages, 0) / rate
+    direct = whole * (ranks - 1) // ranks + 2 * (copies - 1) * whole // copies // ranks
+    expected = direct / rate
     assert expected >= seconds * (1 - 1e-9) if mixed else expected == pytest.approx(seconds)
 
 

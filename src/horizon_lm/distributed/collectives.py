@@ -1,12 +1,13 @@
 """The collectives of a pass as moves: gathering a unit's ranges on the devices, and summing its gradients at their owners.
 
-Sums are computed in the order of the ranks and in float32, so that a step gives the same bits however the network is built.
+Sums are computed in the order of the ranks and in float32, so that a step gives the same bits however the network is built. Between
+machines they travel as one chain of partial sums, so that the bytes on a network do not grow with the devices of a machine.
 
 Shapes: buffers are 1-D, or rows (R, H) of a table.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,10 +29,12 @@ class Group:
         group: the process group.
         ranks: its ranks in the world, in order.
         rank: the rank of this process in the world.
+        of_machine: number of ranks of each machine, which follow each other; None if they are all on one, or each on another.
     """
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, of_machine: int | None = None) -> None:
         self._group, self._ranks, self._index = group, list(ranks), list(ranks).index(rank)
+        self._of_machine = of_machine or len(self._ranks)
         self._scratch: dict[str, torch.Tensor] = {}
 
     @property
@@ -61,8 +64,15 @@ class Group:
                 _gather_equal(buffer, buffer[self._own(cuts)], group=self._group)
             return
         own = buffer[self._own(cuts)]
-        parts = [buffer[start:stop] for start, stop in pairwise(cuts)]
-        self._exchange([own] * self.size, parts)
+        self._exchange(
+            {rank: [own] for rank in range(self.size)},
+            {rank: [buffer[start:stop]] for rank, (start, stop) in enumerate(pairwise(cuts))},
+        )
+
+    @property
+    def num_machines(self) -> int:
+        """The number of machines, if each has several of the ranks; 1 otherwise."""
+        return self.size // self._of_machine
 
     def sum(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
         """Replace this rank's range of a buffer by the sum of that range over all ranks. The other ranges are used up.
@@ -75,15 +85,62 @@ class Group:
         step = max(1, COLLECTIVE_BYTES // (max(1, _width(buffer)) * self.size))
         for offset in range(0, longest, step):
             spans = [(min(start + offset, stop), min(start + offset + step, stop)) for start, stop in pairwise(cuts)]
-            first, last = spans[self._index]
-            own = buffer[first:last]
-            received = list(self._take("received", own.dtype, (self.size, *own.shape), buffer.device))
-            self._exchange([buffer[start:stop] for start, stop in spans], received)
-            received[self._index] = own
-            total = self._take("total", torch.float32, own.shape, buffer.device)
-            for rank, part in enumerate(received):
-                total.copy_(part) if rank == 0 else total.add_(part)
-            own.copy_(total)
+            self._sum_spans(buffer, spans)
+        self._send_sums_home(buffer, cuts)
+
+    def _sum_spans(self, buffer: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
+        """Sum a span of each range, at the rank of the last machine that has the owner's place there.
+
+        On each machine, the rank with the owner's place receives the parts of its neighbours. It adds them, in their order, to the
+        sum of the machines before, and sends that on. On a single machine this rank is the owner.
+        """
+        machine, place = divmod(self._index, self._of_machine)
+        neighbours = range(machine * self._of_machine, (machine + 1) * self._of_machine)
+        # One range for each machine: those whose owners have this place.
+        own = [buffer[start:stop] for start, stop in spans[place :: self._of_machine]]
+        lengths = [len(part) for part in own]
+        shape = (sum(lengths), *buffer.shape[1:])
+        received = self._take("received", buffer.dtype, (self._of_machine, *shape), buffer.device)
+        sent = {
+            rank: [buffer[start:stop] for start, stop in spans[rank % self._of_machine :: self._of_machine]]
+            for rank in neighbours
+        }
+        self._exchange(sent, {rank: list(received[at].split(lengths)) for at, rank in enumerate(neighbours)})
+        torch.cat(own, out=received[place])
+        total = self._take("total", torch.float32, shape, buffer.device)
+        if machine:
+            self._exchange({}, {self._index - self._of_machine: [total]})
+        for at in range(self._of_machine):
+            total.copy_(received[at]) if at == machine == 0 else total.add_(received[at])
+        if machine < self.num_machines - 1:
+            self._exchange({self._index + self._of_machine: [total]}, {})
+            return
+        for part, found in zip(own, total.split(lengths), strict=True):
+            part.copy_(found)
+
+    def _send_sums_home(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
+        """Send sums from the last machine to their owners on the others."""
+        machine, place = divmod(self._index, self._of_machine)
+        last = self.size - self._of_machine + place
+        ranges = [buffer[start:stop] for start, stop in pairwise(cuts)]
+        if machine < self.num_machines - 1:
+            self._exchange({}, {last: [ranges[self._index]]})
+        elif self.num_machines > 1:
+            self._exchange({rank: [ranges[rank]] for rank in range(place, last, self._of_machine)}, {})
+
+    def received_by_sum(self, own: int, row: int, itemsize: int) -> int:
+        """Return the bytes that this rank receives for a sum.
+
+        Args:
+            own: elements, or rows, of each range.
+            row: elements of a row; 1 for elements.
+            itemsize: bytes of an element.
+        """
+        machine = self._index // self._of_machine
+        neighbours = (self._of_machine - 1) * self.num_machines * itemsize
+        partial = 4 * self.num_machines if machine else 0
+        home = itemsize if machine < self.num_machines - 1 else 0
+        return own * row * (neighbours + partial + home)
 
     def _own(self, cuts: Sequence[int]) -> slice:
         return slice(cuts[self._index], cuts[self._index + 1])
@@ -96,16 +153,17 @@ class Group:
             kept = self._scratch[use] = torch.empty(numel, dtype=dtype, device=device)
         return kept.view(torch.uint8)[: numel * dtype.itemsize].view(dtype).view(shape)
 
-    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        """Send a part to each other rank, and receive one from each. Empty parts are not sent."""
-        operations = []
-        for place, rank in enumerate(self._ranks):
-            if place == self._index:
-                continue
-            if sent[place].numel():
-                operations.append(dist.P2POp(dist.isend, sent[place], rank, self._group))
-            if received[place].numel():
-                operations.append(dist.P2POp(dist.irecv, received[place], rank, self._group))
+    def _exchange(
+        self, sent: Mapping[int, Sequence[torch.Tensor]], received: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
+        """Send parts to other ranks, and receive parts from them, both by their places in the group. Empty parts are not sent."""
+        operations = [
+            dist.P2POp(direction, part, self._ranks[place], self._group)
+            for direction, parts in ((dist.isend, sent), (dist.irecv, received))
+            for place, of_rank in parts.items()
+            for part in of_rank
+            if place != self._index and part.numel()
+        ]
         with noticing_lost_ranks():
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
@@ -155,9 +213,10 @@ class Reduce:
     def host_bytes(self) -> int:
         """The bytes that this rank receives, which cross no host link within a machine."""
         shard, replicate = self.groups.shard, self.groups.replicate
-        own = self.cuts[shard.index + 1] - self.cuts[shard.index]
-        parts = shard.size - 1 + (0 if replicate is None else 2 * (replicate.size - 1) / replicate.size)
-        return round(own * parts) * _width(self.buffer)
+        own, width = self.cuts[shard.index + 1] - self.cuts[shard.index], _width(self.buffer)
+        itemsize = self.buffer.element_size()
+        over_copies = 0 if replicate is None else round(2 * own * (replicate.size - 1) / replicate.size) * width
+        return shard.received_by_sum(own, width // itemsize, itemsize) + over_copies
 
     def run(self, link: Link) -> None:
         link.call(lambda: self.groups.sum(self.buffer, self.cuts))

@@ -49,17 +49,19 @@ class Mesh:
         self.replicas, self.progress, self.place = replicate, 0, "the start"
         self.shard = Shard(self.rank % shard, shard)
         # Every process must create all groups, also those that it is not in.
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        of_machine = local if shard > local and shard % local == 0 else None  # if a copy of the model spans machines
         copies = [list(range(first, first + shard)) for first in range(0, self.size, shard)]
         ranges = [list(range(first, self.size, shard)) for first in range(shard)] if replicate > 1 else []
         self.gather = self._group_of(copies)
-        self.reduce = ReduceGroups(self._group_of(copies), self._group_of(ranges) if ranges else None)
+        self.reduce = ReduceGroups(self._group_of(copies, of_machine), self._group_of(ranges) if ranges else None)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
 
-    def _group_of(self, partition: Iterable[Sequence[int]]) -> Group:
+    def _group_of(self, partition: Iterable[Sequence[int]], of_machine: int | None = None) -> Group:
         """Create a group for each part of a partition of the ranks, and return this rank's."""
         groups = [(ranks, dist.new_group(list(ranks), timeout=self._timeout)) for ranks in partition]
         ranks, group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
-        return Group(group, ranks, self.rank)
+        return Group(group, ranks, self.rank, of_machine)
 
     # Agreements between all ranks, in host memory. All ranks must reach each at the same place of the program.
 

@@ -42,19 +42,23 @@ class Interconnect:
         received = (ranks - 1) / ranks
         return self._rate(received, received if self.gpus > 1 else 0.0, received if ranks > self.gpus else 0.0)
 
-    def reduce_rate(self, ranks: int, copies: int) -> float:
-        """Return the bytes per second that a rank receives when gradients are summed.
+    def reduce_rate(self, ranks: int, copies: int, itemsize: int = 4) -> float:
+        """Return the bytes per second that a rank receives when gradients are summed, if each rank received its range from all others.
 
-        Each rank receives its range from every other rank, so a machine receives as many times more as it has devices: first within
-        a copy, then from the same ranks of the other copies.
+        Within a machine they do, and then receive it from the same ranks of the other copies. If a copy spans machines with several
+        devices, the devices of each machine add up all ranges, and pass them on in float32; a machine in the middle receives the most.
 
         Args:
             ranks: ranks that share a copy of the model.
             copies: number of copies.
+            itemsize: bytes of an element of the gradients.
         """
-        neighbours = min(ranks, self.gpus)
+        neighbours, spanned = min(ranks, self.gpus), max(1, ranks // self.gpus)
         over_copies = 2 * (copies - 1) / copies / ranks
         within, into_machine = (neighbours - 1) / ranks, self.gpus * (ranks - neighbours) / ranks
+        if spanned > 1 and self.gpus > 1:
+            within = (self.gpus - 1) / self.gpus
+            into_machine = 4 / itemsize + (1 / spanned if spanned > 2 else 0.0)  # partial sums, and what comes home
         if self.machines > 1:
             into_machine += self.gpus * over_copies
         else:

@@ -403,7 +403,7 @@ def rates(
     return replace(
         alone,
         gather=interconnect.gather_rate(ranks),
-        reduce=interconnect.reduce_rate(ranks, settings.num_replicas),
+        reduce=interconnect.reduce_rate(ranks, settings.num_replicas, settings.grad_bytes),
         through_host=interconnect.through_host,
     )
 
