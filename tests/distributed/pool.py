@@ -25,9 +25,13 @@ class Pool:
     """
 
     def __init__(self, size: int) -> None:
+        self._size = size
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._results: Any = context.Queue()
-        self._jobs: list[Any] = [context.Queue() for _ in range(size)]
+        self._jobs: list[Any] = [context.Queue() for _ in range(self._size)]
         self._processes = [
             context.Process(target=_work, args=(rank, jobs, self._results), daemon=True)
             for rank, jobs in enumerate(self._jobs)
@@ -54,7 +58,8 @@ class Pool:
         found |= {rank: ("it has not ended", None) for rank in range(world) if rank not in found}
         failed = {rank: text for rank, (text, _) in found.items() if text}
         if "it has not ended" in failed.values():
-            self.close()  # it cannot be used any more
+            self.close()  # it may never end
+            self._start()
         if failed:
             raise RuntimeError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
         return [found[rank][1] for rank in range(world)]
@@ -63,9 +68,10 @@ class Pool:
         for jobs in self._jobs:
             jobs.put(None)
         for process in self._processes:
-            process.join(20)
+            process.join(5)
             if process.is_alive():
                 process.kill()
+                process.join()
 
 
 def _work(rank: int, jobs: Any, results: Any) -> None:

@@ -433,7 +433,7 @@ def test_largest_models_of_several_gpus() -> None:
                 "2",
                 "--use_peft",
                 "true",
-                "--load_in_4bit",
+                "--use_dora",
                 "true",
             ),
             "is not supported with 2 processes",

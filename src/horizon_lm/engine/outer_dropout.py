@@ -11,18 +11,18 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.lockstep import meet
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def outer_dropouts(decoder: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the dropout modules of a decoder that are in none of its blocks."""
     inside = {id(module) for block in blocks for module in block.modules()}
-    return [module for module in decoder.modules() if isinstance(module, _DropoutNd) and id(module) not in inside]
+    return [module for module in decoder.modules() if isinstance(module, _DROPOUTS) and id(module) not in inside]
 
 
 class OuterDropout:
@@ -44,7 +44,7 @@ class OuterDropout:
             hidden: its input, with B rows in the first dimension.
         """
         running, dropout = self._engine.forward, module()
-        assert isinstance(dropout, _DropoutNd)
+        assert isinstance(dropout, _DROPOUTS)
         if running is None or not dropout.training or dropout.inplace or not running.randomness.has_streams:
             return own(hidden)
         dropped: torch.Tensor = meet(("dropout", id(dropout)), hidden, partial(self._forward_all, own))

@@ -171,7 +171,7 @@ class PartOfGrad(torch.Tensor):
     @staticmethod
     def of(grad: torch.Tensor) -> "PartOfGrad":
         """Return what stands for a gradient."""
-        return torch.Tensor._make_subclass(PartOfGrad, torch.empty_like(grad, device="meta"))
+        return torch.empty_like(grad, device="meta").as_subclass(PartOfGrad)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

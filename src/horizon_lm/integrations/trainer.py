@@ -74,7 +74,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
                 "a process trains on one device; start one process for each with torchrun, or show the trainer one of them, for "
                 "example with CUDA_VISIBLE_DEVICES=0"
             )
-        self._prepare_ranks()
+        self.prepare_ranks()
         return super()._wrap_model(model, *args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> Any:

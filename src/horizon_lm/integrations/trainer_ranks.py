@@ -20,7 +20,7 @@ def mesh_of(model: Any) -> Mesh | None:
 class TrainerRanks:
     """A mixin for subclasses of ``transformers.Trainer``."""
 
-    def _prepare_ranks(self) -> None:
+    def prepare_ranks(self) -> None:
         """Let accelerate take the model as it is, and scale losses before they are differentiated.
 
         Raises:
