@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 TIMEOUT = timedelta(seconds=60)
+IMPORTED_ONCE = ["horizon_lm.training.loop", "horizon_lm.integrations.trainer", "tests.distributed.training", "trl"]
 
 
 class Pool:
@@ -29,7 +30,8 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)
         self._results: Any = context.Queue()
         self._jobs: list[Any] = [context.Queue() for _ in range(self._size)]
         self._processes = [
