@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 import horizon_lm
+from horizon_lm.data import preprocess
 from horizon_lm.data.dealing import deal
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.errors import InterruptedRunError
@@ -87,6 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sft": {"per_device_train_batch_size": 2},
     "micro-batches": {"per_device_train_batch_size": 2, "device_micro_batch_size": 1},
     "three ranks": {"world": 3, "per_device_train_batch_size": 2},
+    "dropout": {"world": 3, "per_device_train_batch_size": 1, "device_micro_batch_size": 1, "attention_dropout": 0.2},
     "copies": {"world": 4, "per_device_train_batch_size": 1, "dp_replicate_size": 2},
     "packed": {"objective": "pretrain", "packing": True, "max_length": 32, "per_device_train_batch_size": 2},
     "best": {
@@ -115,11 +119,21 @@ def adapters_of_one_process(settings: dict[str, Any], folder: Path) -> str:
     return str(folder / "model")
 
 
+def with_dropout(model: Path, folder: Path, probability: float) -> str:
+    """Copy the folder of a model, with dropout. Return the new folder."""
+    shutil.copytree(model, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"attention_dropout": probability}))
+    return str(folder)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_losses_of_one_process(pool: Pool, base: dict[str, Any], tmp_path: Path, name: str) -> None:
     """The last step of each epoch has too few rows for some of the ranks."""
     settings = base | CASES[name]
     world = settings.pop("world", 2)
+    if dropout := settings.pop("attention_dropout", 0):
+        settings["model_name_or_path"] = with_dropout(Path(settings["model_name_or_path"]), tmp_path / "model", dropout)
     if settings["objective"] == "dpo":
         settings |= pairs(tmp_path)
     if settings["objective"] == "pretrain":
@@ -287,6 +301,33 @@ def test_other_rows_are_rejected(pool: Pool, base: dict[str, Any], tmp_path: Pat
     settings = {name: value for name, value in base.items() if not name.startswith(("test_", "eval_"))}
     for error in pool.run(2, with_own_settings, settings, own):
         assert "training data: rank 1 has read other rows than rank 0 (6 and 5)" in error
+
+
+def num_tokenized(rank: int, machine: str, settings: dict[str, Any]) -> int:
+    """Return how many rows a rank has tokenized itself. All of them are on one machine."""
+    rows = 0
+    own = preprocess._tokenize_rows
+
+    def counted(batch: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:
+        nonlocal rows
+        time.sleep(1)  # longer than the other rank takes to come here
+        rows += len(next(iter(batch.values())))
+        return own(batch, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preprocess, "_tokenize_rows", counted)
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", machine)
+        run_as_rank(rank, 2, settings)
+    return rows
+
+
+def test_rows_are_tokenized_once_on_each_machine(pool: Pool, base: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{tmp_path.name} {n}? ", "completion": "The keeper counts the stars."} for n in range(8)]
+    settings = {name: value for name, value in base.items() if not name.startswith(("test_", "eval_", "sample_"))} | {
+        "datasets": [{"path": str(tiny.write_jsonl(tmp_path / "rows.jsonl", rows))}],
+        "max_steps": 1, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    assert pool.run(2, num_tokenized, str(tmp_path / "cache"), settings) == [8, 0]
 
 
 @pytest.mark.slow

@@ -61,10 +61,13 @@ class Batch:
         return {name: tensor for name, tensor in arguments.items() if tensor is not None}
 
 
-def collate(rows: Sequence[Row], indices: Sequence[int] = ()) -> Batch:
-    """Build the batch of some rows with their indices. The attention mask marks padding; no token id does."""
+def collate(rows: Sequence[Row], indices: Sequence[int] = (), length: int = 0) -> Batch:
+    """Build the batch of some rows with their indices. The attention mask marks padding; no token id does.
+
+    The batch is as long as its longest sequence, and at least ``length`` tokens.
+    """
     sequences = [row.sequences[index] for index in range(len(rows[0].sequences)) for row in rows]
-    shape = (len(sequences), max(len(each.ids) for each in sequences))
+    shape = (len(sequences), max(length, _longest(rows)))
     # The token id of padding has no effect, since attention and loss skip padding. Zero is in every vocabulary.
     input_ids = torch.zeros(shape, dtype=torch.int64)
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
@@ -88,6 +91,10 @@ def collate(rows: Sequence[Row], indices: Sequence[int] = ()) -> Batch:
         rows=tuple(indices),
         places=tuple(row.place for row in rows),
     )
+
+
+def _longest(rows: Sequence[Row]) -> int:
+    return max(len(each.ids) for row in rows for each in row.sequences)
 
 
 def _mask(sequences: Sequence[Tokens], shape: tuple[int, int]) -> torch.Tensor:
@@ -183,11 +190,16 @@ class Loader:
         sampler: chooses the rows of each step.
         rank, num_ranks: the rank that gets its part of each step, and the number of ranks.
         unit: rows of a micro-batch, which is not cut between ranks.
+
+    Attributes:
+        pads_to_step: whether the batches of all ranks are padded to the longest row of the step, because dropout depends on the
+            length.
     """
 
     def __init__(self, rows: TokenTable, sampler: Sampler, rank: int = 0, num_ranks: int = 1, unit: int = 1) -> None:
         self.rows, self.sampler = rows, sampler
         self._rank, self._num_ranks, self._unit = rank, num_ranks, unit
+        self.pads_to_step = False
 
     def batch(self, step: int) -> Batch:
         """Return this rank's batch of step ``step``, counted from 0."""
@@ -198,7 +210,8 @@ class Loader:
         if not own:
             return stand_in(self.rows[indices[0]], indices[0])
         chosen = indices[own.start : own.stop]
-        batch = collate([self.rows[index] for index in chosen], chosen)
+        length = _longest([self.rows[index] for index in indices]) if self.pads_to_step else 0
+        batch = collate([self.rows[index] for index in chosen], chosen, length)
         return replace(batch, share=len(chosen) / len(indices))
 
 

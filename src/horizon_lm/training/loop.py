@@ -56,6 +56,7 @@ from horizon_lm.training.setup import (
     check_gradients,
     check_weights,
     choose_device,
+    has_dropout,
     load_model,
     load_tokenizer,
     make_objectives,
@@ -234,6 +235,7 @@ def _train(
         reporter.print(f"run folder: {run_dir.path}")
         model = load_model(config, point is None, ranks.mesh)
         reserve_buffers(model, plan)
+        data.loader.pads_to_step = has_dropout(model)
         if point is not None:
             reporter.print(*require_same_model(point, model_settings(model), config))
         optimizer, scheduler = build_optimizer(model, config, num_steps)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
 from horizon_lm.data.loader import Batch
@@ -141,6 +142,14 @@ def load_model(config: RunConfig, reads_weights: bool = True, mesh: Any = None) 
     freeze(model, config.trainable)
     # Evaluation mode makes a model train without dropout and changes nothing else.
     return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
+
+
+def has_dropout(model: Any) -> bool:
+    """Return whether a model in its present mode drops values: in a module, or as its config says."""
+    settings = model.config.get_text_config().to_dict()
+    in_config = [value for name, value in settings.items() if name.endswith(("dropout", "pdrop"))]
+    in_modules = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    return model.training and any(isinstance(each, float) and each > 0 for each in in_config + in_modules)
 
 
 def reserve_buffers(model: Any, plan: Plan) -> None:
