@@ -24,7 +24,7 @@ from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.schedule.simulate import step_seconds, without
 from horizon_lm.shards import Shard
 
-DATE = "2026-11-24"
+DATE = "2026-11-25"
 LENGTH = 4096
 K = 1024
 EXACT, SMALLEST = "fp32_master", "bf16, 8-bit moments, in backward"
