@@ -110,6 +110,8 @@ CASES: dict[str, dict[str, Any]] = {
     "made adapters": {"adapter_name_or_path": "made", "use_peft": True, "per_device_train_batch_size": 2},
 }
 
+LONG = ("micro-batches", "three ranks", "dpo of adapters", "made adapters")  # much of them is in other cases
+
 
 def adapters_of_one_process(settings: dict[str, Any], folder: Path) -> str:
     """Train DoRA for a step in one process, and return the folder of these adapters."""
@@ -127,7 +129,9 @@ def with_dropout(model: Path, folder: Path, probability: float) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in CASES]
+)
 def test_losses_of_one_process(pool: Pool, base: dict[str, Any], tmp_path: Path, name: str) -> None:
     """The last step of each epoch has too few rows for some of the ranks."""
     settings = base | CASES[name]
@@ -362,6 +366,7 @@ def test_a_machine_that_cannot_start_ends_the_other(
     assert errors[1].count("error: ") == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_all_processes_is_printed_once(base: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(base | {"output_dir": str(tmp_path / "run")}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "horizon_lm"]

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 import horizon_lm
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.block_template import structure_key
 from horizon_lm.planning.memory import slab_elements
 from tests import families
 from tests.seams.compare import difference
@@ -197,6 +198,17 @@ def test_blocks_below_the_first_adapter_are_computed_once() -> None:
     ]
     assert loads == [1, 1, 2, 2]
     assert engine.counts["block_forward_rows"] == 3 * 6
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["lora", "dora", "experts"])
+def test_adapted_blocks_are_planned_once(kind: str) -> None:
+    """PEFT's layers know their own names, which make no difference; two ranks of adapters do."""
+    family = "mixtral" if kind == "experts" else "llama"
+    blocks = horizon_lm.stream(adapted(family, kind), precision="float32")._horizon.blocks.blocks
+    assert len({structure_key(block.module) for block in blocks}) == 1
+    mixed = horizon_lm.stream(adapted("llama", "mixed"), precision="float32")._horizon.blocks.blocks
+    assert len({structure_key(block.module) for block in mixed}) > 1
 
 
 def test_a_frozen_base_stays_frozen() -> None:

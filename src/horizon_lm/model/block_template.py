@@ -304,6 +304,9 @@ def comparable(value: Any) -> Any:
     return id(value)
 
 
+_OF_PLACE = ("layer_idx", "kwargs")  # number of a block; arguments of an adapted layer of PEFT, with its full name
+
+
 def structure_key(block: nn.Module) -> tuple[Any, ...]:
     """Return a key that is equal for blocks with the same memory and time, so that only one of them is measured."""
     key: list[Any] = []
@@ -311,7 +314,7 @@ def structure_key(block: nn.Module) -> tuple[Any, ...]:
         plain = {
             name: comparable(value)
             for name, value in module.__dict__.items()
-            if name not in _INTERNAL and name != "layer_idx" and _is_plain(value)
+            if name not in _INTERNAL and name not in _OF_PLACE and _is_plain(value)
         }
         params = tuple((n, tuple(p.shape), p.dtype) for n, p in module._parameters.items() if p is not None)
         buffers = tuple((n, tuple(b.shape), b.dtype) for n, b in module._buffers.items() if b is not None)
