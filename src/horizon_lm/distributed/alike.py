@@ -1,11 +1,11 @@
 """Start all ranks with the same weights, as DistributedDataParallel does: those of the first rank."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from horizon_lm.distributed.lost import noticing_lost_ranks
 from horizon_lm.distributed.mesh import Mesh
@@ -25,7 +25,7 @@ def copy_from_first(mesh: Mesh | None, weights: Mapping[str, torch.Tensor]) -> l
     """
     if mesh is None:
         return []
-    names = xxhash.xxh3_128_hexdigest("\n".join(weights).encode())
+    names = hashlib.sha256("\n".join(weights).encode()).hexdigest()
     mesh.require_same("the start of a model", f"{len(weights)} weights, {names}")
     everyone = mesh.exchange("the hashes of the weights", {name: _hash(weight) for name, weight in weights.items()})
     differing = [name for name in weights if len({each[name] for each in everyone}) > 1]
@@ -39,7 +39,7 @@ def copy_from_first(mesh: Mesh | None, weights: Mapping[str, torch.Tensor]) -> l
 
 def _hash(weight: torch.Tensor) -> str:
     raw = weight.detach().contiguous().view(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(raw.numpy().data) if raw.numel() else ""
+    return hashlib.sha256(raw.numpy().data).hexdigest() if raw.numel() else ""
 
 
 @contextmanager

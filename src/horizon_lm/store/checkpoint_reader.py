@@ -1,5 +1,6 @@
 """Read the headers and tensors of a folder of safetensors files."""
 
+import hashlib
 import json
 import math
 import os
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 
 from horizon_lm.errors import ConfigError, first_line
@@ -102,7 +102,7 @@ class Checkpoint:
 
     def sample_hash(self) -> str:
         """Return a hash of the files' names, sizes and headers, and of some of their bytes."""
-        digest = xxhash.xxh3_128()
+        digest = hashlib.sha256()
         for file_name in sorted(self._by_file(self._file_of)):
             path = self._path(file_name)
             num_bytes = path.stat().st_size
