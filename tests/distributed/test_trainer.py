@@ -20,6 +20,7 @@ from horizon_lm.errors import ConfigError, StreamingError
 from tests.distributed.pool import Pool
 from tests.e2e import tiny
 from tests.seams.compare import difference
+from tests.thinning import thinned
 from tests.trainer import rows
 from tests.trainer.test_held_batches import history
 from tests.trainer.test_trainers import TRAINERS, make
@@ -89,7 +90,7 @@ def compare(pool: Pool, tmp_path: Path, name: str, settings: dict[str, Any]) -> 
         assert torch.allclose(streamed[key], value, atol=2e-4), key
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, every=2))
 def test_equal_to_distributed_data_parallel(pool: Pool, tmp_path: Path, name: str) -> None:
     compare(pool, tmp_path, name, CASES[name])
 
@@ -101,7 +102,7 @@ LORA = LoraConfig(r=4, target_modules="all-linear")
     ("name", "settings"),
     [
         ("sft assistant only", {"adapters": True}),
-        ("sft assistant only", {"peft_config": LORA}),
+        pytest.param("sft assistant only", {"peft_config": LORA}, marks=pytest.mark.slow),
         ("dpo with a reference", {"peft_config": LORA}),
     ],
 )

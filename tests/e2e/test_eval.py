@@ -81,7 +81,9 @@ def test_results_equal_the_plain_model(folder: Path, model: Path, tmp_path: Path
         (["--tasks", "{folder}/rowless.yaml"], "rowless.yaml cannot be loaded"),
         (["--tasks", " , "], "name a task of lm-eval or a YAML file"),
         (["--tasks", "{folder}/choices.yaml", "--num-fewshot", "50", "--device", "cpu"], "lm-eval rejects"),
-        (["--tasks", "no_such_task_of_lm_eval"], "no_such_task_of_lm_eval cannot be loaded"),
+        pytest.param(
+            ["--tasks", "no_such_task_of_lm_eval"], "no_such_task_of_lm_eval cannot be loaded", marks=pytest.mark.slow
+        ),
         (["--tasks", "{folder}/choices.yaml", "--output", "{folder}/nowhere/results.json"], "no such folder"),
     ],
 )

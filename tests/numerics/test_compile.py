@@ -38,7 +38,11 @@ CHUNKED = {"attn_implementation": "varlen", "mlp_chunk_tokens": 21}
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("llama", {}), pytest.param("gemma2", {}, marks=pytest.mark.slow), ("llama", CHUNKED)],
+    [
+        ("llama", {}),
+        pytest.param("gemma2", {}, marks=pytest.mark.slow),
+        pytest.param("llama", CHUNKED, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_equal_to_eager_and_compiled_once(family: str, settings: dict[str, Any]) -> None:
@@ -116,7 +120,7 @@ def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.Monk
     "settings",
     [
         pytest.param({"device_micro_batch_size": 2}, marks=pytest.mark.slow),
-        {"resident_blocks": 2, "resident_graphs": 1},
+        pytest.param({"resident_blocks": 2, "resident_graphs": 1}, marks=pytest.mark.slow),
         {"attn_implementation": "varlen", "device_micro_batch_size": 2},
     ],
 )

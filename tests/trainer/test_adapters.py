@@ -19,6 +19,7 @@ from tests.e2e import tiny
 from tests.numerics.test_lockstep import losses_together
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
+from tests.thinning import thinned
 from tests.trainer import rows
 from tests.trainer.test_held_batches import Loads, history
 from tests.trainer.test_trainer_checkpoints import StopAt, masters
@@ -97,7 +98,7 @@ CASES = [(kind, source) for kind in TRAINERS for source in ("model", "peft_confi
 CASES += [(kind, f"{source}, reference in each step") for kind in ("dpo", "kto") for source in ("model", "peft_config")]
 
 
-@pytest.mark.parametrize(("kind", "source"), CASES)
+@pytest.mark.parametrize(("kind", "source"), thinned(CASES, every=3, keep=[("sft", "model"), ("dpo", "peft_config")]))
 def test_equal_to_plain_peft(tmp_path: Path, kind: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is the base, or the adapters that training began with, as TRL takes it."""
     cls, _, _, most_loads, of_reference = TRAINERS[kind]
