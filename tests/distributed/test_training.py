@@ -100,7 +100,9 @@ LONG: dict[str, Training] = {
     # The auxiliary loss of a router is that of each batch, so it depends on how rows are put into batches.
     "MoE": Training(family="qwen3_moe", overrides={"router_aux_loss_coef": 0.0}),
     "in backward": Training(optimizer={"update_in_backward": True}),
-    "8-bit moments": Training(shard=4, optimizer={"moments": "8bit"}),
+    # At 1e-3, one process that computes the rows in four parts differs from itself by 1.6e-5, as four ranks do: rounding changes
+    # a few codes.
+    "8-bit moments": Training(shard=4, optimizer={"moments": "8bit", "lr": 3e-4}),
     "bf16 moments": Training(replicate=2, optimizer={"moments": "bfloat16"}),
     "adapters": Training(shard=4, adapters="lora"),
     "dropout": Training(shard=4, family="gpt2", settings={"device_micro_batch_size": 1}),
