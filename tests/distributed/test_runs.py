@@ -63,6 +63,8 @@ def assert_same(ranks: Path, one: Path, tolerance: float = 1e-5) -> None:
             "grad_norm",
             "eval_loss",
             "rewards/margins",
+            "mean_token_accuracy",
+            "entropy",
             "rows_seen",
             "tokens_trained",
             "tokens_total",

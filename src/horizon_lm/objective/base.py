@@ -27,11 +27,15 @@ class TokenSums:
     sums: torch.Tensor
     counts: torch.Tensor
 
-    def means(self, num_rows: int) -> list[float]:
-        """Return the mean over the targets of each micro-batch of some rows; 0 without targets, as in TRL."""
+    def of_micro_batches(self, num_rows: int) -> list[tuple[float, int]]:
+        """Return the sum and the number of targets of each micro-batch of some rows."""
         sums = self.sums.double().cpu().split(num_rows)
         counts = self.counts.split(num_rows)
-        return [float(s.sum()) / max(1, int(n.sum())) for s, n in zip(sums, counts, strict=True)]
+        return [(float(s.sum()), int(n.sum())) for s, n in zip(sums, counts, strict=True)]
+
+    def means(self, num_rows: int) -> list[float]:
+        """Return the mean over the targets of each micro-batch of some rows; 0 without targets, as in TRL."""
+        return [total / max(1, count) for total, count in self.of_micro_batches(num_rows)]
 
 
 @dataclass(frozen=True, slots=True)

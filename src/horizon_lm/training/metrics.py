@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,14 +33,14 @@ class StepResult:
         value: the loss.
         weight: number of targets or pairs.
         metrics: sums over targets or pairs, by name.
-        token_means: means of the micro-batches, by name.
+        token_sums: sum and number of targets of each micro-batch, by name.
         num_rows, num_trained, num_tokens: rows, targets and tokens.
     """
 
     value: float
     weight: float
     metrics: Mapping[str, float]
-    token_means: Mapping[str, list[float]]
+    token_sums: Mapping[str, Sequence[tuple[float, int]]]
     num_rows: int
     num_trained: int
     num_tokens: int
@@ -57,10 +57,8 @@ class StepResult:
         """
         if not batch.places:  # a stand-in for the rows that this rank did not get
             return cls(value, 0.0, dict.fromkeys(loss.metrics, 0.0), {name: [] for name in loss.token_metrics}, 0, 0, 0)
-        means = {name: sums.means(micro_batch_rows) for name, sums in loss.token_metrics.items()}
-        return cls(
-            value, loss.weight, dict(loss.metrics), means, len(batch.places), batch.num_trained, batch.num_tokens
-        )
+        sums = {name: each.of_micro_batches(micro_batch_rows) for name, each in loss.token_metrics.items()}
+        return cls(value, loss.weight, dict(loss.metrics), sums, len(batch.places), batch.num_trained, batch.num_tokens)
 
 
 class Metrics:
@@ -122,8 +120,8 @@ class Metrics:
             self._weight += result.weight
             for name, each in result.metrics.items():
                 self._sums[name] = self._sums.get(name, 0.0) + each
-            for name, means in result.token_means.items():
-                self._token_means.setdefault(name, []).extend(means)
+            for name, sums in result.token_sums.items():
+                self._token_means.setdefault(name, []).extend(total / max(1, count) for total, count in sums)
         self._window_steps += 1
         self._rows += result.num_rows
         self._window_trained += result.num_trained

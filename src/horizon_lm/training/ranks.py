@@ -4,10 +4,11 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -190,17 +191,23 @@ class Ranks:
         """Return the result of a step on all ranks."""
         if self.mesh is None:
             return own
-        fields = (own.value, own.weight, own.metrics, own.token_means, own.num_rows, own.num_trained, own.num_tokens)
+        fields = (own.value, own.weight, own.metrics, own.token_sums, own.num_rows, own.num_trained, own.num_tokens)
         everyone = [StepResult(*each) for each in self.mesh.exchange("the result of a step", fields)]
         return StepResult(
             sum(each.value for each in everyone),
             sum(each.weight for each in everyone),
             {name: sum(each.metrics[name] for each in everyone) for name in own.metrics},
-            {name: [mean for each in everyone for mean in each.token_means[name]] for name in own.token_means},
+            {name: _added([each.token_sums[name] for each in everyone]) for name in own.token_sums},
             sum(each.num_rows for each in everyone),
             sum(each.num_trained for each in everyone),
             sum(each.num_tokens for each in everyone),
         )
+
+
+def _added(ranks: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, int]]:
+    """Add up the sums and numbers of targets of the micro-batches that the ranks compute at the same time, as in TRL."""
+    together = zip_longest(*ranks, fillvalue=(0.0, 0))
+    return [(sum(total for total, _ in each), sum(count for _, count in each)) for each in together]
 
 
 def _join(config: RunConfig, world: int) -> Mesh:
