@@ -336,17 +336,41 @@ def test_rows_are_tokenized_once_on_each_machine(pool: Pool, base: dict[str, Any
     assert pool.run(2, num_tokenized, str(tmp_path / "cache"), settings) == [8, 0]
 
 
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_process_that_cannot_start_ends_the_other(base: dict[str, Any], tmp_path: Path, failing: int) -> None:
+    """Something else than torchrun has started them, so the first process keeps the store through which they meet."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(base | {"output_dir": str(tmp_path / "run")}))
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "horizon_lm", "train", "missing.yaml" if rank == failing else "run.yaml"], cwd=tmp_path,
+            stderr=subprocess.PIPE, text=True, env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert "error: missing.yaml: No such file" in errors[failing]
+    assert f"error: rank {failing} has failed: missing.yaml: No such file" in errors[1 - failing]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("keeps_store", [0, 1])
+@pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
-    ("second", "message"),
-    [
-        ("missing.yaml", "rank 1 has failed: missing.yaml"),
-        ("run.yaml --dp_shards_size 2", "rank 1 has failed: --dp_shards_size is not a setting"),
-    ],
+    ("wrong", "message"),
+    [("missing.yaml", "missing.yaml"), ("run.yaml --dp_shards_size 2", "--dp_shards_size is not a setting")],
 )
 def test_a_machine_that_cannot_start_ends_the_other(
-    base: dict[str, Any], tmp_path: Path, second: str, message: str
+    base: dict[str, Any], tmp_path: Path, wrong: str, message: str, failing: int, keeps_store: int
 ) -> None:
+    """torchrun numbers the machines in an order of its own, whichever keeps its store."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(base | {"output_dir": str(tmp_path / "run"), "dp_shard_size": 2}))
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
     with socket.socket() as free:
@@ -354,18 +378,22 @@ def test_a_machine_that_cannot_start_ends_the_other(
         command.append(f"--rdzv-endpoint=localhost:{free.getsockname()[1]}")
     agents = [
         subprocess.Popen(
-            [*command, "-m", "horizon_lm", "train", *arguments.split()], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            [
+                *command, f"--rdzv-conf=is_host={'true' if number == keeps_store else 'false'}", "-m", "horizon_lm", "train",
+                *(wrong if number == failing else "run.yaml").split(),
+            ],
+            cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        for arguments in ("run.yaml", second)
+        for number in range(2)
     ]  # fmt: skip
     try:
         errors = [agent.communicate(timeout=60)[1] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
-    assert message in errors[0]
-    assert errors[1].count("error: ") == 1
+    assert f"error: {message}" in errors[failing]
+    assert errors[failing].count("error: ") == 1
+    assert f" has failed: {message}" in errors[1 - failing]
 
 
 @pytest.mark.slow

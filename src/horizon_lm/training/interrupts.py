@@ -71,10 +71,21 @@ class Interrupts:
         self._finishes_steps, self._kept = True, kept
         self.check("before the first step")
 
-    def check(self, when: str) -> None:
-        """Raise InterruptedRunError if a signal has arrived. ``when`` is the place in the run, for the message."""
+    def check(self, when: str, kept: str | None = None) -> None:
+        """Raise InterruptedRunError if a signal has arrived.
+
+        Args:
+            when: the place in the run, for the message.
+            kept: what the run leaves; None for what this process knows.
+        """
         if self.requested:
-            raise InterruptedRunError(f"interrupted {when} by {self.requested}. {self._kept()}")
+            raise InterruptedRunError(
+                f"interrupted {when} by {self.requested}. {self.kept() if kept is None else kept}"
+            )
+
+    def kept(self) -> str:
+        """Return a sentence about what the run leaves."""
+        return self._kept()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked child: the signal does what it does without us

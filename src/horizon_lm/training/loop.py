@@ -416,7 +416,8 @@ class _Loop:
             if self.config.save_on_signal and step > 0 and not self.run_dir.is_exported:
                 self.save_before_deadline(step)
             self.log(step)
-            self.interrupts.check(f"after step {step} of {self.intervals.num_steps}")
+            kept = self.ranks.of_first("what the run leaves", self.interrupts.kept())
+            self.interrupts.check(f"after step {step} of {self.intervals.num_steps}", kept)
 
     def save_before_deadline(self, step: int) -> None:
         """Write a checkpoint after a signal, unless it would take longer than ``save_on_signal_seconds``."""

@@ -20,7 +20,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.monitor import Monitor
-from horizon_lm.distributed.rendezvous import init_process_group, wait_for_others
+from horizon_lm.distributed.rendezvous import init_process_group, is_first_of_machine, wait_for_others
 from horizon_lm.errors import ConfigError, HorizonError, InterruptedRunError, RankLostError, first_line
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.training.callbacks import Control
@@ -56,15 +56,15 @@ class Ranks:
         if world == 1 or "RANK" not in os.environ:
             return cls()
         owns_group = not dist.is_initialized()
-        if owns_group:
-            wait_for_others()
-            if config.device.startswith("cuda"):
-                torch.cuda.set_device(config.device)
-            init_process_group("cpu:gloo,cuda:nccl" if config.device.startswith("cuda") else "gloo")
         try:
+            if owns_group:
+                wait_for_others()
+                if config.device.startswith("cuda"):
+                    torch.cuda.set_device(config.device)
+                init_process_group("cpu:gloo,cuda:nccl" if config.device.startswith("cuda") else "gloo")
             mesh = _join(config, world)
         except HorizonError as error:  # all of them raise it
-            error.is_reported = os.environ["RANK"] != "0"
+            error.is_reported = not is_first_of_machine()
             raise
         ranks = cls(mesh)
         ranks._owns_group, ranks._monitor = owns_group, Monitor(mesh, config.rank_timeout)
@@ -82,7 +82,7 @@ class Ranks:
             failure = "" if error is None or lost else f"{type(error).__name__}: {first_line(error)}"
             is_reported = self._monitor.stop(failure)
             if isinstance(error, HorizonError):
-                error.is_reported = is_reported
+                error.is_reported = is_reported and not is_first_of_machine()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._owns_group and dist.is_initialized() and error is None:
@@ -131,7 +131,7 @@ class Ranks:
     @contextmanager
     def first_of_each_machine_first(self) -> Iterator[None]:
         """Context manager: run this on the first rank of each machine, then on the others, which find its files."""
-        is_late = self.mesh is not None and os.environ.get("LOCAL_RANK", "0") != "0"
+        is_late = self.mesh is not None and not is_first_of_machine()
         if is_late:
             self.meet("the files of the first rank of this machine")
         yield
