@@ -301,7 +301,8 @@ class Engine:
         """
         if self.mesh is None:
             return 0, None
-        self.mesh.require_same("the start of a pass", schedule.digest)
+        gradients = "with gradients" if schedule.keeps else "without gradients"
+        self.mesh.require_same("the start of a pass", f"{schedule.digest} {gradients}")
         counts = self.mesh.exchange("its micro-batches", num_micro_batches)
         return sum(counts[: self.mesh.rank]), sum(counts)
 

@@ -264,9 +264,8 @@ def mesh_shape(config: RunConfig, world: int, local: int) -> tuple[int, int]:
         if len(given) == 2:
             raise ConfigError(f"{' x '.join(given)} is not the number of processes, {world}; change one of them")
         problem = given[0] if given else f"the number of processes of a machine, {local},"
-        raise ConfigError(
-            f"{problem} does not divide the number of all processes, {world}; set a dp_shard_size that does"
-        )
+        name = "dp_replicate_size" if config.dp_replicate_size else "dp_shard_size"
+        raise ConfigError(f"{problem} does not divide the number of all processes, {world}; set a {name} that does")
     return replicate, shard
 
 

@@ -176,7 +176,10 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
         if rows != _rows_per_step(now) * num_ranks:
             warnings.append(f"resume: {num_ranks} processes instead of {ranks_before}; a step keeps its {rows} rows")
             # So that memory is planned for the rows that this rank gets.
-            update["gradient_accumulation_steps"] = math.ceil(rows / num_ranks / config.per_device_train_batch_size)
+            own = math.ceil(rows / num_ranks)
+            accumulation = math.ceil(own / config.per_device_train_batch_size)
+            update["gradient_accumulation_steps"] = accumulation
+            update["per_device_train_batch_size"] = math.ceil(own / accumulation)
         return config.model_copy(update=update), warnings
 
 
