@@ -23,7 +23,7 @@ class TrainingSettings(Settings):
     per_device_train_batch_size: PositiveInt = Field(
         8,
         le=MAX_ROWS_PER_STEP,
-        description="Rows per optimizer step, before gradient_accumulation_steps multiplies them.",
+        description="Rows of each process per optimizer step, before gradient_accumulation_steps multiplies them.",
     )
     gradient_accumulation_steps: PositiveInt = Field(
         1,
