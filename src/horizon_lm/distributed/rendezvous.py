@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any
 
 import torch.distributed as dist
 
@@ -21,13 +20,11 @@ _ATTEMPT_SECONDS = 5.0
 _LINGER_SECONDS = 60.0  # for the others to start, and to see that this process has failed; the store may end with it
 _SAME_ERROR_SECONDS = 3.0  # for the first rank to fail in the same way
 _POLL_SECONDS = 0.1
+_LAST_SECONDS = 0.5  # before a process ends, and perhaps the store with it: others look once in a while
 
 
 def init_process_group(backend: str) -> None:
     """Initialise torch.distributed from the environment.
-
-    torchrun keeps one store for all restarts (pytorch issue 135712), in which the addresses of dead processes would be found. So the
-    first rank opens a new store, and only its port is exchanged through torchrun's.
 
     Args:
         backend: backends by device, as in torch.distributed.
@@ -35,13 +32,12 @@ def init_process_group(backend: str) -> None:
     Raises:
         DistError: not all processes have joined in time.
     """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    common = _common_store()
-    if common is None:
+    store = _store()
+    if store is None:
         dist.init_process_group(backend)
         return
-    store = _own_store(common, rank, world) if _is_kept_by_torchrun() else dist.PrefixStore("horizon_lm/group", common)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world)
 
 
 @contextmanager
@@ -55,7 +51,7 @@ def failing_together() -> Iterator[None]:
         yield
     except HorizonError as error:
         with suppress(dist.DistError):  # a store that is gone
-            if store := _common_store():
+            if store := _store():
                 if is_first_of_machine():  # at once, because torchrun may end this process as soon as others know
                     with suppress(OSError, ValueError):
                         print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
@@ -76,7 +72,7 @@ def wait_for_others() -> None:
         ConfigError: one of them has failed before, cannot be reached, or has not started in time.
     """
     try:
-        if store := _common_store():
+        if store := _store():
             _wait(store)
     except dist.DistError as error:
         raise ConfigError(
@@ -87,13 +83,12 @@ def wait_for_others() -> None:
 
 def _wait(store: dist.TCPStore) -> None:
     world, limit = int(os.environ["WORLD_SIZE"]), time.monotonic() + _SECONDS
-    store.add(_key("joining"), 1)
+    store.add("joining", 1)
     while True:
-        started = store.add(
-            _key("joining"), 0
-        )  # looked at first: a process that fails announces that before it is counted
-        if store.check([_key("failed")]):
-            rank, _, text = store.get(_key("failed")).decode().partition(" ")
+        started = store.add("joining", 0)  # looked at first: a process that fails announces that before it is counted
+        if store.check(["failed"]):
+            rank, _, text = store.get("failed").decode().partition(" ")
+            time.sleep(_LAST_SECONDS if os.environ["RANK"] == "0" else 0)
             raise ConfigError(f"rank {rank} has failed: {text}")
         if started >= world:
             return
@@ -105,39 +100,52 @@ def _wait(store: dist.TCPStore) -> None:
 def _announce(store: dist.TCPStore, text: str) -> bool:
     """Announce that this process has failed, and wait for the others to see it. Return whether the first one reports the same."""
     rank, begun = os.environ["RANK"], time.monotonic()
-    store.set(_key(f"failed/{rank}"), text)
-    store.compare_set(_key("failed"), "", f"{rank} {text}")
-    store.add(_key("joining"), 1)
-    while time.monotonic() < begun + _LINGER_SECONDS and store.add(_key("joining"), 0) < int(os.environ["WORLD_SIZE"]):
+    store.set(f"failed/{rank}", text)
+    store.compare_set("failed", "", f"{rank} {text}")
+    store.add("joining", 1)
+    while time.monotonic() < begun + _LINGER_SECONDS and store.add("joining", 0) < int(os.environ["WORLD_SIZE"]):
         time.sleep(_POLL_SECONDS)
     limit = time.monotonic() + _SAME_ERROR_SECONDS
     while rank != "0" and time.monotonic() < limit:
-        if store.check([_key("failed/0")]):
-            return store.get(_key("failed/0")).decode() == text
+        if store.check(["failed/0"]):
+            return store.get("failed/0").decode() == text
         time.sleep(_POLL_SECONDS)
-    time.sleep(5 * _POLL_SECONDS)  # others look once in a while
+    time.sleep(_LAST_SECONDS)
     return False
 
 
-def _key(name: str) -> str:
-    return f"horizon_lm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
-
-
-def _is_kept_by_torchrun() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _common_store() -> dist.TCPStore | None:
-    """Return the store of torchrun, or one that the first process keeps. Return None for a single process."""
+def _store() -> dist.TCPStore | None:
+    """Return the store of this start of the processes, which the first one keeps. Return None for a single process."""
     if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() or os.environ.get("WORLD_SIZE", "1") == "1":
         return None
-    is_ours = not _is_kept_by_torchrun()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return _connect(address, port, is_ours and os.environ["RANK"] == "0", _SECONDS if is_ours else _CONNECT_SECONDS)
+    address, port, is_first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _new_store(address, port, is_first)
+    return _open(address, port, is_first, _SECONDS)
 
 
 @cache
-def _connect(address: str, port: int, is_server: bool, seconds: float) -> dist.TCPStore:
+def _new_store(address: str, port: int, is_first: bool) -> dist.TCPStore:
+    """Return a new store, whose port is exchanged through that of torchrun.
+
+    torchrun keeps one store for all restarts (pytorch issue 135712), in which the addresses of dead processes would be found.
+    """
+    common, limit = _open(address, port, False, _CONNECT_SECONDS), time.monotonic() + _SECONDS
+    if is_first:
+        store = _open(address, 0, True, _SECONDS)
+        common.set(_PORT, str(store.port))
+        return store
+    while True:
+        try:
+            return _open(address, int(common.get(_PORT)), False, _ATTEMPT_SECONDS)
+        except dist.DistError:  # the port of a process that has ended
+            if time.monotonic() > limit:
+                raise
+
+
+@cache
+def _open(address: str, port: int, is_server: bool, seconds: float) -> dist.TCPStore:
+    """Return a store, or connect to it within some seconds."""
     store = dist.TCPStore(
         address,
         port,
@@ -148,23 +156,3 @@ def _connect(address: str, port: int, is_server: bool, seconds: float) -> dist.T
     )
     store.set_timeout(timedelta(seconds=_SECONDS))
     return store
-
-
-def _own_store(common: dist.TCPStore, rank: int, world: int) -> dist.TCPStore:
-    """Return the store of this start of the processes. Its port is exchanged through the common one."""
-    host, limit = os.environ["MASTER_ADDR"], time.monotonic() + _SECONDS
-    options: dict[str, Any] = {"world_size": world, "wait_for_workers": False}
-    if rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=_SECONDS), **options)
-        common.set(_PORT, str(store.port))
-        return store
-    while True:
-        port = int(common.get(_PORT))
-        try:
-            store = dist.TCPStore(host, port, timeout=timedelta(seconds=_ATTEMPT_SECONDS), **options)
-        except dist.DistError:  # the port of a process that has ended
-            if time.monotonic() > limit:
-                raise
-            continue
-        store.set_timeout(timedelta(seconds=_SECONDS))
-        return store
