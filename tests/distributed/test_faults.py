@@ -149,17 +149,31 @@ def test_a_rank_that_is_killed_anywhere(settings: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_killed_rank(settings: dict[str, Any], tmp_path: Path) -> None:
-    run_file, folder = write(settings, tmp_path / "run.yaml"), Path(settings["output_dir"])
+@pytest.mark.parametrize("machines", [1, 2])
+def test_torchrun_restarts_a_killed_rank(settings: dict[str, Any], tmp_path: Path, machines: int) -> None:
+    """Of two agents one counts a restart, and the other one follows it."""
+    run_file, folder = write(settings | {"dp_shard_size": 2}, tmp_path / "run.yaml"), Path(settings["output_dir"])
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "program.py"), "train", str(run_file)], capture_output=True, text=True, timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "DIE": "1:backward", "ONCE": str(tmp_path / "died")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    with socket.socket() as free:
+        free.bind(("", 0))
+        endpoint = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--nnodes={machines}", f"--nproc-per-node={2 // machines}",
+        "--rdzv-backend=c10d", endpoint, "--max-restarts=1", str(tmp_path / "program.py"), "train", str(run_file),
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DIE": "1:backward", "ONCE": str(tmp_path / "died")}
+    agents = [
+        subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(machines)
+    ]
+    try:
+        done = [agent.communicate(timeout=200) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0] * machines, done[0][1][-3000:]
     assert (tmp_path / "died").exists()
-    assert "resume: from" in done.stdout
+    assert sum("resume: from" in output for output, _ in done) == 1
     alone = settings | {"output_dir": str(tmp_path / "one"), "per_device_train_batch_size": 4}
     horizon_lm.train(alone, print_fn=lambda line: None)
     assert_same(folder, tmp_path / "one")
