@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ import pytest
 import yaml
 
 import horizon_lm
-from tests.distributed.test_runs import assert_same, lines_of
+from tests.distributed.test_runs import assert_same, free_port, lines_of, outputs_of
 from tests.e2e import resuming, tiny
 
 SECONDS = 30.0  # until the other ranks have ended
@@ -64,9 +63,7 @@ class Ranks:
     """Processes of a run, each with the environment that torchrun would give it."""
 
     def __init__(self, run_file: Path, count: int, **environment: str) -> None:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, "train", str(run_file)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -154,23 +151,16 @@ def test_torchrun_restarts_a_killed_rank(settings: dict[str, Any], tmp_path: Pat
     """Of two agents one counts a restart, and the other one follows it."""
     run_file, folder = write(settings | {"dp_shard_size": 2}, tmp_path / "run.yaml"), Path(settings["output_dir"])
     (tmp_path / "program.py").write_text(PROGRAM)
-    with socket.socket() as free:
-        free.bind(("", 0))
-        endpoint = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nnodes={machines}", f"--nproc-per-node={2 // machines}",
-        "--rdzv-backend=c10d", endpoint, "--max-restarts=1", str(tmp_path / "program.py"), "train", str(run_file),
+        "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--max-restarts=1", str(tmp_path / "program.py"), "train", str(run_file),
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DIE": "1:backward", "ONCE": str(tmp_path / "died")}
     agents = [
         subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(machines)
     ]
-    try:
-        done = [agent.communicate(timeout=200) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
+    done = outputs_of(agents, 200)
     assert [agent.returncode for agent in agents] == [0] * machines, done[0][1][-3000:]
     assert (tmp_path / "died").exists()
     assert sum("resume: from" in output for output, _ in done) == 1

@@ -49,6 +49,21 @@ def run_as_rank(rank: int, world: int, settings: dict[str, Any], callbacks: Sequ
             del os.environ[name]
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
+
+
+def outputs_of(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list[tuple[str, str]]:
+    """Wait for the end of all processes, and return what each has written to standard output and error. Kill what is left."""
+    try:
+        return [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -313,7 +328,7 @@ def test_other_rows_are_rejected(pool: Pool, base: dict[str, Any], tmp_path: Pat
         assert "training data: rank 1 has read other rows than rank 0 (6 and 5)" in error
 
 
-def num_tokenized(rank: int, machine: str, settings: dict[str, Any]) -> int:
+def num_tokenized(rank: int, cache: str, settings: dict[str, Any]) -> int:
     """Return how many rows a rank has tokenized itself. All of them are on one machine."""
     rows = 0
     own = preprocess._tokenize_rows
@@ -326,7 +341,7 @@ def num_tokenized(rank: int, machine: str, settings: dict[str, Any]) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preprocess, "_tokenize_rows", counted)
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", machine)
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
         run_as_rank(rank, 2, settings)
     return rows
 
@@ -344,10 +359,7 @@ def test_rows_are_tokenized_once_on_each_machine(pool: Pool, base: dict[str, Any
 def test_a_process_that_cannot_start_ends_the_other(base: dict[str, Any], tmp_path: Path, failing: int) -> None:
     """Something else than torchrun has started them, so the first process keeps the store through which they meet."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(base | {"output_dir": str(tmp_path / "run")}))
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "horizon_lm", "train", "missing.yaml" if rank == failing else "run.yaml"], cwd=tmp_path,
@@ -355,11 +367,7 @@ def test_a_process_that_cannot_start_ends_the_other(base: dict[str, Any], tmp_pa
         )
         for rank in range(2)
     ]  # fmt: skip
-    try:
-        errors = [process.communicate(timeout=60)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    errors = [error for _, error in outputs_of(processes, 60)]
     assert "error: missing.yaml: No such file" in errors[failing]
     assert f"error: rank {failing} has failed: missing.yaml: No such file" in errors[1 - failing]
 
@@ -377,9 +385,7 @@ def test_a_machine_that_cannot_start_ends_the_other(
     """torchrun numbers the machines in an order of its own, whichever keeps its store."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(base | {"output_dir": str(tmp_path / "run"), "dp_shard_size": 2}))
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
-    with socket.socket() as free:
-        free.bind(("", 0))
-        command.append(f"--rdzv-endpoint=localhost:{free.getsockname()[1]}")
+    command.append(f"--rdzv-endpoint=localhost:{free_port()}")
     agents = [
         subprocess.Popen(
             [
@@ -390,11 +396,7 @@ def test_a_machine_that_cannot_start_ends_the_other(
         )
         for number in range(2)
     ]  # fmt: skip
-    try:
-        errors = [agent.communicate(timeout=60)[1] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
+    errors = [error for _, error in outputs_of(agents, 60)]
     assert f"error: {message}" in errors[failing]
     assert errors[failing].count("error: ") == 1
     assert f" has failed: {message}" in errors[1 - failing]

@@ -1,4 +1,4 @@
-"""Join the processes of a run that torchrun has started, or has started again."""
+"""Join the processes of a run, which torchrun or something else has started, or has started again."""
 
 import os
 import sys
