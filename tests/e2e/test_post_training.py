@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from horizon_lm.objective import sft
 from horizon_lm.objective.base import Loss
 from horizon_lm.preflight.admission import make_request
 from horizon_lm.preflight.inputs import RowShape, open_source
+from horizon_lm.training import callbacks as run_callbacks
 from horizon_lm.training import loop, metrics
 from horizon_lm.training.evaluation import SamplePrompts
 from horizon_lm.training.metrics import StepResult
@@ -298,6 +300,22 @@ def test_reports_to_tensorboard(base: dict[str, Any]) -> None:
     (file,) = Path(base["output_dir"]).rglob("events.out.tfevents.*")
     board = events.EventAccumulator(str(file)).Reload()
     assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 4]
+
+
+def test_wandb_project(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb reads its project from the environment when training begins; afterwards the environment is as it was."""
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            seen.append(os.environ["WANDB_PROJECT"])
+
+    monkeypatch.setattr(run_callbacks, "_report_to_callbacks", lambda report_to: [Tracker()])
+    monkeypatch.setenv("WANDB_PROJECT", "before")
+    horizon_lm.train({**base, "report_to": "wandb", "wandb_project": "nights", "max_steps": 1}, **QUIET)
+    assert (seen, os.environ["WANDB_PROJECT"]) == (["nights"], "before")
+    with pytest.raises(ConfigError, match="wandb_project: 'nights': is not used without report_to: wandb"):
+        horizon_lm.train({**base, "wandb_project": "nights"}, **QUIET)
 
 
 def test_report_to_without_its_package(base: dict[str, Any]) -> None:

@@ -39,7 +39,11 @@ def write(tmp_path: Path, rows: Any, name: str = "rows.jsonl") -> Path:
 
 
 def prepared(path: Path, *, objective: str = "sft", chat_template: str | None = CHATML, **settings: Any) -> Any:
-    dataset = {name: settings.pop(name) for name in ("columns", "format", "fraction", "weight") if name in settings}
+    dataset = {
+        name: settings.pop(name)
+        for name in ("columns", "format", "max_samples", "fraction", "weight")
+        if name in settings
+    }
     options = PreprocessConfig(objective, **settings)
     report = prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), options)
     return pack_rows(report.rows, options), report
@@ -583,6 +587,20 @@ def test_fraction_of_the_rows(tmp_path: Path) -> None:
     places = [[row.place for row in table] for table in (chosen, again, other)]
     assert len(chosen) == 6
     assert places[0] == places[1] != places[2]
+
+
+def test_max_samples_takes_the_first_rows(tmp_path: Path) -> None:
+    """Further rows are neither trained on nor checked; more than there are means all of them."""
+    path = write(tmp_path, [*(messages(f"{n}?", f"{n}!") for n in range(6)), {"messages": 5}])
+    few, report = prepared(path, max_samples=4)
+    texts = [build_tokenizer().decode(row.sequences[0].ids) for row in few]
+    assert ([f"{n}!" in text for n, text in enumerate(texts)], report.read) == ([True] * 4, 4)
+    assert len(prepared(path, max_samples=5)[0]) == 5  # although the table of 4 rows is in the cache
+    with pytest.raises(DataError, match=r"rows\.jsonl:7"):
+        prepared(path, max_samples=9)
+    assert len(prepared(write(tmp_path, "text\na\nb\nc\n", "rows.csv"), max_samples=2)[0]) == 2
+    with pytest.raises(ValueError, match="cannot be combined with max_samples"):
+        DatasetConfig(path=str(path), max_samples=4, fraction=0.5)
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])

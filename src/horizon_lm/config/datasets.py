@@ -47,6 +47,9 @@ class DatasetConfig(Settings):
         description="Row of a text file: a line, a paragraph (blank lines separate them) or the whole document. Blank lines "
         "are never rows.",
     )
+    max_samples: PositiveInt | None = Field(
+        None, description="Maximum number of rows to use, from the first on. Default: all rows."
+    )
     fraction: float | None = Field(
         None, gt=0, lt=1, description="Fraction of the rows to use, sampled once with data_seed. Default: all rows."
     )
@@ -72,6 +75,13 @@ class DatasetConfig(Settings):
         file = Path(info.data.get("path", "")).expanduser()
         if value != "line" and file.is_file() and file.suffix != ".txt":
             raise ValueError(f"is for text files, and {file.name} is none; remove it")
+        return value
+
+    @field_validator("fraction")
+    @classmethod
+    def _reject_two_selections(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("max_samples") is not None:
+            raise ValueError("cannot be combined with max_samples; remove one of the two")
         return value
 
     @field_validator("name", "data_dir", "data_files", "split")

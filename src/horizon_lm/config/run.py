@@ -66,6 +66,11 @@ class OutputSettings(Settings):
     )
     run_name: str | None = Field(None, description="Name of the run in these trackers. Default: output_dir.")
 
+    wandb_project: str | None = Field(
+        None,
+        description="Project of the run in wandb. Default: the environment variable WANDB_PROJECT, else huggingface.",
+    )
+
     sample_prompts: Names | None = Field(
         None, description="Prompts that the model answers during training, for people to read."
     )
@@ -108,6 +113,14 @@ class OutputSettings(Settings):
         names = [value] if isinstance(value, str) else value
         if names not in (["none"], ["all"]) and (not names or set(names) - set(_TRACKERS)):
             raise ValueError(f"must be none, all, or some of {', '.join(_TRACKERS)}")
+        return value
+
+    @field_validator("wandb_project")
+    @classmethod
+    def _needs_wandb(cls, value: str | None, info: ValidationInfo) -> str | None:
+        trackers = info.data.get("report_to", "wandb")
+        if value is not None and not {"wandb", "all"} & {*([trackers] if isinstance(trackers, str) else trackers)}:
+            raise UnusedError("is not used without report_to: wandb; set it, or remove this")
         return value
 
     @field_validator("sample_system_prompt", "sample_steps", "sample_max_new_tokens")

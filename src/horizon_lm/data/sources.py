@@ -252,6 +252,9 @@ def open_source(config: DatasetConfig) -> Source:
         )
     if not len(source):
         raise DataError(f"{config.path}: no rows found")
+    if config.max_samples is not None and config.max_samples < len(source):
+        first = source.table.select(range(config.max_samples))
+        source = replace(source, table=first, fingerprint=digest(source.fingerprint, config.max_samples))
     return source
 
 

@@ -57,9 +57,11 @@ def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: 
 
 
 @contextmanager
-def resumed_trackers(saved: Mapping[str, Any] | None) -> Iterator[None]:
-    """Context manager: let trackers that start inside continue the run that was saved."""
+def tracker_environment(saved: Mapping[str, Any] | None, wandb_project: str | None) -> Iterator[None]:
+    """Context manager: let trackers that start inside continue the run that was saved, wandb in this project."""
     changes = {_RUN_ID[name]: run for name, run in (saved or {}).get("trackers", {}).items() if run}
+    if wandb_project is not None:
+        changes["WANDB_PROJECT"] = wandb_project
     if "WANDB_RUN_ID" in changes:
         changes["WANDB_RESUME"] = "allow"
     before = {name: os.environ.get(name) for name in changes}

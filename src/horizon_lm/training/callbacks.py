@@ -11,7 +11,7 @@ from horizon_lm.training.callback_state import (
     callback_state,
     restore_callbacks,
     restore_trainer_state,
-    resumed_trackers,
+    tracker_environment,
 )
 
 
@@ -40,7 +40,7 @@ class Callbacks:
     """
 
     def __init__(self, config: RunConfig, callbacks: Sequence[Any]) -> None:
-        self._steps_per_epoch = 1
+        self._steps_per_epoch, self._wandb_project = 1, config.wandb_project
         self._trackers, self._callbacks = _report_to_callbacks(config.report_to), list(callbacks)
         self._handler: Any = None
         if not (self._trackers or self._callbacks):
@@ -80,7 +80,7 @@ class Callbacks:
             restore_trainer_state(resumed, self._state)
             for name in restore_callbacks(resumed, self._handler.callbacks, step):
                 report(f"resume: the callback {name} has no state(), so it begins anew")
-        with resumed_trackers(resumed):
+        with tracker_environment(resumed, self._wandb_project):
             self._call("on_train_begin")
         if resumed:
             self._control.should_training_stop |= resumed["stops"]

@@ -25,7 +25,7 @@ _FREE = {
     "per_device_eval_batch_size", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_bandwidth",
     "save_on_signal", "save_on_signal_seconds", "resume_from_checkpoint", "resume_with_changes", "load_best_model_at_end",
     "metric_for_best_model", "greater_is_better", "early_stopping_patience", "early_stopping_threshold", "logging_steps",
-    "log_unit_grad_norms", "report_to", "run_name", "sample_prompts", "sample_system_prompt", "sample_steps",
+    "log_unit_grad_norms", "report_to", "run_name", "wandb_project", "sample_prompts", "sample_system_prompt", "sample_steps",
     "sample_max_new_tokens", "trace_steps", "push_to_hub", "hub_model_id", "hub_private_repo", "dataset_num_proc", "datasets",
     "host_memory", "device_memory", "rank_timeout", "activation_checkpoints", "resident_blocks", "resident_graphs", "check_gradients",
     "model_name_or_path", "gguf_file", "trust_remote_code", "allow_unproven_model", "precompute_ref_batch_size",
