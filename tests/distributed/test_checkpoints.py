@@ -1,5 +1,6 @@
 """Checkpoints that all ranks write together, read by any number of ranks."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
+from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.checkpoints.manifest import read_manifest, verify
+from horizon_lm.errors import ConfigError
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, build, train, whole
 
@@ -86,3 +89,41 @@ def test_export(pool: Pool, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "one", dtype=torch.float32)
     ranks, one = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "one"))
     assert all(torch.equal(ranks[name], value) for name, value in one.items())
+
+
+def load_own(rank: int, folders: list[str], how: str) -> str:
+    """Open this rank's copy of a checkpoint, as a script of one's own does, or a run that goes on."""
+    training = Training()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(training, device_mesh=mesh)
+    try:
+        if how == "script":
+            horizon_lm.load_checkpoint(folders[rank], model, optimizer)
+        else:
+            verify_copies(model._horizon.engine.mesh, Path(folders[rank]), is_verified=True)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["script", "run"])
+def test_copies_of_a_checkpoint_are_compared(pool: Pool, tmp_path: Path, how: str) -> None:
+    """Each machine may have its own: an equal one, one with a flipped bit, or that of another run, which is whole."""
+    pool.run(2, begin, Training(steps=1), str(tmp_path / "one"))
+    pool.run(2, begin, Training(steps=2), str(tmp_path / "other"))
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    shutil.copytree(tmp_path / "one", tmp_path / "flipped")
+    unit = tmp_path / "flipped/units/block0.rank1.safetensors"
+    data = bytearray(unit.read_bytes())
+    data[-1] ^= 1
+    unit.write_bytes(data)
+
+    def load(name: str) -> list[str]:
+        found: list[str] = pool.run(2, load_own, [str(tmp_path / "one"), str(tmp_path / name)], how)
+        return found
+
+    assert load("one") == load("copy") == ["", ""]
+    for error in load("flipped"):
+        assert "block0.rank1.safetensors is damaged" in error
+    for error in load("other"):
+        assert "rank 1 has another checkpoint than rank 0; give all machines the same files" in error

@@ -1,7 +1,9 @@
 """Each rank reads its own part of the weights, and no more than that is in memory on the way."""
 
+import json
 import shutil
 import threading
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
+from horizon_lm.distributed import same_files
 from horizon_lm.errors import ConfigError
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from tests import families
@@ -144,9 +147,13 @@ def differing(rank: int, how: str) -> dict[str, tuple[int, torch.Tensor]]:
         model = horizon_lm.from_config(families.build("llama").config, **settings)
     else:
         made = type(families.build("llama"))(families.build("llama").config)
+        made.model.norm.register_buffer("bias", torch.tensor([float(rank)]))
         if how == "adapters":
             made = get_peft_model(made, LoraConfig(target_modules=["q_proj"], init_lora_weights="gaussian"))
         model = horizon_lm.stream(made, **settings)
+        assert (
+            made.get_buffer("base_model.model.model.norm.bias" if how == "adapters" else "model.norm.bias").item() == 0
+        )
     units = model._horizon.engine.store.units
     return {f"{unit} weights": (each.own.start, each.weights[each.own].clone()) for unit, each in units.items()}
 
@@ -170,21 +177,151 @@ def test_ranks_start_with_the_weights_of_the_first(pool: Pool, how: str) -> None
             assert torch.equal(found, each.weights[: len(found)]), unit
 
 
-def opening_own(rank: int, folders: list[str]) -> str:
-    try:
-        loading(rank, folders[rank], Training(shard=2))
-    except ConfigError as error:
-        return str(error)
-    return ""
+def opening_own(
+    rank: int, cases: list[list[str]], mesh: Training, reference: str, on_machines: bool = False
+) -> list[tuple[str, int]]:
+    """Open each case's folder of this rank. Return the error, or how the slabs differ from the reference, and the bytes read."""
+    expected, found = torch.load(reference), []
+    if on_machines:
+        same_files._machine = lambda: f"machine {rank}"  # type: ignore[assignment]
+    device_mesh = init_device_mesh("cpu", (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
+    for folders in cases:
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always", RuntimeWarning)
+                slabs, read = load(folders[rank], device_mesh=device_mesh)
+        except ConfigError as error:
+            found.append((str(error), 0))
+            continue
+        bad = [
+            key for key, (start, value) in slabs.items() if not torch.equal(value, expected[key][start:][: len(value)])
+        ]
+        assert len(said) == (rank == 0 and "not one folder" in str([each.message for each in said])), said
+        found.append((f"trains with {bad}" if bad else f"loaded {len(said)}", read))
+    same_files._machine = MACHINE
+    return found
 
 
-def test_ranks_with_other_weights_are_rejected(pool: Pool, tmp_path: Path) -> None:
-    """Machines may have copies of their own, of which one is another version of the model."""
-    folder = model_of(tmp_path / "a", "llama")
-    other = shutil.copytree(folder, tmp_path / "b" / "llama")
-    assert pool.run(2, opening_own, [str(folder), str(other)]) == ["", ""]
-    tensors = load_file(other / "model.safetensors")
-    tensors["lm_head.weight"][0, 0] += 1
-    save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    for error in pool.run(2, opening_own, [str(folder), str(other)]):
-        assert "the weights of rank 1 differ from those of rank 0" in error
+MACHINE = same_files._machine
+
+
+def copy_with_a_flipped_bit(folder: Path, target: Path, at: float) -> str:
+    """Copy a folder, and flip the lowest bit of a weight at this share of the weights."""
+    shutil.copytree(folder, target)
+    with (target / "model.safetensors").open("r+b") as file:
+        data = 8 + int.from_bytes(file.read(8), "little")
+        place = data + int(at * (file.seek(0, 2) - data - 1)) // 4 * 4  # the lowest byte of a float32
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A model of some MB, too large for a sample, and the file of its slabs."""
+    folder = tmp_path_factory.mktemp("large")
+    model = families.build("llama", vocab_size=4096, hidden_size=128, intermediate_size=512)
+    model.save_pretrained(folder / "model")
+    slabs = {key: value for key, (_, value) in load(str(folder / "model"))[0].items()}
+    torch.save(slabs, folder / "slabs")
+    return str(folder / "model"), str(folder / "slabs")
+
+
+PLACES = [0.0, 0.3, 0.57, 0.999]
+MESHES_OF_COPIES = [
+    Training(shard=2),
+    Training(replicate=2, shard=1),
+    Training(replicate=2),
+    pytest.param(Training(shard=4), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES_OF_COPIES, ids=lambda mesh: f"{mesh.replicate}x{mesh.shard}")
+def test_a_flipped_bit_is_found_wherever_it_is_used(
+    pool: Pool, tmp_path: Path, large: tuple[str, str], mesh: Training
+) -> None:
+    """Each rank in turn has a folder of its own, in which one bit of a weight differs."""
+    folder, slabs = large
+    flipped = [copy_with_a_flipped_bit(Path(folder), tmp_path / str(at), at) for at in PLACES]
+    cases, names = [], []
+    for odd in range(mesh.world):
+        for at, other in zip(PLACES, flipped, strict=True):
+            cases.append([other if rank == odd else folder for rank in range(mesh.world)])
+            names.append((odd, at))
+    found = pool.run(mesh.world, opening_own, cases, mesh, slabs)
+    rejected: Counter[float] = Counter()
+    for (odd, at), ranks in zip(names, zip(*found, strict=True), strict=True):
+        errors = {text for text, _ in ranks}
+        if any("differ" in text for text in errors):
+            # All ranks end, with the same message.
+            assert len({text.partition(": ")[2] for text in errors}) == 1, errors
+            rejected[at] += 1
+        else:  # this rank has not read that weight, and no other one has this file
+            assert mesh.shard > 1
+            assert all(text.startswith("loaded") for text in errors), (odd, at, errors)
+    # The first rank's file is compared with all that others read, and each copy of the model has the weight on a rank.
+    assert all(rejected[at] >= mesh.replicate for at in PLACES), rejected
+
+
+def test_the_first_machine_alone_reads_more(pool: Pool, tmp_path: Path, large: tuple[str, str]) -> None:
+    """Equal copies on four machines: three read their shares, and the first one what nobody there has read."""
+    folder, slabs = large
+    size = (Path(folder) / "model.safetensors").stat().st_size
+    copies = [shutil.copytree(folder, tmp_path / str(rank)) for rank in range(4)]
+    own, shared = zip(
+        *pool.run(4, opening_own, [[*map(str, copies)], [folder] * 4], Training(shard=4), slabs, True), strict=True
+    )
+    assert [text for text, _ in own] == ["loaded 1", "loaded 0", "loaded 0", "loaded 0"]
+    assert own[0][1] > 0.95 * size
+    assert own[1][1] < 0.6 * size  # also what the first rank trains with
+    assert all(read < 0.35 * size for _, read in own[2:])
+    # On a shared file system they are the same files, and nothing is read twice.
+    assert [text for text, _ in shared] == ["loaded 0"] * 4
+    assert all(read < 0.35 * size for _, read in shared)
+    # Where each machine has a whole copy, all bytes are compared anyway.
+    (copied,) = zip(
+        *pool.run(4, opening_own, [[folder, folder, *[str(copies[0])] * 2]], Training(replicate=2), slabs), strict=True
+    )
+    assert [text for text, _ in copied] == ["loaded 0"] * 4
+    assert all(read < 0.6 * size for _, read in copied)
+
+
+@pytest.mark.parametrize("name", ["config.json", "modeling.py", "model.safetensors"])
+def test_ranks_with_another_folder_are_rejected(pool: Pool, tmp_path: Path, large: tuple[str, str], name: str) -> None:
+    folder, slabs = large
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    if name == "config.json":
+        settings = json.loads((other / name).read_text())
+        (other / name).write_text(json.dumps(settings | {"rms_norm_eps": 1e-3}))
+    elif name == "modeling.py":
+        (other / name).write_text("import torch")
+    else:
+        save_file(load_file(other / name) | {"extra": torch.ones(2)}, other / name, {"format": "pt"})
+    for ((error, _),) in pool.run(2, opening_own, [[folder, str(other)]], Training(shard=2), slabs):
+        assert "of rank 1 differ" in error
+        assert "give all machines the same files" in error
+
+
+def test_adapters_with_another_config_are_rejected(pool: Pool, tmp_path: Path, large: tuple[str, str]) -> None:
+    """Their weights are copied from the first rank, but not what they are multiplied with."""
+    for alpha in (8, 16):
+        adapters = get_peft_model(families.build("llama"), LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"]))
+        adapters.peft_config["default"].base_model_name_or_path = str(model_of(tmp_path / f"base {alpha}", "llama"))
+        adapters.save_pretrained(tmp_path / str(alpha))
+    cases = [[str(tmp_path / "8"), str(tmp_path / "8")], [str(tmp_path / "8"), str(tmp_path / "16")]]
+    for alike, other in pool.run(2, opening_adapters, cases):
+        assert alike == ""
+        assert "the config of the adapters of rank 1 differs from that of rank 0" in other
+
+
+def opening_adapters(rank: int, cases: list[list[str]]) -> list[str]:
+    mesh, found = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")), []
+    for folders in cases:
+        try:
+            horizon_lm.from_pretrained(folders[rank], device="cpu", device_mesh=mesh)
+            found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    return found

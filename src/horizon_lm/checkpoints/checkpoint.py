@@ -9,8 +9,9 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.checkpoints.frozen_base import hash_base, require_base, write_adapter_configs
-from horizon_lm.checkpoints.manifest import Manifest, read_json, read_manifest, require_hash, verify
+from horizon_lm.checkpoints.manifest import Manifest, read_json, require_hash
 from horizon_lm.checkpoints.part_reader import PartReader, unit_of
 from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
 from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file, write_json
@@ -154,13 +155,12 @@ def load_checkpoint(
         The ``state`` that was saved.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or of another model, precision or optimizer; nothing was changed.
+        ConfigError: the checkpoint is damaged, of another model, precision or optimizer, or another one on another rank;
+            nothing was changed.
     """
     folder = Path(folder)
     restore_folder(Disk(), folder)
-    manifest = read_manifest(folder)
-    verify(folder, manifest)
-    content = restore(folder, manifest, model, optimizer)
+    content = restore(folder, verify_copies(_engine(model).mesh, folder), model, optimizer)
     if random:
         restore_random_state(content["random"])
     return content["state"]

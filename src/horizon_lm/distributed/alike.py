@@ -27,7 +27,9 @@ def copy_from_first(mesh: Mesh | None, weights: Mapping[str, torch.Tensor]) -> l
         return []
     names = hashlib.sha256("\n".join(weights).encode()).hexdigest()
     mesh.require_same("the start of a model", f"{len(weights)} weights, {names}")
-    everyone = mesh.exchange("the hashes of the weights", {name: _hash(weight) for name, weight in weights.items()})
+    everyone = mesh.exchange(
+        "the hashes of the weights", {name: hash_tensor(weight) for name, weight in weights.items()}
+    )
     differing = [name for name in weights if len({each[name] for each in everyone}) > 1]
     for name in differing:
         values = weights[name].detach().contiguous()
@@ -37,7 +39,8 @@ def copy_from_first(mesh: Mesh | None, weights: Mapping[str, torch.Tensor]) -> l
     return differing
 
 
-def _hash(weight: torch.Tensor) -> str:
+def hash_tensor(weight: torch.Tensor) -> str:
+    """Return the SHA-256 of the bytes of a tensor in host memory."""
     raw = weight.detach().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(raw.numpy().data).hexdigest() if raw.numel() else ""
 

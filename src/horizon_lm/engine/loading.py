@@ -14,11 +14,12 @@ from torch import nn
 from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.alike import copy_from_first, drawing_alike
-from horizon_lm.distributed.mesh import Mesh, current_shard, fail_together
+from horizon_lm.distributed.mesh import current_shard, fail_together
 from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.options import StreamArguments, open_device
 from horizon_lm.engine.packed_parameters import PackedParameter, decoding
 from horizon_lm.engine.parameters import require_plain
+from horizon_lm.engine.same_weights import SameWeights, require_alike
 from horizon_lm.engine.streamed_model import StreamedModel
 from horizon_lm.errors import CheckpointWarning, ConfigError, StreamingError
 from horizon_lm.model import attention, hub
@@ -28,7 +29,6 @@ from horizon_lm.model.hub import build_skeleton
 from horizon_lm.model.quantization import expected_codecs, four_bits, take_quantization
 from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
 from horizon_lm.store.checkpoint_loader import load_weights
-from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, codecs_of, open_checkpoint
 from horizon_lm.store.store import Store
 
@@ -341,7 +341,7 @@ def _open(
             model_name_or_path
         )  # which PEFT writes into the adapter's config
     checkpoint = open_checkpoint(folder, published)
-    _require_same_weights(settings.device_mesh, checkpoint)
+    same = SameWeights(settings.device_mesh, checkpoint, config)
     find_codecs: FindCodecs | None = None
     if isinstance(checkpoint, QuantizedCheckpoint):
         find_codecs = partial(codecs_of, checkpoint)
@@ -351,21 +351,12 @@ def _open(
     if reads_weights:
         with fail_together(settings.device_mesh, "the loading of weights"):
             new = load_weights(parts, store, checkpoint)
+        same.require()
         with drawing_alike(settings.device_mesh, torch.device("cpu")):
             _draw(parts.model, new, store, torch.device("cpu"), next(iter(store.source_dtypes.values())))
     if adapters is not None:
         return _add_adapters(adapters, parts, store, settings)
     return settings.attach(parts, store)
-
-
-def _require_same_weights(mesh: Mesh | None, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError on all ranks if they would read parts of different models. A sample of the bytes is compared."""
-    hashes = [] if mesh is None else mesh.exchange("the opening of a model", checkpoint.sample_hash())
-    for rank, found in enumerate(hashes):
-        if found != hashes[0]:
-            raise ConfigError(
-                f"{checkpoint.folder}: the weights of rank {rank} differ from those of rank 0; give all machines the same files"
-            )
 
 
 def _add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: StreamArguments) -> Any:
@@ -379,6 +370,9 @@ def _add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: 
     names = {id(ref.param): ref.name for refs in base.units.values() for ref in refs}
     with decoding():  # DoRA begins with the norms of weights
         model = adapters.add_to(base.model, draw=True)
+    if mesh is not None:
+        configs = {name: each.to_dict() | {"base_model_name_or_path": ""} for name, each in model.peft_config.items()}
+        require_alike(mesh, Path(adapters.folder or "adapters"), {"config of the adapters": configs})
     parts = settings.take_apart(adapted_model(model))
     refs = [ref for of_unit in parts.units.values() for ref in of_unit]
     old_names = {ref.name: names[id(ref.param)] for ref in refs if id(ref.param) in names}
@@ -459,7 +453,9 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
     for refs in parts.units.values():
         for ref in refs:
             require_plain(ref.param)
-    copy_from_first(settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()})
+    copy_from_first(
+        settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()} | dict(inside.named_buffers())
+    )
     shard = current_shard(settings.device_mesh)
     store = Store(_shapes(parts), settings.get_precision(parts), parts.frozen_base(), shard=shard)
     for refs in parts.units.values():

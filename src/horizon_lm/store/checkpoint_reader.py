@@ -1,11 +1,10 @@
 """Read the headers and tensors of a folder of safetensors files."""
 
-import hashlib
 import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from horizon_lm.paths import require_inside, require_regular
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LONGEST = 32 * 2**20  # bytes of a header; published files have up to 2 MB
-_SAMPLES, _SAMPLE_BYTES = 16, 2**16  # of each file, for a hash
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")  # weights that torch.load reads, which may run code
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4": 4,
@@ -40,12 +38,16 @@ class Header:
 class Checkpoint:
     """The tensors in a folder of safetensors files, by name.
 
+    Attributes:
+        when_read: called with the name, the rows and the value of each tensor that is read.
+
     Raises:
         ConfigError: there are no such files, or the index cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.when_read: Callable[[str, slice | None, torch.Tensor], None] | None = None
         self._file_of: dict[str, str]
         if (folder / _INDEX).is_file():
             self._file_of = _read_index(folder / _INDEX)
@@ -68,6 +70,11 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         return list(self._file_of)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The name of the file of each tensor, also of the components of quantized weights."""
+        return self._file_of
 
     def file_of(self, name: str) -> Path:
         """Return the file that contains a tensor."""
@@ -98,20 +105,15 @@ class Checkpoint:
             with _opened(self._path(file_name)) as file:
                 for name in wanted:
                     tensors[name] = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+                    if self.when_read is not None:
+                        self.when_read(name, rows, tensors[name])
         return tensors
 
-    def sample_hash(self) -> str:
-        """Return a hash of the files' names, sizes and headers, and of some of their bytes."""
-        digest = hashlib.sha256()
-        for file_name in sorted(self._by_file(self._file_of)):
-            path = self._path(file_name)
-            num_bytes = path.stat().st_size
-            digest.update(f"{file_name} {num_bytes}".encode())
-            with path.open("rb") as stream:
-                for sample in range(_SAMPLES):
-                    stream.seek(num_bytes * sample // _SAMPLES)
-                    digest.update(stream.read(_SAMPLE_BYTES))
-        return digest.hexdigest()
+    def description(self) -> Any:
+        """Return the names, files, dtypes and shapes of all tensors as plain data."""
+        return [
+            [name, self._file_of[name], each.dtype, [*each.shape]] for name, each in Checkpoint.headers(self).items()
+        ]
 
     def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
         by_file: dict[str, list[str]] = defaultdict(list)

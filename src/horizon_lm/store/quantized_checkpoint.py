@@ -77,6 +77,9 @@ class QuantizedCheckpoint(Checkpoint):
     def headers(self) -> dict[str, Header]:
         return self._headers
 
+    def description(self) -> Any:
+        return [super().description(), [[name, repr(each)] for name, each in self.quantized.items()]]
+
     def file_of(self, name: str) -> Path:
         each = self.quantized.get(name)
         return super().file_of(name if each is None else next(iter(each.sources.values())))

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.distributed.mesh import Mesh
@@ -109,7 +110,7 @@ class Ranks:
         return config.model_copy(update=changes)
 
     def find_resume_point(self, config: RunConfig) -> tuple[ResumePoint | None, list[str]]:
-        """Find the checkpoint to go on from (`resume.find_resume_point`). The first rank searches, and verifies it.
+        """Find the checkpoint to go on from (`resume.find_resume_point`). The first rank searches, and each copy is verified.
 
         Raises:
             ConfigError: as there, on all ranks.
@@ -126,7 +127,10 @@ class Ranks:
         folder, lines, problem = self.of_first("the search for checkpoints", [folder, lines, problem])
         if problem:
             raise ConfigError(problem)
-        return (None if folder is None else point or reopen(Path(folder))), lines
+        if folder is None:
+            return None, lines
+        verify_copies(self.mesh, Path(folder), is_verified=True)
+        return point or reopen(Path(folder)), lines
 
     @contextmanager
     def first_of_each_machine_first(self) -> Iterator[None]:

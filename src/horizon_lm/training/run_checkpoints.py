@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from horizon_lm.checkpoints.checkpoint import restore, save_checkpoint
-from horizon_lm.checkpoints.manifest import read_manifest, verify
+from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.checkpoints.saving import RateLimit, Saving
 from horizon_lm.config import RunConfig
 from horizon_lm.disk import Disk, part_of
-from horizon_lm.distributed.mesh import fail_together
 from horizon_lm.errors import first_line
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.training.ranks import Ranks
@@ -154,11 +153,7 @@ class RunCheckpoints:
 
     def load(self, folder: Path) -> None:
         """Load the weights of a checkpoint. Raise ConfigError or OSError, and change nothing, if it is damaged."""
-        with fail_together(self._ranks.mesh, "the check of a checkpoint"):
-            manifest = read_manifest(folder)
-            if self._ranks.is_first:
-                verify(folder, manifest)
-        restore(folder, manifest, self._model, None)
+        restore(folder, verify_copies(self._ranks.mesh, folder), self._model, None)
 
     def _published(self, folder: Path, best: bool) -> None:
         """Delete the oldest checkpoints beyond the limit; called in the thread that has written the new one."""

@@ -1,0 +1,146 @@
+"""Make sure that all ranks of a training have read the same model, byte for byte."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from horizon_lm.distributed.alike import hash_tensor
+from horizon_lm.distributed.mesh import Mesh, fail_together
+from horizon_lm.distributed.same_files import SeenFiles
+from horizon_lm.errors import ConfigError
+from horizon_lm.quantities import format_bytes
+from horizon_lm.store.checkpoint_reader import Checkpoint
+
+_OF_MACHINE = ("_name_or_path", "transformers_version")  # settings of a config that may differ
+_Range = tuple[int, int, int]  # a tensor's place among the sorted names, and its first and last row; -1 for all rows
+
+
+class SameWeights:
+    """Compares all bytes that the ranks read while they load a model with those of another copy of it.
+
+    Ranks of one machine that read the same files read the same bytes. Otherwise each rank hashes what it reads, and what several
+    ranks have read is compared. Of the rest, the ranks of the first one's machine read their copy; and of what only these have
+    read, the ranks of another copy read theirs. The files of a shared file system are one copy, and are read once.
+
+    Args:
+        mesh: the ranks; None for one.
+        checkpoint: the weights, of which nothing is read yet.
+        config: the config of the model.
+
+    Raises:
+        ConfigError: the ranks have other configs, code or headers. It is raised on all ranks.
+    """
+
+    def __init__(self, mesh: Mesh | None, checkpoint: Checkpoint, config: Any) -> None:
+        self._mesh, self._checkpoint = mesh, checkpoint
+        self._hashes: dict[_Range, str] = {}
+        if mesh is None:
+            return
+        _require_alike(mesh, checkpoint, config)
+        self._tensors = sorted(checkpoint.files)
+        self._places = {name: place for place, name in enumerate(self._tensors)}
+        self._seen = SeenFiles(mesh, checkpoint.folder, sorted(set(checkpoint.files.values())))
+        if not self._seen.are_one:
+            checkpoint.when_read = self._add
+
+    def _add(self, name: str, rows: slice | None, tensor: torch.Tensor) -> None:
+        self._hashes[self._places[name], *((0, -1) if rows is None else (rows.start, rows.stop))] = hash_tensor(tensor)
+
+    def require(self) -> None:
+        """Raise ConfigError on all ranks if one has read other bytes. Call it on all ranks once the weights are loaded."""
+        self._checkpoint.when_read = None
+        if self._mesh is None or self._seen.are_one:
+            return
+        everyone, first, second = self._exchange(), self._seen.readers, self._seen.other_readers
+        others = [rank for rank in range(self._mesh.size) if rank not in first]
+        again = {**self._unread(everyone, others, first), **self._unread(everyone, first, second)}
+        if again:
+            everyone += self._read_again(again)
+        known: dict[_Range, tuple[int, str]] = {}
+        for number, hashes in enumerate(everyone):
+            rank = number % self._mesh.size
+            for place, found in hashes.items():
+                other, expected = known.setdefault(place, (rank, found))
+                if found != expected:
+                    raise ConfigError(
+                        f"{self._checkpoint.folder}: the weights of rank {max(rank, other)} differ from those of rank "
+                        f"{min(rank, other)} in {self._tensors[place[0]]}; give all machines the same files"
+                    )
+
+    def _unread(self, everyone: list[dict[_Range, str]], users: list[int], readers: list[int]) -> dict[_Range, int]:
+        """Return the ranges that some ranks have read from files that others have copies of, and who of these shall read them."""
+        if not readers:
+            return {}
+        known = {place for rank in readers for place in everyone[rank]}
+        unread = {
+            place
+            for rank in users
+            for place in everyone[rank].keys() - known
+            if not self._seen.are_same(rank, readers[0], self._checkpoint.files[self._tensors[place[0]]])
+        }
+        return {place: readers[number % len(readers)] for number, place in enumerate(sorted(unread))}
+
+    def _read_again(self, again: dict[_Range, int]) -> list[dict[_Range, str]]:
+        """Read ranges on these ranks, in addition to what they train with. Return the hashes that each rank has found."""
+        assert self._mesh is not None
+        if self._mesh.rank == 0:
+            files = {self._checkpoint.folder / name for name in self._checkpoint.files.values()}
+            warnings.warn(
+                f"{self._checkpoint.folder} is not one folder on all machines, so the first one reads all of it to compare the copies "
+                f"({format_bytes(sum(path.stat().st_size for path in files))}); a shared file system saves that",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        self._hashes = {}
+        with fail_together(self._mesh, "the comparison of weights"):
+            for place, first, last in [place for place, rank in again.items() if rank == self._mesh.rank]:
+                name, rows = self._tensors[place], None if last < 0 else slice(first, last)
+                self._add(name, rows, self._checkpoint.read([name], rows)[name])
+        return self._exchange()
+
+    def _exchange(self) -> list[dict[_Range, str]]:
+        assert self._mesh is not None
+        everyone = self._mesh.exchange("the hashes of what was read", [*self._hashes.items()])
+        return [{tuple(each): found for each, found in hashes} for hashes in everyone]
+
+
+def _require_alike(mesh: Mesh, checkpoint: Checkpoint, config: Any) -> None:
+    """Raise ConfigError on all ranks if their configs, code or headers of weights differ."""
+    settings = json.loads(config.to_json_string(use_diff=False))
+    require_alike(
+        mesh,
+        checkpoint.folder,
+        {
+            "weights": checkpoint.description(),
+            "config.json": {name: value for name, value in settings.items() if name not in _OF_MACHINE},
+            "code": {path.name: path.read_text("utf-8", "replace") for path in checkpoint.folder.glob("*.py")},
+        },
+    )
+
+
+def require_alike(mesh: Mesh, folder: Path, own: Mapping[str, Any]) -> None:
+    """Raise ConfigError on all ranks if what they have read in a folder differs.
+
+    Args:
+        mesh: the ranks.
+        folder: the folder, for the message.
+        own: plain data by its name in the message, the same names on all ranks.
+    """
+    texts = {name: json.dumps(each, sort_keys=True, default=_plain) for name, each in own.items()}
+    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    for rank, found in enumerate(everyone := mesh.exchange("the opening of a model", hashes)):
+        for name in own:
+            if found[name] != everyone[0][name]:
+                verb, object = ("differ", "those") if name == "weights" else ("differs", "that")
+                raise ConfigError(
+                    f"{folder}: the {name} of rank {rank} {verb} from {object} of rank 0; give all machines the same files"
+                )
+
+
+def _plain(value: Any) -> Any:
+    return sorted(map(str, value)) if isinstance(value, set) else str(value)
