@@ -163,7 +163,7 @@ def test_a_reader_of_pickles_is_rejected(here: Path) -> None:
     (here / "rows.pkl").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
     result = inspect(json.dumps([{"path": "pandas", "data_files": str(here / "rows.pkl")}]))
     assert result.exit_code == 4
-    assert "read as pandas are not supported" in result.stderr
+    assert "pandas is a reader of datasets, not a dataset" in result.stderr
     assert not Path("ran").exists()
 
 

@@ -5,11 +5,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from horizon_lm.config import DatasetConfig
 from horizon_lm.constants import IGNORE_INDEX
@@ -735,3 +737,90 @@ def test_huge_row_is_rejected_before_it_is_tokenized(monkeypatch: pytest.MonkeyP
     preprocess._reject_huge({"text": "a" * 20})
     with pytest.raises(RowError, match="characters of text, more than 20; split it into several rows"):
         preprocess._reject_huge({"messages": [{"content": "a" * 21}]})
+
+
+# Folders and tables
+
+
+def texts_of(path: Any, **settings: Any) -> list[str]:
+    source = open_source(DatasetConfig(path=str(path), **settings))
+    return [source.row(index)["text"] for index in range(len(source))]
+
+
+def test_folders_that_save_to_disk_wrote(tmp_path: Path) -> None:
+    train = datasets.Dataset.from_dict({"text": ["a", "b", "c"]})
+    train.save_to_disk(tmp_path / "one", num_shards=2)
+    assert texts_of(tmp_path / "one") == ["a", "b", "c"]
+    assert texts_of(tmp_path / "one", split="train[1:]") == ["b", "c"]
+    test = datasets.Dataset.from_dict({"text": ["d"]})
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "two")
+    assert texts_of(tmp_path / "two") == ["a", "b", "c"]
+    assert texts_of(tmp_path / "two", split="test") == ["d"]
+    assert texts_of(tmp_path / "two", split="test+train[:1]") == ["d", "a"]
+    with pytest.raises(DataError, match="there is no split 'dev'; there are train, test"):
+        texts_of(tmp_path / "two", split="dev")
+    datasets.DatasetDict({"a": test, "b": train}).save_to_disk(tmp_path / "three")
+    with pytest.raises(DataError, match="has the splits a, b; choose one with split"):
+        texts_of(tmp_path / "three")
+
+
+def test_files_that_another_save_left_behind_are_not_read(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["old", "older"]}).save_to_disk(tmp_path / "rows", num_shards=2)
+    other = datasets.Dataset.from_dict({"text": ["new"]})
+    other.save_to_disk(tmp_path / "new")
+    for file in (tmp_path / "new").iterdir():
+        file.replace(tmp_path / "rows" / file.name)
+    assert texts_of(tmp_path / "rows") == ["new"]
+
+
+def test_fields_that_are_stored_as_json_are_read(tmp_path: Path) -> None:
+    """`datasets` stores values of mixed types as JSON, a text with its quotes."""
+    parts = [{"type": "text", "text": "The keeper."}]
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, {"role": "assistant", "content": parts}]}]
+    saved = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    saved.save_to_disk(tmp_path / "saved")
+    saved.to_parquet(tmp_path / "rows.parquet")
+    for path in (tmp_path / "saved", tmp_path / "rows.parquet"):
+        source = open_source(DatasetConfig(path=str(path)))
+        assert [example(source.row(index)).messages for index in range(2)] == [[USER, ANSWER]] * 2
+
+
+def test_splits_of_a_folder_are_named_by_its_files(tmp_path: Path) -> None:
+    for name, text in (("train-0", "a"), ("test-0", "b"), ("notes", "c")):
+        write(tmp_path, [{"text": text}, {"text": text * 2}], f"{name}.jsonl")
+    (tmp_path / "README.md").write_text("---\nconfigs: [{config_name: default, data_files: notes.jsonl}]\n---\n")
+    assert texts_of(tmp_path, split="test") == ["b", "bb"]
+    assert texts_of(tmp_path, split="train[:50%]") == ["a"]
+    assert texts_of(tmp_path, data_files=["notes.jsonl"]) == ["c", "cc"]
+    with pytest.raises(DataError, match="no file matches none"):
+        texts_of(tmp_path, data_files=["none"])
+    with pytest.raises(DataError, match=r"split: train\[:: Unrecognized"):
+        texts_of(tmp_path, split="train[:")
+
+
+def test_files_of_a_named_reader(tmp_path: Path) -> None:
+    assert texts_of("json", data_files=[str(write(tmp_path, [{"text": "a"}]))]) == ["a"]
+
+
+def test_parquet_without_rows(tmp_path: Path) -> None:
+    empty = datasets.Dataset.from_dict({"text": []}, features=datasets.Features({"text": datasets.Value("string")}))
+    empty.to_parquet(tmp_path / "a.parquet")
+    with_group = tmp_path / "c.parquet"  # with a group of rows that has none
+    with parquet.ParquetWriter(with_group, empty.data.schema) as writer:
+        writer.write_table(empty.data.table, row_group_size=1)
+    for path in (tmp_path / "a.parquet", with_group, write(tmp_path, "text\n", "rows.csv")):
+        with pytest.raises(DataError, match="no rows found"):
+            texts_of(path)
+        path.rename(path.with_name("_" + path.name)) if path.suffix == ".csv" else None
+    datasets.Dataset.from_dict({"text": ["a"]}).to_parquet(tmp_path / "b.parquet")
+    assert texts_of(tmp_path) == ["a"]
+
+
+def test_folders_that_cannot_hold_rows_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horizon_lm.data.local_files._MAX_FILES", 3)
+    for number in range(4):
+        write(tmp_path, [{"text": "a"}], f"{number}.jsonl")
+    with pytest.raises(DataError, match="has more than 3 files; name the folder of the rows"):
+        texts_of(tmp_path)
+    with pytest.raises(DataError, match=r"^/: "):
+        texts_of("/")

@@ -92,6 +92,16 @@ class DatasetConfig(Settings):
             raise ValueError(f"is not used with a file, and {path} is one; remove it")
         return value
 
+    @field_validator("name")
+    @classmethod
+    def _reject_name_of_a_folder(cls, value: str | None, info: ValidationInfo) -> str | None:
+        path = info.data.get("path")
+        if value is not None and path is not None and Path(path).expanduser().is_dir():
+            raise ValueError(
+                f"is for datasets on the hub, and {path} is a folder; select its files with data_dir or data_files"
+            )
+        return value
+
 
 def _as_entries(value: Any) -> Any:
     """Return a single path or a single entry as a list of entries."""

@@ -1,10 +1,8 @@
 """Open data files and datasets as rows on disk, accessed by index and not held in memory."""
 
-import csv
 import hashlib
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from horizon_lm.config import DatasetConfig
+from horizon_lm.data.foreign_tables import read_files, read_hub
+from horizon_lm.data.local_files import JSON_SUFFIXES, READERS, find_files, reader_of
 from horizon_lm.data.table_cache import discard_altered, record
-from horizon_lm.errors import DataError, HorizonError, first_line
-from horizon_lm.paths import require_inside, require_regular
+from horizon_lm.errors import DataError, first_line
 
-JSON_SUFFIXES = (".json", ".jsonl")
 _MAX_LITERAL_CHARS = 16  # length of the longest token that the end of a chunk may split, such as false or \\u00e9
 _CHUNK_CHARS = 2**20  # characters per chunk of a JSON list
 
@@ -185,10 +183,6 @@ def progress_bars() -> Iterator[None]:
         (enable_progress_bar if before else disable_progress_bar)()
 
 
-_READERS = ("arrow", "csv", "json", "parquet", "text")  # of `datasets`; others read pickles, images or databases
-_BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
-_IGNORED_SUFFIXES = (".md", ".yaml", ".yml", ".py", "")  # files that accompany rows
-_HELD_OUT_NAME = re.compile(r"(^|[._\- ])(test|testing|val|valid|validation|eval|evaluation|dev)([._\- ]|$)")
 _JSON, _PLACE = "row", "place"  # columns of a table with rows read from JSON
 
 
@@ -243,13 +237,13 @@ def open_source(config: DatasetConfig) -> Source:
     import datasets
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or each use of a reader is reported to the hub
-    files = _local_files(config)
+    splits = find_files(config)
     with progress_bars():
-        source = (
-            _read_json(config, files)
-            if files and files[0].suffix in JSON_SUFFIXES
-            else _load_with_datasets(config, files)
-        )
+        if splits is None:
+            table = read_hub(config)
+            source = Source(config, table, digest(table._fingerprint, []), is_json=False)
+        else:
+            source = _read_splits(config, splits)
     if not len(source):
         raise DataError(f"{config.path}: no rows found")
     if config.max_samples is not None and config.max_samples < len(source):
@@ -258,39 +252,54 @@ def open_source(config: DatasetConfig) -> Source:
     return source
 
 
-# JSON, read by our own reader
+def _read_splits(config: DatasetConfig, splits: Mapping[str, list[Path]]) -> Source:
+    """Return the rows of local files that ``split`` selects, such as ``train[:10%]+test``."""
+    import datasets
+
+    if config.split is None:
+        return _read_files(config, splits["train"])
+    names = list(dict.fromkeys(part.partition("[")[0].strip() for part in config.split.split("+")))
+    if unknown := [name for name in names if name not in splits]:
+        raise DataError(
+            f"{config.path}: split: {config.split}: there is no split {unknown[0]!r}; there are {', '.join(splits) or 'none'}"
+        )
+    sources = {name: _read_files(config, splits[name]) for name in names}
+    if len(is_json := {source.is_json for source in sources.values()}) > 1:
+        raise DataError(
+            f"{config.path}: split: {config.split}: the splits have files of different types; list each by its own path"
+        )
+    try:
+        instruction = datasets.ReadInstruction.from_spec(config.split)
+        chosen = instruction.to_absolute({name: len(source) for name, source in sources.items()})
+        ranges = [
+            (sources[each.splitname].table, range(len(sources[each.splitname]))[each.from_ : each.to])
+            for each in chosen
+        ]
+    except (ValueError, AssertionError) as error:
+        raise DataError(f"{config.path}: split: {config.split}: {first_line(error)}") from error
+    table = datasets.concatenate_datasets([table.select(rows) for table, rows in ranges])
+    state = digest(config.split, [source.fingerprint for source in sources.values()])
+    return Source(config, table, state, is_json.pop())
 
 
-def _local_files(config: DatasetConfig) -> list[Path]:
-    """Return the files of a local path, or an empty list if `datasets` selects them by name, split or pattern.
-
-    Raises:
-        DataError: the folder has no files of rows, files of several types, or a file that looks held out.
-    """
-    path = Path(config.path).expanduser()
-    require_regular(path, DataError)
-    if path.is_file():
-        return [path]
-    if not path.is_dir() or config.data_files or config.name or config.split:
-        return []
-    folder = path / config.data_dir if config.data_dir else path
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    files = [file for file in files if not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)]
-    files = [file for file in files if file.suffix not in _IGNORED_SUFFIXES and file.name != "dataset_info.json"]
+def _read_files(config: DatasetConfig, files: Sequence[Path]) -> Source:
+    """Return the rows of files of one type."""
     if not files:
-        raise DataError(f"{config.path}: no files of rows in this folder")
-    names = {file: file.relative_to(folder).with_suffix("").parts for file in files}
-    held_out = [file for file, parts in names.items() if any(map(_HELD_OUT_NAME.search, parts))]
-    if held_out and len(held_out) < len(files):
+        raise DataError(f"{config.path}: no rows found")
+    if files[0].suffix in JSON_SUFFIXES:
+        return _read_json(config, files)
+    reader = reader_of(files[0])
+    if reader is None:
+        others = ", ".join(suffix for suffix in READERS if suffix not in JSON_SUFFIXES)
         raise DataError(
-            f"{config.path}: {held_out[0].relative_to(folder)} looks like held-out rows; select files with data_files, or list each by its "
-            "own path"
+            f"{config.path}: files with suffix {files[0].suffix or '(none)'} are not supported; use .json, .jsonl, {others}"
         )
-    if len(suffixes := {file.suffix for file in files}) > 1 and not suffixes <= set(JSON_SUFFIXES):
-        raise DataError(
-            f"{config.path}: the folder has files of several types ({', '.join(sorted(suffixes))}); select files with data_files"
-        )
-    return files
+    state = _file_states(files)  # by default, `datasets` mistakes a new file with an old timestamp for the old file
+    table = read_files(config, reader, files, _cache_folder(digest(state)))
+    return Source(config, record(table), digest(table._fingerprint, state), is_json=False)
+
+
+# JSON, read by our own reader
 
 
 def _read_json(config: DatasetConfig, files: Sequence[Path]) -> Source:
@@ -358,93 +367,6 @@ def _generate_json_rows(files: list[str]) -> Iterator[dict[str, str]]:
                     f"{place}: unpaired surrogate (\\ud800 to \\udfff) in {text[:60]!r}; remove it"
                 ) from error
             yield {_JSON: text, _PLACE: place}
-
-
-# Other formats, which `datasets` reads
-
-
-def _load_with_datasets(config: DatasetConfig, files: Sequence[Path]) -> Source:
-    import datasets
-
-    path = Path(config.path).expanduser()
-    state = _file_states(files or _files_in_folder(config))
-    if files:
-        ending = files[0].suffix
-        builder = _BUILDERS.get(ending) or ("json" if ".json" in files[0].name else None)
-        if builder is None:
-            raise DataError(
-                f"{config.path}: files with suffix {ending or '(none)'} are not supported; use .json, .jsonl, "
-                f"{', '.join(_BUILDERS)}"
-            )
-        options: dict[str, Any] = {"path": builder, "data_files": {"train": [str(file) for file in files]}}
-        if builder == "csv":
-            options |= _csv_options(files[0])
-        if builder == "text":
-            options["sample_by"] = config.sample_by
-    else:
-        wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
-        options = {"path": str(path) if path.is_dir() else config.path, **{k: v for k, v in wanted.items() if v}}
-    if state:  # by default, `datasets` mistakes a new file with an old timestamp for the old file
-        options["cache_dir"] = str(_cache_folder(digest(state)))
-    try:
-        builder = datasets.load_dataset_builder(**options)
-        _require_rows_only(builder, config)
-        builder.download_and_prepare()
-        table = builder.as_dataset(config.split or "train")
-    except HorizonError:
-        raise
-    except Exception as error:  # readers and the hub raise errors of many types
-        raise DataError(f"{config.path}: {_innermost_reason(error)}") from error
-    if options["path"] == "text":
-        table = table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
-    # pandas interprets surplus leading fields as an index
-    if any(name.startswith("__index_level_") for name in table.column_names):
-        raise DataError(f"{config.path}: rows have more fields than the header; quote texts that contain commas")
-    return Source(config, record(table) if state else table, digest(table._fingerprint, state), is_json=False)
-
-
-def _require_rows_only(builder: Any, config: DatasetConfig) -> None:
-    """Raise DataError if `datasets` would read pickles or the like, files outside of the dataset, or any address but the hub's."""
-    reader = type(builder).__module__.split(".")[-1]
-    if reader not in _READERS:
-        raise DataError(f"{config.path}: files that are read as {reader} are not supported; use {', '.join(_READERS)}")
-    folder = Path(config.path).expanduser()
-    for file in (file for files in (builder.config.data_files or {}).values() for file in files):
-        if "://" in file and (folder.exists() or not file.startswith("hf://")):
-            raise DataError(f"{config.path}: names {file}, which is neither one of its files nor on the hub")
-        if "://" not in file:
-            require_regular(Path(file), DataError)
-            if folder.is_dir():
-                require_inside(Path(file), folder)
-
-
-def _files_in_folder(config: DatasetConfig) -> list[Path]:
-    """Return the files in a folder that `datasets` will read."""
-    folder = Path(config.path).expanduser() / (config.data_dir or "")
-    if not folder.is_dir():  # a dataset on the hub
-        return []
-    patterns = config.data_files or ["**/*"]
-    if outside := next((each for each in patterns if "://" in each or Path(each).is_absolute()), None):
-        raise DataError(f"{config.path}: {outside} in data_files is not in this folder; name it as a path of its own")
-    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
-
-
-def _csv_options(file: Path) -> dict[str, Any]:
-    """Return reader options that keep every field as text, so that N/A and 007 are not converted."""
-    separator = "\t" if file.suffix == ".tsv" else ","
-    try:
-        with file.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
-            names = next(csv.reader(stream, delimiter=separator), [])
-    except (OSError, csv.Error) as error:
-        raise DataError(f"{file}: its header cannot be read ({first_line(error)})") from error
-    return {"sep": separator, "converters": dict.fromkeys(names, str), "keep_default_na": False}
-
-
-def _innermost_reason(error: BaseException) -> str:
-    """Describe the innermost cause of an error; the outer errors only say that something failed."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"cannot be read ({type(error).__name__}: {first_line(error)})"
 
 
 def _without_nulls(value: Any) -> Any:

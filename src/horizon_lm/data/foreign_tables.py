@@ -1,0 +1,212 @@
+"""Read Parquet, Arrow, CSV and text with `datasets`, and datasets of the hub, without obeying what they declare.
+
+Metadata of a file and a card may declare that a column holds pictures, sounds, films or documents, for which `datasets` then
+opens any path and contacts any address. Columns are read as they are stored; those that are declared so are rejected by name.
+A card may name the files to read, which are files of its own repository or rejected.
+"""
+
+import csv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.config import DatasetConfig
+from horizon_lm.errors import DataError, HorizonError, first_line
+
+_READERS = ("arrow", "csv", "json", "parquet", "text")  # of `datasets`; others read pickles, images or databases
+_KEPT_TYPES = ("Value", "Json")  # feature types that are stored as they are read, or are parsed from JSON
+_BATCH_ROWS = 1000  # of Parquet; by default, `datasets` takes the size of the first row group, which may be empty
+
+
+def read_files(config: DatasetConfig, reader: str, files: Sequence[Path], cache: Path) -> Any:
+    """Return the rows of local files of one type as a `datasets.Dataset` in a folder of the cache.
+
+    Raises:
+        DataError: a file cannot be read, or has columns of something else than text.
+    """
+    import datasets
+
+    options: dict[str, Any] = {"path": reader, "data_files": {"train": list(map(str, files))}, "cache_dir": str(cache)}
+    with _readable(config):
+        if reader in ("parquet", "arrow"):
+            declared = _declared_features(reader, files[0])
+            _require_text(config, declared)
+            options["features"] = _as_stored(declared)
+        if reader == "parquet":
+            options["batch_size"] = _BATCH_ROWS
+        if reader == "csv":
+            options |= _csv_options(files[0])
+        if reader == "text":
+            options["sample_by"] = config.sample_by
+        builder = datasets.load_dataset_builder(**options)
+        builder.download_and_prepare()
+        if not builder.info.splits["train"].num_examples:
+            raise DataError(f"{config.path}: no rows found")
+        table = builder.as_dataset("train")
+    # pandas interprets surplus leading fields as an index
+    if any(name.startswith("__index_level_") for name in table.column_names):
+        raise DataError(f"{config.path}: rows have more fields than the header; quote texts that contain commas")
+    table = _undecoded(config, table)
+    if reader == "text":
+        return table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
+    return table
+
+
+def read_hub(config: DatasetConfig) -> Any:
+    """Return the rows of a dataset of the hub as a `datasets.Dataset`.
+
+    Raises:
+        DataError: it cannot be read, names files elsewhere, or has columns of something else than text.
+    """
+    import datasets
+
+    wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
+    with _readable(config):
+        with _own_files_only(config):
+            builder = datasets.load_dataset_builder(
+                config.path, **{key: value for key, value in wanted.items() if value}
+            )
+        reader = type(builder).__module__.split(".")[-1]
+        if reader not in _READERS:
+            raise DataError(
+                f"{config.path}: files that are read as {reader} are not supported; use {', '.join(_READERS)}"
+            )
+        builder.download_and_prepare()
+        table = builder.as_dataset(config.split or "train")
+    return _undecoded(config, table)
+
+
+@contextmanager
+def _readable(config: DatasetConfig) -> Iterator[None]:
+    """Context manager: raise DataError for any error of a reader or the hub."""
+    try:
+        yield
+    except HorizonError:
+        raise
+    except Exception as error:  # readers and the hub raise errors of many types
+        raise DataError(f"{config.path}: {_innermost_reason(error)}") from error
+
+
+def _innermost_reason(error: BaseException) -> str:
+    """Describe the innermost cause of an error; the outer errors only say that something failed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"cannot be read ({type(error).__name__}: {first_line(error)})"
+
+
+@contextmanager
+def _own_files_only(config: DatasetConfig) -> Iterator[None]:
+    """Context manager: let `datasets` find files of a dataset in its repository only, whoever names them."""
+    from datasets import data_files
+
+    resolve, rejected = data_files.resolve_pattern, list[DataError]()
+
+    def resolve_own(pattern: str, base_path: str, *args: Any, **kwargs: Any) -> Any:
+        if not base_path.startswith("hf://"):
+            raise DataError(
+                f"{config.path} is a reader of datasets, not a dataset; name the files by their path, to be read as {', '.join(_READERS)}"
+            )
+        is_own = pattern.startswith(base_path) if "://" in pattern else not Path(pattern).is_absolute()
+        if not is_own or ".." in Path(pattern).parts or "::" in pattern:
+            rejected.append(DataError(f"{config.path}: names {pattern}, which is no file of this dataset on the hub"))
+            raise rejected[0]
+        return resolve(pattern, base_path, *args, **kwargs)
+
+    data_files.resolve_pattern = resolve_own
+    try:
+        yield
+    finally:
+        data_files.resolve_pattern = resolve
+    if rejected:  # `datasets` goes on with an older copy in its cache
+        raise rejected[0]
+
+
+# Features
+
+
+def _declared_features(reader: str, file: Path) -> Any:
+    """Return the features that a file declares, or those of its types if the declaration makes no sense."""
+    import datasets
+
+    schema = _read_schema(reader, file)
+    try:
+        return datasets.Features.from_arrow_schema(schema)
+    except Exception:  # it may have been written by another version, or be no declaration at all
+        return datasets.Features.from_arrow_schema(schema.remove_metadata())
+
+
+def _read_schema(reader: str, file: Path) -> Any:
+    import pyarrow
+    from pyarrow import parquet
+
+    if reader == "parquet":
+        return parquet.read_schema(file)
+    with file.open("rb") as stream:
+        try:
+            return pyarrow.ipc.open_stream(stream).schema
+        except (OSError, pyarrow.ArrowInvalid):
+            stream.seek(0)
+            return pyarrow.ipc.open_file(stream).schema
+
+
+def _as_stored(feature: Any) -> Any:
+    """Return a feature with the types of its parts in storage, which nothing decodes."""
+    import datasets
+
+    if isinstance(feature, datasets.Features):
+        return datasets.Features({name: _as_stored(each) for name, each in feature.items()})
+    if isinstance(feature, dict):
+        return {name: _as_stored(each) for name, each in feature.items()}
+    if isinstance(feature, list):
+        return [_as_stored(each) for each in feature]
+    if isinstance(feature, datasets.List):
+        return datasets.List(_as_stored(feature.feature), length=feature.length)
+    if isinstance(feature, datasets.LargeList):
+        return datasets.LargeList(_as_stored(feature.feature))
+    if type(feature).__name__ in _KEPT_TYPES:
+        return feature
+    schema = datasets.Features({"column": feature}).arrow_schema.remove_metadata()
+    return datasets.Features.from_arrow_schema(schema)["column"]
+
+
+def _undecoded(config: DatasetConfig, table: Any) -> Any:
+    """Return a `datasets.Dataset` whose columns are read as they are stored; raise DataError if some hold no text."""
+    import datasets
+
+    _require_text(config, table.features)
+    info = datasets.DatasetInfo(features=_as_stored(table.features))
+    stored = table.data.replace_schema_metadata(None)
+    return datasets.Dataset(stored, info=info, split=table.split, fingerprint=table._fingerprint)
+
+
+def _require_text(config: DatasetConfig, features: Any) -> None:
+    """Raise DataError if a column is declared as pictures, sounds or the like."""
+    for name, feature in features.items():
+        kind = _decoded_kind(feature)
+        if kind is not None:
+            raise DataError(
+                f"{config.path}: column {name!r} has the type {kind}, and only text is supported; remove the column from the files"
+            )
+
+
+def _decoded_kind(feature: Any) -> str | None:
+    """Return the name of a type in a feature that `datasets` decodes into something else than plain values."""
+    parts = list(feature.values()) if isinstance(feature, dict) else feature if isinstance(feature, list) else []
+    inner = getattr(feature, "feature", None)
+    kinds = (_decoded_kind(part) for part in [*parts, *([] if inner is None else [inner])])
+    if found := next(filter(None, kinds), None):
+        return found
+    is_decoded = hasattr(feature, "decode_example") and type(feature).__name__ not in _KEPT_TYPES
+    return type(feature).__name__ if is_decoded else None
+
+
+def _csv_options(file: Path) -> dict[str, Any]:
+    """Return reader options that keep every field as text, so that N/A and 007 are not converted."""
+    separator = "\t" if file.suffix == ".tsv" else ","
+    try:
+        with file.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
+            names = next(csv.reader(stream, delimiter=separator), [])
+    except (OSError, csv.Error) as error:
+        raise DataError(f"{file}: its header cannot be read ({first_line(error)})") from error
+    return {"sep": separator, "converters": dict.fromkeys(names, str), "keep_default_na": False}
