@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.config.yaml_file import read_yaml
 from tests.e2e import tiny
 from tests.e2e.command import run
 
@@ -142,9 +143,20 @@ def test_a_billion_saves_are_counted_at_once(model: Path) -> None:
     assert result.exit_code == 0, result.stderr
 
 
+MERGES = "a: &a {k: 1}\n" + "".join(
+    f"{x}: &{x} {{<<: [*{y}, *{y}]}}\n"
+    for y, x in zip("abcdefghijklmnopqrstuvw", "bcdefghijklmnopqrstuvwx", strict=True)
+)
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        MERGES,
+        "a: &a {<<: *a}",
+        "a: [&a 1, &a 2]",
+        'seed: "\\UFFFFFFFF"',
+        "".join(f"k{n}: 1\n" for n in range(10_000)),
         "seed: !!python/object/apply:os.system ['touch ran']",
         "seed: !!python/name:os.system",
         "a: &a [1]\n" + "".join(f"{x}: &{x} [{', '.join([f'*{y}'] * 9)}]\n" for y, x in zip("abcdefgh", "bcdefghi", strict=True)),
@@ -161,6 +173,16 @@ def test_run_files_with_tags_and_bombs(text: str, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(f"model_name_or_path: model\n{text}\n")
     result = run("train", "run.yaml")
-    assert result.exit_code == 2
+    assert result.exit_code == 2, result.stderr
     assert len(result.stderr) < 1000
     assert not Path("ran").exists()
+    Path("run.yaml").rename("config.yaml")
+    assert run("report", ".").exit_code == (0 if text.startswith("? [1, 2]") else 2)  # settings that are only shown
+
+
+def test_merge_keys_of_ordinary_files(tmp_path: Path) -> None:
+    """A mapping that is merged stands for its settings, as YAML 1.1 says."""
+    (tmp_path / "run.yaml").write_text("usual: &usual {seed: 7, max_steps: 3}\n<<: *usual\nmax_steps: 5\n")
+    settings, places = read_yaml(str(tmp_path / "run.yaml"))
+    assert (settings["seed"], settings["max_steps"]) == (7, 5)
+    assert places.position(("max_steps",)) == (3, 1)

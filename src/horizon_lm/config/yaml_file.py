@@ -5,7 +5,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, ScalarEvent
 
 from horizon_lm.errors import ConfigError, first_line
 
@@ -50,7 +51,7 @@ def _has(node: CommentedMap | CommentedSeq, key: int | str) -> bool:
 
 
 MAX_CHARS = 2**18  # of a run file; reading that many takes seconds
-_MAX_VALUES = 2**16  # in a run file, counting what an alias stands for each time
+_MAX_VALUES = 2**14  # in a run file, counting what an alias stands for each time
 _MAX_BITS = 1024  # of a whole number
 
 
@@ -60,47 +61,69 @@ def parse_yaml(text: str, place: str) -> Any:
     Raises:
         ConfigError: the text is not YAML, too long, or its aliases stand for themselves or for too many values.
     """
+    return _parse(text, place, "safe")
+
+
+def _parse(text: str, place: str, loader: str) -> Any:
+    """Return the content of YAML text as one of ruamel.yaml's loaders makes it; raise ConfigError as `parse_yaml` does."""
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{place}: more than {MAX_CHARS:,} characters; name the YAML file of a run")
     try:
-        content = YAML(typ="safe", pure=True).load(text)
-        _num_values(content, {})
+        _require_few_values(text)
+        content = YAML(typ=loader, pure=True).load(text)
+        _require_small_numbers(content)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{place}:{mark.line + 1}:{mark.column + 1}" if mark else place
         raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from error
     except RecursionError as error:
         raise ConfigError(f"{place}: nested too deeply") from error
-    except (YAMLError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
-        raise ConfigError(
-            f"{place}: not valid YAML: {first_line(error)}"
-        ) from error  # ruamel's own checks are incomplete
+    except Exception as error:  # ruamel's own checks are incomplete
+        raise ConfigError(f"{place}: not valid YAML: {first_line(error)}") from error
     return content
 
 
-def _num_values(value: Any, known: dict[int, int | None]) -> int:
-    """Return the number of values that a value consists of, aliases expanded; raise ValueError if there are too many.
+def _require_few_values(text: str) -> None:
+    """Raise ValueError if YAML text stands for too many values once aliases are expanded, or an alias for what it is part of.
 
-    Args:
-        value: a value of YAML.
-        known: numbers of the values that were counted before, by identity; None for those being counted.
+    Events are counted, because a loader expands merge keys (``<<: *name``) before it returns anything.
     """
+    sizes: dict[str, int | None] = {}  # of anchors; None for those that are not complete
+    parts: list[tuple[str | None, int]] = [(None, 0)]  # anchor and size of each collection that is open
+    for event in YAML(typ="safe", pure=True).parse(text):
+        if isinstance(event, CollectionStartEvent):
+            parts.append((event.anchor, 1))
+            if event.anchor:
+                sizes.setdefault(event.anchor, None)
+            continue
+        if isinstance(event, CollectionEndEvent):
+            anchor, size = parts.pop()
+        elif isinstance(event, ScalarEvent):
+            anchor, size = event.anchor, 1
+        elif isinstance(event, AliasEvent):
+            if (known := sizes.get(event.anchor, 1)) is None:
+                raise ValueError("an alias stands for what it is part of")
+            anchor, size = None, known
+        else:
+            continue
+        if anchor:
+            if sizes.get(anchor) is not None:
+                raise ValueError(f"the anchor {anchor} is there twice")
+            sizes[anchor] = size
+        parts[-1] = (parts[-1][0], parts[-1][1] + size)
+        if parts[-1][1] > _MAX_VALUES:
+            raise ValueError(f"more than {_MAX_VALUES:,} values, aliases expanded")
+
+
+def _require_small_numbers(value: Any) -> None:
+    """Raise ValueError if a whole number among these values is absurdly long."""
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise ValueError(f"a number of {value.bit_length():,} bits")
-    if not isinstance(value, dict | list | set | tuple):
-        return 1
-    if id(value) in known:
-        number = known[id(value)]
-        if number is None:
-            raise ValueError("an alias stands for what it is part of")
-        return number
-    known[id(value)] = None
-    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    number = 1 + sum(_num_values(each, known) for each in parts)
-    if number > _MAX_VALUES:
-        raise ValueError(f"more than {_MAX_VALUES:,} values, aliases expanded")
-    known[id(value)] = number
-    return number
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | set | tuple):
+        for each in value:
+            _require_small_numbers(each)
 
 
 def read_yaml(path: str, override_prefix: str = "--") -> tuple[dict[str, Any], SettingPlaces]:
@@ -123,7 +146,7 @@ def read_yaml(path: str, override_prefix: str = "--") -> tuple[dict[str, Any], S
             f"{path}: not a text file in UTF-8 (byte {error.start}); name the YAML file of a run"
         ) from error
     settings = parse_yaml(text, path)
-    marks = YAML(typ="rt", pure=True).load(text)  # read again for positions, which the safe loader does not keep
+    marks = _parse(text, path, "rt")  # read again for positions, which the safe loader does not keep
     if settings is None:
         settings = {}
     if not isinstance(settings, dict):
