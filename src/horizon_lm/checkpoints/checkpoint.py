@@ -21,7 +21,8 @@ from horizon_lm.disk import Disk, restore_folder
 from horizon_lm.engine.executor import Engine
 from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.optim.adamw import AdamW
-from horizon_lm.store.checkpoint_writer import write_configs
+from horizon_lm.store.buffers import fill_buffer, persistent_buffers, unrounded_buffers
+from horizon_lm.store.checkpoint_writer import main_dtype, write_configs
 
 BUFFERS, ARRAYS = "buffers.safetensors", "arrays.safetensors"
 
@@ -83,7 +84,7 @@ def save_checkpoint(
     )
     # Copies: these change with the next step.
     tensors = {
-        BUFFERS: {name: buffer.detach().cpu().clone() for name, buffer in _buffers(engine).items()},
+        BUFFERS: {name: each.detach().cpu().clone() for name, each in unrounded_buffers(engine.parts, store).items()},
         ARRAYS: {name: array.detach().cpu().clone() for name, array in (arrays or {}).items()},
     }
 
@@ -198,8 +199,9 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: AdamW | Non
             else:
                 for name, found in threads.map(lambda unit: _read_unit(folder, unit, files[unit]), files):
                     require_hash(folder, manifest, name, found)
+        own = persistent_buffers(engine.parts, store)
         for name, value in buffers.items():
-            _buffers(engine)[name].copy_(value)
+            fill_buffer(store, name, own[name], value)
     store.source_dtypes.update({name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()})
     store.weights_changed()
     engine.foreign_writes.follow(with_low_halves=True)
@@ -270,7 +272,8 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Ad
 
 
 def _require_buffers(folder: Path, buffers: Mapping[str, torch.Tensor], engine: Engine) -> None:
-    saved, own = ({name: each.shape for name, each in group.items()} for group in (buffers, _buffers(engine)))
+    groups = (buffers, persistent_buffers(engine.parts, engine.store))
+    saved, own = ({name: each.shape for name, each in group.items()} for group in groups)
     for name in sorted(saved.keys() | own.keys()):
         if saved.get(name) != own.get(name):
             raise ConfigError(
@@ -279,19 +282,10 @@ def _require_buffers(folder: Path, buffers: Mapping[str, torch.Tensor], engine: 
 
 
 def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], None] | None, disk: Disk) -> None:
-    dtype = next(iter(engine.store.source_dtypes.values()))
-    write_configs(disk, engine.parts.model, part, dtype)
+    write_configs(disk, engine.parts.model, part, main_dtype(engine.store))
     write_adapter_configs(engine.parts.model, part)
     if add_files is not None:
         add_files(part)
-
-
-def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers of a model by name."""
-    parameters = {id(ref.param) for refs in engine.parts.units.values() for ref in refs}
-    # Not the streamed model's own method, which waits for updates.
-    state = torch.nn.Module.state_dict(engine.parts.model, keep_vars=True)
-    return {n: t for n, t in state.items() if n not in engine.store.unit_of and id(t) not in parameters}
 
 
 def _engine(model: Any) -> Engine:

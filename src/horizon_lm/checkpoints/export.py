@@ -48,6 +48,8 @@ class _CheckpointStore:
         self.unit_of = {name: unit for unit, each in self.units.items() for name in each.layout}
         self.source_dtypes = {name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()}
         self.shard = WHOLE
+        self.written_dtype = torch.float32 if manifest.precision == "float32" else None
+        self.source_buffers: Mapping[str, torch.Tensor] = {}  # those of a checkpoint are not rounded
         self.codecs: Mapping[str, Any] = {}  # a checkpoint has no quantized weights
         self._has_low = manifest.precision == "fp32_master"
 
@@ -107,7 +109,7 @@ def export_checkpoint(
         path, _, attribute = name.rpartition(".")
         model.get_submodule(path).register_buffer(attribute, value)
     store: Any = _CheckpointStore(checkpoint, manifest)
-    chosen = dtype or _exported_dtype(read_state(checkpoint))
+    chosen = dtype or read_state(checkpoint)["state"].get("settled", {}).get("export_dtype")
 
     def fill(part: Path) -> None:
         as_dtype = getattr(torch, chosen) if chosen else None
@@ -136,12 +138,6 @@ def _save_adapters(
         if (at / ADAPTER_CONFIG).is_file():
             model = Adapters(folder=str(at)).add_to(model, draw=False, name=name)
     prefix = "base_model.model."
+    dtype = dtype or store.written_dtype
     values = {prefix + name: store.master(name).to(dtype or store.source_dtypes[name]) for name in store.unit_of}
     model.save_pretrained(folder, state_dict=values)
-
-
-def _exported_dtype(state: dict[str, Any]) -> str | None:
-    """Return the dtype in which the run of a checkpoint would export its model; None for the dtype it was loaded with."""
-    settings = state["state"].get("settled", {})
-    dtype: str | None = settings.get("export_dtype") or ("float32" if settings.get("precision") == "float32" else None)
-    return dtype

@@ -95,6 +95,8 @@ class _MergedStore:
     """
 
     shard = WHOLE
+    written_dtype = None
+    source_buffers: Mapping[str, torch.Tensor] = {}
 
     def __init__(self, parts: ModelParts, model: Any, adapter: Path, checkpoint: Checkpoint) -> None:
         conversion = find_conversion(parts.model, checkpoint.names)

@@ -1,5 +1,6 @@
 """Create a streamed model from a model in memory, from a folder or hub id, or from a config."""
 
+import copy
 import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from horizon_lm.model import attention, hub
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.adapters import Adapters, base_of_adapters
 from horizon_lm.model.hub import build_skeleton
+from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.quantization import expected_codecs, four_bits, take_quantization
 from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
 from horizon_lm.store.checkpoint_loader import load_weights
@@ -305,6 +307,7 @@ def _open(
     precision = read_precision(precision, options)
     if config is None and gguf_file is None:
         config = hub.load_config(folder, trust_remote_code, model_class=model_class)
+    config = copy.deepcopy(config)  # as in transformers: the caller's own is not changed
     quantization = _read_quantization(options)
     changes = config_arguments(options, config)
     settings = StreamArguments(device=device, precision=precision, **options)
@@ -324,7 +327,7 @@ def _open(
     attention.register()
     model = hub.open_skeleton(
         folder, config, model_class=model_class, trust_remote_code=trust_remote_code,
-        attn_implementation=settings.attn_implementation,
+        attn_implementation=settings.attn_implementation, dtype=opened_dtype(precision),
     )  # fmt: skip
     published = take_quantization(config)
     if published and quantization:
@@ -408,7 +411,7 @@ def from_config(
     """
     settings = StreamArguments(device=device, precision=precision, **options)
     opened = open_device(settings.device, settings.device_memory)
-    model = build_skeleton(config, model_class)
+    model = build_skeleton(config, model_class, dtype=opened_dtype(precision))
     parts, store = _with_store(model, settings)
     with drawing_alike(settings.device_mesh, opened.torch_device):
         for refs in parts.units.values():
@@ -493,6 +496,8 @@ def _with_store(
         find_codecs: function that returns the codecs of quantized weights; None if there are none.
     """
     parts = settings.take_apart(model)
+    if opened_dtype(settings.precision) != torch.float32:
+        parts.in_float32 = frozenset(ref.name for ref in parts.refs() if ref.param.dtype == torch.float32)
     if find_codecs is not None:
         parts.codecs = find_codecs(parts)
     never_trained = set(parts.units) if frozen else parts.frozen_base()

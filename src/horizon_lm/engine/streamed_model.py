@@ -165,7 +165,8 @@ class StreamedModel:
             push_to_hub: upload the folder afterwards; ``repo_id``, ``token`` and the like as in transformers.
             max_shard_size: the maximum size of a file.
             variant: a part of the file names.
-            dtype: the dtype of the written weights; None for the dtype they were loaded with.
+            dtype: the dtype of the written weights; None for float32 in precision ``float32``, and otherwise for the dtype
+                they were loaded with.
             kwargs: as in transformers; unsupported arguments are rejected.
         """
         self._horizon.engine.synchronize()

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
 from horizon_lm.model.config_limits import require_few_parameters, require_sane_config, require_small_buffer
 from horizon_lm.model.gguf_header import read_gguf_header
+from horizon_lm.model.opening import open_like_transformers
 from horizon_lm.model.quantization import matrix_codec, quantization_of
 from horizon_lm.paths import exists, may_be_on_hub, require_inside, require_own_files, require_regular
 from horizon_lm.planning.catalog import KnownModel, find_known, known_models
@@ -356,7 +357,11 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_skeleton(config: Any, model_class: Any = None, **options: Any) -> nn.Module:
-    """Return the model of a Hugging Face config without weights, in evaluation mode: that of `auto_class`."""
+    """Return the model of a Hugging Face config without weights, in evaluation mode: that of `auto_class`.
+
+    Its buffers, and the dtypes of all its tensors, are those that transformers gives a model that is opened with the option
+    ``dtype``; without this option, with the dtype of the config.
+    """
     from transformers.initialization import no_init_weights
 
     # Random initialization on the meta device has no effect, but takes most of the time of building a model.
@@ -364,6 +369,7 @@ def build_skeleton(config: Any, model_class: Any = None, **options: Any) -> nn.M
         model = auto_class(model_class).from_config(config, **{"trust_remote_code": False, **options})
     lost = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
     assert not lost, f"{type(model).__name__}: the buffer {lost[0]} was made by torch.empty"
+    open_like_transformers(model)
     model.tie_weights()
     return model.eval()
 

@@ -49,6 +49,7 @@ class ModelParts:
         classifies: the head gives scores of labels, not logits of tokens.
         written: weights that a block's forward pass may write in training, by block.
         codecs: the codecs of quantized weights, by full name; all of blocks.
+        in_float32: full names of the weights that transformers keeps in float32 though it opens the model in bfloat16.
     """
 
     _model: Any
@@ -66,6 +67,7 @@ class ModelParts:
     is_adapted: bool = False
     written: Mapping[int, frozenset[str]] = field(default_factory=dict)
     codecs: Mapping[str, Codec] = field(default_factory=dict)
+    in_float32: frozenset[str] = frozenset()
 
     @property
     def model(self) -> Any:

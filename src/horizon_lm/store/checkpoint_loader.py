@@ -14,6 +14,7 @@ from horizon_lm.model.hub import require_finite
 from horizon_lm.model.quantization import quantization_of
 from horizon_lm.model.units import ModelParts, ParamRef
 from horizon_lm.schedule.ops import HEAD
+from horizon_lm.store.buffers import fill_buffer
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
 from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
@@ -44,11 +45,16 @@ def check_folder(model: Any, folder: Path) -> list[str]:
         ConfigError: as in `check_headers`, or a file cannot be read.
     """
     checkpoint = open_checkpoint(folder, quantization_of(model.config))
-    return check_headers(model, checkpoint, find_conversion(model, checkpoint.names))
+    kept = [name for name, p in model.named_parameters() if p.dtype != model.config.dtype]
+    return check_headers(model, checkpoint, find_conversion(model, checkpoint.names), in_float32=kept)
 
 
 def check_headers(
-    model: Any, checkpoint: Checkpoint, conversion: Conversion, optional: Collection[str] = ()
+    model: Any,
+    checkpoint: Checkpoint,
+    conversion: Conversion,
+    optional: Collection[str] = (),
+    in_float32: Collection[str] = (),
 ) -> list[str]:
     """Check names, dtypes and shapes of a checkpoint, and return warnings.
 
@@ -57,6 +63,7 @@ def check_headers(
         checkpoint: the checkpoint.
         conversion: the mapping of the checkpoint to the model.
         optional: full names of parameters that the checkpoint may lack; they will be newly initialised.
+        in_float32: full names of the parameters that transformers keeps in float32, and that are rounded here.
 
     Raises:
         ConfigError: a parameter is missing, duplicated, of another shape, or not in floating point; or the checkpoint
@@ -80,6 +87,12 @@ def check_headers(
             f"{min(missing)}; the folder does not hold a {type(model).__name__}"
         )
     sentences = list(_unused(model, checkpoint.folder, conversion.unused))
+    finer = {t.name for t in conversion.targets if any(headers[name].dtype in ("F32", "F64") for name in t.sources)}
+    if rounded := sorted(finer & set(in_float32)):
+        sentences.append(
+            f"{checkpoint.folder}: {_tensors_are(rounded)} kept in float32 by transformers in every dtype, but rounded to bfloat16 "
+            "for the computation in this precision; set precision: float32 to compute with all bits"
+        )
     if new:
         sentences.append(
             f"{checkpoint.folder} has no {' and '.join(sorted(new))}, which will be newly initialised; train it before its "
@@ -194,7 +207,7 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     model = parts.model
     conversion = find_conversion(model, checkpoint.names)
     optional = parts.units[HEAD] if parts.classifies else []
-    for sentence in check_headers(model, checkpoint, conversion, [ref.name for ref in optional]):
+    for sentence in check_headers(model, checkpoint, conversion, [ref.name for ref in optional], parts.in_float32):
         warnings.warn(sentence, CheckpointWarning, stacklevel=3)
     parameters, buffers = parameter_names(model), dict(model.named_buffers())
     written: dict[str, str] = {}
@@ -218,11 +231,11 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
                 require_finite(name, tensor, checkpoint.file_of(name))
         for name, tensor in target.convert(model, tensors).items():
             if name in buffers:
-                buffers[name].copy_(tensor)
+                fill_buffer(store, name, buffers[name], tensor)
             elif name in parameters:
                 own = parameters[name]
                 if own not in written:
-                    store.source_dtypes[own] = tensor.dtype
+                    store.source_dtypes[own] = torch.float32 if own in parts.in_float32 else tensor.dtype
                     store.write(own, tensor, first_row)
                 elif not store.holds(own, tensor, first_row):  # a tied parameter, which transformers would untie
                     raise ConfigError(

@@ -15,8 +15,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from horizon_lm.disk import Disk, new_file, part_of, sync_tree, write_file
 from horizon_lm.errors import ConfigError
+from horizon_lm.model.opening import kept_in_float32
 from horizon_lm.model.units import ModelParts
 from horizon_lm.quantities import parse_bytes
+from horizon_lm.store.buffers import unrounded_buffers
 from horizon_lm.store.store import Store
 
 _DTYPE_NAMES = {
@@ -63,27 +65,30 @@ def checkpoint_tensors(parts: ModelParts, store: Store, dtype: torch.dtype) -> I
         yield from exporter.unit(index).items()
 
 
+def main_dtype(store: Store) -> torch.dtype:
+    """Return the dtype of a written model, as its config has it: that of its first weight."""
+    return store.written_dtype or next(iter(store.source_dtypes.values()))
+
+
 class _Exporter:
     """The tensors of a checkpoint with their names, layouts and dtypes, unit by unit."""
 
     def __init__(
         self, parts: ModelParts, store: Store, dtype: torch.dtype | None, values: Mapping[str, torch.Tensor]
     ) -> None:
-        self._model, self._store, self._dtype = parts.model, store, dtype
+        self._model, self._store = parts.model, store
+        self._dtype = dtype or store.written_dtype
+        self._in_float32 = kept_in_float32(parts.model, store.unit_of, dtype) if dtype is not None else set()
         self._given = {
             name: value
             for name, value in values.items()
             if name in store.unit_of and name not in store.codecs and value.data_ptr() != store.weight(name).data_ptr()
         }
-        owned = set(store.unit_of)
-        parameters = {id(ref.param) for refs in parts.units.values() for ref in refs}
-        # Not the streamed model's own method, which waits for updates.
-        state = torch.nn.Module.state_dict(parts.model, keep_vars=True)
-        self._buffers = {n: t for n, t in state.items() if n not in owned and id(t) not in parameters}
+        self._buffers = unrounded_buffers(parts, store)
         self._units: list[list[str]] = [list(slabs.layout) for slabs in store.units.values()]
         self._names = list(store.units)
         self._units.append(list(self._buffers))
-        self.main_dtype = dtype or next(iter(store.source_dtypes.values()))
+        self.main_dtype = dtype or main_dtype(store)
 
     @property
     def num_units(self) -> int:
@@ -106,6 +111,8 @@ class _Exporter:
         return revert_weight_conversion(self._model, tensors)
 
     def _dtype_of(self, name: str) -> torch.dtype:
+        if name in self._in_float32:
+            return torch.float32
         given = self._given.get(name)
         return self._dtype or (self._store.source_dtypes[name] if given is None else given.dtype)
 
@@ -197,11 +204,14 @@ def _names(shard: Shard) -> Iterator[str]:
 
 def write_configs(disk: Disk, model: Any, folder: Path, dtype: torch.dtype) -> None:
     """Let transformers write its files into a folder of their own, from which they get their names once they are durable."""
-    config, before = model.config, model.config.dtype
+    config = model.config
+    configs = [config, *(each for key in config.sub_configs if (each := getattr(config, key, None)) is not None)]
+    before = [each.dtype for each in configs]
     part = part_of(folder / "config")
     disk.remove(part)
     disk.make_folder(part)
-    config.dtype = str(dtype).removeprefix("torch.")
+    for each in configs:
+        each.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     try:
         config.save_pretrained(part)
@@ -211,5 +221,6 @@ def write_configs(disk: Disk, model: Any, folder: Path, dtype: torch.dtype) -> N
         for file in part.iterdir():
             disk.rename(file, folder / file.name)
     finally:
-        config.dtype = before
+        for each, own in zip(configs, before, strict=True):
+            each.dtype = own
         disk.remove(part)

@@ -286,6 +286,7 @@ class Store:
         }
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
         self.source_dtypes: dict[str, torch.dtype] = {}
+        self.source_buffers: dict[str, torch.Tensor] = {}
         self.decoded_dtypes: dict[str, torch.dtype] = {}  # of weights that were read quantized
         self.fill: Callable[[str], None] | None = None  # fetches the ranges of a unit that other ranks own
         self.version = 0  # version of the weights, incremented by every update
@@ -359,6 +360,7 @@ class Store:
         store.decoded_dtypes = {
             name: self.decoded_dtypes[old] for name, old in old_names.items() if old in self.decoded_dtypes
         }
+        store.source_buffers = self.source_buffers
         return store
 
     def new_arena(self, sizes: Iterable[int], dtype: torch.dtype) -> Arena:
@@ -419,6 +421,11 @@ class Store:
             yield
         finally:
             self.units[unit].forget_others()
+
+    @property
+    def written_dtype(self) -> torch.dtype | None:
+        """The dtype in which all weights are written unless another one is chosen; None for that of each source."""
+        return torch.float32 if self.precision.weight_dtype == torch.float32 else None
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a parameter."""

@@ -114,13 +114,15 @@ def check_weights(config: RunConfig) -> list[str]:
         ConfigError: the weights do not fit the model's config, or cannot be read.
     """
     from horizon_lm.model import hub
+    from horizon_lm.model.opening import opened_dtype
     from horizon_lm.store.checkpoint_loader import check_folder
 
     folder = hub.folder_here(config.model_name_or_path)
     if folder is None or config.gguf_file is not None:
         return []
     model_config = hub.load_config(folder, config.trust_remote_code)
-    model = hub.open_skeleton(folder, model_config, trust_remote_code=config.trust_remote_code)
+    dtype = opened_dtype(config.precision)
+    model = hub.open_skeleton(folder, model_config, trust_remote_code=config.trust_remote_code, dtype=dtype)
     return check_folder(model, folder)
 
 

@@ -1,0 +1,53 @@
+"""Give a skeleton the dtypes and buffers that transformers' own ``from_pretrained`` gives a model.
+
+transformers builds a model on the meta device under the dtype that it is opened with. Buffers without a file are computed
+afterwards, by the model's initialisation, and in that dtype; a few tensors stay in float32, whatever the dtype.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def opened_dtype(precision: str) -> torch.dtype:
+    """Return the dtype that transformers would open a model with for a precision: bfloat16, which is what is computed
+    with, unless the precision is ``float32``.
+    """
+    return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def open_like_transformers(model: Any) -> None:
+    """Set the dtypes of a skeleton's tensors, and the values of its buffers.
+
+    Args:
+        model: a skeleton that was built under the dtype that it is opened with, with parameters on the meta device and
+            buffers in memory.
+    """
+    _keep_in_float32(model)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    with torch.random.fork_rng(devices=()):  # some initialisations draw numbers even if nothing is to be drawn
+        model.initialize_weights()
+
+
+def kept_in_float32(model: Any, names: Iterable[str], dtype: torch.dtype) -> set[str]:
+    """Return the tensors, by full name, that transformers keeps in float32 if it opens the model in another dtype."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    pattern = build_glob_alternation(list(plan))[0] if plan else None
+    return {name for name in names if pattern is not None and pattern.search(name)}
+
+
+def _keep_in_float32(model: Any) -> None:
+    """Convert the tensors that a file may have and that transformers keeps in float32."""
+    state = model.state_dict(keep_vars=True)
+    for name in kept_in_float32(model, state, model.config.dtype or torch.get_default_dtype()):
+        path, _, attribute = name.rpartition(".")
+        module, tensor = model.get_submodule(path), state[name]
+        if isinstance(tensor, nn.Parameter):
+            module._parameters[attribute] = nn.Parameter(tensor.float(), tensor.requires_grad)
+        elif tensor.is_floating_point():
+            module._buffers[attribute] = tensor.float()

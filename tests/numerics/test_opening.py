@@ -1,0 +1,199 @@
+"""A folder is opened as transformers opens it, and written with the dtypes that are promised."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    ApertusConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    GemmaConfig,
+    GPTJConfig,
+    LlamaConfig,
+)
+
+import horizon_lm
+from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.checkpoints.export import export_checkpoint
+
+SMALL = {"vocab_size": 90, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+DEEPSEEK = DeepseekV3Config(
+    **SMALL, hidden_size=24, intermediate_size=32, moe_intermediate_size=16, q_lora_rank=8, kv_lora_rank=8,
+    qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=8, n_group=1, topk_group=1,
+    num_experts_per_tok=2, first_k_dense_replace=0, bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
+GEMMA = GemmaConfig(**SMALL, hidden_size=40, intermediate_size=64, head_dim=16)  # whose embeddings are scaled by a root
+GPTJ = GPTJConfig(
+    vocab_size=90, n_embd=24, n_layer=2, n_head=2, n_positions=512, rotary_dim=8, bos_token_id=0, eos_token_id=0
+)
+APERTUS = ApertusConfig(**SMALL, hidden_size=24, intermediate_size=32, pad_token_id=0)
+ERNIE = Ernie4_5_MoeConfig(
+    **SMALL, hidden_size=24, intermediate_size=32, moe_intermediate_size=16, moe_num_experts=4, moe_k=2, pad_token_id=0
+)
+LLAMA = LlamaConfig(**SMALL, hidden_size=24, intermediate_size=32)
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp32_master": torch.bfloat16}
+HALVES = [torch.bfloat16, torch.float32]
+KEPT = "kept in float32 by transformers"
+
+pytestmark = pytest.mark.filterwarnings(f"ignore:.*{KEPT}")  # newer versions keep the weights of DeepSeek's routers
+
+
+def save(folder: Path, config: Any, dtype: torch.dtype) -> None:
+    """Save a model in this dtype. Biases of routers, as trained ones, differ by less than bfloat16's spacing."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():
+            buffer.data = 8 + 0.02 * torch.rand(buffer.shape) if "e_score" in name else buffer + 0.123
+    model.save_pretrained(folder)
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def buffers_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: each
+        for name, each in written(folder).items()
+        if name.endswith(("e_score_correction_bias", "beta", "eps"))
+    }
+
+
+def halve(master: torch.Tensor) -> torch.Tensor:
+    """Return the upper half of an fp32 master: the nearest bfloat16 value, and of two nearest ones that away from zero."""
+    return ((master.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+
+
+def open_plain(folder: Path, precision: str) -> Any:
+    """Return the model of transformers that a precision computes with, in float32 as on the CPU."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=PRECISIONS[precision])
+    for parameter in plain.parameters():  # some of which transformers may keep in float32
+        parameter.data = parameter.data.to(PRECISIONS[precision])
+    plain.float()
+    if precision == "fp32_master":
+        masters = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for parameter, master in zip(plain.parameters(), masters.parameters(), strict=True):
+            parameter.data = halve(master.data)
+    return plain
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("config", [DEEPSEEK, GEMMA, GPTJ, APERTUS], ids=lambda each: each.model_type)
+def test_buffers_and_logits_are_those_of_transformers(
+    config: Any, precision: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save(tmp_path, config, dtype)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=PRECISIONS[precision])
+    model = horizon_lm.from_pretrained(tmp_path, precision=precision, head="whole")
+    theirs, ours = dict(plain.named_buffers()), dict(model.named_buffers())
+    assert [name for name, each in theirs.items() if not same(ours[name], each)] == []
+    ids = torch.arange(3, 83).reshape(2, 40)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, open_plain(tmp_path, precision)(ids).logits)
+
+
+def test_four_bits_leave_buffers_as_they_are(tmp_path: Path) -> None:
+    save(tmp_path, DEEPSEEK, torch.bfloat16)
+    model = horizon_lm.from_pretrained(tmp_path, load_in_4bit=True)
+    assert same(model.get_buffer(BIAS), written(tmp_path)[BIAS])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_buffers_are_written_as_they_were_read(precision: str, tmp_path: Path) -> None:
+    for config, dtype in ((DEEPSEEK, torch.bfloat16), (APERTUS, torch.float32)):
+        source, target = tmp_path / f"{config.model_type}", tmp_path / f"{config.model_type}-written"
+        save(source, config, dtype)
+        horizon_lm.from_pretrained(source, precision=precision).save_pretrained(target)
+        before, after = buffers_of(source), buffers_of(target)
+        assert before.keys() == after.keys()
+        assert [name for name in before if not same(after[name], before[name])] == []
+
+
+def test_a_changed_buffer_is_written_as_it_is(tmp_path: Path) -> None:
+    save(tmp_path, APERTUS, torch.float32)
+    model = horizon_lm.from_pretrained(tmp_path)
+    name = "model.layers.0.mlp.act_fn.beta"
+    model.get_buffer(name).fill_(0.25)
+    model.save_pretrained(tmp_path / "written")
+    assert written(tmp_path / "written")[name] == 0.25
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_are_written_in_the_promised_dtype(precision: str, tmp_path: Path) -> None:
+    save(tmp_path, LLAMA, torch.bfloat16)
+    model = horizon_lm.from_pretrained(tmp_path, precision=precision)
+    model.save_pretrained(tmp_path / "written")
+    expected = "float32" if precision == "float32" else "bfloat16"
+    assert {str(each.dtype) for each in written(tmp_path / "written").values()} == {f"torch.{expected}"}
+    assert json.loads((tmp_path / "written/config.json").read_text())["dtype"] == expected
+    save_checkpoint(tmp_path / "checkpoint", model)
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "exported")
+    assert {str(each.dtype) for each in written(tmp_path / "exported").values()} == {f"torch.{expected}"}
+    assert json.loads((tmp_path / "exported/config.json").read_text())["dtype"] == expected
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("config", "dtype"), [(DEEPSEEK, torch.bfloat16), (APERTUS, torch.float32)])
+def test_checkpoints_restore_buffers(config: Any, dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
+    """A run that goes on reads the weights from its checkpoint, not from the folder of the model."""
+    from horizon_lm.engine.loading import open_for_run
+
+    save(tmp_path, config, dtype)
+    model = horizon_lm.from_pretrained(tmp_path, precision=precision)
+    save_checkpoint(tmp_path / "checkpoint", model)
+    resumed = open_for_run(tmp_path, precision=precision, reads_weights=False)
+    load_checkpoint(tmp_path / "checkpoint", resumed)
+    theirs = dict(model.named_buffers())
+    assert [name for name, each in resumed.named_buffers() if not same(each, theirs[name])] == []
+    resumed.save_pretrained(tmp_path / "resumed")
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "exported")
+    before = buffers_of(tmp_path)
+    for folder in ("resumed", "exported"):
+        after = buffers_of(tmp_path / folder)
+        assert before.keys() == after.keys()
+        assert [name for name in before if not same(after[name], before[name])] == []
+
+
+def test_weights_that_transformers_keeps_in_float32_are_written_in_float32_and_reported(tmp_path: Path) -> None:
+    save(tmp_path, ERNIE, torch.bfloat16)
+    AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    gate = "model.layers.1.mlp.gate.weight"
+    before = written(tmp_path)
+    assert before[gate].dtype == torch.float32
+    with pytest.warns(horizon_lm.CheckpointWarning, match=KEPT):
+        model = horizon_lm.from_pretrained(tmp_path)
+    for dtype in (None, torch.bfloat16):
+        model.save_pretrained(tmp_path / "written", dtype=dtype)
+        after = written(tmp_path / "written")
+        assert [name for name in before if not same(after[name], before[name])] == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        horizon_lm.from_pretrained(tmp_path, precision="float32")
+
+
+def test_the_config_of_the_caller_is_not_changed(tmp_path: Path) -> None:
+    save(tmp_path, LLAMA, torch.bfloat16)
+    config = LlamaConfig.from_pretrained(tmp_path)
+    model = horizon_lm.from_pretrained(tmp_path, precision="float32", config=config)
+    assert (model.config.dtype, config.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_opening_draws_no_random_numbers(tmp_path: Path) -> None:
+    save(tmp_path, DEEPSEEK, torch.bfloat16)
+    torch.manual_seed(0)
+    expected = torch.get_rng_state()
+    horizon_lm.from_pretrained(tmp_path)
+    assert torch.equal(torch.get_rng_state(), expected)
