@@ -242,3 +242,43 @@ def test_gradient_check_of_several_batches() -> None:
     model = horizon_lm.stream(build("llama"), precision="float32")
     model._horizon.check_gradients(3)
     losses_together(model, batches())
+
+
+def without_targets() -> dict[str, torch.Tensor]:
+    part = batch()
+    return part | {"labels": torch.full_like(part["labels"], -100)}
+
+
+@pytest.mark.parametrize("head", ["whole", "chunked"])
+def test_a_batch_without_targets_alone_is_that_of_plain_autograd(head: str) -> None:
+    """The loss is 0 / 0, but the gradients are zero, so whoever looks at gradients alone does not notice."""
+    plain = build("llama")
+    expected = plain(**without_targets(), use_cache=False).loss
+    expected.backward()
+    model = horizon_lm.stream(copy.deepcopy(plain), precision="float32", head=head)
+    for arguments in ({}, {"num_items_in_batch": 0}):
+        (loss,) = horizon_lm.run_together([lambda arguments=arguments: model(**without_targets(), **arguments).loss])
+        loss.backward()
+        assert loss.isnan()
+        assert expected.isnan()
+        assert_close_gradients(model, plain, 0.0)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("head", ["whole", "chunked"])
+def test_a_batch_without_targets_beside_others_changes_nothing(head: str) -> None:
+    """Of a step with accumulation, whose losses are divided by the targets of all its batches."""
+    model = horizon_lm.stream(build("llama"), precision="float32", head=head)
+    items = int((batch()["labels"][:, 1:] != -100).sum())
+    found = []
+    for parts in ([batch()], [without_targets(), batch()], [batch(), without_targets()]):
+        losses = [lambda part=part: model(**part, num_items_in_batch=items).loss for part in parts]
+        sum(horizon_lm.run_together(losses)).backward()
+        found.append(gradients(model))
+        model.zero_grad()
+        for part in parts:  # one backward call for each
+            model(**part, num_items_in_batch=items).loss.backward()
+        found.append(gradients(model))
+        model.zero_grad()
+    for other in found[1:]:
+        assert all(torch.equal(each, found[0][name]) for name, each in other.items())

@@ -190,6 +190,45 @@ def test_a_loss_that_is_not_finite_is_not_hidden(tmp_path: Path) -> None:
     assert difference(copied_weights(model), weights[-1], 0.0) is None
 
 
+@pytest.mark.parametrize("settings", [{}, {"optim": "sgd"}, {"gradient_accumulation_steps": 1}], ids=str)
+def test_a_step_without_targets_is_an_error(tmp_path: Path, settings: dict[str, Any]) -> None:
+    _, model = models()
+    before, data = copied_weights(model), rows(8)
+    data = data.map(lambda row: {"labels": [-100] * len(row["labels"])})
+    with pytest.raises(NonFiniteError, match="step 1 is nan, because none of its rows has a target"):
+        train(horizon_lm.trainer(Trainer), model, tmp_path, eval_strategy="no", train_dataset=data, **settings)
+    assert difference(copied_weights(model), before, 0.0) is None
+
+
+def test_a_step_without_targets_is_skipped(tmp_path: Path) -> None:
+    _, model = models()
+    before, data = copied_weights(model), rows(8)
+    data = data.map(lambda row: {"labels": [-100] * len(row["labels"])})
+    optimizer = horizon_lm.AdamW(model, lr=1e-3, weight_decay=0.1, non_finite="skip")
+    optimizers = (optimizer, get_linear_schedule_with_warmup(optimizer, 0, 9))
+    train(
+        horizon_lm.trainer(Trainer),
+        model,
+        tmp_path,
+        eval_strategy="no",
+        train_dataset=data,
+        max_steps=2,
+        optimizers=optimizers,
+    )
+    assert (optimizer.num_skipped, optimizer.num_steps) == (2, 0)
+    assert difference(copied_weights(model), before, 0.0) is None
+
+
+def test_rows_without_targets_beside_others(tmp_path: Path) -> None:
+    data = rows()
+    data = data.map(
+        lambda row, n: {"labels": row["labels"] if n % 4 else [-100] * len(row["labels"])}, with_indices=True
+    )
+    assert_equal(
+        tmp_path, make=lambda model: {"eval_strategy": "no", "train_dataset": data, "per_device_train_batch_size": 1}
+    )
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_optimizers_and_schedulers_of_ones_own(tmp_path: Path, own: bool) -> None:
     def make(model: Any) -> Settings:

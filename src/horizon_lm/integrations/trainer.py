@@ -1,10 +1,11 @@
 """Train a streamed model with transformers' Trainer and its subclasses, among them TRL's trainers."""
 
 import inspect
+import math
 from functools import cache
 from typing import Any, cast
 
-from horizon_lm.errors import ConfigError, HorizonError, StreamingError, first_line
+from horizon_lm.errors import ConfigError, HorizonError, NonFiniteError, StreamingError, first_line
 from horizon_lm.integrations import fused_head, references
 from horizon_lm.integrations.held_batches import HeldBatches
 from horizon_lm.integrations.patching import replaced
@@ -161,6 +162,29 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
                 "the reference of this set was not computed before training; give the set to the trainer as eval_dataset, or a "
                 "streamed reference: ref_model=horizon_lm.from_pretrained(name, precision='bf16')"
             ) from error
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Run a step of training. Raise NonFiniteError if its loss is NaN or infinite, unless the optimizer skips such steps.
+
+        The gradients of such a loss may be finite: those of a step without targets are zero.
+        """
+        trainer: Any = self
+        loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        value, mesh = float(loss), trainer.model._horizon.engine.mesh
+        if mesh is not None:
+            value = mesh.sums("the loss of a step", [value])[0]
+        if math.isfinite(value):
+            return loss
+        optimizer = self.streamed_optimizer
+        if optimizer is not None and optimizer.skips_non_finite:
+            optimizer.reject_step(f"the loss is {value}")
+            return loss
+        reason = "" if num_items_in_batch is None or num_items_in_batch else ", because none of its rows has a target"
+        unchanged = "" if optimizer is not None and optimizer.update_in_backward else "; the weights are unchanged"
+        raise NonFiniteError(
+            f"the loss of step {trainer.state.global_step + 1} is {value}{reason}{unchanged}. Remedy: check the labels of its rows "
+            "(truncated answers, masks), or lower the learning rate"
+        )
 
     def _clip_grad_norm(self, model: Any) -> Any:
         optimizer = self.streamed_optimizer

@@ -89,6 +89,7 @@ class AdamW(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.unit_grad_norms: dict[str, float] = {}
         self.non_finite_unit: str | None = None
+        self._rejected: str | None = None
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
         self._current: StepUpdate | None = None  # the step that is being applied
         self._moments = Moments(self._store, moments)
@@ -116,6 +117,7 @@ class AdamW(torch.optim.Optimizer):
             StreamingError: if an error made the gradients incomplete; call `zero_grad` first.
         """
         loss = closure() if closure is not None else None
+        reason, self._rejected = self._rejected, None
         engine = self._engine
         engine.check_alive()
         if engine.grads.invalid:
@@ -132,6 +134,9 @@ class AdamW(torch.optim.Optimizer):
         unit = first_non_finite_unit(squared_norms, self._engine.parts.num_blocks)
         if unit is not None:
             self._reject_step(unit)
+            return loss
+        if reason is not None:
+            self._skipped.skip(f"{reason} at step {self._step + 1}")
             return loss
         self.grad_norm = sum(squared_norms.values()) ** 0.5
         self.unit_grad_norms = {unit: square**0.5 for unit, square in squared_norms.items()}
@@ -157,6 +162,15 @@ class AdamW(torch.optim.Optimizer):
     def num_steps(self) -> int:
         """The number of steps applied. A step counts as soon as nothing but its updates in host memory is left to do."""
         return self._step
+
+    @property
+    def skips_non_finite(self) -> bool:
+        """True if a step with a NaN or infinite gradient is skipped, not an error."""
+        return self._skipped.may_skip
+
+    def reject_step(self, reason: str) -> None:
+        """Let the next `step` treat its gradients as not finite. Those of a loss that is not finite may be zero."""
+        self._rejected = reason
 
     @property
     def num_skipped(self) -> int:

@@ -41,6 +41,7 @@ class SkippedSteps:
         limit: maximum number of consecutive skipped steps; None for no limit.
 
     Attributes:
+        may_skip: steps are skipped.
         num: number of steps skipped so far.
     """
 
@@ -49,14 +50,14 @@ class SkippedSteps:
             raise ConfigError(f"non_finite is {non_finite!r}; choose 'raise' or 'skip'")
         if limit is not None and limit < 1:
             raise ConfigError(f"max_consecutive_skips is {limit}; it must be at least 1, or None for no limit")
-        self._may_skip, self._limit = non_finite == "skip", limit
+        self.may_skip, self._limit = non_finite == "skip", limit
         self.num = self._num_consecutive = 0
 
     def skip(self, reason: str) -> None:
         """Skip a step with a NonFiniteWarning. Raise NonFiniteError if steps may not be skipped, or if too
         many were.
         """
-        if not self._may_skip:
+        if not self.may_skip:
             raise NonFiniteError(f"{reason}; the weights are unchanged. {REMEDY}")
         if self._num_consecutive == self._limit:
             raise NonFiniteError(

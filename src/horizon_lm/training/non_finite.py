@@ -53,6 +53,8 @@ class NonFinite:
         """Run an optimizer step. If it rejects or skips a non-finite gradient, report the rows of the step."""
         try:
             skipped = optimizer.num_skipped
+            if not math.isfinite(self._loss):
+                optimizer.reject_step(f"the loss is {self._loss}")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NonFiniteWarning)  # reported below, with the rows
                 optimizer.step()
