@@ -17,6 +17,12 @@ def init(
         str | None,
         typer.Option("--from", metavar="FILE", help="A file of TRL, LLaMA-Factory or Axolotl to translate."),
     ] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--accept", metavar="NAME", help="Accept that this setting of FILE changes the numbers. Repeatable."
+        ),
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Add all other settings, commented out.")] = False,
 ) -> None:
     from horizon_lm.config.run import SCHEMAS
@@ -28,14 +34,20 @@ def init(
 
     if objective is not None and objective not in SCHEMAS:
         raise ConfigError(f"{objective!r} is not an objective; choose one of {', '.join(SCHEMAS)}")
+    if accept and translate is None:
+        raise ConfigError("--accept is for a file that is translated; add --from FILE")
     if translate is not None:
-        translation = translate_file(translate, objective)
+        translation = translate_file(translate, objective, accept or ())
         print(visible(translation.text(full)), end="")
         # To standard error, because standard output is usually redirected into the run file.
-        if translation.left_out:
-            print(f"{counted(len(translation.left_out), 'setting')} of {visible(translate)} left out:", file=sys.stderr)
-        for name, reason in translation.left_out.items():
-            print(visible(f"  {name}: {reason}"), file=sys.stderr)
+        for effect, left_out in (
+            ("accepted, though it changes the numbers", translation.left_out.numbers),
+            ("left out, changing nothing", translation.left_out.nothing),
+        ):
+            if left_out:
+                print(f"{counted(len(left_out), 'setting')} of {visible(translate)} {effect}:", file=sys.stderr)
+            for name, reason in left_out.items():
+                print(visible(f"  {name}: {reason}"), file=sys.stderr)
         return
     chosen = objective or "sft"
     print(start_file(SCHEMAS[chosen], START_VALUES[chosen], START_HEADING[chosen], full), end="")

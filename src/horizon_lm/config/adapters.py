@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, Validat
 
 from horizon_lm.config.types import Fraction, Names, Settings, UnusedError
 
-_OF_THE_BASE = ("use_peft", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "adapter_name_or_path")
+OF_THE_BASE = {"use_peft", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "adapter_name_or_path"}
 
 
 class AdapterSettings(Settings):
@@ -76,6 +76,6 @@ class AdapterSettings(Settings):
     @classmethod
     def _reject_settings_of_a_new_adapter(cls, value: str | None, info: ValidationInfo) -> str | None:
         for name, field in AdapterSettings.model_fields.items() if value is not None else ():
-            if name not in _OF_THE_BASE and info.data.get(name, field.default) != field.default:
+            if name not in OF_THE_BASE and info.data.get(name, field.default) != field.default:
                 raise ValueError(f"has its own {name}; remove one of the two")
         return value

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from horizon_lm.config.datasets import WITHOUT_ROWS, DatasetConfig
 from horizon_lm.config.run import SCHEMAS, RunConfig
-from horizon_lm.config.translate.unsupported import UNSUPPORTED, our_name
+from horizon_lm.config.translate.tables import foreign_trainer, our_name, remedies
 from horizon_lm.config.types import UnusedError
 from horizon_lm.config.yaml_file import SettingPlaces, parse_yaml, read_yaml
 from horizon_lm.errors import ConfigError
@@ -34,6 +34,7 @@ def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_
         ConfigError: all invalid settings, each with its place, value and remedy.
     """
     settings, places = read_yaml(path) if path is not None else ({}, SettingPlaces("the command line"))
+    _reject_foreign_file(settings, path)
     changes = parse_overrides(overrides)
     places.overridden |= set(changes)
     return _validate(_apply(settings, changes), places, without_rows)
@@ -49,11 +50,19 @@ def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changes: Mapping[
         return run
     if isinstance(run, str | Path):
         settings, places = read_yaml(str(run), override_prefix="train(): ")
+        _reject_foreign_file(settings, str(run))
     else:
         settings = run.model_dump() if isinstance(run, RunConfig) else dict(run)
         places = SettingPlaces("train()", override_prefix="train(): ")
     places.overridden |= set(changes or ())
     return _validate(_apply(settings, changes or {}), places, without_rows=False)
+
+
+def _reject_foreign_file(settings: Mapping[str, Any], path: str | None) -> None:
+    if trainer := foreign_trainer(settings):
+        raise ConfigError(
+            f"{path}: this is a file of {trainer}; translate it with horizon-lm init --from {path} > run.yaml"
+        )
 
 
 def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -213,8 +222,8 @@ def _suggest(key: str, known: list[str], of_run: bool) -> str:
         return f" of this objective, only of objective: {' or '.join(others)}; remove it, or change the objective"
     if key in _RENAMED:
         return f"; it is now called {_RENAMED[key]}"
-    if key in UNSUPPORTED:
-        return f"; {UNSUPPORTED[key]}"
+    if key in remedies():
+        return f"; {remedies()[key]}"
     if of_run and (ours := our_name(key)) in known:
         return f"; it is called {ours} here"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)

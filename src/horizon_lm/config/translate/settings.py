@@ -1,21 +1,46 @@
-"""Translate a run file of another trainer, using the translation table of that trainer."""
+"""Translate a run file of another trainer, using the translation table of that trainer.
 
-from collections.abc import Iterator, Mapping
+A translation is faithful or rejected: whatever would change the training is an error, unless the user accepts it by name.
+"""
+
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from horizon_lm.config.adapters import OF_THE_BASE, AdapterSettings
 from horizon_lm.config.datasets import WITHOUT_ROWS
-from horizon_lm.config.run import SCHEMAS, RunConfig
+from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.text import start_file
-from horizon_lm.config.translate.dataset_entries import DATASET_SETTINGS, translate_datasets
-from horizon_lm.config.translate.unsupported import UNSUPPORTED, tables
+from horizon_lm.config.translate.dataset_entries import read_json, translate_datasets
+from horizon_lm.config.translate.identify import find_objective, find_table, flatten, reject_own_file
+from horizon_lm.config.translate.tables import (
+    LeftOut,
+    common,
+    effect_of,
+    is_on,
+    is_set,
+    parse_text,
+    remedies,
+    table_key,
+)
+from horizon_lm.config.types import UnusedError
 from horizon_lm.config.yaml_file import read_yaml
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.paths import exists
 
+_DATASETS = ("datasets", "eval_datasets")
 _PER_EPOCH = {"evals_per_epoch": ("eval_strategy", "eval_steps"), "saves_per_epoch": ("save_strategy", "save_steps")}
+# Settings that have an effect for other trainers where they are not used here.
+_USED_ELSEWHERE = {
+    "label_smoothing",
+    "load_in_4bit",
+    "adapter_name_or_path",
+    "lora_target_parameters",
+    "lora_modules_to_save",
+}
 
 
 @dataclass
@@ -26,100 +51,65 @@ class Translation:
         trainer: name of the other trainer.
         objective: objective of the run.
         settings: our settings.
-        left_out: their settings that were not translated, with the reason.
-        notes: differences that are not visible in any setting.
+        left_out: their settings that were not translated.
     """
 
     trainer: str
     objective: str
     settings: dict[str, Any] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     def text(self, full: bool = False) -> str:
-        """Return our run file, headed by the notes and the settings that were left out. ``full``: see `start_file`."""
+        """Return our run file, headed by the settings that were left out. ``full``: see `start_file`."""
         heading = [
             f"Translated from a file of {self.trainer}. Check it with horizon-lm inspect, which shows what it trains on."
         ]
-        heading += ["", *self.notes] if self.notes else []
-        if self.left_out:
-            heading += ["", "Left out:", *(f"  {name}: {reason}" for name, reason in self.left_out.items())]
+        for title, found in (
+            ("Accepted, although it changes the numbers:", self.left_out.numbers),
+            ("Left out, because it changes nothing here:", self.left_out.nothing),
+        ):
+            heading += ["", title, *(f"  {name}: {reason}" for name, reason in found.items())] if found else []
         return start_file(SCHEMAS[self.objective], self.settings, "\n".join(heading), full)
 
 
-def translate_file(path: str, objective: str | None = None) -> Translation:
+def translate_file(path: str, objective: str | None = None, accept: Collection[str] = ()) -> Translation:
     """Translate a YAML file of another trainer.
 
     Args:
         path: the file.
         objective: objective of the run, or None to take it from the file.
+        accept: names of settings that may change the numbers.
 
     Raises:
-        ConfigError: the file cannot be read, belongs to no known trainer, or has an unsupported objective or loss.
+        ConfigError: the file cannot be read, belongs to no known trainer, is for a method that is not supported, or cannot be
+            translated faithfully.
     """
     theirs, _ = read_yaml(path)
     theirs = {key: value for key, value in theirs.items() if value is not None}
-    _reject_own_file(theirs, path)
-    table = _find_table(theirs, path)
-    for key, method in table.get("rejected", {}).items():
-        if key in theirs:
-            raise ConfigError(f"{path}: {key}: this is a file of {method}, which is not a supported objective")
-    theirs = {**table.get("assumed", {}), **theirs}
-    result = Translation(table["name"], objective or _objective(theirs, table))
+    reject_own_file(theirs, path)
+    table = find_table(theirs, path)
+    theirs = flatten(theirs, table.get("flatten", ()))
+    given = {**table.get("assumed", {}), **theirs}
+    result = Translation(table["name"], find_objective(given, table, objective, path))
     if result.objective != "sft":
         result.settings["objective"] = result.objective
-    dataset_settings = DATASET_SETTINGS[table["name"]]
     try:
-        result.settings |= translate_datasets(table["name"], theirs, Path(path).expanduser().parent, result.left_out)
-    except (TypeError, AttributeError, KeyError, ValueError) as error:
-        names = ", ".join(name for name in dataset_settings if name in theirs)
+        result.settings |= translate_datasets(
+            table["name"], given, Path(path).expanduser().parent, result.left_out, result.objective
+        )
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        names = ", ".join(name for name in table["datasets"] if name in theirs)
         raise ConfigError(f"{path}: {names}: not in the format of {table['name']} ({first_line(error)})") from error
-    for key, value in _effective(theirs, table, result).items():
-        if key not in dataset_settings:
+    for key, value in _effective(given, table, result).items():
+        if key not in table["datasets"] or key in table["rename"]:
             try:
-                _translate_setting(key, value, table, theirs, result)
+                _translate_setting(key, value, table, given, result)
             except (TypeError, ValueError):
-                result.left_out[key] = f"{value!r} is not a valid value"
-    defaults = _defaults(theirs, table)
-    result.settings = {**defaults, **result.settings}
-    for name, other in table.get("twice", {}).items():
-        if name not in theirs and other in result.settings:
-            result.settings[name] = 2 * _parse_text(result.settings[other])
-    if isinstance(steps := _parse_text(result.settings.get("max_steps")), int) and steps > 0:
-        result.settings.pop("num_train_epochs", None)  # in all three trainers, max_steps takes precedence
-    _leave_out_invalid(result, defaults, path)
-    result.notes += _notes(theirs, table, defaults, result)
+                result.left_out.add(key, "rejected", f"{value!r} is not a valid value")
+    _reject_own_optimizer(given.get("deepspeed"), Path(path).expanduser().parent, result.left_out)
+    _complete(given, table, result)
+    _reject(result, path, accept)
     return result
-
-
-# Which file it is
-
-
-def _reject_own_file(theirs: Mapping[str, Any], path: str) -> None:
-    schema = SCHEMAS.get(str(theirs.get("objective", "sft")), RunConfig)
-    if "datasets" in theirs and all(name in schema.model_fields for name in theirs):
-        raise ConfigError(f"{path}: this is already a run file of Horizon-LM; use it without translation")
-
-
-def _find_table(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the translation table of the trainer that most settings in the file are specific to."""
-    scores = {name: sum(key in theirs for key in table["recognized_by"]) for name, table in tables().items()}
-    best = max(scores, key=lambda name: scores[name])
-    if not scores[best] and "model_name_or_path" not in theirs:
-        raise ConfigError(f"{path}: not a file of TRL, LLaMA-Factory or Axolotl: it has none of their settings")
-    return tables()[best if scores[best] else "trl"]
-
-
-def _objective(theirs: Mapping[str, Any], table: Mapping[str, Any]) -> str:
-    for key, choices in table.get("objective", {}).items():
-        if _is_set(theirs, key):
-            value = theirs[key][0] if isinstance(theirs[key], list) else theirs[key]
-            found = choices if isinstance(choices, str) else choices.get(_table_key(value))
-            if found:
-                return str(found)
-            if key in ("stage", "rl"):
-                raise ConfigError(f"{key}: {value!r} is not a supported objective; must be one of {', '.join(SCHEMAS)}")
-    return "sft"
 
 
 # Settings
@@ -128,15 +118,15 @@ def _objective(theirs: Mapping[str, Any], table: Mapping[str, Any]) -> str:
 def _effective(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Translation) -> dict[str, Any]:
     """Return their settings, excluding those that another setting or the objective makes ineffective."""
     effective = dict(theirs)
-    for key, objective in table.get("only_for_objective", {}).items():
+    for key, objective in table.get("only_for", {}).items():
         if key in effective and result.objective != objective:
             del effective[key]
-            result.left_out[key] = f"it is for objective: {objective}"
+            result.left_out.add(key, "nothing", f"it is for objective: {objective}")
     for winner, loser in table.get("precedence", {}).items():
         if winner in effective and loser in effective:
-            if _parse_text(effective[winner]) or table.get("zero_takes_precedence"):
+            if parse_text(effective[winner]) or table.get("zero_takes_precedence"):
                 del effective[loser]
-                result.left_out[loser] = f"{winner} is also set and takes precedence"
+                result.left_out.add(loser, "nothing", f"{winner} is also set and takes precedence")
             else:
                 del effective[winner]
     return effective
@@ -145,102 +135,152 @@ def _effective(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Tran
 def _translate_setting(
     key: str, value: Any, table: Mapping[str, Any], theirs: Mapping[str, Any], result: Translation
 ) -> None:
-    rename, values = table.get("rename", {}), table.get("values", {})
+    rename, alias = table["rename"], table.get("same_values", {}).get(key, key)
+    outcomes = {**common()["values"].get(alias, {}), **table.get("values", {}).get(key, {})}
     schema = SCHEMAS[result.objective].model_fields
     if key in table.get("lists", ()) and isinstance(value, str) and "," in value:
         value = [part.strip() for part in value.split(",")]
-    found = values.get(key, {}).get(_table_key(value), values.get(key, {}).get(_table_key(_parse_text(value))))
-    if found is not None:
-        result.settings |= found
+    outcome = outcomes.get(table_key(value), outcomes.get(table_key(parse_text(value))))
+    if outcome is None and is_on(value):
+        outcome = outcomes.get("any")
+    is_passed = key in table.get("values", {}) and rename.get(key) in schema  # some values have a meaning of their own
+    if isinstance(outcome, str):
+        effect, _, reason = outcome.partition(": ")
+        result.left_out.add(key, effect, reason)
+    elif outcome is not None:
+        result.settings |= {name: each for name, each in outcome.items() if name in schema}
     elif rename.get(key) in schema:
         result.settings[rename[key]] = value
-    elif key in schema and key not in values:
+    elif key in schema and not is_passed and effect_of(key, table) is None:
         result.settings[key] = value
     elif key in _PER_EPOCH:
-        strategy, interval = _PER_EPOCH[key]
-        times = float(value) * float(theirs.get("num_epochs", 1))
-        if not times:
-            result.settings[strategy] = "no"
-        else:
-            result.settings |= {strategy: "steps", interval: round(1 / times, 6)} if times > 1 else {strategy: "epoch"}
-    elif value is False:
-        # A setting that is switched off needs no mention, unless it is in the table.
-        if key in table.get("unsupported_if_false", {}):
-            result.left_out[key] = table["unsupported_if_false"][key]
-    elif key not in table.get("objective", {}):
-        reason = table.get("unsupported", {}).get(key) or UNSUPPORTED.get(key, "unknown setting")
-        result.left_out[key] = reason.removesuffix("; remove it")
+        _translate_interval(key, value, theirs, result)
+    elif key in table.get("parts", {}) and {str(each).rpartition(".")[2] for each in value} <= {
+        *table["parts"][key]["names"]
+    }:
+        result.left_out.add(key, "nothing", table["parts"][key]["why"])
+    else:
+        _leave_out(key, value, table, result)
 
 
-def _defaults(theirs: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the other trainer that differ from ours."""
+def _translate_interval(key: str, value: Any, theirs: Mapping[str, Any], result: Translation) -> None:
+    strategy, interval = _PER_EPOCH[key]
+    times = float(value) * float(theirs.get("num_epochs", 1))
+    if not times:
+        result.settings[strategy] = "no"
+    else:
+        result.settings |= {strategy: "steps", interval: round(1 / times, 6)} if times > 1 else {strategy: "epoch"}
+
+
+def _leave_out(key: str, value: Any, table: Mapping[str, Any], result: Translation) -> None:
+    """Sort a setting that has no translation; one that the tables do not know is rejected, since it may matter."""
+    others = [name for name, schema in SCHEMAS.items() if table["rename"].get(key, key) in schema.model_fields]
+    if key in table.get("method_of", {}):
+        return
+    if found := effect_of(key, table):
+        if is_on(value):
+            result.left_out.add(key, *found)
+    elif others:
+        if is_on(value):
+            result.left_out.add(key, "rejected", f"it is for objective: {' or '.join(others)}")
+    else:
+        known = {**common()["values"], **table.get("values", {})}
+        if key not in known or is_on(value):
+            reason = remedies().get(
+                key, f"{value!r} is not known here" if key in known else "unknown setting, which may matter; remove it"
+            )
+            result.left_out.add(key, "rejected", reason)
+
+
+def _reject_own_optimizer(theirs: Any, folder: Path, left_out: LeftOut) -> None:
+    """Reject a configuration of DeepSpeed with an optimizer or a schedule that is not the one of the run file."""
+    config = theirs
+    if isinstance(theirs, str):
+        place = next((each for each in (Path(theirs), folder / theirs) if exists(str(each))), None)
+        config = read_json(place) if place is not None else {}
+    for part in ("optimizer", "scheduler"):
+        if isinstance(config, Mapping) and part in config:
+            left_out.rejected["deepspeed"] = f"it has its own {part}; set it in the run file"
+
+
+# Completion and validation
+
+
+def _complete(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Translation) -> None:
+    """Add their defaults and the differences of their defaults, and sort what our validation rejects."""
     defaults = dict(table.get("defaults", {}))
     for key, by_value in table.get("defaults_with", {}).items():
-        if _is_set(theirs, key):
-            defaults |= by_value.get(_table_key(theirs[key]), by_value.get("any", {}))
-    return defaults
+        if is_set(theirs, key):
+            defaults |= by_value.get(table_key(theirs[key]), by_value.get("any", {}))
+    explicit = {*theirs, *result.settings}
+    result.settings = {**defaults, **result.settings}
+    settings, left_out = result.settings, result.left_out
+    for name, other in table.get("twice", {}).items():
+        if name not in theirs and isinstance(value := parse_text(settings.get(other)), int | float):
+            settings[name] = 2 * value
+    if settings.get("adapter_name_or_path"):  # in all these trainers, its own ranks and targets are used
+        for name in AdapterSettings.model_fields.keys() - OF_THE_BASE:
+            settings.pop(name, None)
+    for key, why in table.get("needs_adapters", {}).items():
+        if key in theirs and not settings.get("use_peft"):
+            left_out.nothing.pop(key, None)
+            left_out.add(key, "rejected", why)
+    if isinstance(steps := parse_text(settings.get("max_steps")), int) and steps > 0:
+        settings.pop("num_train_epochs", None)  # in all these trainers, max_steps takes precedence
+    for name, each in table.get("differences", {}).items():
+        if explicit.isdisjoint(each["unless"]) and result.objective in each.get("objectives", SCHEMAS):
+            left_out.add(name, "numbers", each["why"])
+    names = {ours: name for name, ours in table["rename"].items() if name in theirs}
+    _sort_invalid(result, {**{name: name for name in explicit}, **names})
+    for name, theirs_too in (("model_name_or_path", table["required"][0]), ("datasets", table["datasets"][0])):
+        if name not in settings and not left_out.rejected.keys() & {*table["datasets"]}:
+            left_out.add(theirs_too, "rejected", "is missing")
 
 
-def _notes(
-    theirs: Mapping[str, Any], table: Mapping[str, Any], defaults: Mapping[str, Any], result: Translation
-) -> Iterator[str]:
-    explicit = {*theirs, *(result.settings.keys() - defaults.keys())}
-    yield from (note["text"] for note in table.get("notes", []) if explicit.isdisjoint(note["unless"]))
+def _sort_invalid(result: Translation, theirs: Mapping[str, str]) -> None:
+    """Take out settings that our validation rejects: those that a run would not use change nothing, others are rejected.
 
-
-def _leave_out_invalid(result: Translation, defaults: Mapping[str, Any], path: str) -> None:
-    """Leave out settings that our validation rejects, with its message, so that the file can be used without edits.
-
-    Raises:
-        ConfigError: the loss is not supported; leaving it out would silently train with another loss.
+    Args:
+        result: the translation.
+        theirs: their names of settings that are in the file, by our name; other settings are defaults.
     """
     settings = result.settings
-    kept = {"datasets", "eval_datasets", "model_name_or_path"}  # they may name files of another machine
     for _ in range(3 * len(settings)):
         try:
             SCHEMAS[result.objective].model_validate(settings, context=WITHOUT_ROWS)
             return
         except ValidationError as error:
-            messages = {str(each["loc"][0]): each["msg"].removeprefix("Value error, ") for each in error.errors()}
-        invalid = [name for name in messages if name in settings and name not in kept]
+            details = [(each["loc"], each, each["msg"].removeprefix("Value error, ")) for each in error.errors()]
+        for loc, _, message in details:
+            if loc[0] in _DATASETS and "path" not in loc[2:3]:  # a path may be one of another machine
+                result.left_out.add(".".join(map(str, loc)), "rejected", message)
+        invalid = {
+            str(loc[0]): (each, message)
+            for loc, each, message in details
+            if loc[0] in settings and loc[0] not in _DATASETS
+        }
         if not invalid:
             return
-        for name in invalid:
+        for name, (each, message) in invalid.items():
             value = settings.pop(name)
-            if isinstance(value, str) and not isinstance(parsed := _parse_text(value), str):
+            if isinstance(value, str) and not isinstance(parsed := parse_text(value), str):
                 settings[name] = parsed
                 continue
-            if name == "loss_type":
-                raise ConfigError(
-                    f"{path}: the loss {value!r} is not supported with objective: {result.objective}: {messages[name]}"
+            is_unused = isinstance(each.get("ctx", {}).get("error"), UnusedError) and name not in _USED_ELSEWHERE
+            if name in theirs or not is_unused:
+                result.left_out.add(
+                    theirs.get(name, name), "nothing" if is_unused else "rejected", f"{value!r} {message}"
                 )
-            result.left_out[name] = f"{value!r} {messages[name]}"
-            if name in defaults and value != defaults[name]:
-                settings[name] = defaults[name]
 
 
-# Values
-
-
-def _is_set(theirs: Mapping[str, Any], key: str) -> bool:
-    """Return whether a setting has a value other than false, an empty text or an empty list."""
-    return key in theirs and theirs[key] not in (False, "", [], {})
-
-
-def _table_key(value: Any) -> Any:
-    """Return a value in the form used as a key of a table."""
-    return value if isinstance(value, bool | str) else str(value)
-
-
-def _parse_text(value: Any) -> Any:
-    """Parse a text as YAML 1.1 and lenient parsers do, including yes, on, and quoted numbers."""
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("yes", "on", "true", "no", "off", "false"):
-        return value.lower() in ("yes", "on", "true")
-    for number in (int, float):
-        try:
-            return number(value)
-        except ValueError:
-            continue
-    return value
+def _reject(result: Translation, path: str, accept: Collection[str]) -> None:
+    """Raise ConfigError if the translation is not faithful, except for what is accepted."""
+    left_out = result.left_out
+    left_out.numbers = {name: why for name, why in left_out.numbers.items() if name not in left_out.rejected}
+    lines = [f"  {name}: {why}" for name, why in left_out.rejected.items()]
+    open_ = {name: why for name, why in left_out.numbers.items() if name not in accept}
+    if open_:
+        options = " ".join(f"--accept {name}" for name in left_out.numbers)
+        lines += [f"changes the numbers; accept with {options}:", *(f"  {name}: {why}" for name, why in open_.items())]
+    if lines:
+        raise ConfigError("\n".join([f"{path}: a run file with the same training cannot be written:", *lines]))

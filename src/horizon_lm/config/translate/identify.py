@@ -1,0 +1,74 @@
+"""Find out which trainer a file belongs to, and for which objective it is."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from horizon_lm.config.run import SCHEMAS, RunConfig
+from horizon_lm.config.translate.tables import is_set, table_key, tables
+from horizon_lm.errors import ConfigError
+
+_TRAINERS = {  # of TRL, by method
+    "KTO": "KTOTrainer", "ORPO": "ORPOTrainer", "GRPO": "GRPOTrainer", "RLOO": "RLOOTrainer", "reward": "RewardTrainer",
+    "CPO": "CPOTrainer", "PRM": "PRMTrainer", "GKD": "GKDTrainer", "online DPO": "OnlineDPOTrainer",
+}  # fmt: skip
+
+
+def reject_own_file(theirs: Mapping[str, Any], path: str) -> None:
+    schema = SCHEMAS.get(str(theirs.get("objective", "sft")), RunConfig)
+    if {"datasets", "model_name_or_path"} <= theirs.keys() and all(name in schema.model_fields for name in theirs):
+        raise ConfigError(f"{path}: this is already a run file of Horizon-LM; use it without translation")
+
+
+def find_table(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Return the translation table of the trainer that most settings in the file are specific to."""
+    ranks = [
+        (sum(key in theirs for key in table["recognized_by"]), all(key in theirs for key in table["required"]), table)
+        for table in tables()
+    ]
+    if not theirs.keys().isdisjoint({"datasets"}) and "model_name_or_path" in theirs:  # TRL's name, and ours
+        return tables()[0]
+    found = [rank for rank in ranks if rank[0]]
+    if not found:
+        raise ConfigError(f"{path}: not a file of TRL, LLaMA-Factory or Axolotl: it has none of their settings")
+    return max(found, key=lambda rank: (rank[1], rank[0]))[2]
+
+
+def flatten(theirs: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return their settings with these groups as settings of their own, such as ``peft_config.r``."""
+    flat: dict[str, Any] = {}
+    for key, value in theirs.items():
+        is_group = key in names and isinstance(value, Mapping)
+        flat |= (
+            {f"{key}.{name}": each for name, each in value.items() if each is not None} if is_group else {key: value}
+        )
+    return flat
+
+
+def find_objective(theirs: Mapping[str, Any], table: Mapping[str, Any], asked: str | None, path: str) -> str:
+    """Return the objective of a file; ``asked`` is the user's, for files that do not name it."""
+    place, found = "", None
+    for key, choices in table.get("method_of", {}).items():
+        if found is None and is_set(theirs, key):
+            value = theirs[key][0] if isinstance(theirs[key], list) else theirs[key]
+            found, place = choices.get(table_key(value)), f"{key}: {value!r}"
+            if found is None and key in ("stage", "rl"):
+                raise ConfigError(f"{path}: {place} is not a supported objective; must be one of {', '.join(SCHEMAS)}")
+    for method, names in table.get("methods", {}).items():
+        name = next((each for each in names if each in theirs and theirs[each] != []), None)
+        if name is not None and (found is None or method not in SCHEMAS):
+            found, place = method, name
+    if found is not None and found not in SCHEMAS:
+        trainer = _TRAINERS.get(found)
+        remedy = f"; use horizon_lm.trainer({trainer}) in a script (docs/trainer.md)" if trainer else ""
+        raise ConfigError(
+            f"{path}: {place}: this is a file of {found}, which is not a supported objective of run files{remedy}"
+        )
+    if found is not None and asked not in (None, found):
+        raise ConfigError(f"{path}: {place}: this is a file for objective: {found}, not {asked}")
+    chosen = found or asked or table.get("assumed_objective")
+    if chosen is None:
+        raise ConfigError(
+            f"{path}: the file does not say which command it is for ({table.get('commands', table['name'])}); write horizon-lm init sft --from FILE, or dpo. "
+            "For KTO, ORPO, GRPO or a reward model, use horizon_lm.trainer(KTOTrainer) or the like in a script (docs/trainer.md)"
+        )
+    return str(chosen)

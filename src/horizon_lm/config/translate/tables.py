@@ -1,0 +1,123 @@
+"""Read the translation tables: what each setting of another trainer becomes, or what leaving it out would change."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from horizon_lm.config.run import SCHEMAS
+
+EFFECTS = ("nothing", "numbers", "rejected")
+
+
+@dataclass
+class LeftOut:
+    """Settings that were not translated, by name, with the reason, sorted by the effect of leaving them out.
+
+    Attributes:
+        nothing: the training is the same, up to the rounding of its arithmetic.
+        numbers: the training is another one in a detail that the user may accept.
+        rejected: objective, method, data, optimizer or the trained weights would change.
+    """
+
+    nothing: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, str] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, effect: str, reason: str) -> None:
+        """Add a setting with one of `EFFECTS`; other text in place of an effect raises AttributeError."""
+        getattr(self, effect).setdefault(name, reason)
+
+
+@cache
+def _read(name: str) -> Mapping[str, Any]:
+    text = (files("horizon_lm.config.translate") / f"{name}.yaml").read_text(encoding="utf-8")
+    return YAML(typ="safe", pure=True).load(text)  # type: ignore[no-any-return]
+
+
+def tables() -> list[Mapping[str, Any]]:
+    """Return the translation table of each trainer."""
+    return [_read(name) for name in ("trl", "llamafactory", "llamafactory_v1", "axolotl")]
+
+
+def common() -> Mapping[str, Any]:
+    """Return the table that all trainers share."""
+    return _read("common")
+
+
+def effect_of(name: str, table: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the effect of leaving out a setting, and the reason; None for an unknown setting."""
+    for each in (table, common()):
+        for effect in EFFECTS:
+            for reason, names in each.get(effect, {}).items():
+                if name in names:
+                    return effect, reason
+    return None
+
+
+def our_name(theirs: str) -> str | None:
+    """Return our name for another trainer's setting, or None if no table renames it."""
+    return next((table["rename"][theirs] for table in tables() if theirs in table["rename"]), None)
+
+
+@cache
+def remedies() -> dict[str, str]:
+    """Return the remedy for each setting of transformers and TRL that is not supported, by name."""
+    found = dict(_remedies())
+    for key, outcomes in common()["values"].items():
+        texts = [each.partition(": ")[2] for each in outcomes.values() if isinstance(each, str)]
+        if texts and not any(key in schema.model_fields for schema in SCHEMAS.values()):
+            found.setdefault(key, f"{texts[-1]}; remove it")
+    return found
+
+
+def _remedies() -> Iterator[tuple[str, str]]:
+    for effect in (*EFFECTS, "hints"):
+        for reason, names in common()[effect].items():
+            yield from ((name, reason if effect == "hints" else f"{reason}; remove it") for name in names)
+
+
+def foreign_trainer(settings: Mapping[str, Any]) -> str | None:
+    """Return the name of the trainer that a file belongs to beyond doubt; None for a run file of ours, also one with mistakes."""
+    for table in tables():
+        other = "model_name_or_path" if "model_name_or_path" not in table["required"] else "datasets"
+        has_marks = all(name in settings for name in table["required"]) and any(
+            name in settings for name in table["recognized_by"]
+        )
+        if has_marks and other not in settings and "objective" not in settings:
+            return str(table["name"])
+    return None
+
+
+# Values of other trainers
+
+
+def is_on(value: Any) -> bool:
+    """Return whether a value is other than false, zero, or an empty text, list or mapping."""
+    return parse_text(value) not in (False, "", [], {})
+
+
+def is_set(theirs: Mapping[str, Any], key: str) -> bool:
+    return key in theirs and is_on(theirs[key])
+
+
+def table_key(value: Any) -> Any:
+    """Return a value in the form used as a key of a table."""
+    return value if isinstance(value, bool | str) else str(value)
+
+
+def parse_text(value: Any) -> Any:
+    """Parse a text as YAML 1.1 and lenient parsers do, including yes, on, and quoted numbers."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("yes", "on", "true", "no", "off", "false"):
+        return value.lower() in ("yes", "on", "true")
+    for number in (int, float):
+        try:
+            return number(value)
+        except ValueError:
+            continue
+    return value
