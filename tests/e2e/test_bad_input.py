@@ -112,7 +112,6 @@ DATA: dict[str, str | bytes | tuple[str, Mapping[str, str]]] = {
     "prompt without completion": _rows({"prompt": "a", "completion": ""}),
     "prompt as text, completion as a list": _rows({"prompt": "a", "completion": [ANSWER]}),
     "preferences": _rows({"chosen": "a", "rejected": "b"}),
-    "ambiguous answer": _rows({"messages": [CHAT, {"role": "assistant", "content": "<"}]}),
     "nothing to train on": _rows({"messages": [CHAT, {"role": "assistant", "content": ""}]}),
     "doubled begin-of-sequence token": _rows({"text": "<|im_start|><|im_start|>a"}),
     "missing column": (

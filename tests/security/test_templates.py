@@ -110,3 +110,38 @@ def test_a_forked_worker_has_a_process_of_its_own(tmp_path: Path, model: Path) -
     assert one.stdout == two.stdout
     assert _SERVER._process is before is not None
     assert before.poll() is None
+
+
+RAISING = {
+    "division": "{{ 1 // 0 }}",
+    "overflow": "{{ 2.0 ** 100000 }}",
+    "recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "training only": "{% if messages | length > 2 %}{{ 1 // 0 }}{% endif %}" + tiny.CHATML,  # rendered by TRL
+}
+
+
+@pytest.mark.parametrize("command", ["inspect", "train", "generate"])
+@pytest.mark.parametrize("name", RAISING)
+def test_a_template_may_raise_anything(name: str, command: str, tmp_path: Path) -> None:
+    model = tiny.save_model(tmp_path / "model", chat_template=RAISING[name])
+    rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(1))
+    messages = [*MESSAGES, {"role": "user", "content": "When?"}, {"role": "assistant", "content": "Now."}]
+    if name == "training only":
+        tiny.write_jsonl(rows, [{"messages": messages}])
+    arguments = ["--model_name_or_path", model, "--datasets", rows]
+    if command == "generate":
+        result = run("generate", model, "Who?", "--device", "cpu", "--max-new-tokens", 1)
+    else:
+        result = run(command, *arguments, *(["--device", "cpu"] if command == "train" else []))
+    if command == "generate" and name == "training only":
+        assert result.exit_code == 0
+    else:
+        assert result.exit_code == (2 if command == "generate" else 4)
+        assert "the chat template rejects" in result.stderr
+
+
+def test_an_evaluation_with_a_template_that_raises_is_rejected(tmp_path: Path) -> None:
+    from horizon_lm.cli.eval import evaluate_model
+
+    with pytest.raises(ConfigError, match="the chat template rejects the prompt: integer division"):
+        evaluate_model(None, tiny.build_tokenizer(RAISING["division"]), [], None, None, 1, True)

@@ -285,6 +285,23 @@ def test_answer_that_also_occurs_in_the_question() -> None:
     assert trained_text(tokenizer, row) == "dusk<|im_end|>"
 
 
+@pytest.mark.parametrize("answer", ["a", "d", "as", "is", "<", "assistant", "im_end", "\n", "Who"])
+def test_answer_that_also_occurs_in_headers_and_end_tokens(answer: str) -> None:
+    tokenizer = build_tokenizer()
+    row = ChatRenderer(tokenizer).render(conversation("Who is as a d?", f"{answer}.", answer, f" {answer}x"))
+    assert trained_text(tokenizer, row) == f"{answer}.<|im_end|> {answer}x<|im_end|>"
+    row = ChatRenderer(tokenizer).render(conversation("Who is as a d?", answer))
+    assert trained_text(tokenizer, row) == ("" if answer == "\n" else f"{answer}<|im_end|>")
+
+
+def test_template_that_raises_for_other_conversations_only() -> None:
+    """The template is tried with conversations of its own, whose errors are not the row's."""
+    template = "{% if messages[0].content == '?' %}{{ 1 // 0 }}{% endif %}" + CHATML
+    tokenizer = build_tokenizer(template)
+    row = ChatRenderer(tokenizer).render(conversation("Who?", "I."))
+    assert trained_text(tokenizer, row) == "I.<|im_end|>"
+
+
 def test_template_text_before_an_answer_is_trained_on() -> None:
     """The model has to generate such text, for example an empty thinking block."""
     template = CHATML.replace(

@@ -77,6 +77,11 @@ def evaluate_model(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import make_table
 
+    from horizon_lm.training.evaluation import prompt_inputs
+
+    if apply_chat_template:
+        prompt_inputs(tokenizer, "?")  # lm-eval would end with whatever the template raises
+
     with _quiet():
         harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         # lm-eval would use the device of the weights, which is the host; logits are computed on the engine's device.

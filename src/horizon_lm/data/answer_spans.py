@@ -1,11 +1,13 @@
 """Locate the assistant's answers in the rendered text of a conversation.
 
-The whole conversation is rendered once. Rendering its prefixes would not work, because with many templates the text of
-the first turn is not a prefix of the text of the first two.
+The whole conversation is rendered at once. Rendering its prefixes would not work, because with many templates the text of
+the first turn is not a prefix of the text of the first two. Searching for an answer is the second choice: `a` and `is` also
+occur in headers and end tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from horizon_lm.data.conversations import Message, RowError
 
@@ -27,58 +29,93 @@ class TemplateStyle:
     trims: bool = False
 
 
-def locate_answers(text: str, messages: Sequence[Message], style: TemplateStyle = TemplateStyle()) -> list[Span]:
+def locate_answers(
+    text: str,
+    messages: Sequence[Message],
+    style: TemplateStyle = TemplateStyle(),
+    ends: Mapping[int, int] | None = None,
+) -> list[Span]:
     """Return the character spans of the assistant's turns in a rendered conversation, without their end-of-turn tokens.
 
-    All contents are placed in order and without overlap, once as early and once as late as possible. If both placements
-    agree, the placement is unique. A turn starts where its opening ends, so that it includes text that the template
-    inserts before the content.
+    A turn starts where its opening ends, so that it includes text that the template inserts before the content.
 
     Args:
         text: the rendered conversation.
         messages: its messages.
         style: the style of the template.
+        ends: the end of each message's content in the text, apart from whitespace, as found by markers; None to search for the
+            contents, which may be ambiguous.
 
     Raises:
         RowError: an answer is not in the text, or could be in several places.
     """
-    opening = style.opening
+    if any(message.get("tool_calls") for message in messages):
+        raise RowError(f"tool calls cannot be located in the rendered conversation; {_USE_MARKS}")
+    find = _place_by_search if ends is None else partial(_place_by_ends, ends=ends)
+    placed, spans, last = find(text, messages, style), [], -1
+    for index, (start, end) in sorted(placed.items()):
+        if messages[index]["role"] == "assistant":
+            # Take the first opening after the previous message, since a turn may have several parts. If a message in between
+            # could not be placed, only the last opening is certain to belong to this turn.
+            before = max((each for _, each in placed.values() if each <= start), default=0)
+            find_opening = text.find if index == last + 1 else text.rfind
+            opened = find_opening(style.opening, before, start) if style.opening else -1
+            spans.append((start if opened < 0 else opened + len(style.opening), end))
+        last = index
+    return spans
+
+
+def _changed(content: str) -> RowError:
+    return RowError(
+        f"the assistant's answer {shorten(content)} is not in the rendered conversation, because the chat "
+        f"template changes it; {_USE_MARKS}"
+    )
+
+
+def _place_by_ends(
+    text: str, messages: Sequence[Message], style: TemplateStyle, ends: Mapping[int, int]
+) -> dict[int, Span]:
+    """Return the spans of the contents that end at known places."""
+    placed = {}
+    for index, end in ends.items():
+        content, is_answer = messages[index]["content"], messages[index]["role"] == "assistant"
+        start = end - len(content.rstrip())
+        if start < 0 or text[start : start + len(content)] != content or (is_answer and style.trims):
+            content = content.strip()
+            start = end - len(content)
+        if start >= 0 and text[start : start + len(content)] == content:
+            placed[index] = (start, start + len(content))
+        elif is_answer:
+            raise _changed(content)
+    return placed
+
+
+def _place_by_search(text: str, messages: Sequence[Message], style: TemplateStyle) -> dict[int, Span]:
+    """Return the spans of the contents, which are placed in order and without overlap, once as early and once as late as
+    possible. If both placements agree, the placement is unique.
+    """
     contents = [_rendered_content(text, message, style.trims) for message in messages]
     anchors = [index for index, content in enumerate(contents) if content]
     early, late = _earliest_starts(text, contents, anchors), _latest_starts(text, contents, anchors)
-    spans, before, last = [], 0, -1
     for index in anchors:
-        start = early[index]
-        if messages[index]["role"] == "assistant":
-            if start != late[index]:
-                raise RowError(
-                    f"the assistant's answer {shorten(contents[index])} (message {index + 1}) occurs in several places "
-                    f"of the rendered conversation, so its tokens are ambiguous; reword or drop the row, or {_USE_MARKS}"
-                )
-            # Take the first opening after the previous message, since a turn may have several parts. If a message in between
-            # could not be placed, only the last opening is certain to belong to this turn.
-            find = text.find if index == last + 1 else text.rfind
-            opened = find(opening, before, start) if opening else -1
-            spans.append((start if opened < 0 else opened + len(opening), start + len(contents[index])))
-        before, last = start + len(contents[index]), index
-    return spans
+        if messages[index]["role"] == "assistant" and early[index] != late[index]:
+            raise RowError(
+                f"the assistant's answer {shorten(contents[index])} (message {index + 1}) occurs in several places "
+                f"of the rendered conversation, so its tokens are ambiguous; reword or drop the row, or {_USE_MARKS}"
+            )
+    return {index: (early[index], early[index] + len(contents[index])) for index in anchors}
 
 
 def _rendered_content(text: str, message: Message, trims: bool) -> str:
     """Return the message content as rendered by the template, or an empty text if it cannot serve as an anchor."""
     content: str = message["content"]
-    if message.get("tool_calls"):
-        raise RowError(f"tool calls cannot be located in the rendered conversation; {_USE_MARKS}")
     if not content.strip():
         return ""
     if content not in text or (trims and message["role"] == "assistant"):
         content = content.strip()
     if content in text or message["role"] != "assistant":
         return content if content in text else ""
-    raise RowError(
-        f"the assistant's answer {shorten(content)} is not in the rendered conversation, because the chat "
-        f"template changes it; {_USE_MARKS}"
-    )
+    raise _changed(content)
 
 
 def _earliest_starts(text: str, contents: list[str], anchors: list[int]) -> dict[int, int]:

@@ -118,9 +118,8 @@ class ChatRenderer:
         for variant in argument_variants(conversation) if self._training is not None else ():
             if self._training_template_matches(variant, found.text):
                 return self._tokenize_with_marks(variant, self._training)
-        return self._tokenize_with_spans(
-            found.text, locate_answers(found.text, found.messages, self._template_style(conversation))
-        )
+        style = self._template_style(conversation)
+        return self._tokenize_with_spans(found.text, locate_answers(found.text, found.messages, style, found.ends))
 
     def _training_template_matches(self, conversation: Conversation, text: str) -> bool:
         """Return whether TRL's template renders a conversation exactly as the model's own does."""
@@ -191,8 +190,6 @@ class ChatRenderer:
         return self._styles[key]
 
     def _probe_template_style(self, template_options: Mapping[str, Any]) -> TemplateStyle:
-        import jinja2
-
         def render(*contents: str, **options: Any) -> str:
             turns = zip(("user", "assistant") * 2, contents, strict=False)
             messages = [{"role": role, "content": content} for role, content in turns]
@@ -202,7 +199,11 @@ class ChatRenderer:
         try:
             prompt, prompt_with_opening = render("?"), render("?", add_generation_prompt=True)
             trims = render("?", padded, "?", padded) == render("?", _ANSWER, "?", _ANSWER)
-        except jinja2.TemplateError:
+        except ConfigError:  # a limit was exceeded
+            raise
+        except (
+            Exception
+        ):  # a template is a program and may raise any exception, for example for want of a system message
             return TemplateStyle()
         starts_alike = prompt_with_opening.startswith(prompt)
         opening = prompt_with_opening.removeprefix(prompt) if starts_alike else ""

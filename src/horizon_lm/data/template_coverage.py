@@ -1,10 +1,12 @@
-"""Find the parts of a conversation that a chat template drops.
+"""Find the parts of a conversation that a chat template drops, and the places of those that it renders.
 
-A unique marker is appended to each part, and parts whose marker is missing from the rendered text were dropped. Searching for
-the parts themselves would not work: an answer of one letter occurs in almost any text.
+A unique marker is appended to each part, and parts whose marker is missing from the rendered text were dropped. If the text is
+otherwise unchanged, the markers stand where the parts end. Searching for the parts themselves would not work: an answer of one
+letter occurs in almost any text.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,12 +25,15 @@ class RenderedConversation:
         conversation: the conversation, with tool arguments in the form that the template expects.
         messages: the messages whose content is in the text.
         is_complete: True if the text has every part of the conversation.
+        ends: the end of the content of each message in the text, apart from whitespace, by index in ``messages``; None if
+            it is not certain.
     """
 
     text: str
     conversation: Conversation
     messages: Sequence[Message]
     is_complete: bool
+    ends: Mapping[int, int] | None = None
 
 
 def render_checked(conversation: Conversation, render: Render) -> RenderedConversation:
@@ -49,7 +54,7 @@ def render_checked(conversation: Conversation, render: Render) -> RenderedConver
         marked = _render_with_markers(variant, render)
         first_rendered = first_rendered or (variant, text, marked)
         # Some templates print a dict of arguments in Python's syntax. They need arguments as JSON text.
-        if f"'{_marker('arguments')}': '" not in marked:
+        if f"'{_marker('arguments')}': '" not in marked.casefold():
             return _check_coverage(variant, text, marked)
     if first_rendered is None:
         assert first_error is not None
@@ -65,7 +70,8 @@ def argument_variants(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _check_coverage(conversation: Conversation, text: str, marked: str) -> RenderedConversation:
-    missing = [place for place in _parts(conversation) if _marker(*place) not in marked]
+    folded = marked.casefold()
+    missing = [place for place in _parts(conversation) if _marker(*place) not in folded]
     for index, message in enumerate(conversation.messages):
         if any(place[:2] == ("call", index) for place in missing):
             raise RowError(
@@ -77,13 +83,43 @@ def _check_coverage(conversation: Conversation, text: str, marked: str) -> Rende
                 f"the chat template drops the assistant's answer (message {index + 1}), so there is nothing to train on; set "
                 "chat_template_path to a template that renders it"
             )
-    messages = [message for index, message in enumerate(conversation.messages) if ("content", index) not in missing]
-    return RenderedConversation(text, conversation, messages, not missing)
+    kept = [index for index in range(len(conversation.messages)) if ("content", index) not in missing]
+    messages = [conversation.messages[index] for index in kept]
+    return RenderedConversation(text, conversation, messages, not missing, _content_ends(text, marked, messages, kept))
+
+
+def _content_ends(
+    text: str, marked: str, messages: Sequence[Message], indices: Sequence[int]
+) -> Mapping[int, int] | None:
+    """Return the ends of the contents by index in ``messages``, or None if they are not certain.
+
+    Args:
+        text: the rendered conversation.
+        marked: the same with a marker behind each part.
+        messages: messages whose content is in the text.
+        indices: their indices in the conversation.
+    """
+    places: dict[str, list[int]] = {}
+    removed = 0
+    for match in _MARKER.finditer(marked):
+        places.setdefault(match[0], []).append(match.start() - removed)
+        removed += len(match[0])
+    if _MARKER.sub("", marked) != text:  # the template depends on more than where contents are put
+        return None
+    ends: dict[int, int] = {}
+    for number, (message, index) in enumerate(zip(messages, indices, strict=True)):
+        found = places.get(_marker("content", index), [])
+        if len(found) == 1:
+            ends[number] = found[0]
+        elif found and message["role"] == "assistant":
+            return None
+    return ends
 
 
 # Markers
 
 _Part = tuple[str | int, ...]
+_MARKER = re.compile(r"qzx[a-z_]+(?:y\d+)*xzq")
 
 
 def _marker(*place: str | int) -> str:
@@ -107,7 +143,7 @@ def _parts(conversation: Conversation) -> Iterator[_Part]:
 def _render_with_markers(conversation: Conversation, render: Render) -> str:
     """Render a conversation with a marker on every part."""
     try:
-        return render(_add_markers(conversation)).casefold()
+        return render(_add_markers(conversation))
     except Exception:  # the template rejects the markers: assume that no part is dropped
         return " ".join(_marker(*place) for place in _parts(conversation))
 
@@ -118,7 +154,8 @@ def _add_markers(conversation: Conversation) -> Conversation:
         changed = dict(message)
         for name in TEXT_KEYS:
             if has_text(message.get(name)):
-                changed[name] = message[name] + _marker(name, index)
+                core = message[name].rstrip()  # a template that strips whitespace finds it behind the marker
+                changed[name] = core + _marker(name, index) + message[name][len(core) :]
         calls = [
             {**call, "function": _mark_call(call["function"], _marker("call", index, number))}
             for number, call in enumerate(_calls(message))

@@ -33,12 +33,13 @@ def training_template(tokenizer: Any) -> str | None:
     """Return TRL's version of a tokenizer's template with generation marks, or None if TRL does not have one."""
     if not is_installed():
         return None
-    from jinja2 import TemplateError
     from trl.chat_template_utils import get_training_chat_template
 
     try:
         template: str | None = get_training_chat_template(tokenizer)
-    except (ValueError, TypeError, TemplateError):  # a template unknown to TRL
+    except ConfigError:  # it exceeds a limit
+        raise
+    except Exception:  # unknown to TRL, which renders it; a template is a program and may raise any exception
         return None
     return template
 
