@@ -4,12 +4,13 @@
 SHELL := /bin/bash
 export TORCH
 
-.PHONY: help demo test test-oldest lint docs wheel gpu-check
+.PHONY: help demo test test-oldest test-peers lint docs wheel gpu-check
 
 help:
 	@echo "make demo   fine-tune a real model under an enforced limit on device memory, about 5 minutes (FAST=1: 8 steps, about 90 seconds)"
 	@echo "make test   lint, types, imports and the test suite"
 	@echo "make test-oldest  numerics with the engine's dependencies alone, in the oldest versions (TESTS=..., TORCH=torch==2.11.0)"
+	@echo "make test-peers  a few of PEFT's own tests, from its sdist, on streamed models"
 	@echo "make lint   lint, types and imports alone"
 	@echo "make docs   build the documentation as a site, in build/site; a broken link is an error"
 	@echo "make gpu-check  the first two commands of docs/first-contact.md, into runs/gpu-check (DEVICE=cpu: all of it on toys)"
@@ -23,6 +24,9 @@ test: lint
 
 test-oldest:
 	@scripts/test_oldest.sh $(TESTS)
+
+test-peers:
+	@python=$$(scripts/bootstrap.sh dev) && $$python -m tests.peers sample
 
 lint:
 	@python=$$(scripts/bootstrap.sh dev) && set -x && $$python -m ruff check . && $$python -m ruff format --check . \

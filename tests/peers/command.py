@@ -1,0 +1,76 @@
+"""The command line of the suites."""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tarfile
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.peers import hub
+from tests.peers.page import PAGE, page, summary, verdicts
+from tests.peers.runner import ROOT, forget_failures, run
+from tests.peers.suites import SUITES
+
+SAMPLE = {"peft-decoders": 1, "peft-adapters": 5}  # percent of the tests
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.peers")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".peers", help="sources, hub and results (.peers)")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("hub", help="make the tiny models and data sets")
+    runs = commands.add_parser("run", help="run suites; tests that have a result are not run again")
+    runs.add_argument("suites", nargs="*", help=", ".join(SUITES))
+    runs.add_argument("--share", type=int, default=100, help="percent of the tests")
+    runs.add_argument("--timeout", type=int, default=300, help="seconds of one test")
+    runs.add_argument("--failed", action="store_true", help="run again what did not pass")
+    commands.add_parser("page", help="write docs/peers.md")
+    commands.add_parser("sample", help="download PEFT's tests and run a few of them")
+    arguments = parser.parse_args()
+    folder, results = arguments.folder, arguments.folder / "results"
+    if arguments.command == "hub":
+        hub.make(folder / "hub", folder / "trl" if (folder / "trl").exists() else None)
+    elif arguments.command == "run":
+        for name in arguments.suites or SUITES:
+            if arguments.failed:
+                forget_failures(results, name)
+            run(folder, results, name, arguments.share, arguments.timeout)
+            print(summary(name, verdicts(results, name)), flush=True)
+    elif arguments.command == "page":
+        PAGE.write_text(page(results), encoding="utf-8")
+    else:
+        sys.exit(sample(folder))
+
+
+def sample(folder: Path) -> int:
+    """Run a few of PEFT's tests and return 1 if one fails. Where its sdist cannot be downloaded, report it and return 0."""
+    if not (folder / "peft").exists() and not _download_peft(folder):
+        print("PEFT's sdist cannot be downloaded: its tests are not run")
+        return 0
+    if not (folder / "hub").exists():
+        hub.make(folder / "hub", None)
+    results = folder / "sample"
+    shutil.rmtree(results, ignore_errors=True)
+    failed = 0
+    for name, share in SAMPLE.items():
+        run(folder, results, name, share)
+        found = verdicts(results, name)
+        print(summary(name, found), flush=True)
+        passed = any(each.kind == "pass" for each in found.values())
+        failed |= not passed or any(each.kind == "fail" for each in found.values())
+    return int(failed)
+
+
+def _download_peft(folder: Path) -> bool:
+    """Unpack the tests of the installed version of PEFT; return False if pip cannot download them."""
+    name = f"peft-{version('peft')}"
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", ":all:", "--dest", str(folder)]
+    if subprocess.run([sys.executable, "-m", "pip", "download", *options, name.replace("-", "==")]).returncode:
+        return False
+    with tarfile.open(folder / f"{name}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    (folder / name / "tests" / "__init__.py").touch()  # its modules import each other relatively
+    (folder / name).rename(folder / "peft")
+    return True

@@ -1,0 +1,92 @@
+"""Write docs/peers.md from the results of the suites."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.peers.runner import ROOT, results_of
+from tests.peers.suites import SUITES
+from tests.peers.verdicts import KINDS, LOG_TOLERANCE, PARAMETER_TOLERANCE, Verdict, judge, read
+
+PAGE = ROOT / "docs" / "peers.md"
+_HEAD = """# Tests of other projects
+
+The tests that TRL, PEFT and transformers have for text models, run on streamed models. `python -m tests.peers run` runs them, and
+`python -m tests.peers page` writes this page. A test runs on plain models first; if it passes, it runs on streamed ones, on the CPU and in
+float32. A test that trains takes the same number of steps in both, and is compared beyond its own assertions: each logged figure within
+{log:g}, sum and norm of every parameter after the training within {parameter:g}, relative.
+
+Run with {versions}. Models and data sets are those of TRL's scripts, with a small tokenizer in place of the hub's.
+
+| column | meaning |
+|---|---|
+| collected | all tests of the suite's files, without those for images, liger, vllm and GPUs |
+| plain | passed on plain models here, of those tried; others need a GPU, a network or a package that is not installed |
+| run | of these, run on streamed models |
+| pass | passed, with equal values |
+| unused | passed or skipped without a streamed model in it |
+| rejected | ended in an error of Horizon-LM that names what is not supported |
+| differs | passed, with other values, which are explained below |
+| fail | anything else |
+"""
+_SECTIONS = {"rejected": "Rejected", "differs": "Values that differ", "fail": "Fail"}
+
+
+def verdicts(results: Path, name: str) -> dict[str, Verdict]:
+    """Return the verdict on each test of a suite that was run on streamed models."""
+    plain, streamed = (read(results_of(results, name, mode))[0] for mode in ("plain", "streamed"))
+    return {test: judge(plain[test], row) for test, row in streamed.items()}
+
+
+def summary(name: str, found: Mapping[str, Verdict]) -> str:
+    """Return the counts of a suite in a line, and a line for each failure."""
+    counts = Counter(each.kind for each in found.values())
+    failed = [f"  {test}: {_one_line(each.reason)}" for test, each in found.items() if each.kind == "fail"]
+    return "\n".join([f"{name}: {len(found)} tests: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS)}", *failed])
+
+
+def page(results: Path) -> str:
+    """Return the page in Markdown."""
+    found = {name: verdicts(results, name) for name in SUITES if results_of(results, name, "streamed").exists()}
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "peft"))
+    lines = [_HEAD.format(versions=versions, log=LOG_TOLERANCE, parameter=PARAMETER_TOLERANCE)]
+    rows = [_counts(results, name, each) for name, each in found.items()]
+    total = ("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
+    lines += _table(("suite", "collected", "plain", "run", *KINDS), [*rows, total])
+    for kind, title in _SECTIONS.items():
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for each in found.values():
+            for test, verdict in each.items():
+                if verdict.kind == kind:
+                    reason = _one_line(verdict.reason)
+                    groups[verdict.explanation or reason, "" if kind == "rejected" else reason].append(test)
+        if groups:
+            rows = [(*texts, len(tests), f"`{_short(tests[0])}`") for texts, tests in groups.items()]
+            lines += ["", f"## {title}", "", *_table(("why", "seen", "tests", "one of them"), rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(results: Path, name: str, found: Mapping[str, Verdict]) -> tuple[Any, ...]:
+    plain, collected = read(results_of(results, name, "plain"))
+    counts = Counter(each.kind for each in found.values())
+    passed = sum(row["outcome"] == "passed" for row in plain.values())
+    return name, collected, passed, len(found), *(counts[kind] for kind in KINDS)
+
+
+def _short(test: str) -> str:
+    return test.rpartition("/")[2]
+
+
+def _one_line(text: str) -> str:
+    short = " ".join(text.split()).replace("|", "\\|")
+    return short if len(short) < 240 else short[:240].rpartition(" ")[0] + " ..."
+
+
+def _table(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
+    columns = tuple(columns)
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield f"| {' | '.join(str(cell) for cell in row)} |"

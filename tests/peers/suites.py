@@ -1,0 +1,52 @@
+"""The suites: which tests of which project run on streamed models."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Test files of one project, and the choice of tests in them."""
+
+    source: str  # the project's folder
+    files: tuple[str, ...]
+    select: str  # as pytest's -k
+    opens: bool = (
+        False  # AutoModelForCausalLM in the tests' modules opens streamed models; otherwise trainers stream theirs
+    )
+
+
+_TEXT = "not vlm and not vision and not Slow and not liger and not vllm and not DataCollator"
+_EXPERIMENTAL = (
+    "bco", "cpo", "gkd", "gmpo", "gspo_token", "merge_model_callback", "minillm", "nash_md", "online_dpo", "orpo", "prm",
+    "sdft", "ssd", "tpo", "xpo",
+)  # fmt: skip
+_CAUSAL = (  # the tests of transformers' Trainer that train a causal language model
+    "loss_alignment", "bnb", "neftune", "logging_inf_nan", "persistent_workers", "multiple_peft_adapters", "loss_parity",
+    "special_token", "without_model_config", "torch_compile_loss", "training_lm",
+)  # fmt: skip
+_ADAPTERS = (
+    "adaption_prompt", "arrow", "boft", "cpt", "helpers", "lora_conversion", "lora_intruders", "lora_variants",
+    "low_level_api", "multitask_prompt_tuning", "target_parameters", "trainable_tokens",
+)  # fmt: skip
+
+
+def _trl(*names: str) -> Suite:
+    return Suite("trl", tuple(f"tests/test_{name}_trainer.py" for name in names), _TEXT)
+
+
+def _experimental(name: str) -> str:
+    return f"tests/experimental/test_{name}{'' if name.endswith('callback') else '_trainer'}.py"
+
+
+SUITES = {
+    "trl-sft": _trl("sft"),
+    "trl-dpo": _trl("dpo"),
+    "trl-kto": _trl("kto"),
+    "trl-reward": _trl("reward"),
+    "trl-grpo": _trl("grpo"),
+    "trl-rloo": _trl("rloo"),
+    "trl-experimental": Suite("trl", tuple(_experimental(name) for name in _EXPERIMENTAL), _TEXT),
+    "transformers-trainer": Suite("transformers", ("tests/trainer/test_trainer.py",), " or ".join(_CAUSAL)),
+    "peft-decoders": Suite("peft", ("tests/test_decoder_models.py",), "not gpu", opens=True),
+    "peft-adapters": Suite("peft", tuple(f"tests/test_{name}.py" for name in _ADAPTERS), "not gpu", opens=True),
+}
