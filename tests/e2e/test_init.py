@@ -259,6 +259,8 @@ def test_translation_keeps_the_meaning(work: Path, text: str, expected: dict[str
         (AXOLOTL + "something_new: false\n", "\n  something_new: unknown setting"),
         (AXOLOTL.replace("type:", "shards: 4, type:"), "\n  datasets.shards: these rows would be drawn at random"),
         (AXOLOTL.replace("type: chat_template", "type: pygmalion"), "\n  datasets.type: 'pygmalion' is not supported"),
+        (AXOLOTL.replace("type: chat_template", "type: {system_prompt: s}"), "\n  datasets.type: {'system_prompt': 's'} is not supported"),
+        (AXOLOTL.replace(", type: chat_template", ""), "\n  datasets.type: None is not supported"),
         (AXOLOTL.replace("path: d", "path: rows.jsonl, split: test"), "\n  datasets.split: test: a file has no splits"),
         (AXOLOTL.replace("datasets", "#"), "\n  datasets: is missing"),
         (LLAMA_FACTORY.replace("keepers", "nowhere"), "\n  dataset: nowhere: not in dataset_info.json"),
@@ -341,7 +343,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Axolotl": (
         "base_model: m\ndatasets: [{path: d, type: alpaca}]\nadapter: lora\nlora_r: 8\nlora_alpha: 16\n"
         "lora_target_linear: true\npeft_use_dora: true\n",
-        {"lora_r": 8, "lora_alpha": 16.0, "lora_target_modules": "all-linear", "use_dora": True},
+        {"lora_r": 8, "lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": "all-linear", "use_dora": True},
     ),
     "LLaMA-Factory, by default": (
         "model_name_or_path: m\nstage: sft\ndataset: keepers\n",

@@ -366,9 +366,9 @@ def _axolotl_entry(theirs: Mapping[str, Any], objective: str, left_out: LeftOut)
             )
     elif row_type in ("chat_template", "sharegpt"):
         entry["format"] = _find_conversations(theirs, columns, left_out)
-    elif row_type in _AXOLOTL_FORMATS:
-        entry["format"] = _AXOLOTL_FORMATS[row_type]
-    elif row_type is not None:
+    elif str(row_type) in _AXOLOTL_FORMATS:
+        entry["format"] = _AXOLOTL_FORMATS[str(row_type)]
+    else:
         left_out.add(
             "datasets.type", "rejected", f"{row_type!r} is not supported; supported are {', '.join(_AXOLOTL_FORMATS)}"
         )

@@ -213,7 +213,8 @@ def _complete(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Trans
         if is_set(theirs, key):
             defaults |= by_value.get(table_key(theirs[key]), by_value.get("any", {}))
     explicit = {*theirs, *result.settings}
-    result.settings = {**defaults, **result.settings}
+    fields = SCHEMAS[result.objective].model_fields
+    result.settings = {**{name: value for name, value in defaults.items() if name in fields}, **result.settings}
     settings, left_out = result.settings, result.left_out
     for name, other in table.get("twice", {}).items():
         if name not in theirs and isinstance(value := parse_text(settings.get(other)), int | float):
