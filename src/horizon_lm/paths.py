@@ -12,7 +12,14 @@ _FILE_SUFFIXES = (
     ".yaml", ".yml", ".safetensors", ".gguf", ".bin", ".pt", ".pkl",
 )  # fmt: skip
 _LONGEST_NAME = 200  # characters; the hub allows 96 for OWNER/NAME
-_LARGEST_TEXT_BYTES = 128 * 2**20  # of a text file of a model; the largest published tokenizers have 35 MB
+_LARGEST_TEXT_BYTES = 64 * 2**20  # of a text file of a model; the largest published tokenizers have 35 MB
+_LARGEST_SETTINGS_BYTES = 16 * 2**20  # of a JSON file of settings; the largest published ones have 2 MB
+_MOST_VALUES = 2**18  # in a JSON file of settings
+_TABLES = {
+    "tokenizer.json": 2**22,
+    "vocab.json": 2**22,
+    "model.safetensors.index.json": 2**20,
+}  # values of longer files
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".model")
 
 
@@ -46,11 +53,26 @@ def require_own_files(folder: Path, patterns: Iterable[str]) -> None:
         if path.is_dir():
             continue
         require_regular(path)
-        if path.suffix not in _WEIGHT_SUFFIXES and path.stat().st_size > _LARGEST_TEXT_BYTES:
+        if path.suffix not in _WEIGHT_SUFFIXES:
+            require_small_text(path)
+
+
+def require_small_text(path: Path) -> None:
+    """Raise ConfigError if a text file of a model is so long, or has so many values, that reading it would take minutes."""
+    is_settings = path.suffix == ".json" and path.name not in _TABLES
+    largest = _LARGEST_SETTINGS_BYTES if is_settings else _LARGEST_TEXT_BYTES
+    try:
+        if (size := path.stat().st_size) > largest:
             raise ConfigError(
-                f"{path} has {path.stat().st_size:,} bytes, more than the {_LARGEST_TEXT_BYTES:,} that such a file may have; "
-                "download it again"
+                f"{path} has {size:,} bytes, more than the {largest:,} that such a file may have; download it again"
             )
+        values = path.read_bytes().count(b",") if path.suffix == ".json" else 0
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); download it again") from error
+    if values > (most := _TABLES.get(path.name, _MOST_VALUES)):
+        raise ConfigError(
+            f"{path} has {values:,} values, more than the {most:,} that such a file may have; download it again"
+        )
 
 
 def require_inside(path: Path, folder: Path) -> None:

@@ -111,6 +111,7 @@ def far_token(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
+MANY = '{"a": [' + "{}," * 300_000 + "1]}"
 BOMB = struct.pack("<Q", 60_000_000) + b"{" + b" " * 60_000_000
 CASES: dict[str, tuple[Edit, str]] = {
     # code
@@ -168,6 +169,13 @@ CASES: dict[str, tuple[Edit, str]] = {
     ),
     "huge width": (changed("config.json", hidden_size=10**15), "hidden_size is 1,000,000,000,000,000"),
     "huge vocabulary": (changed("config.json", vocab_size=2**62), "vocab_size"),
+    "a hundred million labels": (changed("config.json", num_labels=10**8), "num_labels is 100,000,000"),
+    "names of many labels": (changed("config.json", id2label=dict.fromkeys(range(300_000), "x")), "has 300,.* values"),
+    "many tokens": (text("added_tokens.json", json.dumps({f"t{n}": n for n in range(300_000)})), "has 299,999 values"),
+    "many tokenizer settings": (text("tokenizer_config.json", MANY), "has 300,000 values"),
+    "many special tokens": (text("special_tokens_map.json", MANY), "has 300,000 values"),
+    "many generation settings": (text("generation_config.json", MANY), "has 300,000 values"),
+    "many weights": (text(INDEX, '{"weight_map": {' + "," * 1_100_000), "has 1,100,000 values"),
 }  # fmt: skip
 
 UNBUILDABLE: dict[str, Edit] = {  # sizes of no model, each with an error of the code that it is first used in

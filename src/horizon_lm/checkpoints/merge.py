@@ -57,6 +57,7 @@ def merge_adapter(
     name = base_of_adapters(adapter)
     if name is None:
         raise ConfigError(f"{adapter} has no adapter_config.json; it is not the folder of adapters")
+    hub.require_model_files(adapter)  # its tokenizer is copied
     source = hub.local_folder(base or name)
     config = hub.load_config(source, trust_remote_code=False)
     quantization = take_quantization(config)

@@ -31,13 +31,18 @@ def require_adapters_that_stream(model: Any) -> None:
     """
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if kind in _REASONS:
-            raise ModelNotSupportedError(f"PEFT's {kind} is not streamed: {_REASONS[kind]}; use LoRA, or prompt tuning")
-        if getattr(config, "layer_replication", None):
-            raise ModelNotSupportedError(
-                "PEFT's layer_replication is not streamed: its layers share their weights; leave it out"
-            )
+        require_kind_that_streams(config)
+
+
+def require_kind_that_streams(config: Any) -> None:
+    """Raise ModelNotSupportedError if adapters of a config of PEFT are not streamed."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind in _REASONS:
+        raise ModelNotSupportedError(f"PEFT's {kind} is not streamed: {_REASONS[kind]}; use LoRA, or prompt tuning")
+    if getattr(config, "layer_replication", None):
+        raise ModelNotSupportedError(
+            "PEFT's layer_replication is not streamed: its layers share their weights; leave it out"
+        )
 
 
 def is_differentiable_cache(cache: Any) -> bool:

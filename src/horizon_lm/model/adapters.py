@@ -1,7 +1,6 @@
 """The adapters of a run: PEFT's own, on a model with or without weights."""
 
 import copy
-import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model import hub
+from horizon_lm.model.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config, require_quick_names
+from horizon_lm.model.adapter_kinds import require_kind_that_streams
 from horizon_lm.model.units import adapted_model
-
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+from horizon_lm.paths import require_inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Adapters:
         peft = _peft()
         with _rejections():
             folder = None if self.folder is None else hub.local_folder(self.folder)
-            config = self._new(peft, model) if folder is None else _read_config(peft, folder)
+            config = self._new(peft, model) if folder is None else _read_config(peft, folder, model)
             if folder is not None and draw:
                 require_weights(folder)
                 return peft.PeftModel.from_pretrained(model, folder, name, is_trainable=True, config=config)
@@ -86,6 +86,8 @@ class Adapters:
         modules = self.target_modules
         if modules is None and self.target_parameters is None:
             modules = _default_layers(peft, model)
+        if isinstance(modules, str):
+            require_quick_names({"target_modules": modules}, _module_names(model), "lora_target_modules")
         return peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=self.r,
@@ -148,10 +150,7 @@ def base_of_adapters(folder: Path) -> str | None:
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         return None
-    try:
-        name = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read ({first_line(error)}); download it again") from error
+    name = read_adapter_config(folder).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ConfigError(
             f"{path} names no base_model_name_or_path; write the folder or hub id of the base model into it"
@@ -166,6 +165,7 @@ def require_weights(folder: Path) -> Path:
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise ConfigError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapters as safetensors")
+    require_inside(path, folder)
     return path
 
 
@@ -209,12 +209,18 @@ def load_adapters(model: Any, folder: Path) -> None:
     _peft().set_peft_model_state_dict(adapted_model(model), state)
 
 
-def _read_config(peft: Any, folder: Path) -> Any:
+def _read_config(peft: Any, folder: Path, model: Any) -> Any:
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"{folder} has no {ADAPTER_CONFIG}; it is not the folder of adapters")
+    require_quick_names(read_adapter_config(folder), _module_names(model), folder / ADAPTER_CONFIG)
     config = peft.PeftConfig.from_pretrained(folder)
+    require_kind_that_streams(config)  # before PEFT opens further adapters, or repeats layers
     config.inference_mode = False
     return config
+
+
+def _module_names(model: Any) -> list[str]:
+    return [name for name, _ in adapted_model(model).named_modules()]
 
 
 def _tuple(values: list[str] | None) -> tuple[str, ...] | None:
@@ -234,7 +240,7 @@ def _rejections() -> Iterator[None]:
     """Context manager: report adapters that PEFT rejects."""
     try:
         yield
-    except ConfigError:
+    except HorizonError:
         raise
     except Exception as error:  # PEFT raises anything
         raise ConfigError(

@@ -8,30 +8,38 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.paths import require_small_text
 
 _MAX_LAYERS = 2_048  # published models have up to 200
 _MAX_PARTS = 16_384  # heads of a layer, or experts; published models have up to 512
+_MAX_LABELS = 2**16  # classes, each of which gets a name; published models have up to 21,843
 _MAX_WIDTH = 2**26  # elements along an axis of a weight; published models have up to 2**20
 _MAX_PARAMETERS = 100_000  # tensors with a name; published models have up to 70,000
 _MAX_BUFFER = 2**31  # elements that are computed while a model is built
 _LIMITS = (
     (re.compile(r"(layers?|blocks?|depth|stages)(_count)?$"), _MAX_LAYERS),
     (re.compile(r"(heads?|experts?)(_count)?$"), _MAX_PARTS),
+    (re.compile(r"labels$"), _MAX_LABELS),
     (re.compile(r"(size|dim|dims|rank|embd|width|inner)$"), _MAX_WIDTH),
 )
 
 
 def require_sane_config(path: Path) -> None:
     """Raise ConfigError if a ``config.json`` is no JSON object, or has a size that no model has. A missing file is accepted."""
-    if not path.is_file():
-        return
+    if path.is_file():
+        require_sane_sizes(read_settings(path), path)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raise ConfigError if there is none, or it is too large."""
+    require_small_text(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({first_line(error)}); download it again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no JSON object; download it again")
-    require_sane_sizes(content, path)
+    return content
 
 
 def require_sane_sizes(content: Mapping[str, Any], place: Path) -> None:

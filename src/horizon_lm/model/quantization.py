@@ -16,6 +16,7 @@ from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.model.pattern_trial import is_pattern, require_few_pairs, require_quick
 from horizon_lm.model.units import ModelParts
 from horizon_lm.schedule.ops import block
 
@@ -132,11 +133,19 @@ def expected_codecs(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[
 
 
 def _left_out(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[str, re.Pattern[str]]:
-    """Return the names of modules that are not quantized, each with its pattern at the beginning of a name."""
+    """Return the names of modules that are not quantized, each with its pattern at the beginning of a name.
+
+    Raises:
+        ConfigError: a pattern takes too long to compare with the names of modules.
+    """
     given = [quantization.get(key) for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")]
     names = [name for each in given if isinstance(each, list) for name in each if isinstance(name, str)]
     names += getattr(parts.model, "_keep_in_fp32_modules", None) or ()
-    return {name: _pattern(name) for name in names}
+    modules = sorted({ref.name.rpartition(".")[0] for refs in parts.units.values() for ref in refs})
+    found, place = {name: _pattern(name) for name in names}, "quantization_config"
+    require_few_pairs(len(found), modules, place)
+    require_quick([pattern.pattern for name, pattern in found.items() if is_pattern(name)], modules, place)
+    return found
 
 
 def _pattern(name: str) -> re.Pattern[str]:

@@ -430,5 +430,7 @@ def freeze(model: Any, trainable: str | None) -> None:
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
-    inner = ".*".join(re.escape(part) for part in pattern.split("*"))
+    first, *middle = map(re.escape, pattern.split("*"))
+    # The first place of each part is final, or a pattern with many stars would take for ever.
+    inner = first + "".join(f"(?>.*?{part})" for part in middle[:-1]) + "".join(f".*{part}" for part in middle[-1:])
     return re.compile(rf"(?:^|\.){inner}(?:\.|$)")

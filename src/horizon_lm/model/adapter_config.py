@@ -1,0 +1,108 @@
+"""Read the config of adapters in a folder, and reject what PEFT would spend minutes or gigabytes on."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.model.config_limits import read_settings
+from horizon_lm.model.pattern_trial import is_pattern, require_few_pairs, require_quick
+from horizon_lm.paths import require_own_files
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+_MAX_NUMBER = 2**20  # of any setting; published adapters have ranks up to 4,096
+_MAX_HEADER_BYTES = 2**24  # of the weights; published adapters have up to 2**20
+_MAX_ITERATIONS = 1_000  # of an initialization by singular values
+_NO_NAMES = ("base_model_name_or_path", "revision", "auto_mapping", "peft_version")
+_WHOLE = ("target_modules", "exclude_modules", "feedforward_modules")  # PEFT compares these with whole names
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the config of the adapters in a folder.
+
+    Raises:
+        ConfigError: it cannot be read, it or the weights lead out of the folder, or a size is one that no adapter has.
+    """
+    require_own_files(folder, _FILES)
+    path = folder / ADAPTER_CONFIG
+    content = read_settings(path)
+    ranks = content.get("rank_pattern")
+    declared = [content.get("r"), *(ranks.values() if isinstance(ranks, dict) else ())]
+    rank = max((each for each in declared if type(each) is int), default=0)
+    for key, value in _leaves(content):
+        if type(value) is int and value > _MAX_NUMBER:
+            raise ConfigError(
+                f"{path}: {key} is {value:,}, more than the {_MAX_NUMBER:,} that are supported; correct it"
+            )
+    start = content.get("init_lora_weights")
+    steps = str(start).rpartition("_niter_")[2]
+    if steps.isdecimal() and int(steps[:9]) > _MAX_ITERATIONS:
+        raise ConfigError(f"{path}: init_lora_weights has {steps[:9]} iterations; write at most {_MAX_ITERATIONS:,}")
+    if (folder / ADAPTER_WEIGHTS).is_file() and rank > (longest := _longest_axis(folder / ADAPTER_WEIGHTS)):
+        raise ConfigError(
+            f"{path}: the rank {rank:,} is not that of {ADAPTER_WEIGHTS}, whose longest axis has {longest:,}"
+        )
+    return content
+
+
+def require_quick_names(content: Mapping[str, Any], names: list[str], place: object) -> None:
+    """Raise ConfigError, naming ``place``, if PEFT would take too long to compare names in an adapter's config with a model's.
+
+    Args:
+        content: the config, as PEFT's file has it.
+        names: names of all modules of the model.
+        place: the file or the settings that the config is from.
+    """
+    given = {
+        (key, text) for key, value in content.items() if key not in _NO_NAMES for _, text in _leaves(value, key) if isinstance(text, str)
+    }  # fmt: skip
+    require_few_pairs(len(given), names, place)
+    for key in ("rank_pattern", "alpha_pattern"):
+        if isinstance(value := content.get(key), dict) and len(value) > len(names):
+            raise ConfigError(
+                f"{place}: {key} has {len(value):,} names, and the model {len(names):,} modules; correct it"
+            )
+    patterns = [form for key, text in sorted(given) if is_pattern(text) for form in _forms(key, text)]
+    require_quick(patterns, names, place)
+
+
+def _forms(key: str, text: str) -> tuple[str, ...]:
+    """Return the regular expressions that PEFT makes of a text in its config."""
+    if key in _WHOLE:
+        return (text,)
+    return (
+        rf"(.*\.)?({text})$",
+        rf"(^|.*\.){text}($|\..*)",
+        rf"(?:^|.*?\.){text}\.(?P<idx>\d+)\.",
+        rf"[\s\S]*?(?:{text})",
+    )
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all plain values in nested settings, each with its key; keys of inner objects are values, too."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            if key:
+                yield key, name
+            yield from _leaves(each, str(name))
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            yield from _leaves(each, key)
+    else:
+        yield key, value
+
+
+def _longest_axis(path: Path) -> int:
+    """Return the number of elements along the longest axis of the tensors in a file; raise ConfigError if it is damaged."""
+    try:
+        with path.open("rb") as file:
+            if (length := int.from_bytes(file.read(8), "little")) > _MAX_HEADER_BYTES:
+                raise ConfigError(f"{path} cannot be read (a header of {length:,} bytes); download it again")
+        with safe_open(path, framework="pt") as tensors:
+            sizes = [size for name in tensors.keys() for size in tensors.get_slice(name).get_shape()]  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read ({first_line(error)}); download it again") from error
+    return max(sizes, default=0)
