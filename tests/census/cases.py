@@ -5,6 +5,7 @@ from collections.abc import Callable
 from tests.census import text_cases as text
 from tests.census import variants
 from tests.census.comparison import Outcome
+from tests.census.opening import OPENED
 from tests.census.subject import Subject, attempt
 
 CASES: dict[str, Callable[[Subject], Outcome]] = {
@@ -32,4 +33,4 @@ def cases_of(mapping: str) -> list[str]:
 
 def run_case(subject: Subject, name: str) -> Outcome:
     """Run a case and return its outcome, including any exception."""
-    return attempt(CASES[name], subject)
+    return attempt((CASES | OPENED)[name], subject)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.census.opening_page import section, section_of, with_section
 from tests.census.page import page
 from tests.census.runner import run, summary, tasks_of
 from tests.census.table import table
@@ -29,12 +30,18 @@ def main() -> None:
     runs.add_argument("--output", type=Path, default=Path("runs/census/results.json"))
     renders = commands.add_parser("render", help="write docs/models.md and the table that ships with the package")
     renders.add_argument("results", type=Path, nargs="*", default=[Path("runs/census/results.json")])
+    openings = commands.add_parser("openings", help="write the section about opening folders in docs/models.md")
+    openings.add_argument(
+        "results", nargs="+", metavar="VERSION=FILE", help="a version of transformers, and its results"
+    )
     commands.add_parser("worker", help="what run starts")
     arguments = parser.parse_args()
     if arguments.command == "worker":
         serve()
     elif arguments.command == "run":
         _run(arguments)
+    elif arguments.command == "openings":
+        _render_openings(dict(each.split("=", 1) for each in arguments.results))
     else:
         _render(merge(arguments.results))
 
@@ -51,8 +58,13 @@ def _run(arguments: argparse.Namespace) -> None:
         arguments.output.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _render_openings(files: dict[str, str]) -> None:
+    results = {version: json.loads(Path(file).read_text(encoding="utf-8")) for version, file in files.items()}
+    PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), section(results)), encoding="utf-8")
+
+
 def _render(results: dict[str, Any]) -> None:
-    PAGE.write_text(page(results), encoding="utf-8")
+    PAGE.write_text(with_section(page(results), section_of(PAGE.read_text(encoding="utf-8"))), encoding="utf-8")
     TABLE.write_text(dump(table(results)), encoding="utf-8")
 
 

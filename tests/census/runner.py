@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from tests.census.cases import cases_of
+from tests.census.opening import OPENED
 from tests.census.tiny_models import model_types
 from tests.census.worker import Worker
 
@@ -27,8 +28,10 @@ def run(tasks: Sequence[Task], cases: Sequence[str] | None, jobs: int, timeout: 
             local.worker = Worker(timeout)
             workers.append(local.worker)
         result = local.worker.run(*task, "model")
-        wanted = cases_of(task[0]) if result["status"] == "built" else []
-        result["cases"] = {case: local.worker.run(*task, case) for case in wanted if cases is None or case in cases}
+        wanted = [case for case in cases_of(task[0]) if cases is None or case in cases]
+        wanted += [case for case in cases or () if case in OPENED]  # only on request
+        wanted = wanted if result["status"] == "built" else []
+        result["cases"] = {case: local.worker.run(*task, case) for case in wanted}
         return task, result
 
     with ThreadPoolExecutor(jobs) as pool:

@@ -1,8 +1,9 @@
 """Shrink the default config of a model type: reduce every size, by rules on the names of fields."""
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -125,6 +126,23 @@ def _at_most(largest: int) -> _Rule:
     return lambda value, config, tower: min(value, largest)
 
 
+_width = ContextVar("the width of tiny models", default=WIDTH)
+
+
+@contextmanager
+def of_width(width: int) -> Iterator[None]:
+    """Context manager: build tiny models of this hidden size."""
+    token = _width.set(width)
+    try:
+        yield
+    finally:
+        _width.reset(token)
+
+
+def _at_most_width(value: int, config: Any, tower: bool) -> int:
+    return min(value, WIDTH if tower else _width.get())
+
+
 def _layers(value: int, config: Any, tower: bool) -> int:
     return min(value, 2) if tower else min(value, max(3, 4 if _varies(config) else 3))
 
@@ -176,7 +194,7 @@ _INT_RULES: list[tuple[re.Pattern[str], Any]] = [
         (r"^(state_size|mamba_d_state|ssm_state_size)$", 8),
         (r"^image_size$", 16),
         (r"^patch_size$", 4),
-        (r"(hidden_size|d_model|n_embd|embed_dim|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim|projection_dim|output_dim|projector_hidden_size|lru_width|attention_hidden_size|hidden_size_global|output_hidden_size|out_hidden_size|projection_hidden_size|projector_output_dim|projector_input_dim|patch_embed_hidden_size)$", _at_most(WIDTH)),
+        (r"(hidden_size|d_model|n_embd|embed_dim|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim|projection_dim|output_dim|projector_hidden_size|lru_width|attention_hidden_size|hidden_size_global|output_hidden_size|out_hidden_size|projection_hidden_size|projector_output_dim|projector_input_dim|patch_embed_hidden_size)$", _at_most_width),
         (r"^hidden_size_per_layer_input$", _at_most(16)),
     )
 ]  # fmt: skip

@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+import horizon_lm
+from tests.census import opening
 from tests.census.cases import CASES, cases_of, run_case
 from tests.census.command import PAGE, TABLE
+from tests.census.opening import OPENED
 from tests.census.subject import Subject
 from tests.census.table import FEATURES, GOOD, NEEDED, entry, is_proven, table, verdict
 from tests.census.tiny_models import CannotBuildError, build, describe_model, model_types
@@ -144,3 +147,56 @@ def test_the_page_and_the_table_agree() -> None:
     on_page = {(row[1].strip(), row[2].strip()) for row in rows if row[2:] and row[2].strip() in ("chunked", "whole")}
     everything = [*proven().values(), *proven("classification").values()]
     assert on_page == {(each["class"], each["head"]) for each in everything}
+
+
+# Opening folders
+
+
+OPENINGS = [  # types with buffers or weights that transformers keeps in float32, scales, tables of positions, and none of these
+    ("causal", "deepseek_v3", "bfloat16"), ("causal", "gptj", "mixed"), ("causal", "gemma3_text", "float16"),
+    ("causal", "apertus", "float32"), ("causal", "ernie4_5_moe", "mixed"), ("classification", "llama", "bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mapping", "model_type", "folder"), OPENINGS)
+def test_folders_are_opened_as_by_transformers(mapping: str, model_type: str, folder: str) -> None:
+    outcome = run_case(Subject(mapping, model_type), f"opened_{folder}")
+    assert outcome.status in GOOD, outcome.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mapping", "model_type"), [each for each in EVERY if each[0] != "image_text"])
+def test_every_type_is_opened_as_by_transformers(mapping: str, model_type: str) -> None:
+    subject = Subject(mapping, model_type)
+    outcomes = {case: run_case(subject, case) for case in OPENED}
+    assert not {case: each for case, each in outcomes.items() if each.status in BAD}
+
+
+@pytest.mark.parametrize("fault", ["dtype", "value", "weight", "written"])
+def test_another_opening_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **options: Any) -> Any:
+        model = from_pretrained(*arguments, **options)
+        gate = model.model.layers[1].mlp.gate
+        if fault == "dtype":
+            gate.e_score_correction_bias = gate.e_score_correction_bias.double()
+        elif fault == "value":
+            gate.e_score_correction_bias.mul_(1.001)
+        elif fault == "weight":
+            with torch.no_grad():
+                model.lm_head.weight.mul_(1.01)
+        else:
+            model._horizon.engine.store.source_dtypes["lm_head.weight"] = torch.float16
+        return model
+
+    from_pretrained = horizon_lm.from_pretrained
+    monkeypatch.setattr(horizon_lm, "from_pretrained", broken)
+    subject = opening.narrow("causal", "deepseek_v3")
+    outcome = opening.opened(subject, "bfloat16", "bf16", by_run=False)
+    assert outcome.status == "wrong"
+    expected = {
+        "dtype": "float64",
+        "value": "the buffer",
+        "weight": "lm_head.weight",
+        "written": "is written as torch.float16",
+    }
+    assert expected[fault] in outcome.detail

@@ -21,15 +21,15 @@ def persistent_buffers(parts: ModelParts, store: Any) -> dict[str, torch.Tensor]
 
 
 def fill_buffer(store: Any, name: str, buffer: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the value that a file has for a buffer. The store remembers it if it is rounded."""
+    """Copy the value that a file has for a buffer. The store remembers it if the buffer has another dtype of 16 bits."""
     buffer.copy_(source)
     store.source_buffers.pop(name, None)
-    if not torch.equal(buffer.to(source.device, source.dtype), source):
+    if buffer.dtype not in (source.dtype, torch.float32):
         store.source_buffers[name] = source.clone()
 
 
 def unrounded_buffers(parts: ModelParts, store: Any) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers as they are written: one that was rounded by `fill_buffer`, and has not changed since, as it
+    """Return the persistent buffers as they are written: one that `fill_buffer` converted, and that has not changed since, as it
     was in the file.
     """
 
