@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from horizon_lm.config.datasets import WITHOUT_ROWS
-from horizon_lm.config.load import read_run_config
+from horizon_lm.config.load import as_config, read_run_config
 from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.translate import translate_file
+from horizon_lm.errors import ConfigError
 from tests.e2e import tiny
 from tests.e2e.command import run
 
@@ -242,12 +243,12 @@ def test_translation_keeps_the_meaning(work: Path, text: str, expected: dict[str
     ("text", "message"),
     [
         # accepted by name
-        (AXOLOTL, "accept with --accept excess_length_strategy --accept warmup_ratio:\n  excess_length_strategy: Axolotl drops rows"),
+        (AXOLOTL, "accept them with --accept excess_length_strategy --accept warmup_ratio:\n  excess_length_strategy: Axolotl drops rows"),
         (AXOLOTL, "limits its default warmup to 100 steps"),
         (AXOLOTL + "shuffle_merged_datasets: false\n", "--accept shuffle_merged_datasets"),
         (AXOLOTL.replace("chat_template", "alpaca"), "datasets.type: rows are rendered with the model's chat template"),
         ("base_model: m\nsequence_len: 8\ndatasets: [{path: a, type: completion}]\n", "Axolotl continues texts longer than sequence_len"),
-        (LLAMA_FACTORY + "packing: true\n", "accept with --accept packing"),
+        (LLAMA_FACTORY + "packing: true\n", "accept them with --accept packing"),
         (LLAMA_FACTORY.replace("keepers", "partly"), "dataset_info.partly.columns: query is not mapped"),
         (TRL + "fp16: true\nbf16: false\n", "fp16: blocks compute in bf16"),
         (TRL + "torch_dtype: float16\n", "--accept torch_dtype"),
@@ -307,6 +308,8 @@ def test_commands_answer_foreign_files_with_init(work: Path, command: str, text:
     assert result.exit_code == 2
     assert "theirs.yaml: this is a file of " in result.stderr
     assert "translate it with horizon-lm init --from theirs.yaml > run.yaml" in result.stderr
+    with pytest.raises(ConfigError, match="this is a file of"):
+        as_config("theirs.yaml")
 
 
 def test_accept_needs_a_file() -> None:

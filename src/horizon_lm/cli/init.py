@@ -41,7 +41,7 @@ def init(
         print(visible(translation.text(full)), end="")
         # To standard error, because standard output is usually redirected into the run file.
         for effect, left_out in (
-            ("accepted, though it changes the numbers", translation.left_out.numbers),
+            ("accepted, changing the numbers", translation.left_out.numbers),
             ("left out, changing nothing", translation.left_out.nothing),
         ):
             if left_out:

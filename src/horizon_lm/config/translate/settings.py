@@ -14,7 +14,8 @@ from horizon_lm.config.adapters import OF_THE_BASE, AdapterSettings
 from horizon_lm.config.datasets import WITHOUT_ROWS
 from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.text import start_file
-from horizon_lm.config.translate.dataset_entries import read_json, translate_datasets
+from horizon_lm.config.translate.dataset_entries import translate_datasets
+from horizon_lm.config.translate.dataset_lists import read_json
 from horizon_lm.config.translate.identify import find_objective, find_table, flatten, reject_own_file
 from horizon_lm.config.translate.tables import (
     LeftOut,
@@ -282,6 +283,9 @@ def _reject(result: Translation, path: str, accept: Collection[str]) -> None:
     open_ = {name: why for name, why in left_out.numbers.items() if name not in accept}
     if open_:
         options = " ".join(f"--accept {name}" for name in left_out.numbers)
-        lines += [f"changes the numbers; accept with {options}:", *(f"  {name}: {why}" for name, why in open_.items())]
+        lines += [
+            f"these change the numbers; accept them with {options}:",
+            *(f"  {name}: {why}" for name, why in open_.items()),
+        ]
     if lines:
         raise ConfigError("\n".join([f"{path}: a run file with the same training cannot be written:", *lines]))

@@ -1,0 +1,108 @@
+"""Translate the datasets in files of Axolotl."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.config.translate.dataset_lists import reject_unknown
+from horizon_lm.config.translate.tables import LeftOut
+
+_AXOLOTL_FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text"}
+_AXOLOTL_LOCATION = ("path", "name", "data_files", "split")
+_AXOLOTL_KNOWN = (
+    *_AXOLOTL_LOCATION, "train_on_split", "type", "ds_type", "field_messages", "field", "field_chosen", "field_rejected", "roles",
+    "message_property_mappings", "message_field_role", "message_field_content",
+)  # fmt: skip
+_AXOLOTL_ROLES = {"system": {"system"}, "user": {"user", "human"}, "assistant": {"assistant", "gpt"}, "tool": {"tool"}}
+
+
+def from_axolotl(
+    theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str
+) -> Iterator[tuple[str, Any]]:
+    for key, ours in (
+        ("datasets", "datasets"),
+        ("test_datasets", "eval_datasets"),
+        ("pretraining_dataset", "datasets"),
+    ):
+        entries = [theirs[key]] if isinstance(theirs.get(key), str | Mapping) else theirs.get(key)
+        if not entries:
+            continue
+        entries = [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
+        if key == "pretraining_dataset":
+            entries = [_from_pretraining_entry(entry) for entry in entries]
+        yield ours, [_axolotl_entry(entry, objective, left_out) for entry in entries]
+        if theirs.get("sample_packing") and all(map(_is_text, entries)):
+            yield "packing_strategy", "bfd_split"
+        elif key == "datasets" and any(map(_is_text, entries)):
+            reason = "Axolotl continues texts longer than sequence_len in further rows, as with sample_packing: true"
+            left_out.add("datasets.type", "numbers", reason)
+
+
+def _from_pretraining_entry(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert an entry of ``pretraining_dataset`` to Axolotl's form of an entry of ``datasets``."""
+    entry = {name: value for name, value in theirs.items() if name not in ("text_column", "type")}
+    return {**entry, "type": "completion", "field": theirs.get("text_column", "text")}
+
+
+def _is_text(theirs: Mapping[str, Any]) -> bool:
+    return theirs.get("type") == "completion"
+
+
+def _axolotl_entry(theirs: Mapping[str, Any], objective: str, left_out: LeftOut) -> dict[str, Any]:
+    entry = {key: theirs[key] for key in _AXOLOTL_LOCATION if theirs.get(key)}
+    if theirs.get("train_on_split"):
+        entry.setdefault("split", theirs["train_on_split"])
+    row_type = theirs.get("type")
+    columns = {"field": "text", "field_chosen": "chosen", "field_rejected": "rejected"}
+    columns = {ours: theirs[key] for key, ours in columns.items() if theirs.get(key, ours) != ours}
+    if objective == "dpo":
+        columns["prompt"] = theirs.get("field_messages", "messages")
+        if row_type not in ("chat_template", "chat_template.default"):
+            left_out.add(
+                "datasets.type", "rejected", f"{row_type!r}: only chat_template.default is supported for preferences"
+            )
+    elif row_type in ("chat_template", "sharegpt"):
+        entry["format"] = _find_conversations(theirs, columns, left_out)
+    elif str(row_type) in _AXOLOTL_FORMATS:
+        entry["format"] = _AXOLOTL_FORMATS[str(row_type)]
+    else:
+        left_out.add(
+            "datasets.type", "rejected", f"{row_type!r} is not supported; supported are {', '.join(_AXOLOTL_FORMATS)}"
+        )
+    if row_type == "alpaca":
+        reason = (
+            "rows are rendered with the model's chat template instead of ### Instruction; horizon-lm inspect shows them"
+        )
+        left_out.add("datasets.type", "numbers", reason)
+    roles = theirs.get("roles") or {}
+    if any(not {*names} <= _AXOLOTL_ROLES.get(role, {role}) for role, names in roles.items()):
+        left_out.add("datasets.roles", "rejected", "messages must have the usual roles")
+    keeps_thinking = (
+        theirs.get("field_thinking") == theirs.get("template_thinking_key") in ("thinking", "reasoning_content")
+    )
+    thinking = ("field_thinking", "template_thinking_key") if keeps_thinking else ()  # our messages keep these fields
+    reject_unknown("datasets", theirs, (*_AXOLOTL_KNOWN, *thinking), left_out)
+    entry = {key: value for key, value in entry.items() if value is not None}
+    return entry | ({"columns": columns} if columns else {})
+
+
+def _find_conversations(theirs: Mapping[str, Any], columns: dict[str, str], left_out: LeftOut) -> str | None:
+    """Return the format of an entry with conversations, and add its column; None if the rows decide."""
+    names = theirs.get("message_property_mappings") or {}
+    found = (
+        names.get("role", theirs.get("message_field_role")),
+        names.get("content", theirs.get("message_field_content")),
+    )
+    column = theirs.get("field_messages", "conversations" if theirs.get("type") == "sharegpt" else "messages")
+    if found == (None, None) and column == "conversations":
+        return None  # ours is recognized by its fields
+    formats = {("from", "value"): "sharegpt", ("role", "content"): "messages", (None, None): "messages"}
+    if found not in formats or names.keys() - {"role", "content"}:
+        left_out.add(
+            "datasets.message_property_mappings", "rejected", "messages must be {role, content} or {from, value}"
+        )
+        return None
+    expected = "conversations" if formats[found] == "sharegpt" else "messages"
+    if column != expected:
+        columns[expected] = column
+    return formats[found]

@@ -1,0 +1,136 @@
+"""Translate the datasets in files of LLaMA-Factory, in both of its layouts."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.config.translate.dataset_lists import read_json, reject_unknown
+from horizon_lm.config.translate.tables import LeftOut
+from horizon_lm.config.yaml_file import read_yaml
+from horizon_lm.paths import exists, require_regular
+
+
+def from_llamafactory(
+    theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str
+) -> Iterator[tuple[str, Any]]:
+    data_dir = str(theirs.get("dataset_dir", "data"))
+    data_folder, info = _read_dataset_info(folder, data_dir)
+    limit = {"max_samples": theirs["max_samples"]} if theirs.get("max_samples") else {}
+    for key, ours in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
+        names = theirs.get(key) or []
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        if data_dir == "ONLINE":
+            entries = [{"path": name} for name in names]
+        elif unknown := [name for name in names if name not in info]:
+            reason = f"{', '.join(unknown)}: not in {data_folder / 'dataset_info.json'}; set dataset_dir to the folder that has it"
+            left_out.add(key, "rejected", reason)
+            continue
+        else:
+            entries = [_llamafactory_entry(name, data_folder, info[name], objective, left_out) for name in names]
+        if entries:
+            yield ours, [entry | limit for entry in entries]
+
+
+def _read_dataset_info(folder: Path, data_dir: str) -> tuple[Path, Mapping[str, Any]]:
+    """Return LLaMA-Factory's list of datasets and its folder; the list is empty if it is not found."""
+    places = (Path(data_dir), folder / data_dir, folder)  # the trainer itself looks from the current folder
+    for place in places:
+        if exists(str(place / "dataset_info.json")):
+            return place, read_json(place / "dataset_info.json")
+    return places[0], {}
+
+
+_LLAMAFACTORY_COLUMNS = {
+    "prompt": "instruction", "query": "input", "response": "output", "messages": "conversations", "system": "system",
+    "tools": "tools", "history": "history", "chosen": "chosen", "rejected": "rejected",
+}  # fmt: skip
+_LLAMAFACTORY_LOCATION = {"subset": "name", "split": "split", "folder": "data_dir"}
+_LLAMAFACTORY_TAGS = {
+    "role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"), "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call",), "system_tag": ("system",),
+}  # fmt: skip
+
+
+def _llamafactory_entry(
+    name: str, folder: Path, theirs: Mapping[str, Any], objective: str, left_out: LeftOut
+) -> dict[str, Any]:
+    """Translate an entry of ``dataset_info.json``."""
+    where, is_text = f"dataset_info.{name}", objective == "pretrain"
+    entry: dict[str, Any] = {"path": theirs.get("hf_hub_url") or str(folder / theirs.get("file_name", name))}
+    entry |= {ours: theirs[key] for key, ours in _LLAMAFACTORY_LOCATION.items() if theirs.get(key)}
+    their_columns = theirs.get("columns", {})
+    our_names = {"prompt": "text"} if is_text else _LLAMAFACTORY_COLUMNS
+    columns = {our_names[key]: column for key, column in their_columns.items() if key in our_names}
+    columns = {ours: column for ours, column in columns.items() if ours != column}
+    reject_unknown(
+        where,
+        theirs,
+        (
+            "hf_hub_url",
+            "ms_hub_url",
+            "om_hub_url",
+            "file_name",
+            *_LLAMAFACTORY_LOCATION,
+            "columns",
+            "formatting",
+            "ranking",
+            "tags",
+        ),
+        left_out,
+    )
+    reject_unknown(
+        f"{where}.columns", their_columns, _LLAMAFACTORY_COLUMNS, left_out
+    )  # images, videos, audios, kto_tag
+    if any(value not in _LLAMAFACTORY_TAGS.get(tag, ()) for tag, value in theirs.get("tags", {}).items()):
+        left_out.add(
+            f"{where}.tags", "rejected", "messages must be {role, content} or {from, value} with the usual roles"
+        )
+    if bool(theirs.get("ranking")) != (objective == "dpo"):
+        left_out.add(where, "rejected", f"it has rows for another objective than {objective}")
+    if (
+        their_columns
+        and "query" not in their_columns
+        and theirs.get("formatting", "alpaca") == "alpaca"
+        and not is_text
+    ):
+        left_out.add(
+            f"{where}.columns", "numbers", "query is not mapped, but a field named input is read if rows have it"
+        )
+    return entry | ({"columns": columns} if columns else {})
+
+
+_V1_FORMATS = {"alpaca": "alpaca", "pair": "preference"}
+
+
+def from_v1(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str) -> Iterator[tuple[str, Any]]:
+    for key, ours in (("train_dataset", "datasets"), ("eval_dataset", "eval_datasets")):
+        if not theirs.get(key):
+            continue
+        place = next((each for each in (Path(theirs[key]), folder / theirs[key]) if exists(str(each))), None)
+        if not str(theirs[key]).endswith((".yaml", ".yml")):
+            left_out.add(key, "rejected", "name a YAML file that says the converter of each dataset")
+        elif place is None:
+            left_out.add(key, "rejected", f"{theirs[key]}: no such file")
+        else:
+            require_regular(place)
+            yield (
+                ours,
+                [_v1_entry(f"{key}.{name}", entry, left_out) for name, entry in read_yaml(str(place))[0].items()],
+            )
+
+
+def _v1_entry(where: str, theirs: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    row_format = _V1_FORMATS.get(str(theirs.get("converter")))
+    if row_format is None:
+        left_out.add(
+            f"{where}.converter",
+            "rejected",
+            "only alpaca and pair are supported; others train on each turn as a row of its own",
+        )
+    reject_unknown(
+        where, theirs, ("path", "source", "split", "converter"), left_out
+    )  # size and weight draw with replacement
+    return {"path": theirs["path"], "format": row_format} | (
+        {"split": theirs["split"]} if theirs.get("split", "train") != "train" else {}
+    )
