@@ -104,7 +104,7 @@ def test_bad_adapters(tmp_path: Path) -> None:
 
     reject("lacks tensors", **{name: value for name, value in state.items() if name != one})
     reject("no place for", **state, **{"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": torch.zeros(4, 32)})
-    reject("cannot add these adapters|size mismatch", **state | {one: torch.zeros(5, 32)})
+    reject(r"has shape \(5, 32\), and the base needs", **state | {one: torch.zeros(5, 32)})
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
         horizon_lm.merge_adapter(adapter, tmp_path / "merged")

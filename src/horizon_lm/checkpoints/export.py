@@ -18,8 +18,10 @@ from horizon_lm.disk import Disk, replace_folder
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hub
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
+from horizon_lm.model.tying import declare_untied
 from horizon_lm.model.units import find_parts
 from horizon_lm.shards import WHOLE
+from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.checkpoint_writer import save_pretrained
 from horizon_lm.store.precision import join_master
 from horizon_lm.store.store import SlabLayout
@@ -79,7 +81,11 @@ class _CheckpointStore:
 
 
 def export_checkpoint(
-    checkpoint: str | Path, folder: str | Path, dtype: str | None = None, max_shard_size: int | str = "50GB"
+    checkpoint: str | Path,
+    folder: str | Path,
+    dtype: str | None = None,
+    max_shard_size: int | str = "50GB",
+    trust_remote_code: bool = False,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder. Memory is needed for one tensor at a time.
 
@@ -90,6 +96,7 @@ def export_checkpoint(
         folder: the folder to write; it must not exist.
         dtype: ``bfloat16``, ``float16`` or ``float32``, which is exactly the fp32 master; None for that of the run's export.
         max_shard_size: the largest size of a file.
+        trust_remote_code: allow code that comes with the model.
 
     Raises:
         ConfigError: the checkpoint is damaged, or the folder exists.
@@ -100,15 +107,17 @@ def export_checkpoint(
         raise ConfigError(f"{folder} exists; choose another folder")
     manifest = read_manifest(checkpoint)
     verify(checkpoint, manifest)
-    config = hub.read_config(checkpoint, trust_remote_code=False)
+    config = hub.read_config(checkpoint, trust_remote_code)
     model_class = hub.saved_class(config)
-    model = hub.open_skeleton(
-        checkpoint, hub.require_model(config, str(checkpoint), model_class), model_class=model_class
-    )
+    hub.require_model(config, str(checkpoint), model_class)
+    model = hub.open_skeleton(checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code)
+    store: Any = _CheckpointStore(checkpoint, manifest)
+    if any(name in store.unit_of for name, first in parameter_names(model).items() if name != first):
+        declare_untied(config)  # a model with its own head, whose config said otherwise
+        model = hub.open_skeleton(checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code)
     for name, value in read_tensors(checkpoint / BUFFERS).items():
         path, _, attribute = name.rpartition(".")
         model.get_submodule(path).register_buffer(attribute, value)
-    store: Any = _CheckpointStore(checkpoint, manifest)
     chosen = dtype or read_state(checkpoint)["state"].get("settled", {}).get("export_dtype")
 
     def fill(part: Path) -> None:

@@ -1,30 +1,32 @@
-"""Merge adapters into their base, one unit at a time, by PEFT's own arithmetic."""
+"""Merge adapters into their base: its folder, tensor by tensor, in which those that adapters change are merged."""
 
+import copy
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from horizon_lm.codecs.base import Codec
-from horizon_lm.disk import Disk, replace_folder
-from horizon_lm.errors import ConfigError
+from horizon_lm.disk import Disk, part_of, replace_folder
+from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model import hub
-from horizon_lm.model.adapters import Adapters, base_of_adapters, read_adapters
+from horizon_lm.model.adapters import base_of_adapters
+from horizon_lm.model.merged_layers import MergedLayers
+from horizon_lm.model.opening import kept_in_float32
 from horizon_lm.model.quantization import take_quantization
-from horizon_lm.model.units import ModelParts, find_parts
-from horizon_lm.shards import WHOLE
+from horizon_lm.model.tying import declare_untied
+from horizon_lm.model.units import find_parts
 from horizon_lm.store.checkpoint_loader import check_headers, parameter_names
 from horizon_lm.store.checkpoint_reader import Checkpoint
-from horizon_lm.store.checkpoint_writer import save_pretrained
+from horizon_lm.store.checkpoint_writer import as_stored, dtype_of, write_folder
 from horizon_lm.store.conversion import Target, find_conversion
-from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, codecs_of, open_checkpoint
-from horizon_lm.store.store import SlabLayout
+from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, QuantizedWeight, codecs_of, open_checkpoint
 
-_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_CHUNK = 32 * 2**20  # bytes of small tensors that are read together, for each of which the file would be opened again
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "*.model",
 )  # fmt: skip
@@ -36,10 +38,13 @@ def merge_adapter(
     base: str | Path | None = None,
     dtype: str | None = None,
     max_shard_size: int | str = "50GB",
+    trust_remote_code: bool = False,
 ) -> None:
     """Write a model with its adapters merged as a Hugging Face folder, as PEFT's ``merge_and_unload`` would merge them.
 
-    Memory is needed for one unit of the model (a decoder block, or the embedding) and the adapters.
+    Tensors that no adapter changes have the bytes of the base, also buffers; those of a quantized base are decoded. A table that
+    the head shares is written twice, with ``tie_word_embeddings: false``, if the adapters change one of both. Memory is needed
+    for the adapters and one layer of the model.
 
     Args:
         adapter: folder or hub id of the adapters.
@@ -47,9 +52,11 @@ def merge_adapter(
         base: folder or hub id of the base; None for that which the adapters name.
         dtype: ``bfloat16``, ``float16`` or ``float32``; None for that of the base. Adapters are merged in the base's dtype.
         max_shard_size: the largest size of a file.
+        trust_remote_code: allow code that comes with the base.
 
     Raises:
-        ConfigError: a folder cannot be read, the adapters do not belong to the base, or ``folder`` exists.
+        ConfigError: a folder cannot be read, the adapters do not belong to the base or are damaged, or ``folder`` exists.
+        ModelNotSupportedError: adapters of this kind cannot be merged, or the base is not supported.
     """
     folder, adapter = Path(folder), hub.local_folder(adapter)
     if folder.exists():
@@ -59,141 +66,268 @@ def merge_adapter(
         raise ConfigError(f"{adapter} has no adapter_config.json; it is not the folder of adapters")
     hub.require_model_files(adapter)  # its tokenizer is copied
     source = hub.local_folder(base or name)
-    config = hub.load_config(source, trust_remote_code=False)
+    config = hub.load_config(source, trust_remote_code)
     quantization = take_quantization(config)
-    plain, adapted = (hub.open_skeleton(source, config) for _ in range(2))
-    parts = find_parts(plain)
-    store: Any = _MergedStore(parts, adapted, adapter, open_checkpoint(source, quantization))
+    plain, adapted = (hub.open_skeleton(source, config, trust_remote_code=trust_remote_code) for _ in range(2))
+    merged = _MergedFolder(plain, adapted, adapter, open_checkpoint(source, quantization), _dtype(dtype))
+    written = plain
+    if merged.untied:
+        config = copy.deepcopy(config)
+        declare_untied(config)
+        written = hub.open_skeleton(source, config, trust_remote_code=trust_remote_code)
+        first = parameter_names(written)
+        if shared := [each for each in merged.untied if first[each] != each]:
+            raise ModelNotSupportedError(
+                f"{adapter}: the adapters change either the embedding or the head, and a {type(plain).__name__} shares "
+                f"{shared[0]} between both whatever its config says; use the adapters with their base"
+            )
 
     def fill(part: Path) -> None:
-        save_pretrained(parts, store, part, getattr(torch, dtype) if dtype else None, max_shard_size)
+        write_folder(Disk(), part, written, merged, max_shard_size)
         for path in _tokenizer_files(adapter) or _tokenizer_files(source):
             shutil.copyfile(path, part / path.name)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    replace_folder(Disk(), folder, fill)
+    try:
+        replace_folder(Disk(), folder, fill)
+    except (ConfigError, ModelNotSupportedError):
+        Disk().remove(part_of(folder))
+        raise
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found: torch.dtype | None = getattr(torch, name) if name else None
+    return found
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
     return [path for pattern in _TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
+@dataclass(slots=True)
 class _Unit:
-    """The tensors of a unit."""
+    """Tensors that are written together: copies of the base's, or those of some targets.
 
-    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self.layout = SlabLayout(shapes)
-
-
-class _MergedStore:
-    """The merged weights of a base and its adapters, with the interface of `Store` that exporting needs.
-
-    Args:
-        parts: the base without weights, for names and shapes.
-        model: another copy of it, which gets the adapters.
-        adapter: folder of the adapters.
-        checkpoint: the weights of the base.
+    Attributes:
+        copies: names in the checkpoint.
+        targets: tensors of the model that are merged or decoded.
+        groups: indices of the groups of adapters that are merged into them.
+        added: names in the model of tensors that the checkpoint does not have.
     """
 
-    shard = WHOLE
-    written_dtype = None
-    source_buffers: Mapping[str, torch.Tensor] = {}
+    copies: list[str] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
 
-    def __init__(self, parts: ModelParts, model: Any, adapter: Path, checkpoint: Checkpoint) -> None:
-        conversion = find_conversion(parts.model, checkpoint.names)
-        headers, first = checkpoint.headers(), parameter_names(parts.model)
-        check_headers(parts.model, checkpoint, conversion)
-        self._checkpoint, self._plain = checkpoint, parts.model
-        self._targets: dict[str, Target] = {}  # by the first name of each parameter
+
+class _MergedFolder:
+    """The tensors of a folder with the merged model. Implements `store.checkpoint_writer.Tensors`.
+
+    Args:
+        plain: the base without weights.
+        adapted: another copy of it, which gets the adapters.
+        adapter: folder of the adapters.
+        checkpoint: the weights of the base.
+        dtype: the dtype of the merged weights; None for that of each tensor of the base.
+
+    Attributes:
+        untied: names of the parameters that were one in the base, and have different values now.
+    """
+
+    def __init__(
+        self, plain: Any, adapted: Any, adapter: Path, checkpoint: Checkpoint, dtype: torch.dtype | None
+    ) -> None:
+        self._model, self._checkpoint, self._dtype = plain, checkpoint, dtype
+        self._formats: Mapping[str, Codec] = {}  # by the name of a tensor of the model
+        self._quantized: Mapping[str, QuantizedWeight] = {}  # by the name of a tensor of the folder
+        if isinstance(checkpoint, QuantizedCheckpoint):
+            self._formats, self._quantized = codecs_of(checkpoint, find_parts(plain)), checkpoint.quantized
+        conversion = find_conversion(plain, checkpoint.names)
+        check_headers(plain, checkpoint, conversion)
+        self._headers, self._first = checkpoint.headers(), parameter_names(plain)
+        self._shapes = {name: tensor.shape for name, tensor in plain.state_dict().items()}
+        self._target: dict[str, Target] = {}  # by the name of each tensor that it gives
         for target in conversion.targets:
-            described = target.convert(
-                parts.model, {n: torch.empty(headers[n].shape, device="meta") for n in target.sources}
-            )
-            self._targets |= {first[name]: target for name in described if name in first}
-        self.units = {unit: _Unit({r.name: r.param.shape for r in refs}) for unit, refs in parts.units.items()}
-        self.unit_of = {name: unit for unit, each in self.units.items() for name in each.layout}
-        self.source_dtypes = {
-            name: _DTYPES[headers[next(iter(self._targets[name].sources))].dtype] for name in self.unit_of
-        }
-        self._owners = {
-            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self.unit_of
-        }
-        self._formats = codecs_of(checkpoint, parts) if isinstance(checkpoint, QuantizedCheckpoint) else {}
-        self.codecs: Mapping[str, Codec] = {}  # merged weights are not quantized
-        self._merging = _Merging(Adapters(folder=str(adapter)).add_to(model, draw=False), adapter)
-        self._values: dict[str, torch.Tensor] = {}
+            self._target |= dict.fromkeys(self._describe(target), target)
+        stored = {self._first.get(name, name): target for name, target in self._target.items()}
+        self._source = {n: self._target.get(n) or stored.get(self._first.get(n, n)) for n in self._shapes}
+        dtypes = {name: self._stored_dtype(target) for name, target in self._source.items() if target is not None}
+        # With another dtype: weights but for those that transformers would keep in float32, and no buffers.
+        self._converted = self._first.keys() - (kept_in_float32(plain, self._first, dtype) if dtype else set())
+        self._weights = {n for name, t in self._target.items() if name in self._converted for n in t.sources}
+        self._layers = MergedLayers(adapted, adapter, dtypes, self._read)
+        self._groups = self._layers.groups
+        self.untied = self._find_untied()
+        self._units = self._find_units(conversion.targets)
+        self.num_params = sum(shape.numel() for name, shape in self._shapes.items() if self._first.get(name) == name)
+        self.num_params += sum(self._shapes[name].numel() for name in self.untied if self._first[name] != name)
+        own = plain.config.dtype
+        self.main_dtype = dtype or (own if isinstance(own, torch.dtype) else next(iter(dtypes.values())))
 
-    def shape(self, name: str) -> torch.Size:
-        return self.units[self.unit_of[name]].layout.entries[name].shape
+    # Plan
 
-    def master(self, name: str) -> torch.Tensor:
-        return self.weight(name).float()
+    def plan(self) -> list[dict[str, torch.Tensor]]:
+        """Return meta tensors for each unit, with the shapes and dtypes of those that `unit` returns."""
+        return [self._emit(unit, self._copies(unit, read=False), self._described(unit)) for unit in self._units]
 
-    def weight(self, name: str) -> torch.Tensor:
-        return self._values[name]
+    def unit(self, index: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of a unit by their names in the folder."""
+        unit = self._units[index]
+        found = self._emit(unit, self._copies(unit, read=True), self._merge(unit))
+        for name, tensor in found.items():
+            if tensor.dtype in _FLOATING:
+                hub.require_finite(name, tensor, f"the merged model, in {tensor.dtype}")
+        return found
 
-    @contextmanager
-    def whole(self, unit: str) -> Iterator[None]:
-        self._values = self._merge(unit)
-        try:
-            yield
-        finally:
-            self._values = {}
+    def _find_untied(self) -> list[str]:
+        """Return the names of all places of the parameters whose places get different values."""
+        places: dict[str, list[str]] = {}
+        for name, first in self._first.items():
+            places.setdefault(first, []).append(name)
+        changed = {name: index for index, names in enumerate(self._groups) for name in names}
+        untied = []
+        for names in places.values():
+            if len(names) == 1 or changed.keys().isdisjoint(names):
+                continue
+            values = []
+            for name in names:
+                base = self._read(name)
+                group = {each: self._read(each) for each in self._groups[changed[name]]} if name in changed else {}
+                values.append(self._layers.merge(changed[name], _copies_of(group))[name] if group else base)
+            if not all(torch.equal(each, values[0]) for each in values[1:]):
+                untied += names
+        return untied
 
-    def _read(self, target: Target) -> dict[str, torch.Tensor]:
-        """Return tensors of the base by their names in the model, decoded if they are quantized."""
-        if isinstance(self._checkpoint, QuantizedCheckpoint) and target.name in self._formats:
-            codec, shape = self._formats[target.name], self.shape(target.name)
-            packed = torch.empty(codec.num_bytes(shape), dtype=torch.uint8)
-            self._checkpoint.pack(self._plain, target, codec, packed, shape)
-            return {target.name: codec.decode(packed, torch.empty(shape, dtype=self.source_dtypes[target.name]))}
-        return target.convert(self._plain, self._checkpoint.read(list(target.sources)))
+    def _find_units(self, targets: Sequence[Target]) -> list[_Unit]:
+        by_target: dict[int, _Unit] = {}
+        merged: list[_Unit] = []
+        for index, names in enumerate(self._groups):
+            own = {id(self._target[name]): self._target[name] for name in names if name in self._target}
+            unit = _Unit(groups=[index])
+            for other in {id(by_target[key]): by_target[key] for key in own if key in by_target}.values():
+                unit.groups += other.groups  # layers whose weights are one tensor in the checkpoint
+                unit.targets += other.targets
+                unit.added += other.added
+                merged.remove(other)
+            unit.targets += [target for key, target in own.items() if key not in by_target]
+            unit.added += [name for name in names if name not in self._target and self._is_added(name)]
+            by_target |= dict.fromkeys((id(target) for target in unit.targets), unit)
+            merged.append(unit)
+        known = {name for names in self._groups for name in names}
+        merged += [_Unit(added=[n]) for n in self.untied if n not in known and n not in self._target]
+        for target in targets:
+            if target.name in self._formats and id(target) not in by_target:
+                by_target[id(target)] = _Unit(targets=[target])
+        unit_of = {source: by_target[id(t)] for t in targets if id(t) in by_target for source in t.sources}
+        return [*self._in_order(unit_of), *(unit for unit in merged if not unit.targets and unit.added)]
 
-    def _merge(self, unit: str) -> dict[str, torch.Tensor]:
-        """Return the merged weights of a unit."""
-        names, first = list(self.units[unit].layout), parameter_names(self._plain)
-        for target in {id(self._targets[name]): self._targets[name] for name in names}.values():
-            for name, tensor in self._read(target).items():
-                if name in first:
-                    module, attribute = self._owners[first[name]]
-                    module._parameters[attribute] = nn.Parameter(tensor.contiguous(), requires_grad=False)
-        merged = self._merging.merge({self._owners[name][0] for name in names})
-        values = {}
-        for name in names:
-            module, attribute = self._owners[name]
-            values[name] = getattr(merged.get(module, module), attribute).data
-            module._parameters[attribute] = nn.Parameter(values[name].to("meta"), requires_grad=False)
+    def _is_added(self, name: str) -> bool:
+        return name in self.untied or self._source[name] is None
+
+    def _in_order(self, unit_of: Mapping[str, _Unit]) -> Iterator[_Unit]:
+        """Yield units in the order of the checkpoint, and units of tensors that are only copied."""
+        done: set[int] = set()
+        copies, num_bytes, file = _Unit(), 0, None
+        for name in self._checkpoint.names:
+            unit = unit_of.get(name)
+            if unit is not None:
+                if id(unit) not in done:
+                    done.add(id(unit))
+                    yield unit
+                continue
+            size = self._headers[name].shape.numel() * 4
+            if copies.copies and (num_bytes + size > _CHUNK or file != self._checkpoint.file_of(name)):
+                yield copies
+                copies, num_bytes = _Unit(), 0
+            copies.copies.append(name)
+            num_bytes, file = num_bytes + size, self._checkpoint.file_of(name)
+        if copies.copies:
+            yield copies
+
+    # Tensors
+
+    def _copies(self, unit: _Unit, *, read: bool) -> dict[str, torch.Tensor]:
+        """Return the tensors of a unit that are copied, or meta tensors of them."""
+        targets = {name: Target(name, {name: None}, None) for name in unit.copies}
+        if not read:
+            return {name: self._describe(target)[name] for name, target in targets.items()}
+        packed = {name for name in unit.copies if name in self._quantized}
+        found = self._checkpoint.read([name for name in unit.copies if name not in packed])
+        return found | {name: self._decode(targets[name], self._headers[name].shape) for name in packed}
+
+    def _described(self, unit: _Unit) -> dict[str, torch.Tensor]:
+        """Return meta tensors of those that `_merge` returns."""
+        found = {name: tensor for target in unit.targets for name, tensor in self._describe(target).items()}
+        return found | {name: self._read(name).to("meta") for name in unit.added}
+
+    def _merge(self, unit: _Unit) -> dict[str, torch.Tensor]:
+        """Return the tensors of a unit that are merged or decoded, by their names in the model."""
+        values = {name: tensor for target in unit.targets for name, tensor in self._read_target(target).items()}
+        values |= {name: self._read(name) for name in unit.added}
+        for index in unit.groups:
+            base = {name: values[name] if name in values else self._read(name) for name in self._groups[index]}
+            merged = self._layers.merge(index, _copies_of(base))
+            # A change of nothing may still change the sign of a zero.
+            values |= {n: each for n, each in merged.items() if n in values and not torch.equal(each, base[n])}
         return values
 
-
-class _Merging:
-    """The layers of a PEFT model, whose base has no weights except those of the unit that is being merged."""
-
-    def __init__(self, model: Any, adapter: Path) -> None:
-        read_adapters(model, adapter)
-        self._wrappers: list[tuple[Any, nn.Module]] = []  # each outermost layer of PEFT with the module that it wraps
-        inside: tuple[str, ...] = ()
-        for name, module in model.named_modules():
-            wrapped = getattr(module, "original_module", None) or getattr(module, "base_layer", None)
-            if wrapped is not None and not name.startswith(inside or ("\0",)):
-                inside += (f"{name}.",)
-                while hasattr(wrapped, "base_layer"):
-                    wrapped = wrapped.base_layer
-                self._wrappers.append((module, wrapped))
-
-    def merge(self, modules: set[nn.Module]) -> dict[nn.Module, nn.Module]:
-        """Merge the adapters of these modules of the base into their weights. Return the modules that replace others."""
-        merged: dict[nn.Module, nn.Module] = {}
-        for wrapper, wrapped in self._wrappers:
-            parts = dict(wrapped.named_modules())
-            if modules.isdisjoint(parts.values()):
-                continue
-            if hasattr(wrapper, "unload_and_optionally_merge_module"):
-                unloaded = wrapper.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    def _emit(
+        self, unit: _Unit, copies: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return tensors by their names in the folder, in the dtype of the merged model."""
+        found = {name: self._cast(tensor) if name in self._weights else tensor for name, tensor in copies.items()}
+        cast = {name: self._cast(tensor) if name in self._converted else tensor for name, tensor in values.items()}
+        converted = {name: cast[name] for name in unit.added}
+        for target in unit.targets:
+            if target.converter is None:
+                found[next(iter(target.sources))] = cast[target.name]
             else:
-                wrapper.merge()
-                unloaded = wrapper.get_base_layer()
-            merged |= {part: unloaded.get_submodule(path) for path, part in parts.items()}
-            for layer in wrapper.modules():
-                getattr(layer, "merged_adapters", []).clear()
-        return merged
+                converted |= {name: cast[name] for name in self._describe(target)}
+        return found | as_stored(self._model, converted)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._dtype is None else tensor.to(self._dtype)
+
+    def _stored_dtype(self, target: Target) -> torch.dtype:
+        source = next(iter(target.sources))
+        quantized = self._quantized.get(source)
+        return dtype_of(self._headers[source]) if quantized is None else quantized.dtype
+
+    def _describe(self, target: Target) -> dict[str, torch.Tensor]:
+        dtype = self._stored_dtype(target)
+        shapes = {name: self._headers[name].shape for name in target.sources}
+        return target.convert(
+            self._model, {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        )
+
+    def _read(self, name: str) -> torch.Tensor:
+        """Return a tensor of the base by its name in the model; the value of a new model if the checkpoint has none."""
+        target = self._source[name]
+        if target is None:
+            value: torch.Tensor = self._model.state_dict()[name]
+            return value
+        found = self._read_target(target)
+        return (
+            found[name] if name in found else next(t for n, t in found.items() if self._first[n] == self._first[name])
+        )
+
+    def _read_target(self, target: Target) -> dict[str, torch.Tensor]:
+        """Return tensors of the base by their names in the model, decoded if they are quantized."""
+        if target.name in self._formats:
+            return {target.name: self._decode(target, self._shapes[target.name])}
+        tensors = self._checkpoint.read(list(target.sources))
+        for name, tensor in tensors.items():
+            hub.require_finite(name, tensor, self._checkpoint.file_of(name))
+        return target.convert(self._model, tensors)
+
+    def _decode(self, target: Target, shape: torch.Size) -> torch.Tensor:
+        assert isinstance(self._checkpoint, QuantizedCheckpoint)
+        codec = self._formats.get(target.name) or self._quantized[target.name].codec
+        packed = torch.empty(codec.num_bytes(shape), dtype=torch.uint8)
+        self._checkpoint.pack(self._model, target, codec, packed, shape)
+        return codec.decode(packed, torch.empty(shape, dtype=self._stored_dtype(target)))
+
+
+def _copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -22,10 +22,11 @@ def export(
         ),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "50GB",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code shipped with the model.")] = False,
 ) -> None:
     if dtype not in (None, *_DTYPES):
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
     from horizon_lm.checkpoints.export import export_checkpoint
 
-    export_checkpoint(checkpoint, folder, dtype, max_shard_size)
+    export_checkpoint(checkpoint, folder, dtype, max_shard_size, trust_remote_code)
     print(f'The model is in {folder}. Try it:\n  horizon-lm generate {folder} "..."')

@@ -20,10 +20,11 @@ def merge(
         str | None, typer.Option(help=f"Dtype of the weights: {', '.join(_DTYPES)}. Default: that of the base.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "50GB",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code shipped with the model.")] = False,
 ) -> None:
     if dtype not in (None, *_DTYPES):
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
     from horizon_lm.checkpoints.merge import merge_adapter
 
-    merge_adapter(adapter, folder, model, dtype, max_shard_size)
+    merge_adapter(adapter, folder, model, dtype, max_shard_size, trust_remote_code)
     print(f'The model is in {folder}. Try it:\n  horizon-lm generate {folder} "..."')

@@ -73,9 +73,10 @@ class Adapters:
         peft = _peft()
         with _rejections():
             folder = None if self.folder is None else hub.local_folder(self.folder)
-            config = self._new(peft, model) if folder is None else _read_config(peft, folder, model)
+            config = self._new(peft, model) if folder is None else open_adapter_config(folder, model)
+            require_kind_that_streams(config)  # before PEFT opens further adapters, or repeats layers
             if folder is not None and draw:
-                require_weights(folder)
+                read_values(folder)  # rejects what PEFT would take
                 return peft.PeftModel.from_pretrained(model, folder, name, is_trainable=True, config=config)
             if isinstance(model, peft.PeftModel):
                 model.add_adapter(name, config, low_cpu_mem_usage=not draw)
@@ -169,52 +170,39 @@ def require_weights(folder: Path) -> Path:
     return path
 
 
-def read_adapters(model: Any, folder: Path) -> None:
-    """Read the values of a PEFT model's adapters from a folder, in float32 if they are stored in less, as PEFT does.
+def read_values(folder: Path) -> dict[str, Any]:
+    """Return the values of the adapters in a folder.
 
     Raises:
-        ConfigError: the file cannot be read, or its tensors are not those of the model's adapters.
+        ConfigError: there are none in safetensors, the file cannot be read, or has values that are not finite.
     """
-    import torch
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    peft, path = _peft(), require_weights(folder)
-    with _rejections():
-        state = load_file(path)
-        half = (torch.float16, torch.bfloat16)
-        state = {name: value.float() if value.dtype in half else value for name, value in state.items()}
-        # Not PEFT's low_cpu_mem_usage, which would move the adapters to the device of the base: meta.
-        for module in model.modules():
-            for attribute, param in module._parameters.items():
-                if param is not None and param.requires_grad:
-                    module._parameters[attribute] = torch.nn.Parameter(torch.empty_like(param, device="cpu"))
-        own = {name for name, param in model.named_parameters() if param.requires_grad}
-        result = peft.set_peft_model_state_dict(model, state)
-    lacking = [name for name in result.missing_keys if name in own]
-    for problem, names in (
-        ("has tensors that the model has no place for", result.unexpected_keys),
-        ("lacks tensors", lacking),
-    ):
-        if names:
-            raise ConfigError(f"{path} {problem}, for example {names[0]}; it does not belong to this base")
+    path = require_weights(folder)
+    try:
+        state: dict[str, Any] = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read ({first_line(error)}); download it again") from error
+    for name, value in state.items():
+        if value.is_floating_point():
+            hub.require_finite(name, value, path)
+    return state
 
 
 def load_adapters(model: Any, folder: Path) -> None:
     """Load saved values of the adapters of a streamed PEFT model, which stay where they are. Raise ConfigError if there are
     none in safetensors.
     """
-    from safetensors.torch import load_file
-
-    state = load_file(require_weights(folder))
-    _peft().set_peft_model_state_dict(adapted_model(model), state)
+    _peft().set_peft_model_state_dict(adapted_model(model), read_values(folder))
 
 
-def _read_config(peft: Any, folder: Path, model: Any) -> Any:
+def open_adapter_config(folder: Path, model: Any) -> Any:
+    """Return PEFT's config of the adapters in a folder, for a model. Raise ConfigError if it cannot be used."""
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"{folder} has no {ADAPTER_CONFIG}; it is not the folder of adapters")
     require_quick_names(read_adapter_config(folder), _module_names(model), folder / ADAPTER_CONFIG)
-    config = peft.PeftConfig.from_pretrained(folder)
-    require_kind_that_streams(config)  # before PEFT opens further adapters, or repeats layers
+    config = _peft().PeftConfig.from_pretrained(folder)
     config.inference_mode = False
     return config
 

@@ -8,7 +8,7 @@ is written from its slab directly to the file.
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
@@ -16,15 +16,52 @@ from transformers.core_model_loading import revert_weight_conversion
 from horizon_lm.disk import Disk, new_file, part_of, sync_tree, write_file
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.opening import kept_in_float32
+from horizon_lm.model.tying import true_config
 from horizon_lm.model.units import ModelParts
 from horizon_lm.quantities import parse_bytes
 from horizon_lm.store.buffers import unrounded_buffers
+from horizon_lm.store.checkpoint_reader import Header
 from horizon_lm.store.store import Store
 
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+class Tensors(Protocol):
+    """The tensors of a folder, in units that are in memory one at a time.
+
+    Attributes:
+        main_dtype: the dtype that the config gets.
+        num_params: number of elements of the model's parameters.
+    """
+
+    main_dtype: torch.dtype
+    num_params: int
+
+    def plan(self) -> list[dict[str, torch.Tensor]]:
+        """Return meta tensors for each unit, with the shapes and dtypes of the tensors that `unit` returns."""
+        ...
+
+    def unit(self, index: int) -> dict[str, torch.Tensor]:
+        """Return a unit's tensors by their names in the folder."""
+        ...
+
+
+def dtype_of(header: Header) -> torch.dtype:
+    """Return the dtype of a tensor in a folder. Raise ConfigError if torch has none."""
+    if header.dtype not in _DTYPES:
+        raise ConfigError(f"tensors of {header.dtype} cannot be copied; use a copy of the model without them")
+    return _DTYPES[header.dtype]
+
+
+def as_stored(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a model with the names and in the layout that they have in a folder."""
+    found: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return found
 
 
 def save_pretrained(
@@ -41,20 +78,26 @@ def save_pretrained(
 
     Files appear under their names only when complete, and are durable on return. ``values`` override the store's.
     """
-    disk = disk or Disk()
     folder = Path(folder)
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; save_pretrained needs a folder")
-    disk.make_folder(folder)
     exporter = _Exporter(parts, store, dtype, values or {})
-    files = _split(exporter.plan(), parse_bytes(max_shard_size), variant)
+    write_folder(disk or Disk(), folder, parts.model, exporter, max_shard_size, variant)
+
+
+def write_folder(
+    disk: Disk, folder: Path, model: Any, tensors: Tensors, max_shard_size: int | str, variant: str | None = None
+) -> None:
+    """Write config, generation config and tensors of a model. See `save_pretrained`."""
+    disk.make_folder(folder)
+    files = _split(tensors.plan(), parse_bytes(max_shard_size), variant)
     for name, group in files.items():
-        _write_file(disk, folder / name, group, exporter)
-    _write_index(disk, folder, files, store, variant)
+        _write_file(disk, folder / name, group, tensors)
+    _write_index(disk, folder, files, tensors.num_params, variant)
     for stale in folder.glob("model*.safetensors") if variant is None else ():
         if stale.name not in files:
             disk.remove(stale)
-    write_configs(disk, parts.model, folder, exporter.main_dtype)
+    write_configs(disk, model, folder, tensors.main_dtype)
     disk.sync(folder)
 
 
@@ -89,6 +132,7 @@ class _Exporter:
         self._names = list(store.units)
         self._units.append(list(self._buffers))
         self.main_dtype = dtype or main_dtype(store)
+        self.num_params = sum(slabs.layout.num_params for slabs in store.units.values())
 
     @property
     def num_units(self) -> int:
@@ -108,7 +152,7 @@ class _Exporter:
             return tensors if self._store.shard.is_whole else {name: each.clone() for name, each in tensors.items()}
 
     def _convert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return revert_weight_conversion(self._model, tensors)
+        return as_stored(self._model, tensors)
 
     def _dtype_of(self, name: str) -> torch.dtype:
         if name in self._in_float32:
@@ -163,7 +207,7 @@ def _file_name(name: str, variant: str | None) -> str:
     return name if variant is None else name.replace("model", f"model.{variant}", 1)
 
 
-def _write_file(disk: Disk, path: Path, shard: Shard, exporter: _Exporter) -> None:
+def _write_file(disk: Disk, path: Path, shard: Shard, source: Tensors) -> None:
     """Write a safetensors file: length of the header, header, tensors in the header's order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -180,19 +224,18 @@ def _write_file(disk: Disk, path: Path, shard: Shard, exporter: _Exporter) -> No
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for index, tensors in shard:
-            values = exporter.unit(index)
+            values = source.unit(index)
             for name in tensors:
                 file.write(values[name].contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def _write_index(disk: Disk, folder: Path, files: dict[str, Shard], store: Store, variant: str | None) -> None:
+def _write_index(disk: Disk, folder: Path, files: dict[str, Shard], num_params: int, variant: str | None) -> None:
     index = folder / ("model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json")
     if len(files) == 1:
         disk.remove(index)
         return
     weight_map = {name: file for file, shard in files.items() for name in _names(shard)}
     total = sum(t.numel() * t.element_size() for shard in files.values() for _, ts in shard for t in ts.values())
-    num_params = sum(slabs.layout.num_params for slabs in store.units.values())
     content = {"metadata": {"total_parameters": num_params, "total_size": total}, "weight_map": weight_map}
     write_file(disk, index, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
@@ -204,15 +247,13 @@ def _names(shard: Shard) -> Iterator[str]:
 
 def write_configs(disk: Disk, model: Any, folder: Path, dtype: torch.dtype) -> None:
     """Let transformers write its files into a folder of their own, from which they get their names once they are durable."""
-    config = model.config
-    configs = [config, *(each for key in config.sub_configs if (each := getattr(config, key, None)) is not None)]
-    before = [each.dtype for each in configs]
+    config = true_config(model)
+    for each in (config, *(each for key in config.sub_configs if (each := getattr(config, key, None)) is not None)):
+        each.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
     part = part_of(folder / "config")
     disk.remove(part)
     disk.make_folder(part)
-    for each in configs:
-        each.dtype = str(dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__]
     try:
         config.save_pretrained(part)
         if model.can_generate():
@@ -221,6 +262,4 @@ def write_configs(disk: Disk, model: Any, folder: Path, dtype: torch.dtype) -> N
         for file in part.iterdir():
             disk.rename(file, folder / file.name)
     finally:
-        for each, own in zip(configs, before, strict=True):
-            each.dtype = own
         disk.remove(part)

@@ -1,0 +1,286 @@
+"""Merge adapters into single layers of a model without weights, by PEFT's own arithmetic.
+
+The model has placeholders of the right shapes and dtypes, to which PEFT adds its layers. One layer at a time gets weights of the
+base, and is merged.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.errors import ConfigError, ModelNotSupportedError, first_line
+from horizon_lm.model.adapters import open_adapter_config, read_values, require_weights
+
+_FROM_THE_BASE = ("olora", "pissa")  # initialisations that take from the base what can be computed again
+_LOST = ("corda", "loftq", "lora_ga", "pissa_niter")  # these need data, random numbers or a GPU for that
+_COPY, _RANK = ".modules_to_save.", ".ranknum."
+_NOT_IN_WEIGHTS = ("ADAPTION_PROMPT", "CARTRIDGE", "LILY", "POLY", "SHADOW", "XLORA")
+# Kinds whose layers are built without a look at values of the base. Others get a base that is mapped from its files.
+_KNOW_NO_VALUES = (
+    "LORA", "ADALORA", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA",
+    "LOKR", "MISS", "OFT", "PEANUT", "PVERA", "RANDLORA", "ROAD", "SHIRA", "TRAINABLE_TOKENS", "VERA", "WAVEFT",
+)  # fmt: skip
+
+Place = tuple[nn.Module, str]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """An outermost layer of PEFT. ``names``: tensors of the base that it wraps, by path in the wrapped module."""
+
+    wrapper: Any
+    names: dict[str, str]
+
+
+class MergedLayers:
+    """The layers that adapters change, of a model without weights.
+
+    Args:
+        model: the base without weights; PEFT's layers are added to it.
+        folder: folder of the adapters.
+        dtypes: dtypes of the base's tensors, by every name that they have in the model.
+        read: a function that returns a tensor of the base by its name.
+
+    Raises:
+        ConfigError: the adapters cannot be read, do not belong to this base, have values that are not finite, or are of a kind
+            that cannot be merged.
+    """
+
+    def __init__(
+        self, model: Any, folder: Path, dtypes: Mapping[str, torch.dtype], read: Callable[[str], torch.Tensor]
+    ) -> None:
+        self._folder = folder
+        with self._errors("read the config of these adapters"):
+            config = open_adapter_config(folder, model)
+        import peft
+
+        _require_mergeable(config, folder)
+        _hold_places(model, dtypes, None if config.peft_type in _KNOW_NO_VALUES else read)
+        self._places: dict[str, Place] = {}
+        for name in model.state_dict():
+            path, _, attribute = name.rpartition(".")
+            self._places[name] = model.get_submodule(path), attribute
+        start = str(getattr(config, "init_lora_weights", "")).lower()
+        self._takes = start if start in _FROM_THE_BASE else None
+        if self._takes:
+            config.init_lora_weights = True
+        state = read_values(folder)
+        self._require_vocabulary(model, state)
+        with self._errors("add these adapters to the model"), torch.random.fork_rng(devices=[]):
+            adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=config.peft_type == "LORA")
+        written = self._load(adapted, state)
+        self._given = {n: getattr(place[0], place[1]).detach() for n, place in self._places.items() if place in written}
+        self._layers = list(self._find_layers(adapted))
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names of the tensors of the base that are merged together: those of each layer, and tensors that come whole with
+        the adapters.
+        """
+        inside = [list(layer.names.values()) for layer in self._layers]
+        known = {name for names in inside for name in names}
+        return inside + [[name] for name in self._given if name not in known]
+
+    def merge(self, group: int, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the merged tensors of a group.
+
+        Args:
+            group: index in `groups`.
+            base: tensors of the base, by their names in the model; they may be overwritten.
+
+        Raises:
+            ConfigError: PEFT cannot merge the layer.
+        """
+        given = self._given
+        values = {n: given[n].to(each.dtype, copy=True) if n in given else each for n, each in base.items()}
+        if group >= len(self._layers):
+            return values
+        layer = self._layers[group]
+        for name, value in values.items():
+            self._set(name, value.contiguous())
+        with self._errors("merge these adapters"), torch.no_grad():
+            if self._takes:
+                self._take_from_base(layer.wrapper)
+            if hasattr(layer.wrapper, "unload_and_optionally_merge_module"):
+                merged = layer.wrapper.unload_and_optionally_merge_module(
+                    merge=True, safe_merge=False, adapter_names=None
+                )
+            else:
+                layer.wrapper.merge()
+                merged = layer.wrapper.get_base_layer()
+        for each in layer.wrapper.modules():
+            getattr(each, "merged_adapters", []).clear()  # so that the next merge is not the second one
+        if new := [n for n, _ in merged.named_parameters() if n not in layer.names]:
+            raise ModelNotSupportedError(
+                f"{self._folder}: merging {next(iter(layer.names.values()))} gives it the parameter {new[0]}, which the base does not "
+                "have; use the adapters with their base"
+            )
+        found = {}
+        for path, name in layer.names.items():
+            module, _, attribute = path.rpartition(".")
+            found[name] = getattr(merged.get_submodule(module), attribute).data.to(values[name].dtype)
+            self._set(name, _held(values[name].shape, values[name].dtype))
+        return found
+
+    def _set(self, name: str, value: torch.Tensor) -> None:
+        module, attribute = self._places[name]
+        if attribute in module._buffers:
+            module._buffers[attribute] = value
+        else:
+            module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
+
+    def _take_from_base(self, wrapper: nn.Module) -> None:
+        """Let the base of these layers be what it was when the adapters began: without what the adapters took."""
+        layer: Any
+        for layer in wrapper.modules():
+            for adapter, matrix in dict(getattr(layer, "lora_A", None) or {}).items():
+                own = (matrix.weight, layer.lora_B[adapter].weight)
+                trained = [param.data for param in own]
+                layer.olora_init(adapter) if self._takes == "olora" else layer.pissa_init(adapter, self._takes)
+                for param, value in zip(own, trained, strict=True):
+                    param.data = value
+
+    def _find_layers(self, model: nn.Module) -> Iterator[_Layer]:
+        own: dict[int, dict[str, str]] = {}  # by module: attributes with their names
+        for name, (module, attribute) in self._places.items():
+            own.setdefault(id(module), {})[attribute] = name
+        inside: tuple[str, ...] = ()
+        for name, module in model.named_modules():
+            wrapped: Any = getattr(module, "original_module", None) or getattr(module, "base_layer", None)
+            if wrapped is None or name.startswith(inside or ("\0",)):
+                continue
+            inside += (f"{name}.",)
+            while hasattr(wrapped, "base_layer"):
+                wrapped = wrapped.base_layer
+            names = {
+                f"{path}.{attribute}".removeprefix("."): full
+                for path, part in wrapped.named_modules()
+                for attribute, full in own.get(id(part), {}).items()
+            }
+            yield _Layer(module, names)
+
+    def _load(self, model: Any, state: dict[str, torch.Tensor]) -> set[Place]:
+        """Read the adapters' values, and return the places that have values of the adapters' file."""
+        import peft
+
+        written: set[Place] = set()
+
+        def load(values: Mapping[str, torch.Tensor], strict: bool) -> Any:
+            written.update(self._make_room(model, values))
+            return type(model).load_state_dict(model, values, strict=strict)
+
+        model.load_state_dict = load  # because PEFT finds the names that the values have in the model
+        with self._errors("read these adapters"):
+            result: Any = peft.set_peft_model_state_dict(model, state)
+        del model.load_state_dict
+        # A parameter that several layers share is there if one of its names is. PEFT does not save AdaLoRA's numbers of ranks,
+        # and writes trained copies of a resized table twice.
+        params = dict(model.named_parameters(remove_duplicate=False))
+        known = {id(param) for name, param in params.items() if name not in result.missing_keys}
+        missing = [name for name, param in params.items() if param.requires_grad and id(param) not in known]
+        for problem, names in (
+            ("has tensors that the model has no place for", [n for n in result.unexpected_keys if _COPY not in n]),
+            ("lacks tensors", [name for name in missing if _RANK not in name]),
+        ):
+            if names:
+                raise ConfigError(
+                    f"{require_weights(self._folder)} {problem}, for example {names[0]}; it does not belong to this base"
+                )
+        return written
+
+    def _make_room(self, model: Any, values: Mapping[str, torch.Tensor]) -> Iterator[Place]:
+        """Give memory to the parameters that are about to be read, and yield the places of all that are."""
+        params, rooms = dict(model.named_parameters(remove_duplicate=False)), dict[int, nn.Parameter]()
+        for name in sorted(values.keys() & params.keys()):
+            param, shape = params[name], values[name].shape
+            if shape != param.shape:
+                raise ConfigError(
+                    f"{require_weights(self._folder)}: {name} has shape {tuple(shape)}, and the base needs {tuple(param.shape)}; it "
+                    "does not belong to this base"
+                )
+            is_held = param.is_meta or 0 in param.stride()
+            empty = torch.empty(shape, dtype=param.dtype) if is_held else param
+            rooms[id(param)] = nn.Parameter(empty, param.requires_grad) if is_held else param
+        for module in model.modules():
+            for key, param in module._parameters.items():
+                if id(param) in rooms:
+                    module._parameters[key] = rooms[id(param)]
+                    yield module, key
+        for name in values.keys() - params.keys():
+            path, _, key = name.rpartition(".")
+            with contextlib.suppress(AttributeError):  # an unexpected name, which PEFT reports
+                yield model.get_submodule(path), key
+
+    def _require_vocabulary(self, model: Any, state: Mapping[str, torch.Tensor]) -> None:
+        """Raise ConfigError if the adapters were trained with another number of tokens than the base has."""
+        tables = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
+        module: Any
+        for path, module in model.named_modules():
+            if not any(module is each for each in tables):
+                continue
+            height, width = module.weight.shape
+            for name, tensor in state.items():
+                is_table = f".{path}." in f".{name}" and name.endswith(".weight") and "lora_" not in name
+                if is_table and tensor.ndim == 2 and tensor.shape[1] == width and tensor.shape[0] != height:
+                    raise ConfigError(
+                        f"{self._folder}: its {path} has {tensor.shape[0]:,} rows, and that of the base {height:,}; resize the "
+                        "vocabulary of the base (resize_token_embeddings, save_pretrained), and give that folder with --model"
+                    )
+
+    @contextlib.contextmanager
+    def _errors(self, action: str) -> Iterator[None]:
+        """Context manager: report what PEFT rejects."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:  # PEFT raises anything
+            raise ConfigError(f"{self._folder}: PEFT cannot {action} ({first_line(error)})") from error
+
+
+def _hold_places(
+    model: nn.Module, dtypes: Mapping[str, torch.dtype], read: Callable[[str], torch.Tensor] | None
+) -> None:
+    """Replace parameters on the meta device by what ``read`` returns, or by one element that is expanded to their shapes."""
+    held: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                if id(param) not in held:
+                    name = f"{path}.{key}".removeprefix(".")
+                    empty = _held(param.shape, dtypes.get(name, param.dtype))
+                    held[id(param)] = empty if read is None else nn.Parameter(read(name), requires_grad=False)
+                module._parameters[key] = held[id(param)]
+
+
+def _held(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((), dtype=dtype).expand(shape), requires_grad=False)
+
+
+def _require_mergeable(config: Any, folder: Path) -> None:
+    """Raise ModelNotSupportedError for adapters that are not weights of the base, or that need more than their folder has."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    start = str(getattr(config, "init_lora_weights", "")).lower()
+    if config.is_prompt_learning or kind in _NOT_IN_WEIGHTS:
+        raise ModelNotSupportedError(
+            f"{folder}: PEFT's {kind} cannot be merged, because what it adds is not a change of weights; use the adapters with their base"
+        )
+    if start.startswith(_LOST):
+        raise ModelNotSupportedError(
+            f"{folder}: init_lora_weights: {start} took from the base what this folder does not have; save the adapters with "
+            "path_initial_model_for_weight_conversion, which makes ordinary LoRA of them"
+        )
+    if getattr(config, "layer_replication", None):
+        raise ModelNotSupportedError(
+            f"{folder}: layer_replication lets several layers use the same weights, which cannot be merged; use the adapters with their base"
+        )
+    if getattr(config, "alora_invocation_tokens", None):
+        raise ModelNotSupportedError(
+            f"{folder}: activated LoRA (alora_invocation_tokens) changes some tokens of a row only, which weights cannot do; use the "
+            "adapters with their base"
+        )

@@ -1,0 +1,22 @@
+"""Keep a model's config true when its head and its embedding are two parameters."""
+
+import copy
+from contextlib import suppress
+from typing import Any
+
+
+def declare_untied(config: Any) -> None:
+    """Set ``tie_word_embeddings: false`` in a config, and in its part for text."""
+    for each in (config, config.get_text_config(decoder=True)):
+        if getattr(each, "tie_word_embeddings", False):
+            each.tie_word_embeddings = False
+
+
+def true_config(model: Any) -> Any:
+    """Return a copy of a model's config, which says that nothing is tied if parameters are not one that should be."""
+    config = copy.deepcopy(model.config)
+    for name, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        with suppress(AttributeError):  # inside layers of PEFT
+            if model.get_parameter(name) is not model.get_parameter(source):
+                declare_untied(config)
+    return config

@@ -1,0 +1,36 @@
+"""A merged folder is its base, in which what the adapters change has PEFT's values: for every kind of adapters and of bases."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft", reason="needs the whole installation")
+
+from tests import merging
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+# Each kind of base, and each way to change one, at least once.
+SAMPLE = [
+    ("float32", "olora"), ("float32", "Vera"), ("bf16", "pissa"), ("bf16", "AdaLora"), ("tied", "modules_to_save=lm_head"),
+    ("tied", "target_modules=lm_head"), ("tied bf16", "modules_to_save=both"), ("tied bf16", "target_modules=embed_tokens"),
+    ("biases", "bias=all"), ("tied biases", "bias=lora_only"),
+    ("buffers", "lora"), ("buffers bf16", "bias=all"), ("experts", "dora"), ("nf4", "Shira"), ("nested nf4", "bias=all"),
+    ("mxfp4", "modules_to_save=lm_head"), ("fp8 experts", "lora"), ("fp8", "Psoft"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "kind"), SAMPLE)
+def test_merged_folders(tmp_path: Path, base: str, kind: str) -> None:
+    assert merging.compare(tmp_path, base, kind) == []
+
+
+# PEFT's own forward of two kinds fails with the shapes of DeepSeek's attention.
+FAILING = [(base, kind) for base in ("buffers", "buffers bf16", "fp8 experts") for kind in ("Gralora", "OFT")]
+ALL = [(base, kind) for base in merging.BASES for kind in merging.KINDS if (base, kind) not in FAILING]
+ALL += [(base, kind) for base in ("biases", "tied biases", "nested nf4") for kind in merging.OF_BIASES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("base", "kind"), ALL)
+def test_all_merged_folders(tmp_path: Path, base: str, kind: str) -> None:
+    assert merging.compare(tmp_path, base, kind) == []
