@@ -429,6 +429,7 @@ def test_check_rows_finds_each_mistake(tmp_path: Path) -> None:
     } == {
         "train on an empty thinking block": (1, ["2"]),
         "are copies of others": (1, ["3"]),
+        "have a special token in the text of a prompt": (1, ["4"]),
     }
 
 
@@ -754,6 +755,85 @@ def test_huge_row_is_rejected_before_it_is_tokenized(monkeypatch: pytest.MonkeyP
     preprocess._reject_huge({"text": "a" * 20})
     with pytest.raises(RowError, match="characters of text, more than 20; split it into several rows"):
         preprocess._reject_huge({"messages": [{"content": "a" * 21}]})
+
+
+# Rows with more than text, and of other objectives
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a", "images": ["a.png"]}, "field 'images' holds pictures, and only text is supported"),
+        ({"prompt": "a", "completion": "b", "image": {"bytes": "a"}}, "field 'image' holds pictures"),
+        ({"messages": [USER, ANSWER], "videos": ["a.mp4"]}, "field 'videos' holds films"),
+        ({"messages": [USER, ANSWER], "audio": "a.wav"}, "field 'audio' holds sounds"),
+        ({"messages": [{"role": "user", "content": "<image>Who?"}, ANSWER]}, "placeholder <image>, and only text"),
+        ({"messages": [{"role": "user", "content": "Is <image> like <image>?"}, ANSWER]}, "placeholder <image>"),
+        (
+            {"conversations": [{"from": "human", "value": "What?\n<video>"}, {"from": "gpt", "value": "A."}]},
+            "placeholder <video>",
+        ),
+        ({"instruction": "<audio>\nWho speaks?", "output": "The keeper."}, "placeholder <audio>"),
+        ({"prompt": "<image> Who?", "completion": "The keeper."}, "placeholder <image>"),
+        ({"text": "<image>\nA dome."}, "the text has the placeholder <image>"),
+        ({"prompt": "a", "completion": "b", "label": False}, "use horizon_lm.trainer.KTOTrainer"),
+        ({"prompt": "a", "completion": "b", "label": "True"}, "field 'label' marks good and bad answers"),
+        ({"messages": [USER, ANSWER], "kto_tag": True}, "field 'kto_tag' marks good and bad answers"),
+        ({"messages": [USER, ANSWER], "chosen": ANSWER, "rejected": ANSWER}, "use objective: dpo, or name the answer"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "are not supported with objective: sft; use objective: dpo"),
+        ({"text": "a", "chosen": "b", "rejected": "c"}, "use objective: dpo"),
+    ],
+)
+def test_rows_with_more_than_text_or_of_another_objective_are_rejected(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        prepared(write(tmp_path, [row]))
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"text": "a", "images": [], "videos": None, "image": ""}, None),
+        ({"messages": [{"role": "user", "content": "What is `<image>`, and where is the <video> tag?"}, ANSWER]}, None),
+        ({"messages": [USER, {**ANSWER, "content": "<image>, <video> and <audio>"}]}, None),
+        ({"messages": [{"role": "user", "content": "<video>a</video> <image>b</image>"}, ANSWER]}, None),
+        ({"text": "See <image> above."}, None),
+        ({"prompt": "a", "completion": "b", "label": 3}, None),
+        ({"text": "a", "label": True}, None),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"completion": "chosen"}),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False, "documents": []}}, None),
+    ],
+)
+def test_rows_with_fields_that_are_meant_or_empty_are_used(tmp_path: Path, row: Any, columns: Any) -> None:
+    assert len(prepared(write(tmp_path, [row]), columns=columns)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "truncation",
+        "max_length",
+        "padding",
+        "return_tensors",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "tokenize",
+        "eos_token",
+    ],
+)
+def test_a_row_cannot_set_what_is_the_tokenizers(tmp_path: Path, name: str) -> None:
+    row = {"messages": [USER, ANSWER], "chat_template_kwargs": {name: 3}}
+    with pytest.raises(DataError, match=rf"chat_template_kwargs.{name} cannot be set by a row"):
+        prepared(write(tmp_path, [row]))
+
+
+def test_fields_that_are_not_used_are_reported_once(tmp_path: Path) -> None:
+    rows = [
+        {"instruction": f"{n}?", "output": "a", "system": "b", "source": n, "score": None, "q": 1} for n in range(5)
+    ]
+    _, report = prepared(write(tmp_path, rows), columns={"input": "instruction"})
+    found = [str(each) for each in check_rows(report, build_tokenizer()) if "not used" in each.problem]
+    assert len(found) == 1
+    assert "fields that are not used ('q', 'source'): 5 (" in found[0]
 
 
 # Folders and tables

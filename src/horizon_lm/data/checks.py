@@ -63,6 +63,14 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
             "the model does not see them; set chat_template_path to a template that renders them", report.dropped_by_template,
         ),
         Finding(
+            False, f"have fields that are not used ({', '.join(map(repr, sorted(report.unused_fields)))})",
+            "nothing is learned from them; if one is meant, name it with columns", report.unused,
+        ),
+        Finding(
+            False, "have a special token in the text of a prompt",
+            "the model reads it as such, so a text may end its own turn; remove it, or write it differently", report.special_text,
+        ),
+        Finding(
             False, "have prompt and completion as text, so the chat template is not applied",
             "fine for a base model; otherwise write them as messages, or rename the fields to instruction and output", report.untemplated,
         ),

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import Any
 
 from horizon_lm.data.conversations import (
@@ -28,16 +30,22 @@ class RowFormat:
     Attributes:
         name: name of the format in the setting `format`.
         required: alternative sets of fields; a row must have all fields of one set.
+        optional: further fields that are used.
         convert: function from a row to an example; raises RowError if the row is invalid.
     """
 
     name: str
     required: tuple[tuple[str, ...], ...]
+    optional: tuple[str, ...]
     convert: Callable[[Mapping[str, Any]], Example]
 
     def matches(self, row: Mapping[str, Any]) -> bool:
         """Return whether a row has the required fields."""
         return any(all(field in row for field in fields) for fields in self.required)
+
+    def fields(self) -> set[str]:
+        """Return all fields that are used."""
+        return {*self.optional, *(field for fields in self.required for field in fields)}
 
 
 def rename_fields(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -75,8 +83,10 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
     others = [fmt.name for fmt in FORMATS if fmt not in usable and fmt.matches(row)]
     expected = ", ".join(" + ".join(fields) for fmt in usable for fields in fmt.required)
     if others:
+        usual = next(name for name, formats in FORMATS_OF_OBJECTIVE.items() if others[0] in formats)
         raise RowError(
-            f"rows in {others[0]} format are not supported with objective: {objective}; expected fields: {expected}"
+            f"rows in {others[0]} format are not supported with objective: {objective}; use objective: {usual}, or rows with the fields "
+            f"{expected}"
         )
     raise RowError(
         f"the row has {_field_names(row)}, which matches no known format; expected fields: {expected}. Rename fields with "
@@ -222,7 +232,7 @@ def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: i
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
         raise RowError(f"field 'chat_template_kwargs' must be an object, but is {describe_type(options)}")
-    if reserved := sorted(_RESERVED_OPTIONS & set(options)):
+    if reserved := sorted(name for name in options if name in _reserved_options() or name.endswith("_token")):
         raise RowError(f"chat_template_kwargs.{reserved[0]} cannot be set by a row; remove it")
     system, first = _text_field(row, "system", optional=True), messages[0]
     if system and first["role"] in ("system", "developer") and first["content"] != system:
@@ -230,6 +240,15 @@ def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: i
     if system and first["role"] not in ("system", "developer"):
         messages, num_prompt = [{"role": "system", "content": system}, *messages], num_prompt and num_prompt + 1
     return Conversation(validate_messages(messages), _tools(row), dict(options), num_prompt)
+
+
+@cache
+def _reserved_options() -> frozenset[str]:
+    """Return the options of a chat template that are the tokenizer's, such as its length, and that a row may not set."""
+    from transformers import PreTrainedTokenizerBase
+
+    options = set(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
+    return frozenset(options | {"messages", "add_special_tokens", "return_offsets_mapping", "special_tokens_map"})
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
@@ -250,26 +269,24 @@ def _field_names(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, row)) if row else "no fields"
 
 
+_WITH_MESSAGES = ("system", "tools", "chat_template_kwargs")
+_WITH_HISTORY = ("history", *_WITH_MESSAGES)
 FORMATS = (
-    RowFormat("preference", (("chosen", "rejected"),), _from_preference),
-    RowFormat("messages", (("messages",),), _from_messages),
-    RowFormat("sharegpt", (("conversations",),), _from_sharegpt),
-    RowFormat("prompt_completion", (("prompt", "completion"),), _from_prompt_completion),
-    RowFormat("alpaca", (("instruction", "output"),), _from_alpaca),
-    RowFormat("question_answer", (("question", "answer"),), _from_question_answer),
-    RowFormat("text", (("text",),), _from_text),
+    RowFormat(
+        "preference",
+        (("chosen", "rejected"),),
+        ("prompt", "conversations", "instruction", "input", *_WITH_HISTORY),
+        _from_preference,
+    ),
+    RowFormat("messages", (("messages",),), _WITH_MESSAGES, _from_messages),
+    RowFormat("sharegpt", (("conversations",),), _WITH_MESSAGES, _from_sharegpt),
+    RowFormat("prompt_completion", (("prompt", "completion"),), _WITH_MESSAGES, _from_prompt_completion),
+    RowFormat("alpaca", (("instruction", "output"),), ("input", *_WITH_HISTORY), _from_alpaca),
+    RowFormat("question_answer", (("question", "answer"),), _WITH_HISTORY, _from_question_answer),
+    RowFormat("text", (("text",),), (), _from_text),
 )
 _NO_PROMPT = "'chosen' and 'rejected' have no common start to use as the prompt; add a field 'prompt'"
 OPTIONAL_FIELDS = ("input", "system", "history", "tools", "chat_template_kwargs")  # fields that rows may lack
-_RESERVED_OPTIONS = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "messages",
-    "return_dict",
-    "tokenize",
-    "tools",
-}
 FORMATS_OF_OBJECTIVE = {
     "sft": ("messages", "sharegpt", "prompt_completion", "alpaca", "question_answer", "text"),
     "pretrain": ("text",),

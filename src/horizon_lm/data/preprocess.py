@@ -12,6 +12,7 @@ from horizon_lm.data import trl_compat
 from horizon_lm.data.conversations import RowError
 from horizon_lm.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields
 from horizon_lm.data.packing import pack, truncate
+from horizon_lm.data.row_fields import reject_other_rows, reject_placeholders, unused_fields
 from horizon_lm.data.sources import Source, cannot_be_cached, digest, open_source, progress_bars
 from horizon_lm.data.table_cache import discard_altered_beside, record
 from horizon_lm.data.token_dataset import Part, TokenTable
@@ -21,14 +22,16 @@ from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
 from horizon_lm.visible import visible
 
-_CACHE_VERSION = 7  # version of the cached tables; increase it when their content changes
+_CACHE_VERSION = 8  # version of the cached tables; increase it when their content changes
 _MAX_PROBLEMS_SHOWN = 5  # maximum number of problems listed in one error
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
 _ROWS_INSPECTED = 1000  # rows searched for optional fields
 _PLACES_SHOWN = 3  # maximum number of rows listed in a finding
 # Bits of a row's flags; `Report` counts the rows with each flag.
-TRUNCATED, MISSING_EOS, TRUNCATED_ANSWER, DROPPED_BY_TEMPLATE, UNTEMPLATED = (1 << bit for bit in range(5))
+TRUNCATED, MISSING_EOS, TRUNCATED_ANSWER, DROPPED_BY_TEMPLATE, UNTEMPLATED, SPECIAL_TEXT = (
+    1 << bit for bit in range(6)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,9 @@ class Report:
         missing_eos: rows with an answer that no end-of-turn token follows.
         dropped_by_template: rows with messages, reasoning or tools that the chat template drops.
         untemplated: prompts and completions as text, to which the chat template is not applied.
+        special_text: rows with a special token in a message of another than the assistant.
+        unused: rows with fields that are not used, among the first ones of each dataset.
+        unused_fields: the names of these fields.
     """
 
     rows: TokenTable = field(default_factory=lambda: TokenTable([]))
@@ -88,6 +94,9 @@ class Report:
     missing_eos: ExampleCounts = field(default_factory=ExampleCounts)
     dropped_by_template: ExampleCounts = field(default_factory=ExampleCounts)
     untemplated: ExampleCounts = field(default_factory=ExampleCounts)
+    special_text: ExampleCounts = field(default_factory=ExampleCounts)
+    unused: ExampleCounts = field(default_factory=ExampleCounts)
+    unused_fields: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -131,8 +140,10 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: Preproce
     with progress_bars(), ending_with_us():
         for config in datasets:
             source = open_source(config)
-            table = _tokenize_source(source, _find_row_format(source, options, problems), tokenizer, options)
-            if table is not None:
+            row_format = _find_row_format(source, options, problems)
+            table = _tokenize_source(source, row_format, tokenizer, options)
+            if table is not None and row_format is not None:
+                _count_unused(source, row_format, report)
                 problems.add_all(source, table)
                 parts.append(_select_rows(source, table, options, report))
     problems.reject()
@@ -195,6 +206,15 @@ def _require_columns(source: Source) -> None:
         raise RowError(f"field {min(optional)!r} of columns is in none of the first {_ROWS_INSPECTED:,} rows")
 
 
+def _count_unused(source: Source, row_format: RowFormat, report: Report) -> None:
+    """Count the rows with fields that are not used, among the first ones, in the report."""
+    used = {*row_format.fields(), *(source.config.columns or {}).values()}
+    for index in range(min(_ROWS_INSPECTED, len(source))):
+        if unused := unused_fields(source.row(index), used):
+            report.unused_fields.update(unused)
+            report.unused.add(np.array([index]), source.place)
+
+
 def _renamed(row: Any, source: Source) -> Any:
     return rename_fields(row, source.config.columns) if source.config.columns and isinstance(row, dict) else row
 
@@ -240,7 +260,7 @@ def _map_rows(
             source=source.without_table(),
             row_format=row_format,
             tokenizer=ExampleTokenizer(tokenizer, options.train_on, _row_length_limit(options)),
-            num_sequences=1 + (options.objective == "dpo"),
+            objective=options.objective,
         ),
         batched=True,
         batch_size=_rows_per_batch(source.table),
@@ -281,16 +301,21 @@ def _tokenize_rows(
     source: Source,
     row_format: RowFormat,
     tokenizer: ExampleTokenizer,
-    num_sequences: int,
+    objective: str,
 ) -> dict[str, list[Any]]:
     """Tokenize a batch of rows. Errors go into the column ``problem``, so that they are all reported together."""
+    num_sequences = 1 + (objective == "dpo")
     tokenized: list[tuple[list[Tokens], str | None]] = []
     for row in source.rows(columns):
         try:
             if not isinstance(row, dict):
                 find_format(row, None, "sft")  # raises RowError
             _reject_huge(row)
-            tokenized.append((tokenizer.tokenize(row_format.convert(_renamed(row, source))), None))
+            renamed = _renamed(row, source)
+            reject_other_rows(renamed, objective, (source.config.columns or {}).values())
+            example = row_format.convert(renamed)
+            reject_placeholders(example)
+            tokenized.append((tokenizer.tokenize(example), None))
         except RowError as error:
             tokenized.append(([Tokens(np.zeros(0, np.int32), np.zeros(0, bool))] * num_sequences, str(error)))
     sequences = [tokens for tokens, _ in tokenized]
@@ -337,6 +362,7 @@ def _flags(sequences: Sequence[Tokens]) -> int:
         TRUNCATED_ANSWER: any(each.lost_targets for each in sequences),
         DROPPED_BY_TEMPLATE: not all(each.is_complete for each in sequences),
         UNTEMPLATED: any(each.is_untemplated for each in sequences),
+        SPECIAL_TEXT: any(each.has_special_text for each in sequences),
     }
     return sum(bit for bit, is_set in flags.items() if is_set)
 
@@ -354,6 +380,7 @@ def _select_rows(source: Source, table: Any, options: PreprocessConfig, report: 
     report.without_targets.add(chosen[targets[chosen] == 0], source.place)
     chosen = chosen[targets[chosen] > 0]
     report.untemplated.add(chosen[(flags[chosen] & UNTEMPLATED) != 0], source.place)
+    report.special_text.add(chosen[(flags[chosen] & SPECIAL_TEXT) != 0], source.place)
     report.dropped_by_template.add(chosen[(flags[chosen] & DROPPED_BY_TEMPLATE) != 0], source.place)
     report.truncated_answers.add(chosen[(flags[chosen] & TRUNCATED_ANSWER) != 0], source.place)
     return Part(table, source.place, chosen, source.config.weight)

@@ -1,5 +1,6 @@
 """Tokenize examples and mask the tokens to train on."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.data.chat_template import ChatRenderer, with_offsets
-from horizon_lm.data.conversations import Completion, Conversation, Example, Preference, RowError, Text, has_content
+from horizon_lm.data.conversations import (
+    Completion,
+    Conversation,
+    Example,
+    Preference,
+    RowError,
+    Text,
+    has_content,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +31,7 @@ class Tokens:
         lost_targets: True if truncation removed targets.
         is_complete: True if the chat template rendered every part of the example.
         is_untemplated: True for a prompt and a completion as text although the tokenizer has a chat template.
+        has_special_text: True if a message of another than the assistant has a special token.
     """
 
     ids: np.ndarray
@@ -31,6 +41,7 @@ class Tokens:
     lost_targets: bool = False
     is_complete: bool = True
     is_untemplated: bool = False
+    has_special_text: bool = False
 
     @property
     def num_targets(self) -> int:
@@ -58,6 +69,10 @@ class ExampleTokenizer:
     def __init__(self, tokenizer: Any, train_on: str | None, max_length: int | None) -> None:
         self._tokenizer, self._train_on, self._max_length = with_offsets(tokenizer), train_on, max_length
         self._renderer: ChatRenderer | None = None
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {
+            *tokenizer.all_special_tokens
+        }
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
 
     def tokenize(self, example: Example) -> list[Tokens]:
         """Return the sequence of an example, or both sequences of a preference; raise RowError if it cannot be rendered
@@ -84,7 +99,17 @@ class ExampleTokenizer:
         rendered = self.renderer.render(example)
         default = "assistant" if example.num_prompt is None else "completion"
         trained = _TARGET_MASKS[train_on or default](rendered.assistant, example)
-        return Tokens(rendered.ids.astype(np.int32), trained, rendered.has_end, is_complete=rendered.is_complete)
+        return Tokens(
+            rendered.ids.astype(np.int32), trained, rendered.has_end, is_complete=rendered.is_complete,
+            has_special_text=self._has_special_text(example),
+        )  # fmt: skip
+
+    def _has_special_text(self, example: Conversation) -> bool:
+        """Return whether a message of another than the assistant has a special token, which the model reads as such."""
+        if self._special is None or self._tokenizer.split_special_tokens:
+            return False
+        texts = (message["content"] for message in example.messages if message["role"] != "assistant")
+        return any(map(self._special.search, texts))
 
     @property
     def renderer(self) -> ChatRenderer:
