@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 import horizon_lm
+from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model.units import find_parts
 from tests.census import opening
 from tests.census.cases import CASES, cases_of, run_case
 from tests.census.command import PAGE, TABLE
@@ -200,3 +203,47 @@ def test_another_opening_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch
         "written": "is written as torch.float16",
     }
     assert expected[fault] in outcome.detail
+
+
+# Directions
+
+
+def sees_later_tokens(model: Any) -> bool:
+    """Return whether the logits of a token depend on a later one."""
+    ids = torch.arange(2, 10)[None] % model.config.get_text_config().vocab_size
+    changed = ids.clone()
+    changed[0, -1] = 1
+    with torch.no_grad():
+        logits, others = (model(input_ids=each, use_cache=False).logits[0, :-1] for each in (ids, changed))
+    return bool((logits - others).abs().max() > 1e-4 * logits.abs().max())
+
+
+def types_with_two_directions() -> list[str]:
+    return [name for name in model_types("causal") if hasattr(CONFIG_MAPPING[name], "is_decoder")]
+
+
+def check_direction(model_type: str) -> None:
+    """A model that is a decoder or an encoder by a setting of its config is rejected as an encoder."""
+    encoder = build(model_type, is_decoder=False).eval()
+    try:
+        find_parts(encoder)
+        is_rejected = False
+    except ModelNotSupportedError as error:
+        is_rejected = "is an encoder" in str(error)
+    assert is_rejected == sees_later_tokens(encoder)
+    decoder = build(model_type).eval()
+    assert not sees_later_tokens(decoder)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "rembert", "big_bird", "gpt_neox"])
+def test_encoders_are_rejected(model_type: str) -> None:
+    check_direction(model_type)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", types_with_two_directions())
+def test_encoders_of_every_type_are_rejected(model_type: str) -> None:
+    try:
+        check_direction(model_type)
+    except CannotBuildError as error:
+        pytest.skip(str(error))

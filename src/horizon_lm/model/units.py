@@ -1,6 +1,7 @@
 """Find the units of a Hugging Face decoder, and freeze weights that are not trained."""
 
 import difflib
+import inspect
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -188,6 +189,7 @@ def find_parts(model: Any) -> ModelParts:
     table = next((ref for ref in units[EMBED] if (tables[0], "weight") in ref.places), None)
     if table is None or len(units[EMBED]) != 1:
         raise ModelNotSupportedError(f"{name}: the input embedding is not one table of rows, which streaming needs")
+    _reject_encoder(name, model, blocks)
     tied = _weight_of_head(head) is table.param
     if tied and units[HEAD]:
         raise ModelNotSupportedError(
@@ -379,6 +381,24 @@ def _reject_cross_layer_state(name: str, model: Any, prefix: str, blocks: nn.Mod
             f"{name} shares keys and values between layers (num_kv_shared_layers="
             f"{config.num_kv_shared_layers}); streaming it block by block would give wrong gradients"
         )
+
+
+def _reject_encoder(name: str, model: Any, blocks: nn.ModuleList) -> None:
+    """Raise ModelNotSupportedError for a model in which tokens attend to later ones, such as a BERT as it is published."""
+    # Configs of some decoders have the setting, too, but the code of their blocks does not read it.
+    if getattr(model.config.get_text_config(), "is_decoder", True) or not _reads(blocks[0], "is_decoder"):
+        return
+    raise ModelNotSupportedError(
+        f"{name} is an encoder (is_decoder is false in its config): each token sees the later ones that it would learn to predict. Load a "
+        "decoder, or set is_decoder to true in the config to train this one as a decoder."
+    )
+
+
+def _reads(block: nn.Module, name: str) -> bool:
+    """Return whether the code of a block or of a part of it uses an attribute of this name."""
+    classes = {cls for module in block.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
+    functions = [inspect.unwrap(each) for cls in classes for each in vars(cls).values() if inspect.isfunction(each)]
+    return any(name in function.__code__.co_names for function in functions)
 
 
 def adapted_model(model: Any) -> Any:
