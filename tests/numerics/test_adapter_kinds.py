@@ -48,6 +48,7 @@ WORK: dict[str, Callable[[], Any]] = {
     "modules_to_save=norm": lora(modules_to_save=["norm"]),
     "target_modules=lm_head": lora(target_modules=[*MODULES, "lm_head"]),
     "lora_bias": lora(lora_bias=True),
+    "alora": lora(alora_invocation_tokens=[31], **CAUSAL),  # by hooks that are gone in the backward pass
     "bias=all": lora(bias="all"),
     "layers_to_transform": lora(layers_to_transform=[1]),
     "AdaLora": method("AdaLora", init_r=4, target_r=2, total_step=10),

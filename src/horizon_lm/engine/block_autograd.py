@@ -137,7 +137,7 @@ class BlockAutograd:
         hooked: other code has registered hooks inside the block.
         uncompiled: the block runs uncompiled, regardless of the model's setting.
         context: autocast, attention kernels and context variables of the forward pass.
-        mode: train or eval mode of each module in the block.
+        mode: train or eval mode of each module in the block, and their hooks.
         saved: random states and graphs saved by the forward pass.
         dims: the row dimension of each input; None for an input without rows.
         attributes: the modules' attributes during the forward pass.

@@ -5,10 +5,10 @@ config and mode are therefore always current, and no copy has to be kept in sync
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,18 @@ from horizon_lm.model.compiling import compile_function, compiling_chunks, mark_
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _INTERNAL = frozenset(nn.Module().__dict__)  # attributes of every module: parameters, hooks, mode
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+_NO_HOOKS: tuple[OrderedDict[int, Any], ...] = tuple(OrderedDict() for _ in _HOOKS)
+
+
+class Mode(NamedTuple):
+    """The train or evaluation mode of each module of a block, and the hooks of each module inside it."""
+
+    training: tuple[bool, ...]
+    hooks: tuple[tuple[OrderedDict[int, Any], ...], ...]
 
 
 class StreamedBlock:
@@ -136,24 +148,33 @@ class StreamedBlock:
         """Return whether modules inside the block have hooks of other code."""
         return any(map(has_foreign_hooks, self._modules[1:]))
 
-    def mode(self) -> tuple[bool, ...]:
-        """Return the train or evaluation mode of every module."""
-        return tuple(module.training for module in self._modules)
+    def mode(self) -> "Mode":
+        """Return the train or evaluation mode of every module, and the hooks inside the block."""
+        hooks = tuple(
+            tuple(module.__dict__[name].copy() for name in _HOOKS) if _has_hooks(module) else _NO_HOOKS
+            for module in self._modules[1:]
+        )
+        return Mode(tuple(module.training for module in self._modules), hooks)
 
     @contextmanager
-    def in_mode(self, mode: tuple[bool, ...]) -> Iterator[None]:
-        """Context manager: set the mode of every module."""
+    def in_mode(self, mode: "Mode") -> Iterator[None]:
+        """Context manager: set the mode and the hooks of every module."""
         before = self.mode()
         if before == mode:
             yield
             return
+        own = [[module.__dict__[name] for name in _HOOKS] for module in self._modules[1:]]  # handles refer to these
         try:
-            for module, training in zip(self._modules, mode, strict=True):
-                module.training = training
+            self._set_mode(mode.training, [[hooks.copy() for hooks in of_module] for of_module in mode.hooks])
             yield
         finally:
-            for module, training in zip(self._modules, before, strict=True):
-                module.training = training
+            self._set_mode(before.training, own)
+
+    def _set_mode(self, training: Sequence[bool], hooks: Iterable[Iterable[Any]]) -> None:
+        for module, each in zip(self._modules, training, strict=True):
+            module.training = each
+        for module, of_module in zip(self._modules[1:], hooks, strict=True):
+            module.__dict__.update(zip(_HOOKS, of_module, strict=True))
 
     def attributes(self) -> list[dict[str, Any]]:
         """Return the attributes of all modules as comparable values; tensors and other objects are compared by
@@ -182,7 +203,7 @@ def has_foreign_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks of code other than transformers."""
     if _global._global_forward_hooks or _global._global_forward_pre_hooks:
         return True
-    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+    if not _has_hooks(module):
         return False
     return any(
         hooks and not capture.is_only_capturing(hooks)
@@ -190,6 +211,12 @@ def has_foreign_hooks(module: nn.Module) -> bool:
             module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
         )
     )  # fmt: skip
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 class _Attributes:

@@ -149,6 +149,26 @@ def change(model: Any, how: str) -> Any:
 
 
 @row(
+    "W11.between",
+    SECTION,
+    "Remove a hook that changes activations between the forward and the backward pass, or register one there",
+    cases={f"{when}-{how}": Case(arguments={"when": when, "how": how}) for when in ("removed", "registered") for how in CHANGERS},
+)  # fmt: skip
+def change_between(model: Any, when: str, how: str) -> Any:
+    handle = CHANGERS[how](model.model.layers[1].mlp) if when == "removed" else None
+    value = loss(model)
+    if handle is None:
+        handle = CHANGERS[how](model.model.layers[1].mlp)
+        value.backward()
+        handle.remove()
+    else:
+        handle.remove()
+        value.backward()
+    changed = [float(value), copied_gradients(model)]
+    return [changed, gradients(model)]
+
+
+@row(
     "W11.block",
     SECTION,
     "Change the output of a block, or its gradient, with a hook",
