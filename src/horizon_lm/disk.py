@@ -54,11 +54,14 @@ class Disk:
         """Rename a file or a folder. An existing file is replaced."""
         source.replace(target)
 
-    def set_aside(self, path: Path) -> Path:
-        """Rename a file or a folder to a free name that ends with the present time. Return its new path."""
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        names = (f"{path.name}.{stamp}{f'-{number}' if number else ''}" for number in count())
-        target = next(each for each in map(path.with_name, names) if not each.exists())
+    def set_aside(self, path: Path, name: str = "") -> Path:
+        """Rename a file or a folder to a free name that ends with the present time. Return its new path.
+
+        Args:
+            path: the file or folder.
+            name: the beginning of the new name; empty for that of ``path``.
+        """
+        target = free_path(path.with_name(f"{name or path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         self.rename(path, target)
         return target
 
@@ -129,6 +132,12 @@ class _File:
             os.close(self._descriptor)
 
 
+def free_path(path: Path) -> Path:
+    """Return a path that does not exist: this one, or with a number at its end."""
+    names = (f"{path.name}{f'-{number}' if number else ''}" for number in count())
+    return next(each for each in map(path.with_name, names) if not os.path.lexists(each))
+
+
 def sync_tree(disk: Disk, folder: Path) -> None:
     """Make everything in a folder durable, for files that a library has written."""
     for path, _, files in os.walk(folder):
@@ -162,31 +171,51 @@ def part_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.horizon-part")
 
 
-def replace_folder(disk: Disk, target: Path, fill: Callable[[Path], None]) -> None:
+def replace_folder(
+    disk: Disk, target: Path, fill: Callable[[Path], None], is_ours: Callable[[Path], bool] = lambda old: True
+) -> Path | None:
     """Write a folder that gets its name once it is complete and durable; only then is an old one removed.
 
     Args:
         disk: the operations to use.
         target: the path of the folder.
         fill: a function that writes the files into an empty folder.
+        is_ours: as in `publish_folder`.
+
+    Returns:
+        As `publish_folder`.
     """
     part = part_of(target)
     disk.remove(part)
     disk.make_folder(part)
     fill(part)
-    publish_folder(disk, target)
+    return publish_folder(disk, target, is_ours)
 
 
-def publish_folder(disk: Disk, target: Path) -> None:
+def is_new(old: Path) -> bool:
+    """Let nothing be removed: what has the name of a new folder is another program's."""
+    return False
+
+
+def publish_folder(disk: Disk, target: Path, is_ours: Callable[[Path], bool] = lambda old: True) -> Path | None:
     """Make a folder that was written as `part_of` its name durable, and give it that name.
 
     After an error it has its temporary name, and an old folder its own.
+
+    Args:
+        disk: the operations to use.
+        target: the path of the folder.
+        is_ours: returns whether an old file or folder, which has another name now, may be removed. Otherwise it is kept under
+            a name with the present time.
+
+    Returns:
+        The new name of what was there and is not ours; None if there is nothing.
     """
     part = part_of(target)
     sync_tree(disk, part)
     old: Path | None = None
     with ExitStack() as undo:
-        if not target.exists():
+        if not os.path.lexists(target):
             disk.rename(part, target)
             undo.callback(disk.rename, target, part)
         elif disk.exchange(part, target):
@@ -201,9 +230,13 @@ def publish_folder(disk: Disk, target: Path) -> None:
             undo.callback(disk.rename, target, part)
         disk.sync(target.parent)
         undo.pop_all()
-    if old is not None:
-        with suppress(OSError):  # the next one removes it
-            disk.remove(old)
+    if old is None:
+        return None
+    with suppress(OSError):  # the next one removes it
+        if not is_ours(old):
+            return disk.set_aside(old, target.name)
+        disk.remove(old)
+    return None
 
 
 def _old(target: Path) -> Path:

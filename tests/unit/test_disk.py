@@ -1,11 +1,15 @@
 """Durable writes: complete files and folders, whatever exists before and whatever the file system can do."""
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from horizon_lm.checkpoints.new_folder import write_new_folder
 from horizon_lm.disk import Disk, replace_folder, restore_folder, write_file
+from horizon_lm.errors import ConfigError, DoesNotFitError
 
 
 class NoExchange(Disk):
@@ -73,3 +77,38 @@ def test_what_is_set_aside_keeps_earlier_copies(tmp_path: Path) -> None:
         (tmp_path / "run" / "file").write_text(text)
         assert (Disk().set_aside(tmp_path / "run") / "file").read_text() == text
     assert sorted((path / "file").read_text() for path in tmp_path.iterdir()) == ["first", "second", "third"]
+
+
+def test_a_new_folder_keeps_what_has_its_name_by_then(tmp_path: Path) -> None:
+    """For the outputs of horizon-lm export and merge, which must not exist at the start."""
+
+    def fill(part: Path) -> None:
+        (part / "model").write_text("new")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "file").write_text("mine")
+
+    with pytest.warns(RuntimeWarning, match=r"out appeared meanwhile, and is now .*out\.\d{8}-\d{6}"):
+        write_new_folder(tmp_path / "out", fill)
+    assert (tmp_path / "out" / "model").read_text() == "new"
+    (aside,) = tmp_path.glob("out.*")
+    assert (aside / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), DoesNotFitError, "no space is left"),
+        (Exception("I/O error: No space left on device (os error 28)"), DoesNotFitError, "no space is left"),
+        (OSError(errno.EFBIG, "File too large"), DoesNotFitError, "ulimit -f unlimited"),
+        (PermissionError(errno.EPERM, "Not permitted"), ConfigError, r"cannot be written to \(Not permitted\)"),
+        (KeyError("a bug"), KeyError, "a bug"),
+    ],
+)
+def test_a_new_folder_that_cannot_be_written(tmp_path: Path, error: Exception, kind: Any, message: str) -> None:
+    def fill(part: Path) -> None:
+        (part / "half").write_text("")
+        raise error
+
+    with pytest.raises(kind, match=message):
+        write_new_folder(tmp_path / "below" / "out", fill)
+    assert not list((tmp_path / "below").iterdir())

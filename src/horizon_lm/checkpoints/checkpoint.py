@@ -46,7 +46,8 @@ def save_checkpoint(
     that of this moment in any case. Gradients that no step has applied are not part of it.
 
     Args:
-        folder: the folder of the checkpoint; one that exists is replaced once the new one is complete.
+        folder: the folder of the checkpoint; one that exists is replaced once the new one is complete. Another folder is kept
+            under a name with the present time.
         model: a streamed model.
         optimizer: its `AdamW`; None to save the weights alone.
         state: further state as plain data for JSON, such as the state dict of a scheduler.

@@ -11,10 +11,10 @@ from safetensors import safe_open
 
 from horizon_lm.checkpoints.checkpoint import ARRAYS, BUFFERS, read_state, read_tensors
 from horizon_lm.checkpoints.manifest import Manifest, TensorEntry, read_manifest, verify
+from horizon_lm.checkpoints.new_folder import write_new_folder
 from horizon_lm.checkpoints.part_reader import unit_of
 from horizon_lm.checkpoints.saving import STATE
 from horizon_lm.checkpoints.unit_file import LOW
-from horizon_lm.disk import Disk, replace_folder
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hub
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
@@ -130,8 +130,7 @@ def export_checkpoint(
             if "/" not in file and file not in _OWN and not (part / file).exists():
                 shutil.copyfile(checkpoint / file, part / file)
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    replace_folder(Disk(), folder, fill)
+    write_new_folder(folder, fill)
 
 
 def _save_adapters(

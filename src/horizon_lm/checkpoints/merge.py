@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from horizon_lm.checkpoints.new_folder import write_new_folder
 from horizon_lm.codecs.base import Codec
-from horizon_lm.disk import Disk, part_of, replace_folder
+from horizon_lm.disk import Disk
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model import hub
 from horizon_lm.model.adapters import base_of_adapters
@@ -87,12 +88,7 @@ def merge_adapter(
         for path in _tokenizer_files(adapter) or _tokenizer_files(source):
             shutil.copyfile(path, part / path.name)
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        replace_folder(Disk(), folder, fill)
-    except (ConfigError, ModelNotSupportedError):
-        Disk().remove(part_of(folder))
-        raise
+    write_new_folder(folder, fill)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

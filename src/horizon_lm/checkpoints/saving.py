@@ -9,6 +9,7 @@ import json
 import math
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from horizon_lm.checkpoints.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, read_json
+from horizon_lm.checkpoints.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, is_checkpoint, read_json
 from horizon_lm.checkpoints.unit_file import LOW, UNITS, WEIGHT, Part, Section, UnitFile, hash_file
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.device.transfers import Link, Move
@@ -284,7 +285,8 @@ class CheckpointWriter:
         tensors = [entry for unit in self._files for entry in self._tensors[unit]] + others
         with disk.create(part / MANIFEST) as output:
             output.write(self._describe(self._entries, tensors).to_json())
-        publish_folder(disk, folder)
+        if (kept := publish_folder(disk, folder, _is_replaceable)) is not None:
+            warnings.warn(f"{folder} was no checkpoint, and is now {kept}", RuntimeWarning, stacklevel=2)
         self._published()
 
     def _take_over(self) -> list[TensorEntry]:
@@ -348,6 +350,11 @@ class _WriteChunk:
 
     def split(self, parts: int) -> list[Move]:
         return [self]
+
+
+def _is_replaceable(old: Path) -> bool:
+    """Return whether a file or folder that has the name of a checkpoint may be deleted: another checkpoint, or nothing."""
+    return old.is_dir() and (is_checkpoint(old) or not any(old.iterdir()))
 
 
 def _tensor_entries(name: str, file: UnitFile) -> Iterable[TensorEntry]:

@@ -6,6 +6,7 @@ is written from its slab directly to the file.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,7 +96,7 @@ def write_folder(
         _write_file(disk, folder / name, group, tensors)
     _write_index(disk, folder, files, tensors.num_params, variant)
     for stale in folder.glob("model*.safetensors") if variant is None else ():
-        if stale.name not in files:
+        if stale.name not in files and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", stale.name):
             disk.remove(stale)
     write_configs(disk, model, folder, tensors.main_dtype)
     disk.sync(folder)

@@ -1,0 +1,79 @@
+"""Write a model into a folder: what an error of the system means, and what happens to files that are not ours."""
+
+import errno
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from horizon_lm.disk import Disk, is_new, part_of, replace_folder
+from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, first_line
+from horizon_lm.quantities import format_bytes
+from horizon_lm.resources import disk_free
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def unwritable(name: str, folder: Path, error: Exception, num_bytes: int = 0) -> HorizonError:
+    """Return the error that says why a model cannot be written into a folder.
+
+    Args:
+        name: the setting or option, for the message.
+        folder: the folder.
+        error: the error of the system, or of a library, whose errors have no number.
+        num_bytes: bytes of the model; 0 if they are not known.
+    """
+    reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return DoesNotFitError(
+            f"{name}: {folder} takes no file of this size ({reason}); raise the limit: ulimit -f unlimited."
+        )
+    if not _is_full(folder, error, num_bytes):
+        return ConfigError(f"{name}: {folder} cannot be written to ({reason}).")
+    free = ""
+    with suppress(OSError):
+        free = f"; {format_bytes(disk_free(folder))} are free"
+    needed = f"the exported model takes {format_bytes(num_bytes)}" if num_bytes else "make room"
+    return DoesNotFitError(f"{name}: no space is left for {folder} ({reason}): {needed}{free}.")
+
+
+def is_of_system(error: Exception) -> bool:
+    """Return whether the system has failed, which may pass. The writers of tokenizers and of safetensors raise other types."""
+    return isinstance(error, OSError | MemoryError) or "(os error " in str(error)
+
+
+def _is_full(folder: Path, error: Exception, num_bytes: int) -> bool:
+    """Return whether there was no space."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _NO_SPACE
+    if any(f"(os error {number})" in str(error) for number in _NO_SPACE):
+        return True
+    with suppress(OSError):
+        return disk_free(folder) < num_bytes
+    return False
+
+
+def write_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Write a folder that did not exist when the command began. It gets its name once it is complete and durable.
+
+    What has its name by then is not ours, and is kept under another one, with a warning.
+
+    Args:
+        folder: the folder.
+        fill: a function that writes the files into an empty folder.
+
+    Raises:
+        ConfigError, DoesNotFitError: the folder cannot be written to; nothing of it is left.
+    """
+    disk = Disk()
+    try:
+        disk.make_folder(folder.parent)
+        kept = replace_folder(disk, folder, fill, is_new)
+    except BaseException as error:
+        with suppress(OSError):
+            disk.remove(part_of(folder))
+        if isinstance(error, Exception) and is_of_system(error):
+            raise unwritable("OUT", folder, error) from error
+        raise
+    if kept is not None:
+        warnings.warn(f"{folder} appeared meanwhile, and is now {kept}", RuntimeWarning, stacklevel=3)
