@@ -118,6 +118,19 @@ def file_system(path: Path) -> int:
     return os.stat(_nearest(path)).st_dev
 
 
+def is_in_memory(path: Path, mounts: Path = _PROC / "self/mountinfo") -> bool:
+    """Return whether files at ``path`` are kept in memory; raise OSError if access is denied. ``mounts``: proc(5)."""
+    device = file_system(path)
+    number = f" {os.major(device)}:{os.minor(device)} "
+    return any(number in line and " - tmpfs " in line for line in _text(mounts).splitlines())
+
+
+def file_size_limit() -> int | None:
+    """Return the largest size of a file that this process may write (RLIMIT_FSIZE), or None if there is no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 def _nearest(path: Path) -> Path:
     """Return ``path`` or its closest existing ancestor; raise OSError if access is denied."""
     target = Path(os.path.realpath(path))  # a link to a missing target may lead to another disk

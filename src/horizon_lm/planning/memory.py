@@ -254,6 +254,19 @@ def checkpoint_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSetti
     return slabs + _moments(trained, _trained_ranges(sizes, trained, WHOLE), settings)
 
 
+def largest_file_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> int:
+    """Return the bytes of the largest file of a checkpoint, which holds a rank's range of a unit. The arguments are those of
+    `host_bytes`.
+    """
+    units = zip(_with_masters(sizes, trained, settings), trained.units, strict=True)
+    per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
+    whole = [
+        per_weight * slab_elements(saved) + 2 * MOMENT_BYTES[settings.moments] * slab_elements(part)
+        for saved, part in units
+    ]
+    return max(whole) // settings.shard.count
+
+
 def _with_masters(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> list[Sequence[int]]:
     """Return the tensors of each unit that may be trained, none of a frozen base: it has no low halves and is in no
     checkpoint.

@@ -7,7 +7,7 @@ from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import Curve, DeviceUse, device_use, memory_curve
-from horizon_lm.planning.memory import ModelSizes, checkpoint_bytes, host_bytes, slab_elements
+from horizon_lm.planning.memory import ModelSizes, checkpoint_bytes, host_bytes, largest_file_bytes, slab_elements
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Budget, Item, Limit, Machine, Request
 from horizon_lm.planning.step import Step
@@ -146,6 +146,7 @@ def make_plan(
         ),
         time=time,
         save=save,
+        problems=_file_problems(step, request, machine),
     )
 
 
@@ -286,3 +287,22 @@ def _disk_items(step: Step, request: Request) -> list[Item]:
         note = f"{count} at once; {saves.num} x {format_bytes(each)} = {format_bytes(saves.num * each)} written over the run"
         items.append(Item("checkpoints", count * each, note))
     return items
+
+
+_LARGEST_FILE = 50 * 10**9  # of an exported model, which is cut into several above that
+
+
+def _file_problems(step: Step, request: Request, machine: Machine) -> list[str]:
+    """Return why the run could not write a file, although there is room on the disk."""
+    saved, width = _exported(step, request)
+    files = [("the exported model", min(saved.num_parameters * width, _LARGEST_FILE))]
+    if request.saves.num and not request.saves.only_model:
+        files.append(
+            ("a checkpoint", largest_file_bytes(step.outline.sizes, step.outline.trained, step.host_settings()))
+        )
+    return [
+        f"A file may have at most {format_bytes(machine.file_limit)} (ulimit -f), and {name} needs one of {format_bytes(num_bytes)}; "
+        "raise the limit: ulimit -f unlimited."
+        for name, num_bytes in files
+        if machine.file_limit is not None and num_bytes > machine.file_limit
+    ]

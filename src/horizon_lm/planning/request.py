@@ -170,6 +170,7 @@ class Machine:
         on_host: the device is the host's CPU and uses host memory.
         hardware: rates; None if unknown, in which case the plan has no times.
         host_limits, device_limits, disk_limits: upper bounds on the total bytes of the run.
+        file_limit: the largest size of a file; None if there is no limit.
         download_limits: upper bounds on the disk of downloaded checkpoints, if that is a different disk.
         process_bytes: host bytes of the process: interpreter, libraries and dataset.
         device_context_bytes: device bytes of the driver and its libraries.
@@ -190,6 +191,7 @@ class Machine:
     host_limits: Sequence[Limit] = field(default=())
     device_limits: Sequence[Limit] = field(default=())
     disk_limits: Sequence[Limit] = field(default=())
+    file_limit: int | None = None
     download_limits: Sequence[Limit] = field(default=())
     process_bytes: int = 0
     device_context_bytes: int = 0

@@ -72,7 +72,7 @@ def plan_run(
         request = replace(request, device_micro_batch_size=request.rows)
     priced = priced and (num_ranks == 1 or machine.interconnect is not None)
     plan = make_plan(outline, request, machine, priced, usual)
-    return replace(plan, problems=_problems(source, plan, rows))
+    return replace(plan, problems=[*plan.problems, *_problems(source, plan, rows)])
 
 
 def _summing_bytes(num_ranges: int, num_ranks: int) -> int:

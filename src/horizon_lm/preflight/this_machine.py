@@ -41,7 +41,7 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None, num_processes
     """
     import torch
 
-    from horizon_lm.resources import resident_bytes, usable_cores
+    from horizon_lm.resources import file_size_limit, resident_bytes, usable_cores
 
     on_host = run.device == "cpu"
     # The device comes first: opening it creates a context, which adds to the process.
@@ -57,6 +57,7 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None, num_processes
         host_limits=_shares(limits, num_processes),
         device_limits=device_limits,
         disk_limits=disk,
+        file_limit=file_size_limit(),
         download_limits=download,
         process_bytes=resident_bytes() + FIRST_STEPS_BYTES,
         device_context_bytes=0 if on_host else WORKSPACE_BYTES,
@@ -86,6 +87,7 @@ def agree_on_machine(mesh: "Mesh | None", own: Machine) -> Machine:
         "device": [astuple(each) for each in own.device_limits],
         "disk": [astuple(each) for each in own.disk_limits],
         "download": [astuple(each) for each in own.download_limits],
+        "file": own.file_limit,
         "process": own.process_bytes,
         "error": own.page_lock_error,
     }
@@ -101,6 +103,7 @@ def agree_on_machine(mesh: "Mesh | None", own: Machine) -> Machine:
         device_limits=least("device"),
         disk_limits=[Limit(*limit) for limit in everyone[0]["disk"]],
         download_limits=[Limit(*limit) for limit in everyone[0]["download"]],
+        file_limit=min((each["file"] for each in everyone if each["file"] is not None), default=None),
         process_bytes=max(each["process"] for each in everyone),
         page_lock_error=next((each["error"] for each in everyone if each["error"]), ""),
     )
