@@ -2,7 +2,9 @@
 
 import shutil
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import horizon_lm
 from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.checkpoints.manifest import read_manifest, verify
-from horizon_lm.errors import ConfigError
+from horizon_lm.config.load import as_config
+from horizon_lm.errors import ConfigError, DoesNotFitError
+from horizon_lm.training import last_resort
+from horizon_lm.training.last_resort import LastResort
+from horizon_lm.training.ranks import Ranks
+from horizon_lm.training.run_dir import RunDir
+from horizon_lm.training.second_place import SecondPlace
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, build, train, whole
+from tests.faults.test_full_disk import FailingDisk
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES: dict[str, dict[str, Any]] = {
@@ -127,3 +136,39 @@ def test_copies_of_a_checkpoint_are_compared(pool: Pool, tmp_path: Path, how: st
         assert "block0.rank1.safetensors is damaged" in error
     for error in load("other"):
         assert "rank 1 has another checkpoint than rank 0; give all machines the same files" in error
+
+
+def exporting(rank: int, folder: str, how: str) -> tuple[str, list[str]]:
+    """Export at the end of a training, where the first rank's folder fails at first, or for good until a signal arrives."""
+    last_resort._RETRY_SECONDS = last_resort._PATIENCE_SECONDS = 0.0
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(Training(), device_mesh=mesh)
+    train(model, optimizer, Training(steps=1), [rank])
+    ranks = Ranks(model._horizon.engine.mesh)
+    settings = {"model_name_or_path": "m", "datasets": "d", "output_dir": f"{folder}/{rank}"}
+    run_dir, said, looked = RunDir(as_config(settings)), list[str](), count()
+    disk = FailingDisk({"folder": 2, "weights": 6, "never": 0}[how] if rank == 0 else 10**9, stays_full=how == "never")
+    run_dir.take()
+    run_dir._disk = disk
+    last = LastResort(
+        run_dir, SecondPlace(), ranks, said.append, lambda: "SIGTERM" if rank == 1 and next(looked) > 20 else "",
+        lambda: None, lambda: None,
+    )  # fmt: skip
+    try:
+        last.export(model, SimpleNamespace(save_pretrained=lambda part: None))
+    except DoesNotFitError as error:
+        return str(error), said
+    return "", said
+
+
+@pytest.mark.parametrize("how", ["folder", "weights", "never"])
+def test_an_export_that_fails_is_tried_again_by_all_ranks(pool: Pool, tmp_path: Path, how: str) -> None:
+    (error, said), (other, _) = pool.run(2, exporting, str(tmp_path), how)
+    assert "no space is left" in said[0]
+    assert error == other
+    if how == "never":
+        assert "interrupted by SIGTERM while the trained model could not be written" in error
+        assert "The trained weights are lost." in error
+    else:
+        assert not error
+        assert load_file(tmp_path / "0" / "model" / "model.safetensors")

@@ -4,16 +4,17 @@ import errno
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 import horizon_lm
 from horizon_lm import disk
@@ -21,7 +22,7 @@ from horizon_lm.checkpoints.manifest import is_checkpoint, read_manifest, verify
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, DoesNotFitError
 from horizon_lm.training import callbacks as run_callbacks
-from horizon_lm.training import loop, run_checkpoints, run_dir
+from horizon_lm.training import last_resort, loop, run_checkpoints
 from horizon_lm.training.evaluation import SamplePrompts
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.resume import checkpoints_in
@@ -69,26 +70,37 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         write(file, data)
 
     monkeypatch.setattr(disk._File, "write", write_half)
-    monkeypatch.setattr(run_dir, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(last_resort, "_RETRY_SECONDS", 0.0)
     return left
 
 
-def test_a_full_disk_at_the_export(base: dict[str, Any], full_disk: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_dir, "_FULL_DISK_SECONDS", 0.0)
-    with pytest.raises(DoesNotFitError, match=r"no space is left .* the exported model takes .* are free\. Kept: "):
-        horizon_lm.train(base, **QUIET)
+def until_it_waits(said: list[str]) -> Callable[[str], None]:
+    """Return a function that keeps lines and, like a user or a queue that has waited enough, sends SIGTERM to a run that waits."""
+
+    def say(line: str) -> None:
+        said.append(line)
+        if "is kept in memory" in line:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return say
+
+
+def test_a_full_disk_at_the_export(base: dict[str, Any], full_disk: list[int]) -> None:
+    """Nothing can be written anywhere: the run waits until a signal, and says what is lost."""
+    said: list[str] = []
+    lost = r"interrupted by SIGTERM while .* no space is left .* the exported model takes .* are free\. The trained weights are lost\. Kept: "
+    with pytest.raises(DoesNotFitError, match=lost):
+        horizon_lm.train(base, print_fn=until_it_waits(said))
+    assert any("the second place: no space is left for" in line for line in said)
     assert sorted(path.name for path in folder_of(base).iterdir()) == ["config.yaml", "metrics.jsonl", "plan.json"]
 
 
-def test_a_full_disk_keeps_the_model_of_an_earlier_run(
-    base: dict[str, Any], full_disk: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_dir, "_FULL_DISK_SECONDS", 0.0)
+def test_a_full_disk_keeps_the_model_of_an_earlier_run(base: dict[str, Any], full_disk: list[int]) -> None:
     full_disk[0] = 0
     horizon_lm.train(base, **QUIET)
     full_disk[0] = 10**9
     with pytest.raises(DoesNotFitError):
-        horizon_lm.train({**base, "overwrite_output_dir": True}, **QUIET)
+        horizon_lm.train({**base, "overwrite_output_dir": True}, print_fn=until_it_waits([]))
     assert has_model(folder_of(base))
 
 
@@ -96,7 +108,109 @@ def test_room_made_on_a_full_disk_is_used(base: dict[str, Any], full_disk: list[
     full_disk[0] = 2
     said: list[str] = []
     horizon_lm.train(base, print_fn=said.append)
-    assert sum("no space is left" in line and "Trying again for" in line for line in said) == 1
+    assert sum("no space is left" in line and "written as soon as that is possible" in line for line in said) == 1
+    assert has_model(folder_of(base))
+
+
+def test_a_tokenizer_on_a_full_disk(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, full_disk: list[int]
+) -> None:
+    """The library that writes it raises an error of its own, without a number."""
+    full_disk[0] = 0
+    left, save = [2], PreTrainedTokenizerBase.save_pretrained
+
+    def fail(self: Any, folder: Any, *arguments: Any, **options: Any) -> Any:
+        if left[0] and "model" in Path(folder).name:
+            left[0] -= 1
+            raise Exception("No space left on device (os error 28)")
+        return save(self, folder, *arguments, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", fail)
+    said: list[str] = []
+    horizon_lm.train(base, print_fn=said.append)
+    assert sum("output_dir: no space is left for" in line for line in said) == 1
+    assert has_model(folder_of(base))
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EPERM, "No"), OSError(errno.EROFS, "No")], ids=["EPERM", "EROFS"]
+)
+def test_a_folder_that_cannot_be_written_to_any_more(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: list[int], error: OSError
+) -> None:
+    """The model goes to the second place, which the last lines name."""
+    full_disk[0], create = 0, disk.Disk.create
+    monkeypatch.setattr(last_resort, "_PATIENCE_SECONDS", 0.0)
+
+    def fail(self: Any, path: Path, **options: Any) -> Any:
+        if folder_of(base) in path.parents and "model" in str(path.relative_to(folder_of(base))):
+            raise error
+        return create(self, path, **options)
+
+    monkeypatch.setattr(disk.Disk, "create", fail)
+    said: list[str] = []
+    result = horizon_lm.train({**base, "fallback_dir": str(tmp_path / "second")}, print_fn=said.append)
+    assert result.model_dir == tmp_path / "second" / "run-model"
+    assert (result.model_dir / "tokenizer.json").is_file()
+    assert load_file(result.model_dir / "model.safetensors")
+    assert f"The trained model is in {result.model_dir}. Try it:" in said[-1]
+
+
+def test_a_model_that_appears_meanwhile_is_kept(base: dict[str, Any]) -> None:
+    class Stranger(TrainerCallback):
+        def on_step_end(self, *arguments: Any, **options: Any) -> None:
+            (folder_of(base) / "model").mkdir(exist_ok=True)
+            (folder_of(base) / "model" / "file").write_text("mine")
+
+    said: list[str] = []
+    horizon_lm.train(base, callbacks=[Stranger()], print_fn=said.append)
+    assert has_model(folder_of(base))
+    (aside,) = folder_of(base).glob("model.*")
+    assert (aside / "file").read_text() == "mine"
+    assert f"{folder_of(base) / 'model'} is not of this run, and is now {aside}" in said
+
+
+def test_an_interrupted_wait_leaves_a_checkpoint(base: dict[str, Any], tmp_path: Path) -> None:
+    """The process ends with 75, as its message says; the same command goes on from there and exports what was trained."""
+    setup = """
+from pathlib import Path
+from horizon_lm.disk import Disk
+from horizon_lm.training.second_place import SecondPlace
+make, SecondPlace.path = Disk.make_folder, lambda self, what: None
+def fail(self, path):
+    if path.name == ".model.horizon-part":
+        raise PermissionError(1, "Operation not permitted")
+    make(self, path)
+Disk.make_folder = fail
+"""
+    path = tmp_path / "run.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in base.items()))
+    with RunProcess(path, setup=setup) as run:
+        run.wait_for("run cannot be written to (Operation not permitted). The trained model is kept in memory")
+        run.send(signal.SIGTERM)
+        assert run.end() == 75
+    kept = folder_of(base) / "checkpoint-2"
+    assert f"(Operation not permitted). Kept: {kept}. Run the same command again to go on from there" in run.stderr
+    verify(kept, read_manifest(kept))
+    said: list[str] = []
+    horizon_lm.train(base, print_fn=said.append)
+    assert any("resume: from" in line for line in said)
+    horizon_lm.train({**base, "output_dir": str(tmp_path / "other")}, **QUIET)
+    models = [each / "model" / "model.safetensors" for each in (folder_of(base), tmp_path / "other")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_a_callback_that_fails_where_no_checkpoint_can_be_written(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(TrainerCallback):
+        def on_step_end(self, *arguments: Any, **options: Any) -> None:
+            raise RuntimeError("of the user")
+
+    monkeypatch.setattr(run_checkpoints, "save_checkpoint", broken)
+    with pytest.raises(RuntimeError, match="of the user") as found:
+        horizon_lm.train(base, callbacks=[Failing()], **QUIET)
+    assert f"The trained model is in {folder_of(base) / 'model'}" in "".join(found.value.__notes__)
     assert has_model(folder_of(base))
 
 
@@ -110,24 +224,40 @@ def test_a_full_disk_at_a_checkpoint_lets_the_run_go_on(base: dict[str, Any], fu
 
 
 def test_a_limit_on_the_size_of_files(base: dict[str, Any], tmp_path: Path) -> None:
-    """A real process that cannot write more than 40 kB to a file ends with exit code 3, without a partial file."""
+    """A real process that cannot write more than 40 kB to a file waits, is not killed by SIGXFSZ, and leaves no partial file."""
     setup = f"""
 import resource
-import horizon_lm.training.run_dir as run_dir
-run_dir._FULL_DISK_SECONDS = 0
-export = run_dir.RunDir.export
+import horizon_lm.training.loop as loop
+export = loop.LastResort.export
 def limited(*arguments):
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, {resource.RLIM_INFINITY}))
     export(*arguments)
-run_dir.RunDir.export = limited
+loop.LastResort.export = limited
 """
     path = tmp_path / "run.yaml"
     path.write_text("".join(f"{key}: {value}\n" for key, value in base.items()))
     with RunProcess(path, setup=setup) as run:
+        run.wait_for("raise the limit: ulimit -f unlimited. The trained model is kept in memory")
+        run.send(signal.SIGTERM)
         assert run.end() == 3
-    assert "error: output_dir: no space is left" in run.stderr
+    assert "error: interrupted by SIGTERM while the trained model could not be written. output_dir: " in run.stderr
     assert not list(folder_of(base).glob(".*"))
     assert not list(folder_of(base).glob("model*"))
+
+
+@pytest.mark.parametrize(("limit", "name"), [(8192, "the exported model"), (100_000, "a checkpoint")])
+def test_a_limit_on_the_size_of_files_is_found_before_the_training(base: dict[str, Any], limit: int, name: str) -> None:
+    """The files of a checkpoint have fewer weights, but moments, too."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(
+            DoesNotFitError, match=rf"A file may have at most .* \(ulimit -f\), and {name} needs one of"
+        ):
+            horizon_lm.train({**base, "save_steps": 1, "export_dtype": "bfloat16"}, **QUIET)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not folder_of(base).exists()
 
 
 @pytest.fixture

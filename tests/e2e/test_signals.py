@@ -87,11 +87,11 @@ Interrupts._handle, evaluation.batch_from = note, slow
 SLOW_EXPORT = """
 import os, signal
 from horizon_lm.training.run_dir import RunDir
-write = RunDir._write
+write = RunDir.write_model
 def interrupted(self, *args):
     os.kill(os.getpid(), signal.SIGTERM)
-    write(self, *args)
-RunDir._write = interrupted
+    return write(self, *args)
+RunDir.write_model = interrupted
 """
 
 

@@ -1,5 +1,6 @@
 """A Trainer goes on from its checkpoint as if it had not been interrupted, and the folder is an ordinary one."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import horizon_lm
+from horizon_lm.disk import Disk
 from horizon_lm.errors import ConfigError
 from tests import families
 from tests.seams.compare import difference
@@ -156,3 +158,23 @@ def test_push_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = (tmp_path / "README.md").read_text()
     assert "learning_rate: 0.001" in card
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+def test_a_save_that_fails_leaves_the_model_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The script gets the error of the system; what was trained is in memory, and can be saved elsewhere."""
+    model, create = build(), Disk.create
+
+    def fail(self: Disk, path: Path, **options: Any) -> Any:
+        if name in path.name and "checkpoint-4" in str(path):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return create(self, path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "create", fail)
+        with pytest.raises(OSError, match="Read-only file system"):
+            train(CLS, model, tmp_path / "run", **BETWEEN)
+    model.save_pretrained(tmp_path / "elsewhere")
+    whole = train(CLS, build(), tmp_path / "whole", **BETWEEN, callbacks=[StopAt(4)])
+    opened = horizon_lm.stream(AutoModelForCausalLM.from_pretrained(tmp_path / "elsewhere"), precision="float32")
+    assert difference(masters(opened), masters(whole.model), 0.0) is None

@@ -39,6 +39,12 @@ class OutputSettings(Settings):
         False, description="Replace a finished run in output_dir, once the new run has finished."
     )
 
+    fallback_dir: str | None = Field(
+        None,
+        description="Folder for the trained model if output_dir cannot be written to when the training ends; checked before it begins. "
+        "Default: the temporary folder, your home folder or that above output_dir, whichever has room, another disk first.",
+    )
+
     export_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
         None,
         description="Dtype of exported weights. Default: the checkpoint's, or float32 with precision: float32. "

@@ -30,6 +30,7 @@ from horizon_lm.training.callbacks import Callbacks, Control
 from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
 from horizon_lm.training.first_step import FirstStep
 from horizon_lm.training.interrupts import Interrupts
+from horizon_lm.training.last_resort import LastResort
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics import Metrics, Reporter, StepResult, growth_warning
 from horizon_lm.training.non_finite import NonFinite, shown_places
@@ -50,6 +51,7 @@ from horizon_lm.training.resume import (
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.run_checkpoints import RunCheckpoints, write_side_files
 from horizon_lm.training.run_dir import RunDir
+from horizon_lm.training.second_place import SecondPlace
 from horizon_lm.training.setup import (
     Objectives,
     build_optimizer,
@@ -231,6 +233,8 @@ def _train(
         config = apply_plan(config, plan)
         if point is not None:
             reporter.print(*choice_warnings(point, given, config))
+        exported = next(item.num_bytes for item in plan.disk.items if item.name == "exported model")
+        second = SecondPlace.find(config, exported) if ranks.is_first else SecondPlace()
         run_dir.take()
         reporter.print(f"run folder: {run_dir.path}")
         model = load_model(config, point is None, ranks.mesh)
@@ -256,7 +260,7 @@ def _train(
         )  # fmt: skip
         result = _Loop(
             given, config, run_dir, reporter, handler, tokenizer, data, prompts, intervals, model, objectives, optimizer, scheduler,
-            metrics, interrupts, checkpoints, BestModel(config), admission, ranks,
+            metrics, interrupts, checkpoints, BestModel(config), admission, ranks, second,
         ).run(point)  # fmt: skip
         if config.push_to_hub:
             reporter.print(run_dir.push(config))
@@ -289,6 +293,7 @@ class _Loop:
     best: BestModel
     admission: Admission
     ranks: Ranks
+    second: SecondPlace
     last_eval: tuple[int, float | None] = (-1, None)  # step and loss of the last evaluation
     loss_before: float | None = None  # eval loss before the first step
     finished: bool = True  # logging, evaluating and saving are over after the last step
@@ -335,15 +340,13 @@ class _Loop:
             tracing.finish(step)
         self.log(step)
         if callbacks.error is not None and step < num_steps:
-            self.save(step)
-            self.checkpoints.wait()
+            if self.config.save_only_model or self.keep_checkpoint(step) is None:
+                self.export(step)
             self.raise_callback_error(step, callbacks.error)
         if self.config.load_best_model_at_end:
             self.load_best_model(step)
         self.checkpoints.wait()
-        run_dir.export(
-            self.model, self.tokenizer, self.reporter.print, lambda: bool(self.interrupts.requested), self.save_on_fault
-        )
+        self.export(step)
         loss_after = self.evaluate(step)
         callbacks.end()
         with self.reporter.attempt("loss.png"):
@@ -405,7 +408,8 @@ class _Loop:
         """Begin to write a checkpoint, or export the model with ``save_only_model``."""
         with self.metrics.exclude_from_timing(), self.reporter.attempt(f"saving checkpoint-{step}"):
             if self.config.save_only_model:
-                self.run_dir.save(self.model, self.tokenizer, step)
+                if line := self.run_dir.save(self.model, self.tokenizer, step, self.ranks):
+                    self.reporter.print(line)
             else:
                 self.checkpoints.save(step, self.state(step), best)
 
@@ -430,12 +434,16 @@ class _Loop:
             )
             self.checkpoints.wait(limit)  # one that is being written already may still be in time
             return
+        if limit is None and not self.config.save_only_model:
+            self.keep_checkpoint(step)
+            return
         self.save(step)
         self.checkpoints.wait(limit)
 
     def load_best_model(self, step: int) -> None:
         """Load the weights of the best evaluation, unless they are the last ones."""
-        self.evaluate(step)
+        with self.saving_on_fault(step):
+            self.evaluate(step)
         self.checkpoints.wait()
         is_last = self.best.step == step or self.checkpoints.best is None
         folder = self.ranks.of_first("the best model", None if is_last else str(self.checkpoints.best))
@@ -451,9 +459,16 @@ class _Loop:
         """Return a sentence about what is kept when the run ends early."""
         return self.run_dir.kept_artifacts(self.checkpoints.last)
 
-    def save_on_fault(self) -> str:
-        """Return a sentence about what is kept after a fault."""
-        return self.kept_artifacts()
+    def export(self, step: int) -> None:
+        """Export the trained model. Its weights are never given up."""
+        LastResort(
+            self.run_dir, self.second, self.ranks, self.reporter.print, lambda: self.interrupts.requested,
+            lambda: self.keep_checkpoint(step), lambda: self.checkpoints.last,
+        ).export(self.model, self.tokenizer)  # fmt: skip
+
+    def keep_checkpoint(self, step: int) -> Path | None:
+        """Write a checkpoint in the run's folder or the second place. Return its folder; None if it cannot be written."""
+        return self.checkpoints.keep(step, self.state(step), self.second.path(f"checkpoint-{step}"))
 
     @contextmanager
     def saving_on_fault(self, done: int) -> Iterator[None]:
@@ -473,10 +488,12 @@ class _Loop:
                 # A step whose update has begun is neither done nor undone for the loop.
                 is_whole = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
                 if done and is_whole and self.ranks.mesh is None:  # other ranks may be gone, or elsewhere
-                    self.save(done)
-                    self.checkpoints.wait()
+                    if self.config.save_only_model:
+                        self.save(done)
+                    else:
+                        self.keep_checkpoint(done)
             if lost:
-                problem = f"the device failed in step {done + 1} ({type(error).__name__}: {first_line(error)})"
+                problem = f"the device failed after step {done} ({type(error).__name__}: {first_line(error)})"
                 raise DeviceFaultError(f"{problem}. {self.kept_artifacts()}") from error
             if not isinstance(error, InterruptedRunError):
                 error.add_note(self.kept_artifacts())
@@ -484,7 +501,7 @@ class _Loop:
 
     def raise_callback_error(self, step: int, error: BaseException) -> NoReturn:
         """Raise the error of a user's callback with a note about what is kept."""
-        error.add_note(f"The training ended after step {step} of {self.intervals.num_steps}. {self.save_on_fault()}")
+        error.add_note(f"The training ended after step {step} of {self.intervals.num_steps}. {self.kept_artifacts()}")
         raise error
 
     def run_step(self, step: int, is_first: bool) -> None:

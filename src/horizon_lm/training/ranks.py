@@ -22,7 +22,14 @@ from horizon_lm.data.loader import Batch
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.monitor import Monitor
 from horizon_lm.distributed.rendezvous import init_process_group, is_first_of_machine, wait_for_others
-from horizon_lm.errors import ConfigError, HorizonError, InterruptedRunError, RankLostError, first_line
+from horizon_lm.errors import (
+    ConfigError,
+    DisagreementError,
+    HorizonError,
+    InterruptedRunError,
+    RankLostError,
+    first_line,
+)
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.training.callbacks import Control
 from horizon_lm.training.metrics import StepResult
@@ -151,6 +158,22 @@ class Ranks:
         """Return the first rank's value, which is plain data."""
         return value if self.mesh is None else self.mesh.exchange(place, value)[0]
 
+    @contextmanager
+    def failing_with_first(self, place: str) -> Iterator[None]:
+        """Context manager: if this fails on the first rank, raise OSError on the others. Errors of the others are ignored."""
+        problem: Exception | None = None
+        try:
+            yield
+        except (RankLostError, DisagreementError):
+            raise
+        except Exception as error:
+            problem = error
+        text = self.of_first(place, "" if problem is None else f"{type(problem).__name__}: {first_line(problem)}")
+        if problem is not None and self.is_first:
+            raise problem
+        if text:
+            raise OSError(text)
+
     def agree(self, place: str, value: str) -> str:
         """Return the first text of the ranks that is not empty."""
         if self.mesh is None:
@@ -226,7 +249,7 @@ def _join(config: RunConfig, world: int) -> Mesh:
 
 # Settings that may differ between machines: places, and what a process may use.
 _OF_MACHINE = (
-    "output_dir", "model_name_or_path", "adapter_name_or_path", "chat_template_path", "datasets", "eval_datasets", "device",
+    "output_dir", "fallback_dir", "model_name_or_path", "adapter_name_or_path", "chat_template_path", "datasets", "eval_datasets", "device",
     "host_memory", "dataset_num_proc",
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from horizon_lm.training.run_lock import RunLock
 
 # Settings that change neither the steps of a run nor their numbers.
 _FREE = {
-    "output_dir", "overwrite_output_dir", "export_dtype", "eval_datasets", "eval_strategy", "eval_steps", "eval_packing",
+    "output_dir", "overwrite_output_dir", "fallback_dir", "export_dtype", "eval_datasets", "eval_strategy", "eval_steps", "eval_packing",
     "per_device_eval_batch_size", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_bandwidth",
     "save_on_signal", "save_on_signal_seconds", "resume_from_checkpoint", "resume_with_changes", "load_best_model_at_end",
     "metric_for_best_model", "greater_is_better", "early_stopping_patience", "early_stopping_threshold", "logging_steps",

@@ -13,7 +13,7 @@ from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.checkpoints.saving import RateLimit, Saving
 from horizon_lm.config import RunConfig
 from horizon_lm.disk import Disk, part_of
-from horizon_lm.errors import first_line
+from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.resume import ResumePoint, checkpoints_in
@@ -55,13 +55,14 @@ class RunCheckpoints:
         self._kept = self._take_over(point, config.overwrite_output_dir)
         self._running: tuple[int, Saving] | None = None
         self._bytes_per_second: float | None = None  # of the last checkpoint
+        self.elsewhere: Path | None = None  # the newest checkpoint outside of the run's folder
         self.best: Path | None = None  # kept whatever the limit is
         self.blocked_seconds = 0.0  # in which the steps waited for checkpoints
 
     @property
     def last(self) -> Path | None:
         """The newest checkpoint on disk."""
-        return self._kept[-1] if self._kept else None
+        return self.elsewhere or (self._kept[-1] if self._kept else None)
 
     def path(self, step: int) -> Path:
         """Return the folder of a step's checkpoint."""
@@ -103,9 +104,30 @@ class RunCheckpoints:
                 published=lambda: self._published(target, best), wait=False, disk=self._disk, rate_limit=self._rate_limit,
             )  # fmt: skip
             self._running = step, saving
-        except OSError as error:
+        except Exception as error:  # of the disk, or of a tokenizer's writer
             self._report_failure(step, error)
         self.blocked_seconds += time.perf_counter() - began
+
+    def keep(self, step: int, state: Mapping[str, Any], elsewhere: Path | None) -> Path | None:
+        """Write the checkpoint of a step in the run's folder or, if it cannot be written to, elsewhere. Return its folder.
+
+        Args:
+            step, state: as in `save`.
+            elsewhere: a folder of another disk; None if there is none, or ranks of other machines cannot see it.
+        """
+        self.save(step, state)
+        self.wait()
+        if self.path(step) in self._kept or elsewhere is None or self._ranks.mesh is not None:
+            return self.path(step) if self.path(step) in self._kept else None
+        try:
+            save_checkpoint(
+                elsewhere, self._model, self._optimizer, state=state, arrays=self._arrays, add_files=self._add_files, disk=self._disk
+            )  # fmt: skip
+        except Exception as error:
+            self._print(f"warning: {elsewhere} was not written either ({first_line(error)})")
+            return None
+        self.elsewhere = elsewhere
+        return elsewhere
 
     def _next(self, step: int, best: bool) -> Path | None:
         """Return the folder of a step's checkpoint; None if it is written already. Raise OSError if it cannot be written."""
@@ -152,8 +174,19 @@ class RunCheckpoints:
         return num_bytes / self._bytes_per_second
 
     def load(self, folder: Path) -> None:
-        """Load the weights of a checkpoint. Raise ConfigError or OSError, and change nothing, if it is damaged."""
-        restore(folder, verify_copies(self._ranks.mesh, folder), self._model, None)
+        """Load the weights of a checkpoint. Raise ConfigError or OSError, and change nothing, if it is damaged.
+
+        Raises:
+            StreamingError: it became unreadable meanwhile, and weights were changed.
+        """
+        manifest = verify_copies(self._ranks.mesh, folder)
+        try:
+            restore(folder, manifest, self._model, None)
+        except (ConfigError, OSError) as error:
+            raise StreamingError(
+                f"{folder} became unreadable ({first_line(error)}), so the weights in memory are of two models, and none was exported. "
+                f"When it can be read again: horizon-lm export {folder} OUT"
+            ) from error
 
     def _published(self, folder: Path, best: bool) -> None:
         """Delete the oldest checkpoints beyond the limit; called in the thread that has written the new one."""

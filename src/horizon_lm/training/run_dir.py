@@ -1,31 +1,27 @@
 """The output folder of a run. Existing files are kept until something replaces them."""
 
-import errno
 import json
 import os
-import time
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from horizon_lm.checkpoints.new_folder import unwritable
 from horizon_lm.config import RunConfig
 from horizon_lm.config.text import RUN_CONFIG_HEADER, to_yaml
-from horizon_lm.disk import Disk, part_of, replace_folder, restore_folder, write_file
-from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, first_line
+from horizon_lm.disk import Disk, part_of, publish_folder, restore_folder, write_file
+from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import write_plan
-from horizon_lm.quantities import format_bytes, format_seconds
-from horizon_lm.resources import disk_free
 from horizon_lm.training.line_file import LineFile
+from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_lock import RunLock
 
 _RUN_FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "samples.jsonl", "trace.json", "predicted_trace.json", "loss.png", "model",
 )  # fmt: skip
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_DISK_SECONDS = 600.0  # to make room on a full disk before the trained model is given up
-_RETRY_SECONDS = 5.0
+Contents = dict[str, tuple[int, int, int]]  # inode, bytes and time of the last change of each file
 
 
 class RunDir:
@@ -38,6 +34,8 @@ class RunDir:
 
     Attributes:
         settings: the text of ``config.yaml``.
+        model_dir: the folder of the trained model.
+        is_exported: the trained model is there.
 
     Raises:
         ConfigError: the folder holds a finished run or files that no run has written, another run is writing into it, or it
@@ -51,12 +49,12 @@ class RunDir:
         self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
         self.trace_file = self.path / "trace.json"
         self.samples, self._resumes = LineFile(self.path / "samples.jsonl"), resumes
-        self._foreign_checkpoints: list[Path] = []
-        if not self._holds_a_run():
+        self._held_a_run = self._holds_a_run()
+        if not self._held_a_run:
             self._reject_foreign_files()
-            self._foreign_checkpoints += self.path.glob("checkpoint-*")
         self._save_total_limit, self._saved = config.save_total_limit, list[Path]()
-        self._dtype, self._export_bytes, self._is_exported = config.exported_dtype, 0, False
+        self._dtype, self._export_bytes, self.is_exported = config.exported_dtype, 0, False
+        self._replaceable: dict[Path, Contents | None] = {}  # folders of an earlier run, as they were
         self._overwrites = config.overwrite_output_dir
         with suppress(OSError):  # a folder that cannot be written to is rejected below
             restore_folder(self._disk, self.model_dir)
@@ -108,8 +106,10 @@ class RunDir:
             self._disk.make_folder(self.path)
             self._lock.take()
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self.problem(error) from error
         self._reject_finished_run()  # by a run that was faster
+        folders = [self.model_dir, *(self.path.glob("checkpoint-*") if self._held_a_run else ())]
+        self._replaceable = {folder: _contents(folder) for folder in folders}
 
     def begin(self, config: RunConfig, plan: Plan) -> None:
         """Write settings and plan, and rename the metrics of an earlier run. The model must be loaded: nothing is left to fail."""
@@ -123,7 +123,7 @@ class RunDir:
                 LineFile(self.metrics_file).set_aside()
             self._disk.sync(self.path)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self.problem(error) from error
 
     def write_settings(self, config: RunConfig, plan: Plan) -> None:
         """Write the settings, with the choices of the plan, and the plan."""
@@ -135,97 +135,67 @@ class RunDir:
         """Append a line to ``samples.jsonl``."""
         self.samples.append(json.dumps(line, ensure_ascii=False))
 
-    def export(
-        self,
-        model: Any,
-        tokenizer: Any,
-        report: Callable[[str], None],
-        stopped: Callable[[], bool],
-        save_on_fault: Callable[[], str],
-    ) -> None:
-        """Export the model. The folder gets its name once it is complete and durable; only then is an old one deleted.
+    def write_model(self, model: Any, tokenizer: Any, target: Path, ranks: Ranks) -> str:
+        """Write a model. The folder gets its name once it is complete and durable; only then is an old one of ours deleted.
 
-        A full disk is reported, and the export is tried again while there is hope that somebody makes room.
+        All ranks call this. The first one writes; the others only take part in the reading of the weights.
 
         Args:
             model, tokenizer: the contents of the folder.
-            report: called with a line for people.
-            stopped: returns whether the run was asked to stop, which ends the waiting.
-            save_on_fault: saves what it can, and returns a sentence about what is kept.
+            target: the folder.
+            ranks: the ranks.
+
+        Returns:
+            A line about files that are not ours and had the name of the folder; empty if there are none.
 
         Raises:
-            DoesNotFitError: the disk is full.
-            ConfigError: the folder cannot be written to.
+            OSError: the folder cannot be written to. It is raised on all ranks. Nothing of it is left.
         """
-        until, waits = time.monotonic() + _FULL_DISK_SECONDS, False
-        while True:
-            try:
-                self._write(model, tokenizer, self.model_dir)
-                self._is_exported = True
-                return
-            except Exception as error:
-                failure = error
-            if stopped() or time.monotonic() > until or not self._is_full(failure):
-                break
-            if not waits:
-                waits = True
-                report(f"{self._unwritable(failure)} Trying again for {format_seconds(_FULL_DISK_SECONDS)}.")
-            time.sleep(_RETRY_SECONDS)
-        kept = save_on_fault()
-        if isinstance(failure, OSError):
-            raise type(problem := self._unwritable(failure))(f"{problem} {kept}") from failure
-        failure.add_note(kept)
-        raise failure
-
-    def _write(self, model: Any, tokenizer: Any, target: Path) -> None:
         import torch
 
-        def fill(part: Path) -> None:
-            model.save_pretrained(part, dtype=getattr(torch, self._dtype) if self._dtype else None)
-            tokenizer.save_pretrained(part)
-
-        restore_folder(self._disk, target)
+        dtype = getattr(torch, self._dtype) if self._dtype else None
+        part = part_of(target if ranks.is_first else self.path / target.name)
+        with ranks.failing_with_first("the folder of the model"):
+            if ranks.is_first:
+                restore_folder(self._disk, target)
+                self._disk.remove(part)
+            self._disk.make_folder(part)
+        kept = None
         try:
-            replace_folder(self._disk, target, fill)
+            with ranks.failing_with_first("the export"):
+                model.save_pretrained(part, dtype=dtype)
+                if ranks.is_first:
+                    tokenizer.save_pretrained(part)
+                    kept = publish_folder(self._disk, target, partial(self._is_ours, target))
         except BaseException:
             with suppress(OSError):
-                restore_folder(self._disk, target)
-                self._disk.remove(part_of(target))
+                if ranks.is_first:
+                    restore_folder(self._disk, target)
+                self._disk.remove(part)
             raise
+        return "" if kept is None else f"{target} is not of this run, and is now {kept}"
 
-    def _is_full(self, error: Exception) -> bool:
-        """Return whether an export failed because there is no space. The tokenizer's writer raises an error of its own."""
-        if isinstance(error, OSError) and error.errno is not None:
-            return error.errno in _NO_SPACE
-        with suppress(OSError):
-            return disk_free(self.path) < self._export_bytes
-        return False
+    def _is_ours(self, target: Path, old: Path) -> bool:
+        """Return whether a folder that was replaced may be deleted: one of this run, or of an earlier one, as it was."""
+        before = self._replaceable.get(target)
+        return target in self._saved or (before is not None and before == _contents(old))
 
-    def _unwritable(self, error: Exception) -> HorizonError:
-        """Return the error of a run whose folder cannot be written to."""
-        reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
-        if not self._is_full(error):
-            return ConfigError(f"output_dir: {self.path} cannot be written to ({reason}).")
-        free = ""
-        with suppress(OSError):
-            free = f"; {format_bytes(disk_free(self.path))} are free"
-        needed = f"the exported model takes {format_bytes(self._export_bytes)}" if self._export_bytes else "make room"
-        return DoesNotFitError(f"output_dir: no space is left for {self.path} ({reason}): {needed}{free}.")
+    def problem(self, error: Exception, folder: Path | None = None, name: str = "output_dir") -> HorizonError:
+        """Return the error of a run whose folder, or another one, cannot be written to."""
+        return unwritable(name, folder or self.path, error, self._export_bytes)
 
-    def save(self, model: Any, tokenizer: Any, step: int) -> None:
-        """Export a checkpoint after a step, and delete the oldest checkpoints beyond ``save_total_limit``."""
+    def save(self, model: Any, tokenizer: Any, step: int, ranks: Ranks) -> str:
+        """Export a checkpoint after a step, and delete the oldest checkpoints beyond ``save_total_limit``.
+
+        Returns:
+            As `write_model`.
+        """
         target = self.path / f"checkpoint-{step}"
-        if target in self._foreign_checkpoints:
-            self._disk.set_aside(target)
-        self._write(model, tokenizer, target)
+        line = self.write_model(model, tokenizer, target, ranks)
         self._saved.append(target)
         while self._save_total_limit and len(self._saved) > self._save_total_limit:
             self._disk.remove(self._saved.pop(0))
-
-    @property
-    def is_exported(self) -> bool:
-        """True once the trained model is in its folder."""
-        return self._is_exported
+        return line
 
     def kept_artifacts(self, checkpoint: Path | None) -> str:
         """Return what an interrupted run leaves, and how to go on.
@@ -233,10 +203,11 @@ class RunDir:
         Args:
             checkpoint: the newest checkpoint that the run can be resumed from; None if there is none.
         """
-        if self._is_exported:
+        if self.is_exported:
             return f"The trained model is in {self.model_dir}"
         if checkpoint is not None:
-            return f"Kept: {checkpoint}. Run the same command again to go on from there"
+            elsewhere = "" if checkpoint.parent == self.path else f" with --resume_from_checkpoint {checkpoint}"
+            return f"Kept: {checkpoint}. Run the same command again{elsewhere} to go on from there"
         if self._saved:
             return (
                 f"Kept: the model after an earlier step in {self._saved[-1]}. With save_only_model a run cannot be resumed; to start "
@@ -284,6 +255,14 @@ class RunDir:
             "  from transformers import pipeline\n"
             f'  print(pipeline("text-generation", "{self.model_dir}")([{{"role": "user", "content": "..."}}]))'
         )
+
+
+def _contents(folder: Path) -> Contents | None:
+    """Return the files of a folder; None if there is no folder."""
+    if not folder.is_dir():
+        return None
+    stats = {path.relative_to(folder).as_posix(): path.lstat() for path in folder.rglob("*") if not path.is_dir()}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def _require_login() -> None:

@@ -1,0 +1,143 @@
+"""Never give up trained weights: wait for their folder, write them to a second place, or leave a checkpoint."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.checkpoints.new_folder import is_of_system
+from horizon_lm.errors import ConfigError, DisagreementError, DoesNotFitError, InterruptedRunError, RankLostError
+from horizon_lm.quantities import format_seconds
+from horizon_lm.training.ranks import Ranks
+from horizon_lm.training.run_dir import RunDir
+from horizon_lm.training.second_place import SecondPlace
+
+_PATIENCE_SECONDS = 30.0  # until the second place is used
+_RETRY_SECONDS = 5.0
+_POLL_SECONDS = 0.2  # for a signal
+_REPEAT_SECONDS = 600.0  # until the problem is reported again
+_SAVED_SECONDS = 600.0  # to wait for the folder although a checkpoint has the weights
+
+
+class LastResort:
+    """Exports the trained model, whatever fails.
+
+    It tries the run's folder again and again, and reports the problem and the remedy. After half a minute, or when a signal
+    arrives, it tries the second place, and then to leave a checkpoint in either. With neither, it waits until a signal arrives.
+
+    Args:
+        run_dir: the folder of the run.
+        second: the second place.
+        ranks: the ranks. All of them call `export`; the first one writes and decides.
+        report: prints a line for people.
+        requested: returns the name of the signal that has arrived; empty if there was none.
+        save_checkpoint: writes a checkpoint somewhere, and returns its folder; None if it cannot.
+        last_checkpoint: returns the newest checkpoint; None if there is none.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        second: SecondPlace,
+        ranks: Ranks,
+        report: Callable[[str], None],
+        requested: Callable[[], str],
+        save_checkpoint: Callable[[], Path | None],
+        last_checkpoint: Callable[[], Path | None],
+    ) -> None:
+        self._run_dir, self._second, self._ranks = run_dir, second, ranks
+        self._report, self._requested = report, requested
+        self._save_checkpoint, self._last_checkpoint = save_checkpoint, last_checkpoint
+        self._began = self._reported = time.monotonic()
+
+    def export(self, model: Any, tokenizer: Any) -> None:
+        """Export a model, to ``model_dir`` of the run's folder, which is the second place if the model is there.
+
+        Raises:
+            Exception: an error that no waiting cures, once a checkpoint has the weights.
+            InterruptedRunError: a signal has ended the waiting; a checkpoint has the weights, or an earlier one is left.
+            ConfigError, DoesNotFitError: the same without any checkpoint, or the folder could not be written to for so long that
+                the run ends with a checkpoint.
+        """
+        run_dir, checkpoint = self._run_dir, None
+        failure = self._attempt(model, tokenizer, run_dir.model_dir)
+        if failure is not None:
+            self._report_failure(failure)
+        while failure is not None:
+            signal = self._ranks.agree("the end of the waiting", self._requested())
+            own = [time.monotonic() - self._began, is_of_system(failure)]
+            waited, may_pass = self._ranks.of_first("the waiting", own)
+            if signal or waited >= _PATIENCE_SECONDS or not may_pass:
+                if self._export_elsewhere(model, tokenizer):
+                    return
+                if checkpoint is None and (checkpoint := self._save_checkpoint()) is not None:
+                    self._report(f"The checkpoint {checkpoint} has the trained weights.")
+            if checkpoint is not None and not may_pass:
+                failure.add_note(self._run_dir.kept_artifacts(checkpoint))
+                raise failure
+            if signal or (checkpoint is not None and waited >= _SAVED_SECONDS):
+                raise self._given_up(failure, signal, checkpoint)
+            if time.monotonic() - self._reported >= _REPEAT_SECONDS:
+                self._report_failure(failure)
+            self._sleep()
+            failure = self._attempt(model, tokenizer, run_dir.model_dir)
+        run_dir.is_exported = True
+
+    def _attempt(self, model: Any, tokenizer: Any, target: Path) -> Exception | None:
+        """Return why a model could not be written, on all ranks."""
+        try:
+            line = self._run_dir.write_model(model, tokenizer, target, self._ranks)
+            if line:
+                self._report(line)
+        except (RankLostError, DisagreementError):
+            raise
+        except Exception as error:  # of the system, of safetensors, of a tokenizer, or ours: the weights matter more
+            return error
+        return None
+
+    def _export_elsewhere(self, model: Any, tokenizer: Any) -> bool:
+        own = self._second.path("model")
+        place = self._ranks.of_first("the second place", None if own is None else str(own))
+        if place is None:
+            return False
+        failure = self._attempt(model, tokenizer, Path(place))
+        if failure is not None:
+            self._report(f"{self._run_dir.problem(failure, Path(place), 'the second place')}")
+            return False
+        self._report(f"The trained model is in {place} instead, where it could be written to.")
+        self._run_dir.model_dir, self._run_dir.is_exported = Path(place), True
+        return True
+
+    def _report_failure(self, failure: Exception) -> None:
+        self._reported = time.monotonic()
+        place = (
+            ""
+            if self._second.folder is None
+            else f" After {format_seconds(_PATIENCE_SECONDS)} it goes to {self._second.folder}."
+        )
+        self._report(
+            f"{self._run_dir.problem(failure)} The trained model is kept in memory, and written as soon as that is possible: make the "
+            f"folder writable, or make room.{place}"
+        )
+
+    def _given_up(self, failure: Exception, signal: str, checkpoint: Path | None) -> Exception:
+        """Return the error that ends the run, of the same kind on all ranks."""
+        problem, last = self._run_dir.problem(failure), self._last_checkpoint()
+        lost = (
+            ""
+            if checkpoint
+            else "The weights of the last steps are lost. "
+            if last
+            else "The trained weights are lost. "
+        )
+        ended = f"interrupted by {signal} while the trained model could not be written. " if signal else ""
+        own = [type(problem).__name__, f"{ended}{problem} {lost}{self._run_dir.kept_artifacts(last)}", last is not None]
+        kind, text, can_go_on = self._ranks.of_first("the end of the export", own)
+        if signal and can_go_on:
+            return InterruptedRunError(text)
+        return DoesNotFitError(text) if kind == DoesNotFitError.__name__ else ConfigError(text)
+
+    def _sleep(self) -> None:
+        until = time.monotonic() + _RETRY_SECONDS
+        while not self._requested() and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL_SECONDS))
