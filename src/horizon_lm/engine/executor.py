@@ -723,8 +723,9 @@ class Engine:
         """Free what is not used any more, because the model is attached again with another store. No pass may be running."""
         self._retired = True
         self.memory.release()
-        for unit, slabs in self.store.units.items():
-            moved = store.units[unit].weights.data_ptr() != slabs.weights.data_ptr()
+        kept = {slabs.weights.data_ptr() for slabs in store.units.values()}
+        for slabs in self.store.units.values():
+            moved = slabs.weights.data_ptr() not in kept
             for slab in (slabs.grads, *([slabs.weights] if moved else [])):
                 if slab.numel():
                     self.device.free_host(slab)

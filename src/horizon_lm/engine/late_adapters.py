@@ -29,14 +29,23 @@ Attach = Callable[[ModelParts, Store], Any]
 
 
 def are_adapters_changed(horizon: ModelForward) -> bool:
-    """Return whether PEFT has added or removed adapters, or switched to one that was not trained before, and other code has
-    changed no other parameter.
+    """Return whether PEFT has added, removed or swapped adapters, or switched to one that was not trained before, and other
+    code has changed no other parameter.
     """
     if not horizon.is_structure_changed():
         return _trains_others(horizon)
     now = {id(param) for param in horizon.model.parameters()}
     before = {id(ref.param) for ref in horizon.engine.refs.values()}
-    return now != before and now - before <= adapter_params(horizon.model) and before - now <= horizon.adapter_params
+    if now == before:  # PEFT swaps modules when it merges norms
+        return bool(horizon.adapter_params)
+    return now - before <= adapter_params(horizon.model) and before - now <= horizon.removable_params
+
+
+def empty_adapters(model: Any) -> set[str]:
+    """Return the full names of adapters that have no values yet, because PEFT added them with `low_cpu_mem_usage`."""
+    found = [name for name, param in model.named_parameters() if param.is_meta]
+    adapters = adapter_params(model) if found else set()
+    return {name for name in found if id(model.get_parameter(name)) in adapters}
 
 
 def _trains_others(horizon: ModelForward) -> bool:
@@ -60,6 +69,11 @@ def attach_again(
         ModelNotSupportedError: the model cannot be streamed exactly with these adapters.
     """
     model, engine, mesh = horizon.model, horizon.engine, horizon.engine.mesh
+    if empty_adapters(model):
+        raise StreamingError(
+            "adapters that were added with low_cpu_mem_usage=True have no values yet; load them with "
+            "peft.set_peft_model_state_dict(model, values, low_cpu_mem_usage=True) first, or leave low_cpu_mem_usage out"
+        )
     _require_between_steps(engine)
     engine.drain()
     streamed_class = type(model)

@@ -20,6 +20,7 @@ from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.options import StreamArguments, open_device
 from horizon_lm.engine.packed_parameters import PackedParameter, decoding
 from horizon_lm.engine.parameters import require_plain
+from horizon_lm.engine.recompute import outside_inference_mode
 from horizon_lm.engine.same_weights import SameWeights, require_alike
 from horizon_lm.engine.streamed_model import StreamedModel
 from horizon_lm.errors import CheckpointWarning, ConfigError, StreamingError
@@ -211,7 +212,8 @@ def stream(
         attn_implementation=attn_implementation, check_gradients=check_gradients,
         allow_unproven_model=allow_unproven_model, device_mesh=device_mesh,
     )  # fmt: skip
-    return _stream(model, settings)
+    with outside_inference_mode():
+        return _stream(model, settings)
 
 
 def from_pretrained(
@@ -248,9 +250,10 @@ def from_pretrained(
         ConfigError: an argument or the folder is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
-    return _open(
-        model_name_or_path, device, precision, gguf_file, trust_remote_code, subfolder, config, model_class, options
-    )
+    with outside_inference_mode():
+        return _open(
+            model_name_or_path, device, precision, gguf_file, trust_remote_code, subfolder, config, model_class, options
+        )
 
 
 def open_for_run(
@@ -411,12 +414,13 @@ def from_config(
     """
     settings = StreamArguments(device=device, precision=precision, **options)
     opened = open_device(settings.device, settings.device_memory)
-    model = build_skeleton(config, model_class, dtype=opened_dtype(precision))
-    parts, store = _with_store(model, settings)
-    with drawing_alike(settings.device_mesh, opened.torch_device):
-        for refs in parts.units.values():
-            _draw(parts.model, refs, store, opened.torch_device)
-    return replace(settings, device=opened).attach(parts, store)
+    with outside_inference_mode():
+        model = build_skeleton(config, model_class, dtype=opened_dtype(precision))
+        parts, store = _with_store(model, settings)
+        with drawing_alike(settings.device_mesh, opened.torch_device):
+            for refs in parts.units.values():
+                _draw(parts.model, refs, store, opened.torch_device)
+        return replace(settings, device=opened).attach(parts, store)
 
 
 def _draw(

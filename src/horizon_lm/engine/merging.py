@@ -20,13 +20,38 @@ from horizon_lm.model.units import is_adapter_layer
 _METHODS = ("merge", "unmerge")
 
 
-def let_adapters_merge(engine: Engine) -> None:
-    """Replace the methods of PEFT's layers that write base weights."""
-    for layer in engine.parts.model.modules():
-        if is_adapter_layer(layer):
-            for name in _METHODS:
-                if callable(getattr(type(layer), name, None)):
-                    setattr(layer, name, _merging(layer, name, weakref.ref(engine)))
+class MergingLayers:
+    """PEFT's layers of a streamed model that can be merged, whose methods that write base weights are replaced.
+
+    Args:
+        engine: the model's engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._layers: list[weakref.ref[Any]] = []
+        for layer in engine.parts.model.modules():
+            names = [name for name in _METHODS if callable(getattr(type(layer), name, None))]
+            if not names or not is_adapter_layer(layer):
+                continue
+            for name in names:
+                setattr(layer, name, _merging(layer, name, weakref.ref(engine)))
+            self._layers.append(weakref.ref(layer))
+
+    def unmerge_disabled(self) -> None:
+        """Unmerge the layers that are merged, but whose adapters are switched off.
+
+        PEFT does so when such a layer runs. In a streamed model, a layer that runs has copies of its weights on the device, so
+        those in host memory would remain merged.
+        """
+        for ref in self._layers:
+            layer = ref()
+            if layer is not None and layer.merged and _runs_unmerged(layer):
+                layer.unmerge()
+
+
+def _runs_unmerged(layer: Any) -> bool:
+    replaces_tokens = hasattr(layer, "trainable_tokens_delta")
+    return bool(layer.disable_adapters or (replaces_tokens and not layer.active_adapters))
 
 
 def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Callable[..., Any]:
@@ -62,10 +87,12 @@ def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
         value = param.detach() if store.units[store.unit_of[name]].low is None else store.master(name)
         plain[name] = nn.Parameter(value.clone(), param.requires_grad)
     before = {name: param.detach().clone() for name, param in plain.items()}
-    with in_place((m, attribute, plain[str(engine.name_of(param))]) for m, attribute, param in places):
-        yield
-    with torch.no_grad():
-        for name, merged in plain.items():
-            if not torch.equal(merged.data, before[name]):
-                store.write(name, merged.data)
-                store.weights_changed()
+    try:
+        with in_place((m, attribute, plain[str(engine.name_of(param))]) for m, attribute, param in places):
+            yield
+    finally:  # of two adapters, PEFT may have merged the first and rejected the second
+        with torch.no_grad():
+            for name, merged in plain.items():
+                if not torch.equal(merged.data, before[name]):
+                    store.write(name, merged.data)
+                    store.weights_changed()

@@ -29,10 +29,12 @@ from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.gradient_check import GradientCheck
 from horizon_lm.engine.lm_head import LmHead
 from horizon_lm.engine.lockstep import apart, meet, place, run_on_in_backward, run_together, watch
+from horizon_lm.engine.merging import MergingLayers
 from horizon_lm.engine.micro_batches import ProbeDoneError, split_batches
 from horizon_lm.engine.outer import OuterParameters
 from horizon_lm.engine.outer_dropout import OuterDropout, outer_dropouts
 from horizon_lm.engine.parameters import StandIn
+from horizon_lm.engine.recompute import outside_inference_mode
 from horizon_lm.engine.residency_planner import ResidencyPlanner
 from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.engine.trained_tokens import trained_token_layers, trained_tokens_forward
@@ -43,7 +45,7 @@ from horizon_lm.model.adapter_kinds import is_differentiable_cache
 from horizon_lm.model.block_template import Structure, has_foreign_hooks
 from horizon_lm.model.functional import in_place, logprobs_of_logits
 from horizon_lm.model.head_path import AUXILIARY, ChunkedPath
-from horizon_lm.model.units import ModelParts, adapter_params
+from horizon_lm.model.units import ModelParts, adapter_params, replaced_params
 from horizon_lm.planning.residency import BatchSize
 
 _MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature")
@@ -96,12 +98,13 @@ class ModelForward:
         parts = engine.parts
         self._model, self._class = weakref.ref(parts.model), model_class
         self.adapter_params = adapter_params(parts.model)  # identities of PEFT's parameters, in blocks and elsewhere
+        self.removable_params = self.adapter_params | replaced_params(parts.model)  # which PEFT may remove
         self._signature = inspect.signature(model_class.forward)
         self.blocks, self.tables = Blocks(engine), [StreamedEmbedding(engine, module) for module in parts.tables]
         self.head, self.outer, self.dropout = LmHead(engine), OuterParameters(engine), OuterDropout(engine)
         self.blocks.probe_rows = _weakly(self._probe_rows)
         self.chunked = ChunkedLmHead(self.head, path, _weakly(self._call_model)) if path is not None else None
-        self.planner = ResidencyPlanner(engine)
+        self.planner, self._merging = ResidencyPlanner(engine), MergingLayers(engine)
         self.statistics: TokenStatistics | None = None  # collects those of each forward pass with labels
         self._adapters_at_begin: Any = None  # their state when the running lock-step began
         watch(self)
@@ -179,6 +182,16 @@ class ModelForward:
         """Return whether a module or parameter of the model was added, removed or replaced."""
         return self._root_ids() != self._root or self._structure.is_changed() or self.blocks.is_structure_changed()
 
+    def require_structure(self) -> None:
+        """Raise StreamingError if other code has added, removed or replaced a module or parameter, whose weights would be written
+        under the names that they had.
+        """
+        if self.is_structure_changed():
+            raise StreamingError(
+                "a module or parameter of the model was added, removed or replaced after horizon_lm.stream(), so its weights "
+                "cannot be written under their names; undo the change, or make it first, then stream the model"
+            )
+
     def _root_ids(self) -> list[int]:
         return [*map(id, self.model._modules.values()), *map(id, self.model._parameters.values())]
 
@@ -198,7 +211,12 @@ class ModelForward:
                     "an inner module"
                 )
 
-    def _head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _head_forward(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        if options:  # PEFT's names of the adapters of each row
+            raise StreamingError(
+                f"{', '.join(options)}: adapters for each row are not supported by the head of a streamed model; compute the rows "
+                "of each adapter on their own, after model.set_adapter(name)"
+            )
         if self.chunked is not None and self.chunked.replaces_head:
             return self.chunked.head_forward(hidden)
         return self.head.project(hidden)
@@ -223,11 +241,10 @@ class ModelForward:
         """Run one forward pass of the model through the engine, with the arguments of the model's own
         forward method.
         """
-        # Tensors created in inference mode, such as copies of buffers, could not be used by later training steps.
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self.forward(args, kwargs)
-        call = self._bind(args, kwargs)
+        with outside_inference_mode():
+            return self._forward(self._bind(args, kwargs))
+
+    def _forward(self, call: Call) -> Any:
         has_labels = call.get("labels") is not None or call.get("shift_labels") is not None
         if self.expects_mean_loss and has_labels and torch.is_grad_enabled():
             self._check_loss_scale(call)
@@ -320,7 +337,8 @@ class ModelForward:
             raise ValueError("give labels or shift_labels")
         is_chunked = self._is_chunked(call)
         kind = ("logprobs", is_chunked, temperature, *names)
-        found: TokenLogprobs = self._meet(kind, call, partial(self._logprobs_all, is_chunked, temperature, names))
+        with outside_inference_mode():
+            found: TokenLogprobs = self._meet(kind, call, partial(self._logprobs_all, is_chunked, temperature, names))
         return found
 
     def _logprobs_all(
@@ -394,6 +412,7 @@ class ModelForward:
         engine = self.engine
         engine.require_device()
         self._require_unchanged()
+        self._merging.unmerge_disabled()
         if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise StreamingError(
                 "DistributedDataParallel never sees the gradients of a streamed model; call the streamed model itself, whose "

@@ -19,6 +19,7 @@ from horizon_lm.distributed.mesh import find_mesh
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.late_adapters import are_adapters_changed, attach_again
 from horizon_lm.engine.model_forward import ModelForward
+from horizon_lm.engine.recompute import outside_inference_mode
 from horizon_lm.engine.streamed_model import attach
 from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning
 from horizon_lm.model import attention, capture
@@ -163,7 +164,8 @@ class StreamArguments(StreamingOptions):
             device_micro_batch_size=engine.options.device_micro_batch_size,
             check_gradients=0,
         )
-        attach_again(horizon, again.take_apart, again.get_precision, partial(again.attach, before=engine.store))
+        with outside_inference_mode():
+            attach_again(horizon, again.take_apart, again.get_precision, partial(again.attach, before=engine.store))
 
     def _residency(self, num_blocks: int, device: Device) -> Residency | None:
         """Return the residency that the arguments fix, or None if it must be planned."""

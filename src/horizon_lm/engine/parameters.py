@@ -280,6 +280,10 @@ def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: ParameterOwn
 
 def require_plain(param: nn.Parameter) -> None:
     """Raise StreamingError if a parameter cannot be streamed because of its class or a hook."""
+    if param.is_inference():
+        raise StreamingError(
+            "a parameter was created in inference mode, so it cannot be streamed; load the model outside of it"
+        )
     if type(param) is not nn.Parameter and not isinstance(param, StreamedParameter):
         raise StreamingError(f"a parameter of type {type(param).__name__} cannot be streamed; load the model plainly")
     if param._backward_hooks:

@@ -66,6 +66,18 @@ def no_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Context manager: leave inference mode, without recording gradients. Tensors made in it, such as the parameters of new
+    adapters or copies of buffers, could not be used by later training steps.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class MicroBatchRandomness:
     """The random states of the micro-batches of one forward pass.
 

@@ -17,7 +17,7 @@ from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.whole_units import borrowing, is_lender, lend, sharing
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.executor import Engine
-from horizon_lm.engine.merging import let_adapters_merge
+from horizon_lm.engine.late_adapters import empty_adapters
 from horizon_lm.engine.model_forward import ModelForward
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt
 from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
@@ -82,6 +82,7 @@ def named_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
     """
     engine = _engine(model)
     engine.synchronize()
+    model._horizon.require_structure()
     yield from checkpoint_tensors(engine.parts, engine.store, dtype or engine.store.precision.weight_dtype)
 
 
@@ -110,6 +111,9 @@ class StreamedModel:
 
         With several ranks, all of them call this, and get the adapters, but not the base.
         """
+        if empty_adapters(self):  # which PEFT is about to fill
+            self.__dict__["_horizon"].engine.synchronize()
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
         engine = self._horizon.engine
         engine.synchronize()
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
@@ -124,6 +128,8 @@ class StreamedModel:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights, as in torch. In precision ``fp32_master``, float32 values are stored without rounding."""
+        if assign and state_dict.keys() <= empty_adapters(self):
+            return super().load_state_dict(state_dict, strict=strict, assign=True)  # type: ignore[misc]
         if assign:
             raise StreamingError(
                 "load_state_dict(assign=True) would detach parameters from the store; use assign=False"
@@ -176,6 +182,7 @@ class StreamedModel:
         hub = _hub_arguments(kwargs)
         if hub and not push_to_hub:
             raise ConfigError(f"save_pretrained: {', '.join(hub)} is for push_to_hub=True; remove it")
+        self._horizon.require_structure()
         engine = self._horizon.engine
         if engine.mesh is not None:
             is_main_process = engine.mesh.exchange("model.save_pretrained", is_main_process)[0]
@@ -390,5 +397,4 @@ def attach(
     parts.refer_weakly()  # the model owns the engine, which refers to the parts
     model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), images)
     model.__class__ = _streamed_class(cls)  # type: ignore[arg-type]
-    let_adapters_merge(engine)
     return model

@@ -346,6 +346,18 @@ def adapter_params(model: Any) -> set[int]:
     return {id(param) for module in modules for param in module.parameters()}
 
 
+def replaced_params(model: Any) -> set[int]:
+    """Return the identities of the base's parameters of which PEFT trains copies, with `modules_to_save` and in norms. They
+    are gone when PEFT unloads the adapters, because the copies take their place.
+    """
+    pairs = (("modules_to_save", "original_module"), ("ln_tuning_layers", "base_layer"))
+    replaced = []
+    for module in model.modules():
+        children = dict(module.named_children())
+        replaced += [children[of] for copies, of in pairs if {copies, of} <= children.keys()]
+    return {id(param) for module in replaced for param in module.parameters()}
+
+
 def is_adapter_layer(module: nn.Module) -> bool:
     """Return whether a module is one of PEFT's layers with adapters."""
     return bool(getattr(module, "adapter_layer_names", ()))
