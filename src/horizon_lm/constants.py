@@ -1,7 +1,6 @@
 """Constants that several packages share. Each is defined only here."""
 
 import mmap
-import signal
 
 IGNORE_INDEX = -100
 """Label of a token without loss, as in torch.nn.functional.cross_entropy and in transformers."""
@@ -24,6 +23,3 @@ COLLECTIVE_BYTES = 64 * 2**20
 
 DEVICE_MARGIN = 0.05
 """Share of the device memory that is left to fragmentation in the framework's allocator."""
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
-"""Signals that ask a run to end: of a terminal, of the system, of a batch system before its limit, of a limit on CPU time."""

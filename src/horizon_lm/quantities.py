@@ -20,7 +20,7 @@ def parse_bytes(text: str | int) -> int:
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9]{0,18}\.?[0-9]{1,18})\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].lower() not in _FACTORS:
         raise ConfigError(f"{text!r} is not a size; write for example 64MiB, 12GiB or 1.5TB")
     return int(float(match[1]) * _FACTORS[match[2].lower()])

@@ -3,6 +3,7 @@
 import itertools
 import json
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -92,6 +93,18 @@ def interrupted(self, *args):
     os.kill(os.getpid(), signal.SIGTERM)
     return write(self, *args)
 RunDir.write_model = interrupted
+"""
+
+# Sends seven more signals when the last message is printed.
+MORE_AT_THE_END = """
+import os, signal
+import horizon_lm.cli.common as common
+print_error = common._print_error
+def pressed(text):
+    for _ in range(7):
+        os.kill(os.getpid(), signal.SIGINT)
+    print_error(text)
+common._print_error = pressed
 """
 
 
@@ -213,6 +226,24 @@ def test_a_signal_to_the_group_while_tokenizing(run_file: Path, number: signal.S
     assert all_end(workers)
     assert f"error: interrupted by {number.name}. Nothing was trained yet." in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("moment", "setup"),
+    [("step 2/", ""), pytest.param("loading", SLOW_LOADING, marks=pytest.mark.slow)],
+    ids=["step", "loading"],
+)
+def test_nine_interrupts(run_file: Path, moment: str, setup: str) -> None:
+    """Somebody who leans on Ctrl-C gets the same end as with two."""
+    with RunProcess(run_file, setup=setup + MORE_AT_THE_END) as run:
+        run.wait_for(moment)
+        for _ in range(2):
+            run.send(signal.SIGINT)
+            time.sleep(0.1)
+        assert run.end() == 75
+    assert "Traceback" not in run.stderr
+    assert "KeyboardInterrupt" not in run.stderr
+    assert "interrupted" in run.stderr
 
 
 def test_a_signal_to_the_group_while_loading(run_file: Path) -> None:

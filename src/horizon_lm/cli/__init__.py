@@ -5,6 +5,7 @@ seconds.
 import atexit
 import gc
 import os
+import signal
 import warnings
 from importlib import import_module
 from typing import Annotated, Any
@@ -12,8 +13,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from horizon_lm.cli.common import exits, print_version, require_threads, without_garbage_collection
+from horizon_lm.cli.common import exits, print_version, require_texts, require_threads, without_garbage_collection
 from horizon_lm.errors import EXIT_CODES
+from horizon_lm.signals import interrupt_once
 from horizon_lm.visible import visible
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # libraries read it when they are imported
@@ -47,6 +49,7 @@ class _LazyCommand(TyperCommand):
         super().__init__(name, help=_COMMANDS[name])
 
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **extra: Any) -> Any:
+        exits(require_texts)(args)
         if self.name in _STARTS_THREADS:
             exits(require_threads)()
         with without_garbage_collection():
@@ -103,4 +106,6 @@ def main() -> None:
     warnings.formatwarning = lambda *args, **kwargs: visible(format_warning(*args, **kwargs))
     # On exit the interpreter would collect the garbage of all libraries, which takes a second and frees nothing useful.
     atexit.register(gc.freeze)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored
+        signal.signal(signal.SIGINT, interrupt_once)
     app()

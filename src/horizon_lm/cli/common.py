@@ -2,10 +2,11 @@
 tokenizer.
 """
 
+import errno
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -39,8 +40,21 @@ def exits(command: Callable[P, None]) -> Callable[P, None]:
         except KeyboardInterrupt:
             _print_error("interrupted; files written before are intact")
             raise typer.Exit(InterruptedRunError.exit_code) from None
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            name = str(error.filename)
+            _print_error(f"{name[:60]}...: a path of {len(name):,} characters is too long; use a shorter one")
+            raise typer.Exit(ConfigError.exit_code) from None
 
     return run
+
+
+def require_texts(arguments: Iterable[str]) -> None:
+    """Raise ConfigError if an argument has a null character, which no path can have."""
+    for each in arguments:
+        if "\0" in each:
+            raise ConfigError(f"{each[:60]!r} has a null character; remove it")
 
 
 def _print_error(text: str) -> None:

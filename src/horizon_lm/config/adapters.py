@@ -2,11 +2,16 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
-from horizon_lm.config.types import Fraction, Names, Settings, UnusedError
+from horizon_lm.config.types import MAX_COUNT, Count, Fraction, Names, Settings, UnusedError
 
 OF_THE_BASE = {"use_peft", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "adapter_name_or_path"}
+
+
+def _as_float(value: Any) -> Any:
+    """Return a whole number as a float, since they are saved as floats; return anything else unchanged."""
+    return float(value) if type(value) is int and abs(value) < MAX_COUNT else value
 
 
 class AdapterSettings(Settings):
@@ -17,9 +22,9 @@ class AdapterSettings(Settings):
     use_peft: bool = Field(
         False, description="Train LoRA adapters (arXiv 2106.09685) of PEFT on the frozen model. Needs peft."
     )
-    lora_r: PositiveInt = Field(16, description="Rank of the adapters.")
-    lora_alpha: Annotated[PositiveFloat, BeforeValidator(lambda x: float(x) if type(x) is int else x)] = Field(
-        32.0, description="Adapters are scaled by lora_alpha / lora_r."
+    lora_r: Count = Field(16, description="Rank of the adapters.")
+    lora_alpha: Annotated[PositiveFloat, BeforeValidator(_as_float)] = Field(
+        32.0, le=1e6, description="Adapters are scaled by lora_alpha / lora_r."
     )
     lora_dropout: Fraction = Field(0.05, description="Dropout of the adapters' inputs.")
     lora_target_modules: str | Names | None = Field(

@@ -2,17 +2,9 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, NonNegativeFloat, ValidationInfo, field_validator
 
-from horizon_lm.config.types import Bytes, Interval, Settings, UnusedError
+from horizon_lm.config.types import Bytes, Count, Interval, Seconds, Settings, UnusedError
 
 
 class CheckpointSettings(Settings):
@@ -24,7 +16,7 @@ class CheckpointSettings(Settings):
         "steps", description="When to write checkpoint-STEP during training: no, steps or epoch."
     )
     save_steps: Interval = Field(500, description="Steps between checkpoints, or a fraction of all steps if below 1.")
-    save_total_limit: PositiveInt | None = Field(
+    save_total_limit: Count | None = Field(
         2,
         description="Number of checkpoints to keep; older ones are deleted once a new one is on disk. null for all. The best "
         "one is kept in addition with load_best_model_at_end.",
@@ -40,7 +32,7 @@ class CheckpointSettings(Settings):
         True,
         description="On SIGTERM, SIGINT, SIGHUP or SIGUSR1, finish the step, write a checkpoint, and exit with code 75.",
     )
-    save_on_signal_seconds: PositiveFloat | None = Field(
+    save_on_signal_seconds: Seconds | None = Field(
         None,
         description="Time that the system leaves after such a signal. A checkpoint that would take longer is not begun. "
         "Default: no limit.",
@@ -60,12 +52,12 @@ class CheckpointSettings(Settings):
         False,
         description="Export the model of the best evaluation instead of the last one. Also writes a checkpoint at each new best.",
     )
-    early_stopping_patience: PositiveInt | None = Field(
+    early_stopping_patience: Count | None = Field(
         None,
         description="End the run after this many evaluations in a row without a better metric. Default: never.",
     )
     early_stopping_threshold: NonNegativeFloat = Field(
-        0.0, description="Difference from the best metric that counts as better for early stopping."
+        0.0, le=1e6, description="Difference from the best metric that counts as better for early stopping."
     )
 
     metric_for_best_model: str | None = Field(

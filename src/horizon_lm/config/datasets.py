@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
-from horizon_lm.config.types import Names, Settings, UnusedError
+from horizon_lm.config.types import MAX_COUNT, Count, Names, Settings, UnusedError
 from horizon_lm.paths import exists, may_be_on_hub
 
 FIELDS = (
@@ -47,7 +47,7 @@ class DatasetConfig(Settings):
         description="Row of a text file: a line, a paragraph (blank lines separate them) or the whole document. Blank lines "
         "are never rows.",
     )
-    max_samples: PositiveInt | None = Field(
+    max_samples: Count | None = Field(
         None, description="Maximum number of rows to use, from the first on. Default: all rows."
     )
     fraction: float | None = Field(
@@ -55,6 +55,7 @@ class DatasetConfig(Settings):
     )
     weight: PositiveFloat = Field(
         1.0,
+        le=1e6,
         description="Number of times each row is used in an epoch; the fractional part is a random subset, drawn anew for "
         "every epoch.",
     )
@@ -134,13 +135,14 @@ class DataSettings(Settings):
     test_split_size: float | None = Field(
         None,
         gt=0,
+        le=MAX_COUNT,
         description="Number of rows of datasets to hold out as the eval set, or a fraction of them if below 1; "
         "instead of eval_datasets.",
     )
-    max_length: PositiveInt | None = Field(
+    max_length: Count | None = Field(
         1024, description="Maximum number of tokens in a row; longer rows are truncated at the end. null for no limit."
     )
-    dataset_num_proc: PositiveInt | None = Field(
+    dataset_num_proc: Count | None = Field(
         None, le=1024, description="Number of processes that tokenize rows; the result is cached. Default: one."
     )
 

@@ -2,9 +2,9 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from horizon_lm.config.types import Bytes, DeviceName, Settings, UnusedError
+from horizon_lm.config.types import Bytes, Count, CountOrZero, DeviceName, Seconds, Settings, UnusedError
 
 
 class EngineSettings(Settings):
@@ -15,12 +15,12 @@ class EngineSettings(Settings):
     device: DeviceName = Field(
         "auto", description="Compute device: auto (cuda if available, else cpu), cpu, cuda or cuda:N."
     )
-    dp_shard_size: PositiveInt | None = Field(
+    dp_shard_size: Count | None = Field(
         None,
         description="With torchrun: number of processes that share a copy of the model, each with a part of its weights, gradients "
         "and moments. Default: those of a machine.",
     )
-    dp_replicate_size: PositiveInt | None = Field(
+    dp_replicate_size: Count | None = Field(
         None,
         description="With torchrun: number of copies of the model. Default: the number of processes by dp_shard_size.",
     )
@@ -43,51 +43,51 @@ class EngineSettings(Settings):
     device_memory: Bytes | None = Field(
         None, description="Limit on device memory for buffers, such as 300MiB. Default: no limit."
     )
-    device_micro_batch_size: PositiveInt | None = Field(
+    device_micro_batch_size: Count | None = Field(
         None,
         description="Rows per micro-batch: those that a block processes on the device at once. Default: chosen by the plan.",
     )
     head: Literal["chunked", "whole"] = Field(
         "chunked", description="Compute the loss in chunks of tokens (chunked), or from all logits at once (whole)."
     )
-    head_chunk_tokens: PositiveInt | None = Field(
+    head_chunk_tokens: Count | None = Field(
         None, description="Tokens per chunk of logits with head: chunked. Default: chosen by the plan."
     )
-    activation_checkpoints: Literal["auto", "device", "host"] | NonNegativeInt = Field(
+    activation_checkpoints: Literal["auto", "device", "host"] | CountOrZero = Field(
         "auto",
         description="Where activation checkpoints (the blocks' inputs) are kept until the backward pass: device, host, auto, "
         "or the number of last blocks whose checkpoint stays on the device.",
     )
-    resident_blocks: NonNegativeInt | None = Field(
+    resident_blocks: CountOrZero | None = Field(
         None,
         description="Number of last blocks whose weights stay on the device for the backward pass. "
         "Default: chosen by the plan with activation_checkpoints: auto, else 0.",
     )
-    resident_graphs: NonNegativeInt | None = Field(
+    resident_graphs: CountOrZero | None = Field(
         None,
         description="Number of those blocks that also keep their autograd graph, so that they are not recomputed. "
         "Default: chosen by the plan if resident_blocks is, else 0.",
     )
 
-    mlp_chunk_tokens: PositiveInt | None = Field(
+    mlp_chunk_tokens: Count | None = Field(
         None, description="Tokens per chunk of a feed-forward layer, for very long rows. Default: all tokens at once."
     )
     compile: Literal["auto"] | bool = Field(
         "auto", description="Compile blocks with torch.compile, once per block structure. auto: only on a GPU."
     )
 
-    check_gradients: NonNegativeInt = Field(
+    check_gradients: CountOrZero = Field(
         0,
         description="Number of blocks whose gradients are compared with plain autograd before training, on the device and "
         "with the first batch; 0 for none.",
     )
 
-    rank_timeout: PositiveFloat | None = Field(
+    rank_timeout: Seconds | None = Field(
         600.0,
         description="With torchrun: seconds after which a process that stays behind the others ends the run, with its name. null for "
         "never. One that dies ends it within 30 seconds.",
     )
-    step_timeout: PositiveFloat | None = Field(
+    step_timeout: Seconds | None = Field(
         1800.0,
         description="Seconds after which a step that is not finished is reported, with the operations that it waits for and the "
         "stacks of all threads; the run goes on waiting. null for never.",

@@ -2,16 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
 from horizon_lm.config.adapters import AdapterSettings
 from horizon_lm.config.checkpoints import CheckpointSettings
@@ -19,7 +10,7 @@ from horizon_lm.config.datasets import WITHOUT_ROWS, DataSettings
 from horizon_lm.config.engine import EngineSettings
 from horizon_lm.config.model import ModelSettings
 from horizon_lm.config.training import TrainingSettings
-from horizon_lm.config.types import Interval, Names, Settings, UnusedError, as_list
+from horizon_lm.config.types import Count, CountOrZero, Interval, Names, Settings, UnusedError, as_list
 
 _TRACKERS = (
     "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab", "tensorboard",
@@ -58,7 +49,7 @@ class OutputSettings(Settings):
         None,
         description="Steps between evaluations, or a fraction of all steps if below 1. Default: logging_steps.",
     )
-    per_device_eval_batch_size: PositiveInt = Field(8, description="Rows per forward pass of an evaluation.")
+    per_device_eval_batch_size: Count = Field(8, description="Rows per forward pass of an evaluation.")
 
     logging_steps: Interval = Field(
         10,
@@ -84,9 +75,9 @@ class OutputSettings(Settings):
     sample_steps: Interval = Field(
         100, description="Steps between these answers, or a fraction of all steps if below 1."
     )
-    sample_max_new_tokens: PositiveInt = Field(64, description="Maximum number of tokens in such an answer.")
+    sample_max_new_tokens: Count = Field(64, description="Maximum number of tokens in such an answer.")
 
-    trace_steps: NonNegativeInt = Field(
+    trace_steps: CountOrZero = Field(
         0, description="Number of steps, from the third on, whose operations are recorded in trace.json."
     )
     push_to_hub: bool = Field(False, description="Upload the trained model to the Hugging Face hub after training.")
@@ -252,14 +243,14 @@ class DpoConfig(RunConfig):
     objective: Literal["sft", "pretrain", "dpo"] = Field(
         "dpo", description=RunConfig.model_fields["objective"].description
     )
-    learning_rate: PositiveFloat = Field(1e-6, description=RunConfig.model_fields["learning_rate"].description)
+    learning_rate: PositiveFloat = Field(1e-6, le=1e3, description=RunConfig.model_fields["learning_rate"].description)
     beta: PositiveFloat = Field(
-        0.1, description="Strength of the penalty on departing from the model that the run starts from."
+        0.1, le=1e4, description="Strength of the penalty on departing from the model that the run starts from."
     )
     loss_type: Annotated[list[DpoLoss], BeforeValidator(as_list), Field(min_length=1)] = Field(
         ["sigmoid"], description="Loss of a pair: sigmoid, hinge, ipo or robust; or a list of them, which are summed."
     )
-    loss_weights: list[NonNegativeFloat] | None = Field(
+    loss_weights: list[Annotated[float, Field(ge=0, le=1e6)]] | None = Field(
         None, description="Weights of the losses in that list. Default: 1 each."
     )
     label_smoothing: float = Field(
@@ -269,7 +260,7 @@ class DpoConfig(RunConfig):
         description="With loss_type: robust, the probability that a preference is labelled the wrong way round.",
     )
     disable_dropout: bool = Field(True, description="Train without dropout, as the reference is computed.")
-    precompute_ref_batch_size: PositiveInt | None = Field(
+    precompute_ref_batch_size: Count | None = Field(
         None, description="Rows per forward pass of the reference. Default: per_device_train_batch_size."
     )
 

@@ -2,9 +2,9 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationInfo, field_validator
 
-from horizon_lm.config.types import Fraction, Settings, StepsOrFraction, UnusedError
+from horizon_lm.config.types import Count, Fraction, Norm, Settings, StepsOrFraction, UnusedError
 
 MAX_ROWS_PER_STEP = 65_536  # what a plan of seconds can try in all sizes of micro-batches
 
@@ -15,17 +15,17 @@ class TrainingSettings(Settings):
     heading: ClassVar[str] = "Training"
 
     num_train_epochs: PositiveFloat = Field(
-        3.0, le=1e6, description="Number of passes over the training rows; may be a fraction."
+        3.0, ge=1e-6, le=1e6, description="Number of passes over the training rows; may be a fraction."
     )
     max_steps: int = Field(
         -1, le=2**31, description="Number of optimizer steps, instead of num_train_epochs; -1 for not set."
     )
-    per_device_train_batch_size: PositiveInt = Field(
+    per_device_train_batch_size: Count = Field(
         8,
         le=MAX_ROWS_PER_STEP,
         description="Rows of each process per optimizer step, before gradient_accumulation_steps multiplies them.",
     )
-    gradient_accumulation_steps: PositiveInt = Field(
+    gradient_accumulation_steps: Count = Field(
         1,
         le=MAX_ROWS_PER_STEP,
         description="Multiplier of the rows per step; they still run as one forward and one backward pass.",
@@ -35,7 +35,7 @@ class TrainingSettings(Settings):
         None, ge=0, lt=2**32, description="Seed for shuffling, splitting and sampling rows. Default: seed."
     )
 
-    learning_rate: PositiveFloat = Field(2e-5, description="Peak learning rate of AdamW.")
+    learning_rate: PositiveFloat = Field(2e-5, le=1e3, description="Peak learning rate of AdamW.")
     lr_scheduler_type: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
         "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
@@ -48,19 +48,19 @@ class TrainingSettings(Settings):
         0, description="Steps of learning rate warmup, or a fraction of all steps if below 1."
     )
     weight_decay: NonNegativeFloat = Field(
-        0.0, description="Weight decay of AdamW, applied to all weights except biases and norms."
+        0.0, le=1e3, description="Weight decay of AdamW, applied to all weights except biases and norms."
     )
     adam_beta1: Fraction = Field(0.9, description="Decay rate of AdamW's first moment.")
     adam_beta2: Fraction = Field(0.999, description="Decay rate of AdamW's second moment.")
-    adam_epsilon: PositiveFloat = Field(1e-8, description="Term added to AdamW's denominator for numerical stability.")
-    max_grad_norm: NonNegativeFloat = Field(
-        1.0, description="Global norm that gradients are clipped to; 0 for no clipping."
+    adam_epsilon: PositiveFloat = Field(
+        1e-8, le=1, description="Term added to AdamW's denominator for numerical stability."
     )
+    max_grad_norm: Norm = Field(1.0, description="Global norm that gradients are clipped to; 0 for no clipping.")
     non_finite: Literal["raise", "skip"] = Field(
         "raise",
         description="On a NaN or infinite gradient, end the run with the weights unchanged (raise) or skip the step (skip).",
     )
-    max_consecutive_skips: PositiveInt | None = Field(
+    max_consecutive_skips: Count | None = Field(
         3,
         description="With non_finite: skip, end the run after more than this many skipped steps in a row; null for no limit.",
     )

@@ -1,11 +1,16 @@
 """Types of setting values, with checks that pydantic does not provide."""
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from horizon_lm.quantities import parse_bytes
+
+_MIN_SIZE, _MAX_SIZE = 1e-30, 1e30  # of fractional numbers, which float32 computes with
+_MAX_WHOLE = 2**60  # of whole numbers without a limit of their own
+MAX_COUNT = 2**31
 
 
 class UnusedError(ValueError):
@@ -22,6 +27,29 @@ class Settings(BaseModel):
     heading: ClassVar[str] = ""
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+    @field_validator("*")
+    @classmethod
+    def _reject_nonsense(cls, value: Any) -> Any:
+        for each in _parts(value):
+            if isinstance(each, str) and "\0" in each:
+                raise ValueError("has a null character; remove it")
+            if isinstance(each, float) and each != 0 and not _MIN_SIZE <= abs(each) <= _MAX_SIZE:
+                raise ValueError(f"must be 0, or between {_MIN_SIZE:g} and {_MAX_SIZE:g} in size")
+            if isinstance(each, int) and abs(each) > _MAX_WHOLE:
+                raise ValueError(f"must be at most {_MAX_WHOLE:,} in size")
+        return value
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield the plain values in nested lists and mappings, with the keys of mappings."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for each in value:
+            yield from _parts(each)
+    else:
+        yield value
+
 
 def _check_device_name(name: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
@@ -31,6 +59,8 @@ def _check_device_name(name: str) -> str:
 
 def _check_steps_or_fraction(value: float) -> float:
     """Apply transformers' rule: values of at least 1 are a number of steps, smaller values a fraction of all steps."""
+    if value > MAX_COUNT:
+        raise ValueError(f"must be at most {MAX_COUNT:,} steps")
     if value < 0 or (value >= 1 and value != int(value)):
         raise ValueError("must be a whole number of steps, or a fraction of all steps below 1")
     return int(value) if value >= 1 else value
@@ -47,6 +77,18 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _check_norm(value: float) -> float:
+    if 0 < value < _MIN_NORM:
+        raise ValueError(f"must be 0 for no clipping, or at least {_MIN_NORM:g}")
+    return value
+
+
+_MIN_NORM = 1e-9
+
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
+Norm = Annotated[float, Field(ge=0, le=1e12), AfterValidator(_check_norm)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), AfterValidator(_check_unit)]
 DeviceName = Annotated[str, AfterValidator(_check_device_name)]
 Names = Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]

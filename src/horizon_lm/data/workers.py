@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from horizon_lm.constants import STOP_SIGNALS
+from horizon_lm.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _END = (signal.SIGTERM,)  # how a pool ends its workers

@@ -10,8 +10,8 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from horizon_lm.constants import STOP_SIGNALS
 from horizon_lm.errors import InterruptedRunError
+from horizon_lm.signals import STOP_SIGNALS, ignore_stop_signals, interrupt_once
 
 _REPEATS = (
     signal.SIGINT,
@@ -37,7 +37,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
-        self._finishes_steps = self._leaves = False
+        self._finishes_steps = self._leaves = self._raised = self._repeats = False
         self._orders: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # may be used by a signal handler
         self._left, self._lock = threading.Event(), threading.Lock()
         self._kept: Callable[[], str] = lambda: "Nothing was trained yet."
@@ -60,6 +60,8 @@ class Interrupts:
             self._left.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self.requested and interrupt_once in self._previous.values():  # a command, which has nothing left but to end
+            ignore_stop_signals()
         if not self.requested or error is None or isinstance(error, InterruptedRunError):
             return
         # While the data is prepared, libraries turn KeyboardInterrupt into errors of their own.
@@ -97,7 +99,9 @@ class Interrupts:
         first, self.requested = not self.requested, self.requested or signal.Signals(number).name
         if first and self._finishes_steps:
             _write(f"\n{self.requested}: stopping after this step; interrupt again to stop at once\n")
-        elif not self._finishes_steps or number in _REPEATS:
+        elif (not self._finishes_steps or number in _REPEATS) and (self._repeats or not self._raised):
+            # Once only: another KeyboardInterrupt would end the cleaning up.
+            self._raised, self._repeats = True, False
             self._orders.put(signal.Signals(number))
             raise KeyboardInterrupt
 
@@ -111,6 +115,7 @@ class Interrupts:
         while not self._left.wait(_REPEAT_SECONDS):
             with self._lock:  # once the handlers are restored, the signal would end the process
                 if not self._left.is_set():
+                    self._repeats = True
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 

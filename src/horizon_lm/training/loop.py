@@ -64,6 +64,7 @@ from horizon_lm.training.setup import (
     make_objectives,
     num_steps_of,
     require_callable,
+    require_sane_schedule,
     reserve_buffers,
 )
 from horizon_lm.training.spikes import Spikes
@@ -224,6 +225,7 @@ def _train(
             position = data_position(data.training.packed, sampler, point.step)
             reporter.print(*require_same_rows(point, position, config))
         num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
+        require_sane_schedule(config, num_steps)
         intervals = Intervals(config, num_steps, sampler.steps_per_epoch)
         prompts = SamplePrompts(config, tokenizer)
         plan = admission.admit(

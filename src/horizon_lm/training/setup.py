@@ -183,8 +183,6 @@ def _open(config: RunConfig, reads_weights: bool, mesh: Any) -> Any:
 
 def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any, Any]:
     """Build AdamW and its learning-rate scheduler."""
-    from transformers import get_scheduler
-
     import horizon_lm
 
     optimizer = horizon_lm.AdamW(
@@ -201,16 +199,52 @@ def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any,
         max_consecutive_skips=config.max_consecutive_skips,
         update_in_backward=config.update_in_backward,
     )
+    return optimizer, _build_scheduler(optimizer, config, num_steps)
+
+
+def _build_scheduler(optimizer: Any, config: RunConfig, num_steps: int) -> Any:
+    from transformers import get_scheduler
+
     num_warmup_steps = num_steps_of(config.warmup_steps, num_steps)
     try:
-        scheduler = get_scheduler(
+        return get_scheduler(
             config.lr_scheduler_type, optimizer, num_warmup_steps, num_steps, config.lr_scheduler_kwargs
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
             f"lr_scheduler_kwargs: rejected by {config.lr_scheduler_type}: {first_line(error)}"
         ) from error
-    return optimizer, scheduler
+
+
+_RATES = 100  # of a schedule that are computed
+
+
+def require_sane_schedule(config: RunConfig, num_steps: int) -> None:
+    """Raise ConfigError if the warm-up of a run is longer than the run, or a learning rate of it is not between 0 and the peak."""
+    num_warmup_steps = num_steps_of(config.warmup_steps, num_steps)
+    if num_warmup_steps > num_steps:
+        raise ConfigError(
+            f"warmup_steps: {num_warmup_steps:,}: is more than the {counted(num_steps, 'step')} of the run; set a fraction, such as 0.03"
+        )
+    given = config.lr_scheduler_kwargs or {}
+    for name in ("num_cycles", "num_decay_steps"):
+        if isinstance(given.get(name), int | float) and given[name] > num_steps:
+            raise ConfigError(
+                f"lr_scheduler_kwargs: {name}: {given[name]:g}: is more than the {counted(num_steps, 'step')} of the run; set a smaller number"
+            )
+    optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=config.learning_rate)
+    scheduler = _build_scheduler(optimizer, config, num_steps)
+    for step in range(0, num_steps, -(-num_steps // _RATES)):
+        try:
+            share = scheduler.lr_lambdas[0](step)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ConfigError(
+                f"lr_scheduler_kwargs: rejected by {config.lr_scheduler_type}: {first_line(error)}"
+            ) from error
+        if not (isinstance(share, int | float) and 0 <= share <= 1 + 1e-9):
+            raise ConfigError(
+                f"lr_scheduler_kwargs: the learning rate of step {step + 1:,} would be {share:g} times learning_rate; correct them"
+            )
 
 
 def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | None:
