@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import horizon_lm
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.engine.loading import open_for_run
+from horizon_lm.store.checkpoint_loader import parameter_names
+from horizon_lm.store.conversion import find_conversion
 from tests.census.comparison import TOLERANCE, Outcome, relative
 from tests.census.shrink import of_width
 from tests.census.subject import PlainFailsError, Subject, describe
@@ -97,10 +99,10 @@ def _save(subject: Subject, folder: str, place: Path) -> Any:
         dtype = torch.float32 if folder == "mixed" else getattr(torch, folder)
         again = model_class.from_pretrained(place / "float32", dtype=dtype)
         if folder == "mixed":
-            names = {name for name, _ in again.named_parameters()}
-            state = {
-                n: t.bfloat16() if n in names and i % 2 else t for i, (n, t) in enumerate(again.state_dict().items())
-            }
+            halved = {
+                each.data_ptr() for each in list(again.parameters())[::2]
+            }  # by address, as tied weights have two names
+            state = {n: t.bfloat16() if t.data_ptr() in halved else t for n, t in again.state_dict().items()}
             again.save_pretrained(place / "folder", state_dict=state)
         else:
             again.save_pretrained(place / "folder")
@@ -165,15 +167,21 @@ def _written(plain: Any, model: Any, place: Path, opening: str) -> Iterator[str]
     plain.save_pretrained(place / "plain")
     model.save_pretrained(place / "written")
     theirs, ours, source = (_read(place / name) for name in ("plain", "written", "folder"))
-    if theirs.keys() != ours.keys():
+    tied = parameter_names(plain)
+    if {tied.get(name, name) for name in theirs} != {tied.get(name, name) for name in ours}:
         yield f"written are also {sorted(ours.keys() ^ theirs.keys())[:2]}, or instead"
         return
     store = model._horizon.engine.store
-    buffers = {name.rpartition(".")[2] for name, _ in plain.named_buffers()}  # modules may have other names in files
+    own = {name for name, _ in plain.named_buffers()}
+    conversion = find_conversion(plain, ours)  # modules may have other names in files
+    buffers = {name for target in conversion.targets if target.name in own for name in target.sources}
+    ours = {
+        name: each for name, each in ours.items() if name in theirs
+    }  # a tied weight may have been written by its other name
     for name, each in ours.items():
         kept = each.is_floating_point() and (opening == "float32" or theirs[name].dtype == torch.float32)
         expected = source[name].float() if kept else source[name]
-        if opening in ("bf16", "nf4") and name.rpartition(".")[2] not in buffers and each.is_floating_point():
+        if opening in ("bf16", "nf4") and name not in buffers and each.is_floating_point():
             expected = expected.bfloat16().to(expected.dtype)  # its store has no more
         if each.dtype != expected.dtype:
             yield f"{name} is written as {each.dtype} instead of {expected.dtype}"

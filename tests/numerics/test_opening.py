@@ -21,6 +21,7 @@ from transformers import (
 import horizon_lm
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.checkpoints.export import export_checkpoint
+from horizon_lm.model import hub
 
 SMALL = {"vocab_size": 90, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
 DEEPSEEK = DeepseekV3Config(
@@ -197,3 +198,16 @@ def test_opening_draws_no_random_numbers(tmp_path: Path) -> None:
     expected = torch.get_rng_state()
     horizon_lm.from_pretrained(tmp_path)
     assert torch.equal(torch.get_rng_state(), expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_gguf_file_is_dequantized_to_the_dtype_that_it_is_opened_with(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dequantized(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
+        return AutoModelForCausalLM.from_config(GEMMA, dtype=dtype)
+
+    monkeypatch.setattr(hub, "load_gguf", dequantized)
+    model = horizon_lm.from_pretrained(tmp_path, precision=precision, gguf_file="model.gguf")
+    assert model.get_buffer("model.embed_tokens.embed_scale").dtype == PRECISIONS[precision]
+    assert set(model._horizon.engine.store.source_dtypes.values()) == {PRECISIONS[precision]}

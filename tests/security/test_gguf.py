@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.gguf_header import read_gguf_header
@@ -67,7 +68,10 @@ BAD = {
 def test_bad_headers(name: str, tmp_path: Path) -> None:
     content, message = BAD[name]
     (tmp_path / "model.gguf").write_bytes(content)
-    for read in (lambda: load_config(tmp_path, False, "model.gguf"), lambda: load_gguf(tmp_path, "model.gguf")):
+    for read in (
+        lambda: load_config(tmp_path, False, "model.gguf"),
+        lambda: load_gguf(tmp_path, "model.gguf", torch.bfloat16),
+    ):
         with pytest.raises(ConfigError, match=f"model.gguf.*{message}"):
             read()
 

@@ -323,7 +323,7 @@ def _open(
             raise ConfigError(
                 f"gguf_file={gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
             )
-        model = hub.load_gguf(folder, gguf_file)
+        model = hub.load_gguf(folder, gguf_file, opened_dtype(precision))
         return _stream(model if adapters is None else adapters.add_to(model, draw=True), settings)
     for name, value in changes.items():
         setattr(config, name, value)

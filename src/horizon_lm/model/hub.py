@@ -294,16 +294,15 @@ def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
     return model
 
 
-def load_gguf(folder: Path, gguf_file: str) -> Any:
-    """Return a GGUF model dequantized and entirely in memory, to be converted once before training."""
-    import torch
+def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
+    """Return a GGUF model dequantized to a dtype and entirely in memory, to be converted once before training."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     require_model_files(folder)
     read_gguf_header(gguf_path(folder, gguf_file))
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=gguf_file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True),
+            folder, gguf_file=gguf_file, dtype=dtype, quantization_config=GgufConfig(dequantize=True),
             trust_remote_code=False,
         )  # fmt: skip
     except Exception as error:  # transformers' parsers raise anything
