@@ -32,7 +32,7 @@ def main() -> None:
     renders.add_argument("results", type=Path, nargs="*", default=[Path("runs/census/results.json")])
     openings = commands.add_parser("openings", help="write the section about opening folders in docs/models.md")
     openings.add_argument(
-        "results", nargs="+", metavar="VERSION=FILE", help="a version of transformers, and its results"
+        "results", nargs="+", metavar="VERSION=FILE,...", help="a version of transformers, and its results"
     )
     commands.add_parser("worker", help="what run starts")
     arguments = parser.parse_args()
@@ -41,7 +41,8 @@ def main() -> None:
     elif arguments.command == "run":
         _run(arguments)
     elif arguments.command == "openings":
-        _render_openings(dict(each.split("=", 1) for each in arguments.results))
+        pairs = [each.split("=", 1) for each in arguments.results]
+        _render_openings({version: files.split(",") for version, files in pairs})
     else:
         _render(merge(arguments.results))
 
@@ -58,8 +59,8 @@ def _run(arguments: argparse.Namespace) -> None:
         arguments.output.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _render_openings(files: dict[str, str]) -> None:
-    results = {version: json.loads(Path(file).read_text(encoding="utf-8")) for version, file in files.items()}
+def _render_openings(files: dict[str, list[str]]) -> None:
+    results = {version: merge([Path(file) for file in each]) for version, each in files.items()}
     PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), section(results)), encoding="utf-8")
 
 
