@@ -200,10 +200,18 @@ def set_offline(value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", value)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_contacted_or_opened(way: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_offline(False, monkeypatch)
-    result = run_command("inspect", WAYS[way](watch, "Image"))
+SAMPLE = [(way, "inspect", False) for way in WAYS] + [
+    ("parquet", "train", True),
+    ("card beside json lines", "plan", True),
+]
+
+
+@pytest.mark.parametrize(("way", "command", "offline"), SAMPLE)
+def test_nothing_is_contacted_or_opened(
+    way: str, command: str, offline: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_offline(offline, monkeypatch)
+    result = run_command(command, WAYS[way](watch, "Image"))
     assert watch.touched() == []
     assert result.exit_code in (0, 2, 4), result.stderr
 

@@ -895,6 +895,22 @@ def test_splits_of_a_folder_are_named_by_its_files(tmp_path: Path) -> None:
         texts_of(tmp_path, split="train[:")
 
 
+@pytest.mark.parametrize("name", ["a[1]", "a*", "a?"])
+def test_a_name_is_no_pattern(tmp_path: Path, name: str) -> None:
+    """`datasets` takes names as patterns, which match other files."""
+    folder = tmp_path / name
+    folder.mkdir()
+    for file, text in ((name, "mine"), ("a1", "other")):
+        datasets.Dataset.from_dict({"text": [text]}).to_parquet(folder / f"{file}.parquet")
+    assert texts_of(folder / f"{name}.parquet") == ["mine"]
+    assert texts_of(folder, data_files=["a1.parquet"]) == ["other"]
+
+
+def test_a_name_with_addresses_inside_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="rename the file"):
+        texts_of(write(tmp_path, "a", "zip::a.txt"))
+
+
 def test_files_of_a_named_reader(tmp_path: Path) -> None:
     assert texts_of("json", data_files=[str(write(tmp_path, [{"text": "a"}]))]) == ["a"]
 

@@ -6,6 +6,7 @@ A card may name the files to read, which are files of its own repository or reje
 """
 
 import csv
+import glob
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,10 @@ def read_files(config: DatasetConfig, reader: str, files: Sequence[Path], cache:
     """
     import datasets
 
-    options: dict[str, Any] = {"path": reader, "data_files": {"train": list(map(str, files))}, "cache_dir": str(cache)}
+    if chained := next((file for file in files if "::" in str(file)), None):
+        raise DataError(f"{chained}: names with '::' are addresses inside of others to datasets; rename the file")
+    names = [glob.escape(str(file)) for file in files]  # of this file alone, not a pattern for others
+    options: dict[str, Any] = {"path": reader, "data_files": {"train": names}, "cache_dir": str(cache)}
     with _readable(config):
         if reader in ("parquet", "arrow"):
             declared = _declared_features(reader, files[0])

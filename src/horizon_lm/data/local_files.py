@@ -131,11 +131,8 @@ def _matching(config: DatasetConfig, folder: Path) -> list[Path]:
             raise DataError(
                 f"{config.path}: {pattern} in data_files is not in this folder; name it as a path of its own"
             )
-        found = [
-            file
-            for file in map(Path, glob.glob(str(folder / Path(pattern).expanduser()), recursive=True))
-            if file.is_file()
-        ]
+        names = glob.glob(str(Path(pattern).expanduser()), root_dir=folder, recursive=True)
+        found = [folder / name for name in names if (folder / name).is_file()]
         if not found:
             raise DataError(f"{config.path}: no file matches {pattern} in data_files")
         files |= set(found)
