@@ -8,11 +8,12 @@ import pytest
 import torch
 import trl
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 import horizon_lm
+from horizon_lm.errors import ConfigError
 from horizon_lm.integrations import references
 from tests import families
 from tests.e2e import tiny
@@ -125,6 +126,46 @@ def test_equal_to_plain_peft(tmp_path: Path, kind: str, source: str, monkeypatch
     assert difference(*[adapters(each.model) for each in trained], 1e-5) is None
     assert set(loads.counts) == {most_loads}
     assert all(line["grad_norm"] > 0 for line in lines[0] if "grad_norm" in line)
+
+
+@pytest.mark.parametrize("source", ["peft_config", "before", "after"])
+def test_prompts_train_as_plain_ones(tmp_path: Path, source: str) -> None:
+    """TRL trains the first token of a row, too, which follows the prompt."""
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    folder, trained = tiny.save_model(tmp_path / "model"), []
+    for streams in (False, True):
+        model, more = base("sft", folder), {}
+        if streams and source != "before":
+            model = horizon_lm.stream(model, precision="float32")
+        torch.manual_seed(1)
+        if source == "peft_config":
+            more = {"peft_config": prompt}
+        else:
+            model = get_peft_model(model, prompt)
+        if streams and source == "before":
+            model = horizon_lm.stream(model, precision="float32")
+        cls = horizon_lm.trainer(trl.SFTTrainer) if streams else trl.SFTTrainer
+        trainer = make("sft", cls, model, tmp_path / str(streams), learning_rate=1e-2, **more)
+        trainer.train()
+        trained.append((history(trainer), trainer.model.prompt_encoder["default"].embedding.weight.detach().clone()))
+    assert difference(*trained, 1e-5) is None
+
+
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_head_in_float32(tmp_path: Path, precision: str) -> None:
+    """GRPO's cast changes nothing if all is computed in float32, and is rejected if it is not."""
+    folder, trained = tiny.save_model(tmp_path / "model"), []
+    for cast in (False, True):
+        model = horizon_lm.stream(base("grpo", folder), precision=precision)
+        trainer = make(
+            "grpo", horizon_lm.trainer(trl.GRPOTrainer), model, tmp_path / str(cast), cast_lm_head_to_fp32=cast
+        )
+        trainer.train()
+        trained.append((history(trainer), copied_weights(trainer.model)))
+    assert difference(*trained, 0.0) is None
+    half = horizon_lm.stream(base("grpo", folder), precision=precision, compute_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"cast_lm_head_to_fp32=True .* compute_dtype=torch.float32"):
+        make("grpo", horizon_lm.trainer(trl.GRPOTrainer), half, tmp_path / "half", cast_lm_head_to_fp32=True)
 
 
 def test_switches_do_not_leak_between_losses(tmp_path: Path) -> None:

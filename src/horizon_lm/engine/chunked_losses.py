@@ -12,6 +12,7 @@ from horizon_lm.engine.chunked_lm_head import ChunkedLmHead, ChunkedRun, Grads, 
 from horizon_lm.engine.recompute import no_autocast_cache
 from horizon_lm.engine.token_statistics import TokenStatistics
 from horizon_lm.errors import StreamingError
+from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.functional import logprobs_of_logits
 
 
@@ -129,6 +130,14 @@ class TokenLogprobs(NamedTuple):
     is_top1: torch.Tensor | None = None
 
 
+class WantedLogprobs(NamedTuple):
+    """The values that `token_logprobs` wants of a forward pass, instead of a loss."""
+
+    temperature: float
+    names: Sequence[str]
+
+
+WANTED = "_horizon_lm_logprobs"  # the argument of the model's forward method that has them
 STATISTICS = ("mean", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1")
 WITHOUT_GRADIENT = ("mean_logits", "log_sum_sq_probs", "is_top1")
 
@@ -149,7 +158,9 @@ def token_logprobs(
             shifted by one; -100 at positions to ignore.
 
     Returns:
-        float32 values of shape (B, T): at position t, of the token that follows it.
+        float32 values of shape (B, T): at position t, of the token that follows it. A prompt of P virtual tokens, which PEFT
+        puts before the tokens of each row, has positions of its own: values are (B, P + T), and position P - 1 is followed by
+        the first token.
 
     Raises:
         ValueError: labels are missing, or a statistic is unknown.
@@ -163,8 +174,17 @@ def token_logprobs(
         )
     if unknown := set(statistics) - set(STATISTICS):
         raise ValueError(f"statistics are {', '.join(STATISTICS)}, not {', '.join(sorted(unknown))}")
-    names = ["logprobs", *(name for name in STATISTICS if name in statistics)]
-    return model._horizon.token_logprobs(inputs, temperature, names)
+    wanted = WantedLogprobs(temperature, ["logprobs", *(name for name in STATISTICS if name in statistics)])
+    if "_horizon" in vars(model):
+        if getattr(vars(model).get("forward"), "__self__", model) is not model:
+            raise StreamingError(
+                "the model's forward is that of another module, as in PEFT's disable_adapter() of a prompt that was streamed with "
+                "the model; add the prompt after stream(), where it can be switched off"
+            )
+        return model._horizon.token_logprobs((), inputs, wanted)  # type: ignore[no-any-return]
+    require_adapters_that_stream(model)
+    # PEFT's model around the streamed one puts a prompt before the tokens, or prepares its layers for the call.
+    return model(**inputs, **{WANTED: wanted})  # type: ignore[no-any-return]
 
 
 class LogprobRun(ChunkedRun):

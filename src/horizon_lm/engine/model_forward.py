@@ -22,7 +22,7 @@ from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.device.base import send
 from horizon_lm.engine.blocks import Blocks
 from horizon_lm.engine.chunked_lm_head import ChunkedLmHead, LossInputs
-from horizon_lm.engine.chunked_losses import WITHOUT_GRADIENT, LogprobRun, LossRun, TokenLogprobs
+from horizon_lm.engine.chunked_losses import WITHOUT_GRADIENT, LogprobRun, LossRun, TokenLogprobs, WantedLogprobs
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.embedding import StreamedEmbedding
 from horizon_lm.engine.executor import Engine
@@ -41,7 +41,7 @@ from horizon_lm.engine.trained_tokens import trained_token_layers, trained_token
 from horizon_lm.errors import HorizonError, MissingLogitsError, StreamingError, SummedLossWarning
 from horizon_lm.model import attention
 from horizon_lm.model.active_adapters import ActiveAdapters
-from horizon_lm.model.adapter_kinds import is_differentiable_cache
+from horizon_lm.model.adapter_kinds import is_differentiable_cache, num_prompt_tokens
 from horizon_lm.model.block_template import Structure, has_foreign_hooks
 from horizon_lm.model.functional import in_place, logprobs_of_logits
 from horizon_lm.model.head_path import AUXILIARY, ChunkedPath
@@ -324,17 +324,12 @@ class ModelForward:
         outputs = self._run(calls, lambda calls, outer: self._loss_forward(calls, outer, inputs), head_grads)
         return [output.to_tuple() if tuples else output for output, tuples in zip(outputs, as_tuple, strict=True)]
 
-    def token_logprobs(self, kwargs: dict[str, Any], temperature: float, names: Sequence[str]) -> TokenLogprobs:
-        """Compute log-probabilities of labels instead of a loss.
-
-        Args:
-            kwargs: arguments of the model's forward method.
-            temperature: divides the logits.
-            names: the fields of TokenLogprobs to return.
-        """
-        call = self._bind((), kwargs)
+    def token_logprobs(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: WantedLogprobs) -> TokenLogprobs:
+        """Compute log-probabilities of labels instead of a loss, for arguments of the model's forward method."""
+        call, (temperature, names) = self._bind(args, kwargs), wanted
         if call.get("labels") is None and call.get("shift_labels") is None:
             raise ValueError("give labels or shift_labels")
+        _put_ignored_before(call, num_prompt_tokens(self.model))
         is_chunked = self._is_chunked(call)
         kind = ("logprobs", is_chunked, temperature, *names)
         with outside_inference_mode():
@@ -705,6 +700,13 @@ def _with_loss(output: Any, loss: torch.Tensor) -> Any:
 def _tokens_at_once(batch: _Batch, most_rows: int | None) -> int:
     """Return the tokens of the batch's largest micro-batch."""
     return min(batch.rows, most_rows or batch.rows) * batch.length
+
+
+def _put_ignored_before(call: Call, num_tokens: int) -> None:
+    """Put ignored labels before those of each row (B, T), for the virtual tokens that the model puts before its tokens."""
+    for name in ("labels", "shift_labels") if num_tokens else ():
+        if call.get(name) is not None:
+            call[name] = nn.functional.pad(call[name], (num_tokens, 0), value=IGNORE_INDEX)
 
 
 def _needs_grad(tensor: torch.Tensor | None) -> bool:

@@ -15,6 +15,7 @@ import torch
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.whole_units import borrowing, is_lender, lend, sharing
+from horizon_lm.engine.chunked_losses import WANTED
 from horizon_lm.engine.device_buffers import EngineOptions
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.late_adapters import empty_adapters
@@ -337,7 +338,12 @@ def _streamed_class(cls: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             _reject_compile()
-        return self._horizon.forward(args, kwargs)
+        wanted = kwargs.pop(WANTED, None)
+        return (
+            self._horizon.forward(args, kwargs)
+            if wanted is None
+            else self._horizon.token_logprobs(args, kwargs, wanted)
+        )
 
     def new(_: Any, *args: Any, **kwargs: Any) -> Any:
         return cls(*args, **kwargs)  # a new model is not streamed

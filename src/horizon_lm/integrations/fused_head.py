@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.engine.chunked_losses import token_logprobs
 
 ADD_HEAD = "add_fused_lm_head"  # by which TRL's trainers patch a model
@@ -22,16 +23,15 @@ def unless_streamed(model: Any) -> Callable[[Callable[..., None]], Callable[...,
     """Return a replacement for TRL's function that patches models, which leaves the head of a streamed model to `add_head`.
 
     Args:
-        model: the trainer's streamed model. If it has adapters, TRL patches the model inside it.
+        model: the trainer's streamed model. If it has adapters, TRL patches the model inside it, which is the streamed one
+            unless PEFT's prompts are streamed with it.
     """
     inside = model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def replace_patch(original: Callable[..., None]) -> Callable[..., None]:
         def add_fused_lm_head(patched: Any, *args: Any, **kwargs: Any) -> None:
-            if patched is inside:
-                add_head(model, *args, **kwargs)
-            else:
-                (add_head if hasattr(patched, "_horizon") else original)(patched, *args, **kwargs)
+            streamed = model if patched is inside and not hasattr(patched, "_horizon") else patched
+            (add_head if hasattr(streamed, "_horizon") else original)(streamed, *args, **kwargs)
 
         return add_fused_lm_head
 
@@ -83,8 +83,11 @@ def _fused_output(
     shifted = labels.get("shift_labels")
     # TRL leaves out the last position of a row, which has no next token.
     used = slice(None) if shifted is not None else slice(None, -1)
-    mask = (shifted if shifted is not None else labels["labels"][:, 1:]) != -100
-    log_probs = values.logprobs[:, used]  # (B, T), or (B, T - 1)
+    log_probs = values.logprobs[:, used]  # (B, T), or (B, T - 1), and P positions more with a prompt
+    targets = shifted if shifted is not None else labels["labels"]
+    num_prompt = values.logprobs.shape[1] - targets.shape[1]
+    targets = torch.nn.functional.pad(targets, (num_prompt, 0), value=IGNORE_INDEX)
+    mask = (targets if shifted is not None else targets[:, 1:]) != IGNORE_INDEX
     fields = {name: getattr(values, name)[:, used] for name in statistics}
     if "is_top1" in fields:
         fields["is_top1"] = fields["is_top1"].bool()

@@ -5,6 +5,9 @@ import math
 from functools import cache
 from typing import Any, cast
 
+import torch
+
+from horizon_lm.engine.parameters import StreamedParameter
 from horizon_lm.errors import ConfigError, HorizonError, NonFiniteError, StreamingError, first_line
 from horizon_lm.integrations import fused_head, references
 from horizon_lm.integrations.held_batches import HeldBatches
@@ -58,6 +61,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         model = given.get("model")
         if model is not None:
             references.prepare_reference(given)
+            _leave_head_in_float32(given.get("args"), model)
             replacements[fused_head.ADD_HEAD] = fused_head.unless_streamed(model)
             replacements[references.CREATE_MODEL] = references.streamed_like(model)
             replacements[references.HASH_MODEL] = references.hash_of_parts
@@ -89,7 +93,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         self._apply_plan()
         if trainer.optimizer is None and self._chooses_optimizer():
             trainer.optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        if trainer.optimizer is None and moments is not None and trainer.optimizer_cls_and_kwargs is None:
+        if trainer.optimizer is None and moments is not None and self._takes_own_optimizer():
             trainer.optimizer = self._own_optimizer(trainer.model if model is None else model, moments)
         if not isinstance(trainer.optimizer, AdamW):
             return trainer.optimizer or super().create_optimizer(model)  # type: ignore[misc]
@@ -107,6 +111,12 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         below = type(self).__mro__[type(self).__mro__.index(StreamedTrainer) + 1 :]
         own = [each for each in below if each is not Trainer and issubclass(each, Trainer)]
         return any(name in vars(each) for each in own for name in ("create_optimizer", "get_optimizer_cls_and_kwargs"))
+
+    def _takes_own_optimizer(self) -> bool:
+        """Return whether horizon_lm.AdamW can be the optimizer: not if all that is trained is a prompt around the model."""
+        trainer: Any = self
+        trained = [param for param in trainer.model.parameters() if param.requires_grad]
+        return trainer.optimizer_cls_and_kwargs is None and any(isinstance(p, StreamedParameter) for p in trained)
 
     def _apply_plan(self) -> None:
         """Print the plan of the steps, choose what it chooses, and raise DoesNotFitError if they do not fit."""
@@ -280,6 +290,19 @@ def _require_streamed(model: Any) -> None:
             "horizon_lm.trainer(...) trains a streamed model: load it with horizon_lm.from_pretrained(name), or call "
             "horizon_lm.stream(model)"
         )
+
+
+def _leave_head_in_float32(args: Any, model: Any) -> None:
+    """Turn off TRL's cast of the head if the head computes in float32 already. Raise ConfigError if it does not."""
+    if not getattr(args, "cast_lm_head_to_fp32", False):
+        return
+    dtype = model._horizon.engine.options.compute_dtype
+    if dtype != torch.float32:
+        raise ConfigError(
+            f"{type(args).__name__}: cast_lm_head_to_fp32=True is not supported by a streamed model that computes in {dtype}: its "
+            "head has the dtype of its blocks; stream with compute_dtype=torch.float32, or leave it out"
+        )
+    args.cast_lm_head_to_fp32 = False
 
 
 def _reject_unsupported(args: Any) -> None:

@@ -49,3 +49,9 @@ def is_differentiable_cache(cache: Any) -> bool:
     """Return whether keys or values in a cache need gradients, as those of prefix tuning do."""
     tensors = [value for layer in getattr(cache, "layers", ()) for value in vars(layer).values()]
     return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+
+
+def num_prompt_tokens(model: Any) -> int:
+    """Return the number of virtual tokens that a PEFT model puts before the tokens of each row; 0 for other models."""
+    config: Any = getattr(model, "active_peft_config", None)
+    return int(config.num_virtual_tokens) if getattr(config, "is_prompt_learning", False) else 0

@@ -301,7 +301,8 @@ class AdamW(torch.optim.Optimizer):
             check_settings(group)
             if any(id(param) not in self._names for param in group["params"]):
                 raise ConfigError(
-                    "horizon_lm.AdamW was given a parameter that is not of this model; use another optimizer for it"
+                    "horizon_lm.AdamW was given a parameter that is not of this model, for example of a prompt that PEFT added after "
+                    "stream(); add prompts before it, stream(get_peft_model(model, config)), or use another optimizer"
                 )
         except ConfigError:
             self.param_groups.pop()
