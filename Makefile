@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 export TORCH
 
-.PHONY: help demo test test-oldest test-peers lint docs wheel gpu-check
+.PHONY: help demo test test-oldest test-peers lint docs hostile wheel gpu-check
 
 help:
 	@echo "make demo   fine-tune a real model under an enforced limit on device memory, about 5 minutes (FAST=1: 8 steps, about 90 seconds)"
@@ -31,6 +31,9 @@ test-peers:
 lint:
 	@python=$$(scripts/bootstrap.sh dev) && set -x && $$python -m ruff check . && $$python -m ruff format --check . \
 	  && $$python -m mypy && $$python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+hostile:
+	@python=$$(scripts/bootstrap.sh dev) && $$python -m tests.security.hostile 20
 
 docs:  # PATH: signatures are formatted by ruff
 	@python=$$(scripts/bootstrap.sh dev) && PATH="$$(dirname "$$python"):$$PATH" NO_MKDOCS_2_WARNING=1 \

@@ -14,7 +14,7 @@ from torch import nn
 from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.data.token_dataset import TokenTable
-from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarning, first_line
+from horizon_lm.errors import CheckpointWarning, ConfigError, HorizonError, UnprovenModelWarning, first_line
 from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.paths import exists
 from horizon_lm.planning.plan import Plan
@@ -88,10 +88,12 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
     from transformers import AutoTokenizer
 
     from horizon_lm.data.template_limits import limit_templates
+    from horizon_lm.data.token_growth import require_little_growth, require_little_growth_of_file
     from horizon_lm.model import hub
 
     limit_templates()
     hub.require_model_files(folder)
+    require_little_growth_of_file(folder / "tokenizer.json")
     options = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
         # trust_remote_code is passed even if it is False: without it, transformers asks on standard input.
@@ -99,7 +101,10 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
         largest = max(tokenizer.get_vocab().values(), default=0)
         if largest > _LARGEST_TOKEN:
             raise ValueError(f"it has a token with the number {largest:,}")
+        require_little_growth(tokenizer, folder / "tokenizer.json")
         return tokenizer
+    except HorizonError:
+        raise
     except Exception as error:  # the parsers of transformers and tokenizers raise anything
         raise ConfigError(
             f"model_name_or_path: {folder} has no tokenizer that can be read ({first_line(error)}); copy "
