@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import horizon_lm
 from tests import families
+from tests.census import tiny_models
 from tests.numerics.test_adapter_kinds import TOKENS, WORK, lora, method
 from tests.numerics.test_quantized_base import by_bitsandbytes, save_published
 
@@ -207,4 +208,24 @@ def compare(folder: Path, base_name: str, kind: str) -> list[str]:
                 found.append(f"{name} has other bytes than in the base")
         elif name not in written and form not in QUANTIZED:
             found.append(f"{name} is missing")
+    return found
+
+
+def compare_type(folder: Path, model_type: str) -> list[str]:
+    """Merge LoRA into a base of any model type, and return what differs from PEFT's merge and from the base."""
+    save_plain(tiny_models.build(model_type).eval(), folder / "base", torch.float32)
+    config = lora(target_modules="all-linear", exclude_modules=["out_proj"])()  # PEFT rejects it in state space models
+    save_adapter(opened(folder / "base"), folder / "base", folder / "adapter", config)
+    adapted = peft.PeftModel.from_pretrained(opened(folder / "base"), folder / "adapter")
+    adapted.merge_and_unload().save_pretrained(folder / "peft")
+    horizon_lm.merge_adapter(folder / "adapter", folder / "merged")
+    before, written, expected = stored(folder / "base"), stored(folder / "merged"), stored(folder / "peft")
+    found = [f"{name} is not in both" for name in before.keys() ^ written.keys()]
+    buffers = dict(opened(folder / "base").named_buffers())
+    for name in before.keys() & written.keys():
+        source = before[name] if name in buffers or same(expected[name], before[name]) else expected[name]
+        if not same(written[name], source):
+            found.append(f"{name} differs")
+    if all(same(written[name], before[name]) for name in before.keys() & written.keys()):
+        found.append("the adapters change nothing")
     return found

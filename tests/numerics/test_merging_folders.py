@@ -43,6 +43,32 @@ def test_adapters_that_change_nothing_give_the_base_back(tmp_path: Path, base: s
     assert configs[0] == configs[1]
 
 
+def test_tensors_of_no_part_of_the_model(tmp_path: Path) -> None:
+    """They are kept; quantized ones are decoded, as nothing says that they are quantized any more."""
+    folder, plain = merging.save_base(tmp_path, "fp8")
+    state = load_file(folder / "model.safetensors")
+    layer = "model.layers.0.self_attn.o_proj.weight"
+    state |= {"extra.weight": state[layer].clone(), "extra.weight_scale_inv": state[f"{layer}_scale_inv"].clone()}
+    save_file(state | {"other.count": torch.arange(3)}, folder / "model.safetensors", {"format": "pt"})
+    merging.save_adapter(plain(), folder, tmp_path / "adapter", lora(target_modules=["q_proj"])())
+    horizon_lm.merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    written = merging.stored(tmp_path / "merged")
+    assert merging.same(written["extra.weight"], written[layer])
+    assert merging.same(written["other.count"], torch.arange(3))
+    assert not [name for name in written if "scale_inv" in name]
+
+
+def test_another_dtype_leaves_buffers_as_they_are(tmp_path: Path) -> None:
+    folder, plain = merging.save_base(tmp_path, "buffers")
+    merging.save_adapter(plain(), folder, tmp_path / "adapter", lora(target_modules=["o_proj"])())
+    horizon_lm.merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="bfloat16", max_shard_size="20KB")
+    before, written = merging.stored(folder), merging.stored(tmp_path / "merged")
+    buffers = [name for name in before if "e_score_correction_bias" in name]
+    assert buffers
+    assert all(merging.same(written[name], before[name]) for name in buffers)
+    assert {written[name].dtype for name in before.keys() - set(buffers)} == {torch.bfloat16}
+
+
 REJECTED: dict[str, tuple[Any, str]] = {
     "aLoRA": (lora(alora_invocation_tokens=[5, 6]), "changes some tokens of a row only"),
     "layer_replication": (lora(layer_replication=[(0, 2), (1, 3)]), "layer_replication lets several layers"),
