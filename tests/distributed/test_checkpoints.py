@@ -16,10 +16,11 @@ import horizon_lm
 from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.checkpoints.manifest import read_manifest, verify
 from horizon_lm.config.load import as_config
-from horizon_lm.errors import ConfigError, DoesNotFitError
+from horizon_lm.errors import ConfigError, DoesNotFitError, InterruptedRunError
 from horizon_lm.training import last_resort
 from horizon_lm.training.last_resort import LastResort
 from horizon_lm.training.ranks import Ranks
+from horizon_lm.training.run_checkpoints import RunCheckpoints
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.second_place import SecondPlace
 from tests.distributed.pool import Pool
@@ -146,22 +147,29 @@ def exporting(rank: int, folder: str, how: str) -> tuple[str, list[str]]:
     train(model, optimizer, Training(steps=1), [rank])
     ranks = Ranks(model._horizon.engine.mesh)
     settings = {"model_name_or_path": "m", "datasets": "d", "output_dir": f"{folder}/{rank}"}
-    run_dir, said, looked = RunDir(as_config(settings)), list[str](), count()
-    disk = FailingDisk({"folder": 2, "weights": 6, "never": 0}[how] if rank == 0 else 10**9, stays_full=how == "never")
+    config = as_config(settings)
+    run_dir, said, looked = RunDir(config), list[str](), count()
+    disk = FailingDisk(
+        {"folder": 2, "weights": 6, "never": 0, "checkpoint": 0}[how] if rank == 0 else 10**9,
+        how in ("never", "checkpoint"),
+    )
     run_dir.take()
     run_dir._disk = disk
+    checkpoints = RunCheckpoints(
+        config, run_dir.path, said.append, model, optimizer, lambda part: None, {}, None, ranks
+    )
     last = LastResort(
         run_dir, SecondPlace(), ranks, said.append, lambda: "SIGTERM" if rank == 1 and next(looked) > 20 else "",
-        lambda: None, lambda: None,
+        lambda: checkpoints.keep(1, {}, None) if how == "checkpoint" else None, lambda: checkpoints.last,
     )  # fmt: skip
     try:
         last.export(model, SimpleNamespace(save_pretrained=lambda part: None))
-    except DoesNotFitError as error:
-        return str(error), said
+    except (DoesNotFitError, InterruptedRunError) as error:
+        return f"{type(error).__name__}: {error}", said
     return "", said
 
 
-@pytest.mark.parametrize("how", ["folder", "weights", "never"])
+@pytest.mark.parametrize("how", ["folder", "weights", "never", "checkpoint"])
 def test_an_export_that_fails_is_tried_again_by_all_ranks(pool: Pool, tmp_path: Path, how: str) -> None:
     (error, said), (other, _) = pool.run(2, exporting, str(tmp_path), how)
     assert "no space is left" in said[0]
@@ -169,6 +177,10 @@ def test_an_export_that_fails_is_tried_again_by_all_ranks(pool: Pool, tmp_path: 
     if how == "never":
         assert "interrupted by SIGTERM while the trained model could not be written" in error
         assert "The trained weights are lost." in error
+    elif how == "checkpoint":
+        assert error.startswith("InterruptedRunError: interrupted by SIGTERM")
+        assert f"Kept: {tmp_path / '0' / 'checkpoint-1'}. Run the same command again to go on from there" in error
+        verify(tmp_path / "0" / "checkpoint-1", read_manifest(tmp_path / "0" / "checkpoint-1"))
     else:
         assert not error
         assert load_file(tmp_path / "0" / "model" / "model.safetensors")

@@ -117,8 +117,10 @@ class RunCheckpoints:
         """
         self.save(step, state)
         self.wait()
-        if self.path(step) in self._kept or elsewhere is None or self._ranks.mesh is not None:
-            return self.path(step) if self.path(step) in self._kept else None
+        own = str(self.path(step)) if self.path(step) in self._kept else None
+        found = self._ranks.of_first("the checkpoint", own)  # which alone knows
+        if found is not None or elsewhere is None or self._ranks.mesh is not None:
+            return None if found is None else Path(found)
         try:
             save_checkpoint(
                 elsewhere, self._model, self._optimizer, state=state, arrays=self._arrays, add_files=self._add_files, disk=self._disk

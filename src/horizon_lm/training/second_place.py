@@ -63,8 +63,8 @@ class SecondPlace:
 
 def _candidates(output_dir: Path) -> Iterator[Path]:
     """Yield folders, those on other disks than ``output_dir`` first. Those in memory would take it from the model."""
-    found = [Path(tempfile.gettempdir()), Path.home(), output_dir.parent]
-    with suppress(OSError, RuntimeError):
+    found = [Path(tempfile.gettempdir()), Path(os.path.expanduser("~")), output_dir.parent]
+    with suppress(OSError):
         own = file_system(output_dir)
         found.sort(key=lambda each: file_system(each) == own)
         found = [each for each in found if not is_in_memory(each)]
