@@ -75,8 +75,10 @@ def logits(world: World, chosen: random.Random) -> Any:
 
 
 def disabled(world: World, chosen: random.Random) -> Any:
-    with world.model.disable_adapter():
-        return logits(world, chosen)
+    # Not in inference mode, in which PEFT leaves inference tensors in a plain model that it unmerges.
+    batch = families.batch(seed=chosen.randrange(50))
+    with world.model.disable_adapter(), torch.no_grad():
+        return world.model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.clone()
 
 
 def merge(world: World, chosen: random.Random) -> Any:
