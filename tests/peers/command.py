@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.peers import hub
 from tests.peers.page import PAGE, page, summary, verdicts
-from tests.peers.runner import ROOT, forget_failures, run
+from tests.peers.runner import ROOT, forget, results_of, run
 from tests.peers.suites import SUITES
 
 SAMPLE = {"peft-decoders": 1, "peft-adapters": 5}  # percent of the tests
@@ -34,8 +34,9 @@ def main() -> None:
         hub.make(folder / "hub", folder / "trl" if (folder / "trl").exists() else None)
     elif arguments.command == "run":
         for name in arguments.suites or SUITES:
-            if arguments.failed:
-                forget_failures(results, name)
+            if arguments.failed and results_of(results, name, "streamed").exists():
+                kept = ("pass", "unused")
+                forget(results, name, {t for t, each in verdicts(results, name).items() if each.kind not in kept})
             run(folder, results, name, arguments.share, arguments.timeout)
             print(summary(name, verdicts(results, name)), flush=True)
     elif arguments.command == "page":

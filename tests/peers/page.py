@@ -23,7 +23,8 @@ Run with {versions}. Models and data sets are those of TRL's scripts, with a sma
 | column | meaning |
 |---|---|
 | collected | all tests of the suite's files, without those for images, liger, vllm and GPUs |
-| plain | passed on plain models here, of those tried; others need a GPU, a network or a package that is not installed |
+| tried | on plain models |
+| plain | of these, passed; others need a GPU, a network or a package that is not installed |
 | run | of these, run on streamed models |
 | pass | passed, with equal values |
 | unused | passed or skipped without a streamed model in it |
@@ -31,7 +32,8 @@ Run with {versions}. Models and data sets are those of TRL's scripts, with a sma
 | differs | passed, with other values, which are explained below |
 | fail | anything else |
 """
-_SECTIONS = {"rejected": "Rejected", "differs": "Values that differ", "fail": "Fail"}
+_SECTIONS = {"rejected": "Rejected", "differs": "Other values, or no error", "fail": "Failures"}
+_TITLES = {"rejected": "not supported", "differs": "reason, and what was seen", "fail": "what was seen"}
 
 
 def verdicts(results: Path, name: str) -> dict[str, Verdict]:
@@ -54,17 +56,20 @@ def page(results: Path) -> str:
     lines = [_HEAD.format(versions=versions, log=LOG_TOLERANCE, parameter=PARAMETER_TOLERANCE)]
     rows = [_counts(results, name, each) for name, each in found.items()]
     total = ("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
-    lines += _table(("suite", "collected", "plain", "run", *KINDS), [*rows, total])
+    others = [(name, *["not run"] * (len(total) - 1)) for name in SUITES if name not in found]
+    lines += _table(("suite", "collected", "tried", "plain", "run", *KINDS), [*rows, *others, total])
     for kind, title in _SECTIONS.items():
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for each in found.values():
             for test, verdict in each.items():
                 if verdict.kind == kind:
-                    reason = _one_line(verdict.reason)
-                    groups[verdict.explanation or reason, "" if kind == "rejected" else reason].append(test)
+                    seen = "" if kind == "rejected" else _one_line(verdict.reason)
+                    groups[verdict.explanation, seen].append(test)
         if groups:
-            rows = [(*texts, len(tests), f"`{_short(tests[0])}`") for texts, tests in groups.items()]
-            lines += ["", f"## {title}", "", *_table(("why", "seen", "tests", "one of them"), rows)]
+            rows = [
+                (": ".join(filter(None, texts)), len(tests), f"`{_short(tests[0])}`") for texts, tests in groups.items()
+            ]
+            lines += ["", f"## {title}", "", *_table((_TITLES[kind], "tests", "one of them"), rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -72,11 +77,12 @@ def _counts(results: Path, name: str, found: Mapping[str, Verdict]) -> tuple[Any
     plain, collected = read(results_of(results, name, "plain"))
     counts = Counter(each.kind for each in found.values())
     passed = sum(row["outcome"] == "passed" for row in plain.values())
-    return name, collected, passed, len(found), *(counts[kind] for kind in KINDS)
+    return name, collected, len(plain), passed, len(found), *(counts[kind] for kind in KINDS)
 
 
 def _short(test: str) -> str:
-    return test.rpartition("/")[2]
+    path, bracket, parameters = test.partition("[")
+    return path.rpartition("/")[2] + bracket + parameters
 
 
 def _one_line(text: str) -> str:

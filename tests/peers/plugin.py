@@ -27,6 +27,8 @@ import torch
 import transformers
 from trl.trainer.base_config import _BaseConfig
 
+from horizon_lm.errors import HorizonError
+
 from . import stand_ins, streaming
 
 OUT = Path(os.environ["PEER_OUT"])
@@ -47,6 +49,7 @@ torch.set_num_threads(1)
 stand_ins.install()
 
 
+@pytest.hookimpl(trylast=True)  # after -k
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     done, passed = _outcomes(OUT), _outcomes(os.environ.get("PEER_ONLY"))
     share = int(os.environ.get("PEER_SHARE", "100"))
@@ -92,9 +95,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
 
 
 def _error(error: BaseException, report: pytest.TestReport) -> dict[str, Any]:
-    names = [each.__name__ for each in type(error).__mro__]
-    rejected = "HorizonError" in names
-    return {"error": names[0], "message": str(error)[:600], "rejected": rejected, "trace": str(report.longrepr)[-3000:]}
+    """Return the error of a test; if a test expected another one than Horizon-LM raised, Horizon-LM's."""
+    ours = [each for each in (error, error.__context__) if isinstance(each, HorizonError)]
+    shown = (ours or [error])[0]
+    return {
+        "error": type(shown).__name__,
+        "message": str(shown)[:600],
+        "rejected": bool(ours),
+        "trace": str(report.longrepr)[-3000:],
+    }
 
 
 def _outcomes(path: Any) -> dict[str, str]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from tests.peers.suites import SUITES
@@ -49,9 +50,9 @@ def run(folder: Path, results: Path, name: str, share: int = 100, timeout: int =
             raise SystemExit(f"{name}, {mode}: pytest ended with {done.returncode}; see {log}")
 
 
-def forget_failures(results: Path, name: str) -> None:
-    """Remove the streamed results that are not a pass, so that `run` runs these tests again."""
+def forget(results: Path, name: str, tests: Collection[str]) -> None:
+    """Remove the streamed results of some tests, so that `run` runs them again."""
     path = results_of(results, name, "streamed")
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if json.loads(line).get("outcome", "passed") == "passed"))
+        path.write_text("".join(line for line in lines if json.loads(line).get("id") not in tests), encoding="utf-8")

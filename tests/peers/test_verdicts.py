@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.peers import command
-from tests.peers.page import summary
+from tests.peers.expected import ALLOWED, DIFFERENCES, REJECTIONS
+from tests.peers.page import PAGE, summary
 from tests.peers.runner import results_of, run
 from tests.peers.suites import SUITES, Suite
 from tests.peers.verdicts import judge, read
@@ -66,6 +67,12 @@ def test_a_rejection_passes_if_it_is_listed():
 
 def test_a_test_without_a_streamed_model_does_not_count_as_a_pass():
     assert judge(PLAIN, streamed(streamed=0)).kind == "unused"
+
+
+def test_the_page_has_every_explanation_and_suite():
+    text = PAGE.read_text(encoding="utf-8")
+    assert [each for each in (*REJECTIONS.values(), *DIFFERENCES.values(), *ALLOWED.values()) if each not in text] == []
+    assert [name for name in SUITES if f"\n| {name} |" not in text] == []
 
 
 def test_the_sample_reports_that_it_was_not_run(monkeypatch: Any, tmp_path: Path, capsys: Any):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.peers.expected import DIFFERENCES, REJECTIONS
+from tests.peers.expected import ALLOWED, DIFFERENCES, REJECTIONS
 
 LOG_TOLERANCE, PARAMETER_TOLERANCE = 1e-3, 2e-4  # relative; trainings in float32, whose sums are added in another order
 KINDS = ("pass", "unused", "rejected", "differs", "fail")  # unused: the test passed without a streamed model
@@ -32,7 +32,7 @@ def read(path: Path) -> tuple[dict[str, Row], int]:
         if "id" in row:
             rows[row["id"]] = row
         else:
-            collected = max(collected, row["collected"])
+            collected = row["collected"]
     return rows, collected
 
 
@@ -45,6 +45,8 @@ def judge(plain: Row, streamed: Row) -> Verdict:
         return Verdict("unused", "skipped")
     if streamed["outcome"] != "passed":
         reason = f"{streamed['error']}: {streamed['message']}"
+        if streamed["error"] == "Failed" and (explanation := _find(ALLOWED, streamed["id"])):
+            return Verdict("differs", reason, explanation)  # an error that the test expects is not raised
         explanation = _find(REJECTIONS, streamed["message"]) if streamed["rejected"] else ""
         return Verdict("rejected" if explanation else "fail", reason, explanation)
     if not streamed["streamed"]:
