@@ -69,10 +69,12 @@ def test_a_test_without_a_streamed_model_does_not_count_as_a_pass():
     assert judge(PLAIN, streamed(streamed=0)).kind == "unused"
 
 
-def test_the_page_has_every_explanation_and_suite():
+def test_the_page_has_every_explanation_and_suite_and_no_failure():
     text = PAGE.read_text(encoding="utf-8")
     assert [each for each in (*REJECTIONS.values(), *DIFFERENCES.values(), *ALLOWED.values()) if each not in text] == []
     assert [name for name in SUITES if f"\n| {name} |" not in text] == []
+    (total,) = (line for line in text.splitlines() if line.startswith("| all |"))
+    assert total.split("|")[-2].strip() == "0"
 
 
 def test_the_sample_reports_that_it_was_not_run(monkeypatch: Any, tmp_path: Path, capsys: Any):
