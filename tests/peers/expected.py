@@ -11,9 +11,11 @@ REJECTIONS = {  # a pattern of the message
     r"torch_compile=True is not supported": "`compile=True` of `stream()` compiles the blocks",
     r"the input embedding of a streamed model has no gradient when": "the embedding called by itself, in training mode",
     r"the reference of this set was not computed before training": "DPO's precomputed reference of another set; a streamed `ref_model` is computed with any set",
+    r"sync_ref_model=True is not supported": "a reference that follows the model; its weights would be written",
     r"past_key_values need gradients": "PEFT's prefix tuning trains keys and values",
 }
-DIFFERENCES = {  # a pattern of the test's id: its trainings leave other values
+DIFFERENCES = {
+    r"test_kto_trainer.*test_train_with_eval$": "the KL divergence of a model and its reference, which are almost equal, is rounding",  # a pattern of the test's id: its trainings leave other values
     r"test_reward_trainer": "the score of a reward model made of a causal one is drawn from another random state",
 }
 ALLOWED = {  # a pattern of the test's id: an error that the test expects is not raised
