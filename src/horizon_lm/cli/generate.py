@@ -55,6 +55,7 @@ def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temper
     import torch
     from transformers import TextStreamer
 
+    from horizon_lm.model.generation import generation_settings
     from horizon_lm.training.evaluation import padding_id
     from horizon_lm.visible import visible
 
@@ -64,15 +65,10 @@ def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temper
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             super().on_finalized_text(visible(text), stream_end)
 
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature}
-    if not temperature:  # unset the model's own sampling settings, of which transformers would warn
-        sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     torch.manual_seed(seed)
-    model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=max_new_tokens,
-        pad_token_id=padding_id(tokenizer),
-        streamer=VisibleStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **sampling,
-    )
+    with generation_settings(model, max_new_tokens, padding_id(tokenizer), temperature):
+        model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            streamer=VisibleStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )

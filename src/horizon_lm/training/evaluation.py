@@ -8,6 +8,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import batch_from
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, NonFiniteError, first_line
+from horizon_lm.model.generation import generation_settings
 from horizon_lm.objective.base import Loss, Objective, evaluation_mode
 from horizon_lm.training.ranks import Ranks
 
@@ -41,10 +42,8 @@ class SamplePrompts:
         with evaluation_mode(model):
             for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
                 length = inputs["input_ids"].shape[1]
-                output = model.generate(
-                    input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], do_sample=False,
-                    max_new_tokens=self._max_new_tokens, pad_token_id=padding_id(self._tokenizer),
-                )  # fmt: skip
+                with generation_settings(model, self._max_new_tokens, padding_id(self._tokenizer)):
+                    output = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
                 answer = self._tokenizer.decode(output[0, length:], skip_special_tokens=True)
                 samples.append({"prompt": prompt, "answer": answer})
         return {"step": step, "samples": samples}
