@@ -13,7 +13,7 @@ Which model types of transformers {version} can be trained, and with what. `pyth
 from a run of the census (`python -m tests.census run`), which builds a tiny model of every type, streams it, and compares it with plain
 Hugging Face autograd in float32 on the CPU.
 
-A type is *right* when all of these are: loss, logits and gradients bit for bit with `head="whole"`; loss and gradients within 1e-5
+A type is *right* when no later token changes an earlier logit, and all of these are equal: loss, logits and gradients bit for bit with `head="whole"`; loss and gradients within 1e-5
 with the default settings; gradients of two backward calls added up; the loss in evaluation mode; three steps of AdamW, also in the
 backward, in which parameters without a gradient stay as they are; the model that plain transformers loads from what was
 saved; a step in the default precision. The other columns are proven one by one:

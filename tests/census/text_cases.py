@@ -17,7 +17,25 @@ ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}  # a small eps would ampl
 
 def whole(subject: Subject) -> Outcome:
     plain = subject.plain
+    require_causal(subject)
     return compare_step(train_step(subject.stream(head="whole"), subject.batch()), plain, exact=True, logits=True)
+
+
+def require_causal(subject: Subject) -> None:
+    """Raise PlainFailsError if a language model sees later tokens, so that training would teach it to copy its labels."""
+    if subject.mapping not in ("causal", "image_text"):
+        return
+    batch, logits = subject.batch(), []
+    ids = batch["input_ids"]  # (B, T)
+    seen, other = ids.shape[1] // 2, ids.clone()
+    other[:, seen:] = ids[:, seen:].flip(0)
+    model = subject.copy()
+    with torch.no_grad():
+        for each in (ids, other):
+            torch.manual_seed(7)
+            logits.append(model(**batch | {"input_ids": each}, use_cache=False).logits[:, :seen])
+    if (off := relative(logits[1], logits[0])) > 10 * TOLERANCE:
+        raise PlainFailsError(f"later tokens change the logits of earlier ones by {off:.1e}")
 
 
 def default(subject: Subject) -> Outcome:
