@@ -13,12 +13,12 @@ CASES: dict[str, Callable[[Subject], Outcome]] = {
     for case in (
         text.whole, text.default, text.micro_batches, text.default_micro_batches, text.accumulation, text.evaluation,
         text.hidden_states, text.generate, text.adamw, text.update_in_backward, text.save, text.varlen,
-        text.default_precision, text.causal, variants.other_tie, variants.auxiliary_loss, variants.shared_state, variants.images,
+        text.default_precision, variants.other_tie, variants.auxiliary_loss, variants.shared_state, variants.images,
         variants.default_images, variants.images_in_micro_batches,
     )
 }  # fmt: skip
 FOR_IMAGES = ("images", "default_images", "images_in_micro_batches")
-FOR_LANGUAGE_MODELS = ("causal", "generate", "other_tie", "auxiliary_loss")  # a classifier has one head, and one loss
+FOR_LANGUAGE_MODELS = ("generate", "other_tie", "auxiliary_loss")  # a classifier has one head, and one loss
 FOR_REFUSALS = ("whole", "default")  # mappings whose models are not intended for training
 
 

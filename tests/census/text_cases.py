@@ -197,21 +197,6 @@ def _reload(model: Any, model_class: Any, folder: Path) -> dict[str, torch.Tenso
     return model_class.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
-def causal(subject: Subject) -> Outcome:
-    """Compare the logits of the first tokens with those of rows whose last tokens are others, in plain Hugging Face.
-
-    A model that sees later tokens learns to copy its labels.
-    """
-    model, batch = subject.copy().eval(), subject.batch()
-    ids = batch["input_ids"]  # (B, T)
-    seen, other = ids.shape[1] // 2, ids.clone()
-    other[:, seen:] = ids[:, seen:].flip(0) if len(ids) > 1 else ids[:, seen:].flip(1)
-    with torch.no_grad():
-        first, second = (model(input_ids=each, use_cache=False).logits[:, :seen] for each in (ids, other))
-    off = relative(second, first)
-    return Outcome("right" if off <= TOLERANCE else "wrong", f"a later token changes earlier logits by {off:.1e}")
-
-
 def varlen(subject: Subject) -> Outcome:
     """Compare trained tokens with ``attn_implementation="varlen"`` on padded rows with those without varlen."""
     plain = subject.plain
