@@ -114,9 +114,9 @@ def _pairs(path: Path) -> object:
 # Each reader with a valid file to start from.
 READERS: dict[str, tuple[Reader, bytes]] = {
     "run file": (lambda path: read_run_config(str(path)), b"model_name_or_path: m\ndatasets: [{path: owner/rows}]\nseed: &a 1\n"),
-    "foreign run file": (
-        lambda path: translate_file(str(path)),
-        b"stage: sft\nmodel_name_or_path: m\ndataset: alpaca_en\ntemplate: qwen\ncutoff_len: 512\nlearning_rate: 1.0e-4\n",
+    "foreign run file": (  # with what it leaves out accepted
+        lambda path: translate_file(str(path), accept=("excess_length_strategy", "datasets.type", "warmup_ratio")),
+        b"base_model: m\ndatasets: [{path: owner/rows, type: alpaca}]\nsequence_len: 512\nlearning_rate: 1.0e-4\nmicro_batch_size: 2\n",
     ),
     "rows": (lambda path: list(read_rows(str(path))), b'{"text": "a"}\n{"text": "\\u00e9", "n": [1, 2.5e3, null]}\n'),
     "list of rows": (lambda path: list(read_rows(str(path))), b'[{"text": "a"},\n {"text": "b", "n": [true, -1]}]\n'),

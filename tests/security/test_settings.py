@@ -98,7 +98,12 @@ def test_numbers_of_a_dataset(name: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "kwargs", "warmup", "message"),
     [
-        ("linear", None, 2**31, "warmup_steps: 2,147,483,648: is more than the 2 steps of the run"),
+        (
+            "linear",
+            None,
+            2**31,
+            r"warmup_steps: 2,147,483,648: the learning rate would not reach 0.1% of its peak in the 2 steps",
+        ),
         ("cosine", {"num_cycles": 1e9}, 0, "num_cycles: 1e.09: is more than the 2 steps"),
         ("cosine_with_min_lr", {"min_lr_rate": 1e9}, 0, "the learning rate of step 2 would be 5e.08 times"),
         ("polynomial", {"lr_end": 1e9}, 0, "rejected by polynomial"),
@@ -113,6 +118,11 @@ def test_schedules_that_make_no_sense(schedule: str, kwargs: Any, warmup: int, m
     config = as_config({"model_name_or_path": "m", "datasets": "owner/rows", **given})
     with pytest.raises(ConfigError, match=message):
         require_sane_schedule(config, 2)
+
+
+def test_a_few_steps_of_a_long_warm_up_are_no_mistake() -> None:
+    config = as_config({"model_name_or_path": "m", "datasets": "owner/rows", "warmup_steps": 100})
+    require_sane_schedule(config, 2)
 
 
 @pytest.mark.parametrize("value", [".nan", "1e400", "1e-320", "9223372036854775808000"])
@@ -133,10 +143,13 @@ def test_arguments_of_a_schedule(value: str) -> None:
 
 def test_a_run_rejects_its_schedule(model: Path, tmp_path: Path) -> None:
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
-    result = run("train", "--model_name_or_path", model, "--datasets", rows, "--device", "cpu", "--max_steps", 2, "--warmup_steps", 3,
+    result = run("train", "--model_name_or_path", model, "--datasets", rows, "--device", "cpu", "--max_steps", 2, "--warmup_steps", 2001,
                  "--output_dir", tmp_path / "run")  # fmt: skip
     assert result.exit_code == 2
-    assert "warmup_steps: 3: is more than the 2 steps of the run" in result.stderr
+    assert (
+        "warmup_steps: 2,001: the learning rate would not reach 0.1% of its peak in the 2 steps of the run"
+        in result.stderr
+    )
 
 
 PATHS = {"null": "a\0b", "long name": "a" * 5000, "long path": "a/" * 3000 + "b"}

@@ -222,14 +222,17 @@ def _build_scheduler(optimizer: Any, config: RunConfig, num_steps: int) -> Any:
 
 
 _RATES = 100  # of a schedule that are computed
+_SMALLEST_PEAK = 0.001  # share of the learning rate that a run reaches at least
 
 
 def require_sane_schedule(config: RunConfig, num_steps: int) -> None:
-    """Raise ConfigError if the warm-up of a run is longer than the run, or a learning rate of it is not between 0 and the peak."""
+    """Raise ConfigError if the learning rate of a run never gets near its peak, or is not between 0 and the peak."""
     num_warmup_steps = num_steps_of(config.warmup_steps, num_steps)
-    if num_warmup_steps > num_steps:
+    # A few steps of a run are often tried with the warm-up of the whole run, so a warm-up that does not end is no mistake yet.
+    if num_warmup_steps * _SMALLEST_PEAK > num_steps:
         raise ConfigError(
-            f"warmup_steps: {num_warmup_steps:,}: is more than the {counted(num_steps, 'step')} of the run; set a fraction, such as 0.03"
+            f"warmup_steps: {num_warmup_steps:,}: the learning rate would not reach {_SMALLEST_PEAK:.1%} of its peak in the "
+            f"{counted(num_steps, 'step')} of the run; set a fraction, such as 0.03"
         )
     given = config.lr_scheduler_kwargs or {}
     for name in ("num_cycles", "num_decay_steps"):
