@@ -13,6 +13,7 @@ from horizon_lm.cli import _COMMANDS
 from horizon_lm.config.datasets import DatasetConfig
 from horizon_lm.config.load import as_config, read_run_config
 from horizon_lm.config.run import SCHEMAS
+from horizon_lm.config.training import TrainingSettings
 from horizon_lm.config.types import Settings
 from horizon_lm.errors import ConfigError
 from horizon_lm.training.setup import require_sane_schedule
@@ -118,6 +119,16 @@ def test_schedules_that_make_no_sense(schedule: str, kwargs: Any, warmup: int, m
     config = as_config({"model_name_or_path": "m", "datasets": "owner/rows", **given})
     with pytest.raises(ConfigError, match=message):
         require_sane_schedule(config, 2)
+
+
+def test_no_limit_is_lost_beside_another() -> None:
+    """Pydantic applies the last of two upper limits, which may be the larger one."""
+    limits = {
+        name: [each.le for each in field.metadata if hasattr(each, "le")]
+        for name, field in TrainingSettings.model_fields.items()
+    }
+    assert {name: found for name, found in limits.items() if len(found) > 1} == {}
+    assert limits["per_device_train_batch_size"] == [65_536]
 
 
 def test_a_few_steps_of_a_long_warm_up_are_no_mistake() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from horizon_lm.config.types import Count, Fraction, Norm, Settings, StepsOrFraction, UnusedError
 
@@ -20,12 +20,12 @@ class TrainingSettings(Settings):
     max_steps: int = Field(
         -1, le=2**31, description="Number of optimizer steps, instead of num_train_epochs; -1 for not set."
     )
-    per_device_train_batch_size: Count = Field(
+    per_device_train_batch_size: PositiveInt = Field(
         8,
         le=MAX_ROWS_PER_STEP,
         description="Rows of each process per optimizer step, before gradient_accumulation_steps multiplies them.",
     )
-    gradient_accumulation_steps: Count = Field(
+    gradient_accumulation_steps: PositiveInt = Field(
         1,
         le=MAX_ROWS_PER_STEP,
         description="Multiplier of the rows per step; they still run as one forward and one backward pass.",
