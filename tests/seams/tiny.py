@@ -27,7 +27,6 @@ _TYPES: dict[str, dict[str, Any]] = {
     "marian": _BART | {"decoder_vocab_size": families.VOCABULARY},
     "bigbird_pegasus": _BART | {"attention_type": "original_full"},
     "whisper": _BART | {"max_target_positions": 64, "max_source_positions": 32, "num_mel_bins": 8},
-    "cpmant": {"dim_head": 8, "dim_ff": 48, "prompt_length": 2},
     # types with layers between blocks and head
     "rembert": _BERT | {"input_embedding_size": 16, "output_embedding_size": 24},
     # types whose embeddings are normalised after the lookup
@@ -51,7 +50,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
 }  # fmt: skip
 UNSHIFTED = (
-    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "mvp", "pegasus", "plbart",
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
     "trocr", "whisper",
 )  # fmt: skip
 
