@@ -19,8 +19,6 @@ from transformers import (
 )
 
 import horizon_lm
-from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from horizon_lm.checkpoints.export import export_checkpoint
 from horizon_lm.model import hub
 
 SMALL = {"vocab_size": 90, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -134,6 +132,10 @@ def test_a_changed_buffer_is_written_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_weights_are_written_in_the_promised_dtype(precision: str, tmp_path: Path) -> None:
+    pytest.importorskip("xxhash", reason="needs the whole installation")
+    from horizon_lm.checkpoints.checkpoint import save_checkpoint
+    from horizon_lm.checkpoints.export import export_checkpoint
+
     save(tmp_path, LLAMA, torch.bfloat16)
     model = horizon_lm.from_pretrained(tmp_path, precision=precision)
     model.save_pretrained(tmp_path / "written")
@@ -150,6 +152,9 @@ def test_weights_are_written_in_the_promised_dtype(precision: str, tmp_path: Pat
 @pytest.mark.parametrize(("config", "dtype"), [(DEEPSEEK, torch.bfloat16), (APERTUS, torch.float32)])
 def test_checkpoints_restore_buffers(config: Any, dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
     """A run that goes on reads the weights from its checkpoint, not from the folder of the model."""
+    pytest.importorskip("xxhash", reason="needs the whole installation")
+    from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+    from horizon_lm.checkpoints.export import export_checkpoint
     from horizon_lm.engine.loading import open_for_run
 
     save(tmp_path, config, dtype)
