@@ -85,7 +85,7 @@ def convert_model() -> None:
     console.print(f"converting {GGUF} to {MODEL}")
     part = MODEL.with_name(MODEL.name + ".part")  # renamed when it is complete
     shutil.rmtree(part, ignore_errors=True)
-    hub.load_gguf(folder, GGUF).save_pretrained(part)
+    hub.load_gguf(folder, GGUF, torch.bfloat16).save_pretrained(part)
     transformers.AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(part)
     part.rename(MODEL)
 
