@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 import horizon_lm
 from horizon_lm.engine.recompute import micro_batch_seeds
@@ -172,6 +174,25 @@ def test_autocast(family: str, inside: bool) -> None:
         losses.append(loss)
     assert torch.equal(losses[0], losses[1])
     assert_equal_gradients(model, reference)
+
+
+def test_the_recompute_tries_attention_kernels_in_the_order_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    attend = functional.scaled_dot_product_attention
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        seen.append(_cur_sdpa_kernel_backends(with_priority=True))
+        return attend(*args, **kwargs)
+
+    model = horizon_lm.stream(build("llama"), **WHOLE)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", record)
+    before = torch._C._get_sdp_priority_order()
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        loss = model(**batch(), use_cache=False).loss
+    loss.backward()
+    assert len(seen) == 2 * model.config.num_hidden_layers  # forward pass and recompute
+    assert all(order == [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION] for order in seen)
+    assert torch._C._get_sdp_priority_order() == before
 
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])

@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "horizon_lm"
 PAGE = ROOT / "docs" / "fragile-names.md"
 FOREIGN = ("torch", "transformers", "trl", "datasets", "accelerate", "lm_eval", "huggingface_hub")
 DOCUMENTED = (  # modules whose public names are documented; of other modules only the names exported by the package
-    "torch.autograd", "torch.backends", "torch.distributed", "torch.nn", "torch.nn.functional", "torch.overrides",
+    "torch.autograd", "torch.backends", "torch.distributed", "torch.nn", "torch.nn.attention", "torch.nn.functional", "torch.overrides",
     "torch.utils.checkpoint", "torch.utils.tensorboard", "datasets.utils.logging", "huggingface_hub.constants", "huggingface_hub.errors",
 )  # fmt: skip
 NOT_FOREIGN = (

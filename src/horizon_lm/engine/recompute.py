@@ -9,13 +9,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.backends import cuda as _sdp
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
 
 from horizon_lm.device.base import Device
 from horizon_lm.model import capture
 
 _OUTSIDE = 1 << 61  # tells the seed of code outside of blocks from that of a micro-batch
-_SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
 T = TypeVar("T")
 
 
@@ -26,7 +25,7 @@ class RecomputeContext:
         self._variables = capture.copy_context()
         self._device_types = {device_type, "cpu"}
         self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in self._device_types}
-        self._sdp = _sdp_flags()
+        self._attention = _attention_kernels()
 
     def run(self, function: Callable[[], T]) -> T:
         """Call ``function`` in the recorded context and return its result."""
@@ -35,22 +34,23 @@ class RecomputeContext:
             with ExitStack() as stack:
                 for device_type, (enabled, dtype) in self._autocast.items():
                     stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
-                before = _sdp_flags()
-                stack.callback(_set_sdp_flags, before)
-                if before != self._sdp:
-                    _set_sdp_flags(self._sdp)
+                before = _attention_kernels()
+                if before != self._attention:
+                    stack.callback(_set_attention_kernels, *before)
+                    _set_attention_kernels(*self._attention)
                 return function()
 
         return self._variables.run(call)
 
 
-def _sdp_flags() -> tuple[bool, ...]:
-    return tuple(getattr(_sdp, f"{name}_sdp_enabled")() for name in _SDP_BACKENDS)
+def _attention_kernels() -> tuple[list[SDPBackend], list[int]]:
+    """Return which kernels of torch's attention are enabled, and the order in which torch tries them."""
+    return _cur_sdpa_kernel_backends(), torch._C._get_sdp_priority_order()
 
 
-def _set_sdp_flags(flags: tuple[bool, ...]) -> None:
-    for name, flag in zip(_SDP_BACKENDS, flags, strict=True):
-        getattr(_sdp, f"enable_{name}_sdp")(flag)
+def _set_attention_kernels(enabled: list[SDPBackend], order: list[int]) -> None:
+    _sdpa_kernel(enabled)
+    torch._C._set_sdp_priority_order(order)
 
 
 @contextmanager
