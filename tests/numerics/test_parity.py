@@ -176,7 +176,9 @@ def test_autocast(family: str, inside: bool) -> None:
     assert_equal_gradients(model, reference)
 
 
-def test_the_recompute_tries_attention_kernels_in_the_order_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recompute_tries_attention_kernels_in_the_order_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Any] = []
     attend = functional.scaled_dot_product_attention
 
