@@ -34,6 +34,7 @@ from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments
 from horizon_lm.model.block_template import BuffersOfModules, StreamedBlock
 from horizon_lm.model.compiling import chunk_mlps
+from horizon_lm.model.experts import zero_idle_experts
 from horizon_lm.schedule.ops import OUTER, Kind, block
 
 RowProbe = Callable[[int, int], list[torch.Size]]
@@ -57,6 +58,7 @@ class Blocks:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         parts, options = engine.parts, engine.options
+        zero_idle_experts(engine.device.torch_device)
         buffers = BuffersOfModules(engine.device.torch_device)
         if options.mlp_chunk_tokens is not None:
             for module in parts.blocks:
