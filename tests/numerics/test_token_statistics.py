@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import horizon_lm
+from horizon_lm.cost.meta_recorder import Recorder
 from horizon_lm.device.cuda import CudaDevice
-from horizon_lm.engine.token_statistics import collect_statistics
-from horizon_lm.model import functional
+from horizon_lm.engine.token_statistics import TokenStatistics, collect_statistics
+from horizon_lm.model import compiling, functional
 from tests import families
 from tests.emulated import EmulatedGpu, emulated_gpu
 from tests.storages import StorageMeter
@@ -56,7 +59,7 @@ def inputs_of(kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt2", "mixtral"])
 def test_equal_those_of_all_logits(family: str, kind: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_STATISTICS_BLOCK", 3 * families.VOCABULARY)
+    monkeypatch.setattr(functional, "_CACHED_LOGITS", 3 * families.VOCABULARY)
     plain, inputs = families.build(family).eval(), inputs_of(kind)
     streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", **HEADS[head])
     logits = plain(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False).logits
@@ -94,8 +97,8 @@ def test_loss_and_gradients_have_the_same_bits(precision: str, head: str) -> Non
 def test_the_backward_collects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes the chunks of one of two forwards a second time."""
     calls = []
-    compute = functional._block_statistics
-    monkeypatch.setattr(functional, "_block_statistics", lambda *block: calls.append(block) or compute(*block))
+    compute = functional._statistics
+    monkeypatch.setattr(functional, "_statistics", lambda *piece: calls.append(piece) or compute(*piece))
     streamed = horizon_lm.stream(families.build("llama"), precision="float32", head="chunked")
     with collect_statistics(streamed):
         losses = [streamed(**families.batch(seed=seed)).loss for seed in (1, 2)]
@@ -154,6 +157,88 @@ def test_peak_memory_is_the_same(head: str, objective: str) -> None:
             backward(streamed)
         peaks.append(storages.peak)
     assert peaks[1] <= peaks[0] + 64 * tokens
+
+
+class _Operations(TorchDispatchMode):
+    """Context manager: count operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("head", ["chunked", "whole"])
+def test_an_accelerator_runs_few_operations(gpu: EmulatedGpu, head: str) -> None:
+    """Their number depends on the number of chunks, and not on that of tokens or the size of the vocabulary."""
+    logits = torch.empty(2304, 152_064, dtype=torch.bfloat16, device="meta")  # a chunk of a 7B model
+    with _Operations() as of_chunk:
+        functional.token_statistics(logits, torch.empty(2304, dtype=torch.int64, device="meta"))
+    assert of_chunk.count < 40
+    options = {"head": head} | ({"head_chunk_tokens": 512} if head == "chunked" else {})
+    ids = torch.randint(3, families.VOCABULARY, (8, 128), generator=torch.Generator().manual_seed(0))
+    model = horizon_lm.stream(
+        families.build("llama", max_position_embeddings=128), CudaDevice(), "float32", compile=False, **options
+    )
+    counts = []
+    for collected in (False, True, False, True):  # the first step allocates the buffers
+        with collect_statistics(model), _Operations() as of_forward:
+            if not collected:
+                model._horizon.statistics = None
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        model.zero_grad()
+        counts.append(of_forward.count)
+    assert counts[3] - counts[2] < 2 * 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keeps_logits", [False, True], ids=["chunked", "whole"])
+def test_an_accelerator_needs_no_more_memory(dtype: torch.dtype, keeps_logits: bool) -> None:
+    """The plan counts the backward pass of the loss, which needs more than the statistics do."""
+    config = SimpleNamespace(vocab_size=50_000)
+    peaks = []
+    for collected in (False, True):
+        with Recorder(None) as recorder:
+            hidden = torch.empty(1, 512, 1, dtype=dtype, device="meta").requires_grad_()
+            logits = hidden @ torch.empty(1, config.vocab_size, dtype=dtype, device="meta")
+            labels = torch.empty(1, 512, dtype=torch.int64, device="meta")
+            loss = ForCausalLMLoss(logits, labels, shift_labels=labels, num_items_in_batch=512, **vars(config))
+            if collected:
+                statistics = TokenStatistics()
+                statistics.begin(labels, compiled=False)
+                trained = torch.empty(512, dtype=torch.int64, device="meta")
+                statistics.add_batch(trained, logits) if keeps_logits else statistics.add(trained, logits[0])
+            if not keeps_logits:
+                del logits
+            loss.backward()
+        peaks.append(recorder.peak)
+    assert peaks[1] <= peaks[0] + 64 * 512
+
+
+@pytest.mark.parametrize("dtype", thinned((torch.bfloat16, torch.float32), every=2), ids=str)
+def test_compiled_statistics_are_the_same(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for num_tokens in (48, 7):
+        logits = (4 * torch.randn(num_tokens, 999, generator=generator)).to(dtype)
+        logits[:, 3], logits[0, 4:] = -torch.inf, -torch.inf
+        labels = logits.argmax(-1).where(torch.arange(num_tokens) % 2 == 0, 0)
+        expected = functional.token_statistics(logits, labels)
+        got = functional.token_statistics(logits, labels, compiled=True)
+        for name in functional.STATISTICS:
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_statistics_are_compiled_if_blocks_are(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(compiling, "_compile", lambda function, backend: compiled.append(function) or function)
+    for head in ("chunked", "whole"):
+        streamed = horizon_lm.stream(families.build("llama"), device="cpu", compile=compiles, head=head)
+        with collect_statistics(streamed):
+            streamed(**families.batch())
+    assert compiled.count(functional._statistics) == (2 if compiles else 0)
 
 
 @pytest.mark.usefixtures("whole_installation")

@@ -320,7 +320,7 @@ class ChunkedRun(ABC):
         self.outer_names = owner.outer_names()
         self._options, self.statistics = options, statistics
         if statistics is not None:
-            statistics.begin(inputs.labels)
+            statistics.begin(inputs.labels, self.engine.options.compile)
         self.context = RecomputeContext(self.engine.device.torch_device.type)
 
     @abstractmethod

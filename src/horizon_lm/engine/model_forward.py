@@ -366,7 +366,7 @@ class ModelForward:
     def _add_statistics(self, logits: torch.Tensor, inputs: LossInputs) -> None:
         """Collect the statistics of a batch whose logits (B, T, V) were computed as a whole."""
         assert self.statistics is not None
-        self.statistics.begin(inputs.labels)
+        self.statistics.begin(inputs.labels, self.engine.options.compile)
         self.statistics.add_batch(inputs.trained, logits)
 
     def _is_chunked(self, call: Call) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from horizon_lm.model.functional import STATISTICS, token_statistics
 
-_SELECTED_TOKENS = 64  # tokens whose logits are copied at once, if the logits of a whole batch exist
+_SELECTED_TOKENS = 64  # tokens whose logits a CPU copies at once, if the logits of a whole batch exist
 
 
 class TokenStatistics:
@@ -25,21 +25,24 @@ class TokenStatistics:
     def __init__(self) -> None:
         self.values: dict[str, torch.Tensor] = {}
         self._labels: torch.Tensor
+        self._compiled = False
 
-    def begin(self, labels: torch.Tensor) -> None:
-        """Start with zeros for a batch with these labels (B, T), already shifted by one."""
-        self._labels = labels.reshape(-1)
+    def begin(self, labels: torch.Tensor, compiled: bool) -> None:
+        """Start with zeros for a batch with these labels (B, T), already shifted by one; use compiled code or not."""
+        self._labels, self._compiled = labels.reshape(-1), compiled
         self.values = {name: labels.new_zeros(labels.shape, dtype=torch.float32) for name in STATISTICS}
 
     def add(self, index: torch.Tensor, logits: torch.Tensor) -> None:
         """Add the tokens at positions (N,) of the flattened batch, from their logits (N, V)."""
-        for name, part in token_statistics(logits, self._labels[index]).items():
+        for name, part in token_statistics(logits, self._labels[index], self._compiled).items():
             self.values[name].view(-1)[index] = part
 
     def add_batch(self, trained: torch.Tensor, logits: torch.Tensor) -> None:
         """Add the trained tokens (N,) of a batch from all of its logits (B, T, V)."""
         flat = logits.detach().flatten(0, 1)
-        for index in trained.split(_SELECTED_TOKENS) if len(trained) else ():
+        # On an accelerator in halves, for the reason given in `token_statistics`.
+        size = _SELECTED_TOKENS if logits.device.type == "cpu" else -(-len(trained) // 2)
+        for index in trained.split(size) if len(trained) else ():
             self.add(index, flat[index])
 
 
