@@ -24,6 +24,7 @@ def main() -> None:
     runs = commands.add_parser("run", help="run suites; tests that have a result are not run again")
     runs.add_argument("suites", nargs="*", help=", ".join(SUITES))
     runs.add_argument("--share", type=int, default=100, help="percent of the tests")
+    runs.add_argument("--also", default="", help="a pattern; tests whose ids match are run whatever the share")
     runs.add_argument("--timeout", type=int, default=300, help="seconds of one test")
     runs.add_argument("--failed", action="store_true", help="run again what did not pass")
     commands.add_parser("page", help="write docs/peers.md")
@@ -37,7 +38,7 @@ def main() -> None:
             if arguments.failed and results_of(results, name, "streamed").exists():
                 kept = ("pass", "unused")
                 forget(results, name, {t for t, each in verdicts(results, name).items() if each.kind not in kept})
-            run(folder, results, name, arguments.share, arguments.timeout)
+            run(folder, results, name, arguments.share, arguments.also, arguments.timeout)
             print(summary(name, verdicts(results, name)), flush=True)
     elif arguments.command == "page":
         PAGE.write_text(page(results), encoding="utf-8")

@@ -8,13 +8,14 @@ are environment variables, which `tests.peers.runner` sets:
     PEER_OUT       the file of results; tests that have a line there are not run again
     PEER_ONLY      results of the plain mode; only tests that passed there are run
     PEER_SHARE     percent of the tests to run, the same ones each time
+    PEER_ALSO      a pattern; tests whose ids match are run whatever the share
     PEER_OPENS     1 if AutoModelForCausalLM of the tests opens streamed models
     PEER_STEPS     the steps of a training whose number of steps its test leaves open; 0 changes nothing
 """
 
+import gc
 import json
 import os
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from trl.trainer.base_config import _BaseConfig
 from horizon_lm.errors import HorizonError
 
 from . import stand_ins, streaming
+from .suites import drawn
 
 OUT = Path(os.environ["PEER_OUT"])
 DATA = Path(os.environ["PEER_HUB"]) / "datasets_on_disk"
@@ -52,20 +54,24 @@ stand_ins.install()
 @pytest.hookimpl(trylast=True)  # after -k
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     done, passed = _outcomes(OUT), _outcomes(os.environ.get("PEER_ONLY"))
-    share = int(os.environ.get("PEER_SHARE", "100"))
+    share, also = int(os.environ.get("PEER_SHARE", "100")), os.environ.get("PEER_ALSO", "")
     collected = len(items)
     items[:] = [
         item
         for item in items
         if item.nodeid not in done
         and (not passed or passed.get(item.nodeid) == "passed")
-        and zlib.crc32(item.nodeid.encode()) % 100 < share
+        and drawn(item.nodeid, share, also)
     ]
-    _write({"collected": collected, "share": share})
+    _write({"collected": collected, "share": share, "also": also})
     for module in {item.module for item in items}:
         stand_ins.allow_models_of(module)
         if os.environ["PEER_MODE"] == "streamed":
             streaming.patch(module, opens=os.environ.get("PEER_OPENS") == "1")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # many tests collect garbage, and would walk all that was imported each time
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ def results_of(results: Path, suite: str, mode: str) -> Path:
     return results / f"{suite}.{mode}.jsonl"
 
 
-def run(folder: Path, results: Path, name: str, share: int = 100, timeout: int = 300) -> None:
-    """Run `share` percent of a suite's tests; those that have a result are not run again.
+def run(folder: Path, results: Path, name: str, share: int = 100, also: str = "", timeout: int = 300) -> None:
+    """Run `share` percent of a suite's tests and those that match the pattern `also`; those that have a result are not run again.
 
     Raises:
         SystemExit: if pytest could not collect the tests.
@@ -33,6 +33,7 @@ def run(folder: Path, results: Path, name: str, share: int = 100, timeout: int =
             "PEER_OUT": str(output),
             "PEER_ONLY": "" if mode == "plain" else str(results_of(results, name, "plain").resolve()),
             "PEER_SHARE": str(share),
+            "PEER_ALSO": also,
             "PEER_OPENS": str(int(suite.opens)),
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests", ROOT / "src", (folder / "site").resolve()))),
             **dict.fromkeys(("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "TQDM_DISABLE"), "1"),

@@ -28,7 +28,8 @@ def install() -> None:
     for name in (
         "require_sentencepiece",
         "require_tokenizers",
-    ):  # demanded of a whole class; few of its tests need them
+        "require_torch_accelerator",
+    ):  # few of the tests that ask for them need them
         setattr(transformers.testing_utils, name, lambda case: case)
     if importlib.util.find_spec("diffusers") is None:  # PEFT's tests of decoders import a module that imports it
         sys.modules["diffusers"] = _AnyName("diffusers")

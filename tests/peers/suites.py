@@ -1,5 +1,7 @@
 """The suites: which tests of which project run on streamed models."""
 
+import re
+import zlib
 from dataclasses import dataclass
 
 
@@ -19,7 +21,8 @@ _TEXT = "not vlm and not vision and not Slow and not liger and not vllm and not 
 _EXPERIMENTAL = ("cpo", "gkd", "gmpo", "merge_model_callback", "online_dpo", "orpo", "sdft", "sdpo", "tpo")
 _CAUSAL = (  # the tests of transformers' Trainer that train a causal language model
     "loss_alignment", "bnb", "neftune", "logging_inf_nan", "persistent_workers", "multiple_peft_adapters", "loss_parity",
-    "torch_compile_loss", "training_lm",
+    "torch_compile_loss", "training_lm", "lomo", "grokadamw", "schedulefree", "galore", "apollo", "stable_adamw",
+    "special_token_alignment",
 )  # fmt: skip
 _ADAPTERS = (
     "adaption_prompt", "arrow", "boft", "cpt", "helpers", "lora_conversion", "lora_intruders", "lora_variants",
@@ -49,3 +52,8 @@ SUITES = {
     "peft-decoders": Suite("peft", ("tests/test_decoder_models.py",), "not gpu", opens=True),
     "peft-adapters": Suite("peft", tuple(f"tests/test_{name}.py" for name in _ADAPTERS), "not gpu", opens=True),
 }
+
+
+def drawn(test: str, share: int, also: str = "") -> bool:
+    """Tell whether a test is one of the `share` percent, the same ones each time, or matches the pattern `also`."""
+    return zlib.crc32(test.encode()) % 100 < share or bool(also and re.search(also, test))

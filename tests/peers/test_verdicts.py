@@ -12,7 +12,7 @@ from tests.peers import command
 from tests.peers.expected import ALLOWED, DIFFERENCES, REJECTIONS
 from tests.peers.page import PAGE, summary
 from tests.peers.runner import results_of, run
-from tests.peers.suites import SUITES, Suite
+from tests.peers.suites import SUITES, Suite, drawn
 from tests.peers.verdicts import judge, read
 
 PLAIN = {
@@ -75,6 +75,13 @@ def test_the_page_has_every_explanation_and_suite_and_no_failure():
     assert [name for name in SUITES if f"\n| {name} |" not in text] == []
     (total,) = (line for line in text.splitlines() if line.startswith("| all |"))
     assert total.split("|")[-2].strip() == "0"
+
+
+def test_a_share_is_the_same_each_time_and_a_pattern_adds_to_it():
+    tests = [f"test_merge[{config}-{model}]" for model in ("llama", "qwen2") for config in range(200)]
+    shared = {test for test in tests if drawn(test, 10)}
+    assert 20 < len(shared) < 60
+    assert {test for test in tests if drawn(test, 10, "qwen2")} == shared | {test for test in tests if "qwen2" in test}
 
 
 def test_the_sample_reports_that_it_was_not_run(monkeypatch: Any, tmp_path: Path, capsys: Any):
