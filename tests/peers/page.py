@@ -58,6 +58,7 @@ def page(results: Path) -> str:
     total = ("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
     others = [(name, *["not run"] * (len(total) - 1)) for name in SUITES if name not in found]
     lines += _table(("suite", "collected", "tried", "plain", "run", *KINDS), [*rows, *others, total])
+    lines += filter(None, (_drawn(results, name) for name in found))
     for kind, title in _SECTIONS.items():
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for each in found.values():
@@ -73,11 +74,18 @@ def page(results: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _drawn(results: Path, name: str) -> str:
+    """Return a sentence on which tests of a suite were run, if not all."""
+    run = read(results_of(results, name, "plain"))[1]
+    also = f"all tests that match `{run['also']}`, and " if run["also"] else ""
+    return f"\nOf {name}, {also}{run['share']}% of the{' others' if also else ' tests'}." if run["share"] < 100 else ""
+
+
 def _counts(results: Path, name: str, found: Mapping[str, Verdict]) -> tuple[Any, ...]:
-    plain, collected = read(results_of(results, name, "plain"))
+    plain, run = read(results_of(results, name, "plain"))
     counts = Counter(each.kind for each in found.values())
     passed = sum(row["outcome"] == "passed" for row in plain.values())
-    return name, collected, len(plain), passed, len(found), *(counts[kind] for kind in KINDS)
+    return name, run["collected"], len(plain), passed, len(found), *(counts[kind] for kind in KINDS)
 
 
 def _short(test: str) -> str:

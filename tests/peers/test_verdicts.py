@@ -130,9 +130,9 @@ def test_a_suite_is_run_on_plain_and_streamed_models(monkeypatch: Any, tmp_path:
     (tests / "test_training.py").write_text(PROJECT, encoding="utf-8")
     monkeypatch.setitem(SUITES, "other", Suite("other", ("tests/test_training.py",), "training or failure"))
     run(tmp_path, tmp_path / "results", "other")
-    plain, collected = read(results_of(tmp_path / "results", "other", "plain"))
+    plain, drawn_of = read(results_of(tmp_path / "results", "other", "plain"))
     rows, _ = read(results_of(tmp_path / "results", "other", "streamed"))
-    assert collected == 4
+    assert drawn_of == {"collected": 4, "share": 100, "also": ""}
     assert [row["outcome"] for row in plain.values()] == ["passed", "passed", "passed", "failed"]
     found = {test: judge(plain[test], row) for test, row in rows.items()}
     assert [each.kind for each in found.values()] == ["pass", "fail", "fail"]

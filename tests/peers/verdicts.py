@@ -24,16 +24,16 @@ class Verdict:
     explanation: str = ""
 
 
-def read(path: Path) -> tuple[dict[str, Row], int]:
-    """Return the last result of each test, and the number of tests that were collected."""
-    rows, collected = {}, 0
+def read(path: Path) -> tuple[dict[str, Row], Row]:
+    """Return the last result of each test, and how many tests were `collected`, and which of them drawn: `share` and `also`."""
+    rows, run = {}, {"collected": 0, "share": 100, "also": ""}
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if "id" in row:
             rows[row["id"]] = row
         else:
-            collected = row["collected"]
-    return rows, collected
+            run = row
+    return rows, run
 
 
 def judge(plain: Row, streamed: Row) -> Verdict:
