@@ -191,6 +191,16 @@ def test_summary(tmp_path: Path, complete: Path) -> None:
     }
 
 
+def test_summary_of_energy(tmp_path: Path) -> None:
+    lines = [
+        training(step) | {"host_joules_per_token": 0.1, "device_joules_per_token": device}
+        for step, device in ((1, 0.9), (2, None), (3, 0.2), (4, 0.3))
+    ]
+    metrics_file(tmp_path, *lines)
+    found = {figure.name: (figure.value, figure.comparison) for figure in summarise(load_run(tmp_path))}
+    assert found["Energy per token"] == ("0.4 J", "median; processors 0.1 J, GPU 0.3 J")
+
+
 def test_step_seconds_of_a_short_run_come_from_its_trace(tmp_path: Path) -> None:
     metrics_file(tmp_path, training(1))
     trace_file(tmp_path, steps=[step(1, 0, 30)])

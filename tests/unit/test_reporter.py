@@ -34,6 +34,13 @@ def test_steps_much_slower_than_planned_are_reported(of_planned: float | None, r
     assert line.endswith("  (14% of the planned speed)") == reported
 
 
+def test_energy_where_it_is_known() -> None:
+    assert "J/token" not in format_line(LINE | {"host_joules_per_token": None, "device_joules_per_token": None}, 8)
+    assert "  0.25 J/token  device" in format_line(
+        LINE | {"host_joules_per_token": 0.05, "device_joules_per_token": 0.2}, 8
+    )
+
+
 def test_skipped_step_has_no_loss() -> None:
     assert "loss none" in format_line({**LINE, "loss": None}, 8)
 

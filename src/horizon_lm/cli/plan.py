@@ -15,6 +15,7 @@ from horizon_lm.config.load import parse_overrides, read_run_config, split_argum
 from horizon_lm.errors import ConfigError, HorizonError
 from horizon_lm.model.hub import folder_here
 from horizon_lm.planning.catalog import Hardware, find_profile, published
+from horizon_lm.planning.energy import Prices, energy_as_json, energy_lines
 from horizon_lm.planning.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.remedies import Remedy
@@ -322,6 +323,12 @@ def plan(
     largest: Annotated[
         bool, typer.Option("--largest", help="Find the largest known models that fit, by precision.")
     ] = False,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Price of an hour of all machines, for the cost of a million tokens.")
+    ] = None,
+    price_per_kwh: Annotated[
+        float | None, typer.Option(min=0, help="Price of a kilowatt-hour, for the cost of a million tokens.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     if largest and model is not None:
@@ -332,9 +339,11 @@ def plan(
         return
     with without_garbage_collection():
         result = plan_one(run or [], model, device, host_memory, Size(gpus, nodes))
+    prices = Prices(price_per_hour, price_per_kwh)
     if as_json:
-        print(json.dumps(plan_as_json(result.plan, result.device, result.remedies), indent=2))
+        content = plan_as_json(result.plan, result.device, result.remedies)
+        print(json.dumps(content | {"energy": energy_as_json(result.plan, prices)}, indent=2))
     else:
-        print(visible("\n".join(plan_lines(result.plan))))
+        print(visible("\n".join([*plan_lines(result.plan), *energy_lines(result.plan, prices)])))
     if not result.plan.fits:
         raise does_not_fit(result.plan, result.remedies)

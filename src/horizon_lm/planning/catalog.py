@@ -14,7 +14,7 @@ from horizon_lm.errors import ConfigError
 
 DTYPES = ("bfloat16", "float32")
 
-_OPTIONAL = ("update_seconds", "disk_write", "disk_read", "server", "sources")
+_OPTIONAL = ("update_seconds", "disk_write", "disk_read", "watts", "server", "sources")
 _SERVER = ("cores", "host_memory", "host_bandwidth", "peer", "network")
 _NEEDED = ("cores", "device_bandwidth", "link_in", "link_out", "link_both")
 
@@ -44,6 +44,7 @@ class Hardware:
         update_seconds: seconds per parameter of an AdamW update on all cores, by precision; estimated from the bandwidth
             if missing.
         disk_write, disk_read: bytes per second of the disk.
+        watts: power limits: ``device``, of the GPU with its memory, and ``host``, of the processors.
         server: figures of a machine with several such GPUs: ``cores``, ``host_memory`` and ``host_bandwidth`` of all of it;
             ``peer``, bytes per second that each GPU receives from the others while it sends as many, missing if they cannot reach
             each other; ``network``, the same for a machine and other machines.
@@ -67,6 +68,7 @@ class Hardware:
     update_seconds: Mapping[str, float] = field(default_factory=dict)
     disk_write: float = 0.0
     disk_read: float = 0.0
+    watts: Mapping[str, float] = field(default_factory=dict)
     server: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -148,6 +150,8 @@ def _problem(name: str, hint: Any, value: Any) -> str:
     if name == "host_bandwidth":
         fits = bool(value) and all(key.isdecimal() and int(key) for key in value)
         return "" if fits else 'its keys must be numbers of threads, for example {"1": 15e9, "8": 60e9}'
+    if name == "watts" and (unknown := value.keys() - {"device", "host"}):
+        return f"{sorted(unknown)[0]} is not one of device, host"
     if name == "server" and (unknown := value.keys() - set(_SERVER)):
         return f"{sorted(unknown)[0]} is not one of {', '.join(_SERVER)}"
     if name == "server" and value.keys() & set(_SERVER[:3]) and not value.keys() >= set(_SERVER[:3]):

@@ -28,6 +28,8 @@ class TrainingLine:
     device_bytes_peak: int
     host_bytes: int
     seconds: float
+    host_joules_per_token: float | None = None
+    device_joules_per_token: float | None = None
     margin: Annotated[float | None, Field(validation_alias="rewards/margins")] = None
     accuracy: Annotated[float | None, Field(validation_alias="rewards/accuracies")] = None
 

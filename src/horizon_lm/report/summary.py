@@ -18,7 +18,7 @@ class Statistic:
 
 def summarise(run: Run) -> list[Statistic]:
     """Return the statistics for the top of the page, without unknown ones."""
-    return [*_losses(run), *_speeds(run), *_memory(run)]
+    return [*_losses(run), *_speeds(run), *_energy(run), *_memory(run)]
 
 
 def duration(seconds: float) -> str:
@@ -97,6 +97,19 @@ def _step_seconds(run: Run) -> tuple[float | None, str]:
         return run.metrics.step_seconds, "median"
     step = None if run.measured is None else run.measured.median_step()
     return (None, "") if step is None else (step.seconds, "median of traced steps")
+
+
+def _energy(run: Run) -> list[Statistic]:
+    lines = [] if run.metrics is None else run.metrics.training
+    known = {
+        "processors": [line.host_joules_per_token for line in lines if line.host_joules_per_token is not None],
+        "GPU": [line.device_joules_per_token for line in lines if line.device_joules_per_token is not None],
+    }
+    parts = {name: median(values) for name, values in known.items() if values}
+    if not parts:
+        return []
+    of_parts = ", ".join(f"{name} {value:.3g} J" for name, value in parts.items())
+    return [Statistic("Energy per token", f"{sum(parts.values()):.3g} J", f"median; {of_parts}")]
 
 
 def _memory(run: Run) -> list[Statistic]:

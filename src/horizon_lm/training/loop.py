@@ -63,6 +63,7 @@ from horizon_lm.training.setup import (
     load_tokenizer,
     make_objectives,
     num_steps_of,
+    open_meter,
     require_callable,
     require_sane_schedule,
     reserve_buffers,
@@ -245,7 +246,7 @@ def _train(
         if point is not None:
             reporter.print(*require_same_model(point, model_settings(model), config))
         optimizer, scheduler = build_optimizer(model, config, num_steps)
-        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan)
+        metrics = Metrics(num_steps, sampler.steps_per_epoch, plan, open_meter(model))
         reference = None
         if point is not None:
             restore(point.folder, point.manifest, model, optimizer)
@@ -539,7 +540,9 @@ class _Loop:
         self.callbacks.after_update()
         for spike in self.spikes.add(value, self.optimizer.grad_norm):
             self.reporter.print(f"step {step}: spike: {spike}. Its rows: {shown_places(batch)}")
-        own = StepResult.of(value / self.ranks.size, loss, batch, self.config.per_device_train_batch_size)
+        own = StepResult.of(
+            value / self.ranks.size, loss, batch, self.config.per_device_train_batch_size, self.metrics.energy()
+        )
         self.metrics.add(self.ranks.total(own), self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.optimizer.zero_grad()

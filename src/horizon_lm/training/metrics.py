@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from horizon_lm.data.loader import Batch
+from horizon_lm.energy import UNKNOWN, Energy, EnergyMeter
 from horizon_lm.errors import first_line
 from horizon_lm.objective.base import Loss
 from horizon_lm.planning.plan import Plan
@@ -22,6 +23,7 @@ from horizon_lm.visible import visible
 _SUMS = (  # what a checkpoint holds of `Metrics`
     "_learning_rate", "first_loss", "last_loss", "tokens_trained", "tokens_total", "_rows", "_losses", "_sums", "_token_means",
     "_weight", "_window_steps", "_window_trained", "_window_total",
+    "_joules",
 )  # fmt: skip
 
 
@@ -35,6 +37,7 @@ class StepResult:
         metrics: sums over targets or pairs, by name.
         token_sums: sum and number of targets of each micro-batch, by name.
         num_rows, num_trained, num_tokens: rows, targets and tokens.
+        energy: energy since the step before.
     """
 
     value: float
@@ -44,9 +47,12 @@ class StepResult:
     num_rows: int
     num_trained: int
     num_tokens: int
+    energy: Energy = UNKNOWN
 
     @classmethod
-    def of(cls, value: float, loss: Loss, batch: Batch, micro_batch_rows: int) -> "StepResult":
+    def of(
+        cls, value: float, loss: Loss, batch: Batch, micro_batch_rows: int, energy: Energy = UNKNOWN
+    ) -> "StepResult":
         """Return the result of a batch.
 
         Args:
@@ -54,11 +60,14 @@ class StepResult:
             loss: the loss.
             batch: the batch.
             micro_batch_rows: rows or pairs whose token metrics have a mean of their own, as in TRL.
+            energy: energy since the step before.
         """
         if not batch.places:  # a stand-in for the rows that this rank did not get
-            return cls(value, 0.0, dict.fromkeys(loss.metrics, 0.0), {name: [] for name in loss.token_metrics}, 0, 0, 0)
+            nothing: dict[str, list[tuple[float, int]]] = {name: [] for name in loss.token_metrics}
+            return cls(value, 0.0, dict.fromkeys(loss.metrics, 0.0), nothing, 0, 0, 0, energy)
         sums = {name: each.of_micro_batches(micro_batch_rows) for name, each in loss.token_metrics.items()}
-        return cls(value, loss.weight, dict(loss.metrics), sums, len(batch.places), batch.num_trained, batch.num_tokens)
+        counts = len(batch.places), batch.num_trained, batch.num_tokens
+        return cls(value, loss.weight, dict(loss.metrics), sums, *counts, energy)
 
 
 class Metrics:
@@ -68,10 +77,12 @@ class Metrics:
         num_steps: steps of the run.
         steps_per_epoch: steps of one epoch.
         plan: the plan of the run, which measured speed and memory are compared with.
+        meter: measures the energy of this rank's device and, once a machine, of the host; None to measure nothing.
     """
 
-    def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan) -> None:
-        self._num_steps, self._steps_per_epoch, self.plan = num_steps, steps_per_epoch, plan
+    def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan, meter: EnergyMeter | None = None) -> None:
+        self._num_steps, self._steps_per_epoch, self.plan, self._meter = num_steps, steps_per_epoch, plan, meter
+        self._joules: list[float | None] = [0.0, 0.0]  # of the host and of the device
         self._learning_rate = 0.0
         self.first_loss: float | None = None  # of the first and of the last line with a loss
         self.last_loss: float | None = None
@@ -107,10 +118,15 @@ class Metrics:
 
     @contextmanager
     def exclude_from_timing(self) -> Iterator[None]:
-        """Context manager: exclude the enclosed work from the speed of steps."""
+        """Context manager: exclude the enclosed work from the speed and the energy of steps."""
         begun = time.perf_counter()
         yield
         self._excluded_seconds += time.perf_counter() - begun
+        self.energy()
+
+    def energy(self) -> Energy:
+        """Return this rank's energy since the last call."""
+        return UNKNOWN if self._meter is None else self._meter.read()
 
     def add(self, result: StepResult, learning_rate: float) -> None:
         """Add the result of a step and the learning rate of its update."""
@@ -126,6 +142,8 @@ class Metrics:
         self._rows += result.num_rows
         self._window_trained += result.num_trained
         self._window_total += result.num_tokens
+        energy = Energy(*self._joules) + result.energy
+        self._joules = [energy.host, energy.device]
 
     def line(self, step: int, optimizer: Any, model: Any, unit_norms: bool = False) -> dict[str, Any]:
         """Return a line of ``metrics.jsonl`` for the steps since the last line, and start new sums.
@@ -143,6 +161,8 @@ class Metrics:
             - ``*_per_second``: over these steps, without evaluation and exports. ``model_tflops``: operations of the model
               (6·N·T and attention) per second. ``of_planned_speed``: measured over planned tokens per second, null if the
               plan has no speed.
+            - ``host_joules_per_token``, ``device_joules_per_token``: energy of all machines and devices over these steps for
+              each of ``tokens_total``, null without a counter (see `horizon_lm.energy`).
             - ``device_bytes_peak``: peak of the engine's buffers. ``host_bytes``: memory of this process without page
               cache. ``of_planned_device``, ``of_planned_host``: these over the planned bytes.
             - ``seconds``: since the start of the run. ``eta_seconds``: expected until its end.
@@ -177,6 +197,8 @@ class Metrics:
             "of_planned_speed": _ratio(
                 self._window_total / seconds, plan.time.tokens_per_second if plan.time else None
             ),
+            "host_joules_per_token": _ratio(self._joules[0], self._window_total, 6),
+            "device_joules_per_token": _ratio(self._joules[1], self._window_total, 6),
             "device_bytes_peak": device_bytes,
             "of_planned_device": _ratio(device_bytes, plan.buffers.num_bytes),
             "host_bytes": host_bytes,
@@ -187,6 +209,7 @@ class Metrics:
         self._window_started, self._excluded_seconds = now, 0.0
         self._losses, self._sums, self._token_means, self._weight = [], {}, {}, 0.0
         self._window_steps = self._window_trained = self._window_total = 0
+        self._joules = [0.0, 0.0]
         return line
 
 
@@ -200,8 +223,8 @@ def growth_warning(name: str, before: float | None, after: float | None) -> str:
     )
 
 
-def _ratio(value: float, planned: float | None) -> float | None:
-    return round(value / planned, 4) if planned else None
+def _ratio(value: float | None, other: float | None, digits: int = 4) -> float | None:
+    return round(value / other, digits) if other and value is not None else None
 
 
 def format_line(line: dict[str, Any], num_steps: int) -> str:
@@ -216,6 +239,7 @@ def format_line(line: dict[str, Any], num_steps: int) -> str:
         f"{start}epoch {line['epoch']:.2f}  loss {_format_or_none(line['loss'], '.4f')}{_extra_metrics(line, '')}  "
         f"grad norm {_format_or_none(line['grad_norm'], '.2f')}  lr {line['learning_rate']:.2e}  "
         f"tokens/s {_format_rate(line['tokens_per_second'])} ({_format_rate(line['trained_tokens_per_second'])} trained)  "
+        f"{_energy_of_tokens(line)}"
         f"device {format_bytes(line['device_bytes_peak'])}  host {format_bytes(line['host_bytes'])}  "
         f"ETA {format_seconds(line['eta_seconds'])}{_slow_note(line['of_planned_speed'])}"
     )
@@ -224,6 +248,11 @@ def format_line(line: dict[str, Any], num_steps: int) -> str:
 def _slow_note(of_planned: float | None) -> str:
     """Return a note if steps take more than twice as long as planned: other programs may be using this machine."""
     return f"  ({of_planned:.0%} of the planned speed)" if of_planned is not None and of_planned < 0.5 else ""
+
+
+def _energy_of_tokens(line: dict[str, Any]) -> str:
+    total = Energy(line.get("host_joules_per_token"), line.get("device_joules_per_token")).total
+    return "" if total is None else f"{total:.3g} J/token  "
 
 
 def _extra_metrics(line: dict[str, Any], prefix: str) -> str:

@@ -22,6 +22,7 @@ from horizon_lm.data.loader import Batch
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.monitor import Monitor
 from horizon_lm.distributed.rendezvous import init_process_group, is_first_of_machine, wait_for_others
+from horizon_lm.energy import Energy
 from horizon_lm.errors import (
     ConfigError,
     DisagreementError,
@@ -219,7 +220,9 @@ class Ranks:
         if self.mesh is None:
             return own
         fields = (own.value, own.weight, own.metrics, own.token_sums, own.num_rows, own.num_trained, own.num_tokens)
-        everyone = [StepResult(*each) for each in self.mesh.exchange("the result of a step", fields)]
+        sent = (*fields, (own.energy.host, own.energy.device))
+        received = self.mesh.exchange("the result of a step", sent)
+        everyone = [replace(StepResult(*each), energy=Energy(*joules)) for *each, joules in received]
         return StepResult(
             sum(each.value for each in everyone),
             sum(each.weight for each in everyone),
@@ -228,6 +231,7 @@ class Ranks:
             sum(each.num_rows for each in everyone),
             sum(each.num_trained for each in everyone),
             sum(each.num_tokens for each in everyone),
+            sum((each.energy for each in everyone), Energy(0.0, 0.0)),
         )
 
 

@@ -14,6 +14,8 @@ from torch import nn
 from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
 from horizon_lm.data.loader import Batch
 from horizon_lm.data.token_dataset import TokenTable
+from horizon_lm.distributed.rendezvous import is_first_of_machine
+from horizon_lm.energy import EnergyMeter
 from horizon_lm.errors import CheckpointWarning, ConfigError, HorizonError, UnprovenModelWarning, first_line
 from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.paths import exists
@@ -383,6 +385,13 @@ def _saved_reference(saved: Mapping[str, torch.Tensor], name: str, rows: TokenTa
             f"the rows of {name} are not in the checkpoint, so it has no reference for them; resume with the same rows"
         )
     return saved[rows.content_hash].numpy()
+
+
+def open_meter(model: Any) -> EnergyMeter:
+    """Return a meter of the energy of the model's device and, in one process of each machine, of the host."""
+    device = model._horizon.engine.device.torch_device
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    return EnergyMeter(gpu, with_host=is_first_of_machine())
 
 
 def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: RunConfig, reporter: Reporter) -> None:
