@@ -125,8 +125,8 @@ def chosen(model: str, cluster: Cluster, tokens: int) -> Plan:
 
 HEADER = """\
 | model | tokens of each GPU | mode | ranks of a copy | host memory of each machine | device | step, s | tokens/s | TFLOP/s of each GPU | limited by \
-| busy: in | gather | compute | reduce | out | host | hidden from tokens of each GPU: updates | gathers | loads |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
+| busy: in | collectives | compute | out | host | hidden from tokens of each GPU: updates | gathers | loads |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def line(model: str, cluster: Cluster, tokens: int) -> str:
@@ -143,7 +143,7 @@ def plan_line(plan: Plan, model: str, cluster: Cluster, tokens: int) -> str:
         f", **{format_bytes(plan.device.deficit)} missing**" if plan.device.deficit else ""
     )
     busy = " | ".join(
-        f"{time.busy.get(stream, 0):.0%}" for stream in ("copy_in", "gather", "compute", "reduce", "copy_out", "host")
+        f"{time.busy.get(stream, 0):.0%}" for stream in ("copy_in", "collective", "compute", "copy_out", "host")
     )
     hidden = " | ".join(_thousands(time.hidden_from_tokens.get(what)) for what in ("update", "gather", "copy_in"))
     return (

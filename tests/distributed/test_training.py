@@ -1,9 +1,11 @@
 """A step of several ranks has the bits of a step of one process."""
 
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
 from horizon_lm.constants import PAGE
+from horizon_lm.distributed.collectives import Group
 from horizon_lm.errors import (
     DisagreementError,
     ModelNotSupportedError,
@@ -122,6 +125,33 @@ def test_losses_of_twenty_steps(pool: Pool, name: str) -> None:
 def delayed(rank: int, training: Training, seed: int) -> Outcome:
     device = ThreadedDevice(seed * 10 + rank, delay=2e-3)
     return run(rank, replace(training, settings={**training.settings, "device": device}))
+
+
+def launches(rank: int, training: Training) -> tuple[list[str], int]:
+    """Return the collectives of a training in the order in which this rank launches them, and the number of threads that do."""
+    found: list[tuple[str, int]] = []
+
+    def watched(name: str, run: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            found.append((name, threading.get_ident()))
+            run(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gather", "sum"):
+            patch.setattr(Group, name, watched(name, getattr(Group, name)))
+        delayed(rank, training, 0)
+    return [collective for collective, _ in found], len({thread for _, thread in found})
+
+
+def test_all_ranks_launch_their_collectives_in_one_order(pool: Pool) -> None:
+    """Launched by two threads, those of two groups may wait for each other: each rank would run another one first."""
+    training = Training(replicate=2, settings={"activation_checkpoints": "host"})
+    found = pool.run(4, launches, training)
+    assert all(order == found[0][0] for order, _ in found)
+    assert [num_threads for _, num_threads in found] == [1] * 4
+    assert set(found[0][0]) == {"gather", "sum"}
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -132,7 +132,7 @@ def test_collectives_are_ordered_and_their_waits_needed(num_blocks: int, offload
         made = passes(layout, head_grads)
         assert superfluous_waits(made) == [] or num_blocks > 3
         caught += sum(isinstance(w, After) for p in made if p is not None for _, w in each_wait(p))
-        collectives = [(op.kind, op.unit) for op in made.first.ops if op.stream in (Stream.GATHER, Stream.REDUCE)]
+        collectives = [(op.kind, op.unit) for op in made.first.ops if op.stream == Stream.COLLECTIVE]
         copies = [op.unit for op in made.first.ops if op.kind == Kind.STREAM_IN]
         assert collectives == [(Kind.GATHER, unit) for unit in copies]
         landings = [op.unit for op in made.backward.ops if op.kind == Kind.STREAM_OUT]

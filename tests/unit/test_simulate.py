@@ -98,18 +98,18 @@ def test_directions_share_a_link() -> None:
     assert times(simulate([Pass("forward", (stream_in(),))], cost, rates)) == [(0, 2)]
 
 
-def test_collectives_have_links_of_their_own() -> None:
+def test_collectives_have_links_of_their_own_and_run_in_their_order() -> None:
     rates = replace(RATES, gather=8.0, reduce=2.0)
-    gather, reduce = op(Kind.GATHER, Stream.GATHER), op(Kind.REDUCE, Stream.REDUCE)
+    gather, reduce = op(Kind.GATHER, Stream.COLLECTIVE), op(Kind.REDUCE, Stream.COLLECTIVE)
     timeline = simulate(
         [Pass("forward", (stream_in(), gather, reduce))], priced(stream_in=40.0, gather=40.0, reduce=40.0), rates
     )
-    assert times(timeline) == [(0, 4), (0, 5), (0, 20)]
+    assert times(timeline) == [(0, 4), (0, 5), (5, 25)]
 
 
 def test_collectives_through_host_cross_both_directions_of_a_link() -> None:
     rates = replace(RATES, through_host=True)
-    gather, out = op(Kind.GATHER, Stream.GATHER), op(Kind.STREAM_OUT, Stream.COPY_OUT, After(0))
+    gather, out = op(Kind.GATHER, Stream.COLLECTIVE), op(Kind.STREAM_OUT, Stream.COPY_OUT, After(0))
     gathered = simulate([alone(gather)], priced(gather=40.0), rates)
     assert times(gathered) == [(0, 8)]  # as fast as the slower direction: 5 per second
     copied = simulate([Pass("forward", (stream_in(), gather))], priced(stream_in=25.0, gather=40.0), rates)

@@ -171,7 +171,7 @@ def test_utilization_and_model_flops() -> None:
     of, hardware = step(16 * 4096), machine()
     time = step_time(of, hardware)
     assert time.tokens_per_second == pytest.approx(16 * 4096 / time.seconds)
-    assert set(time.busy) == set(map(str, Stream)) - {"disk", "gather", "reduce"}
+    assert set(time.busy) == set(map(str, Stream)) - {"disk", "collective"}
     assert all(0 < part <= 1 for part in time.busy.values())
     tokens = 16 * 4096
     flops = 6 * (28 * BLOCK + TABLE) * tokens + 3 * 28 * 2 * tokens * 4096 * 3584

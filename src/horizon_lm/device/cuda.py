@@ -133,9 +133,7 @@ class CudaDevice(StreamDevice):
         # Copy streams launch small kernels; with high priority they run before the rest of a large matrix product.
         stream = torch.cuda.Stream(self.torch_device, priority=-1)
         # Collectives copy nothing between host and device.
-        link: Link = (
-            DeviceLink() if name in (Stream.GATHER, Stream.REDUCE) else CudaLink(self.torch_device, self._locks)
-        )
+        link: Link = DeviceLink() if name == Stream.COLLECTIVE else CudaLink(self.torch_device, self._locks)
         # The link's memory may have been freed by computation that is still running.
         self._wait_event(stream, self._record(None))
         return stream, link

@@ -80,7 +80,7 @@ def _stream_in(unit: str, into: Buffer, layout: Layout) -> list[Op]:
     packed = (Buffer(Buf.PACKED, block_index(unit) % 2),) if layout.packed and is_block(unit) else ()
     buffers = (into, *packed)
     copy = Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host(Buf.HOST_WEIGHTS, unit, layout),), buffers)
-    return [copy, *([Op(Kind.GATHER, unit, Stream.GATHER, buffers, buffers)] if layout.sharded else [])]
+    return [copy, *([Op(Kind.GATHER, unit, Stream.COLLECTIVE, buffers, buffers)] if layout.sharded else [])]
 
 
 def _landing(unit: str, layout: Layout) -> Buffer:
@@ -97,7 +97,7 @@ def _stream_out(unit: str, source: Buffer, layout: Layout) -> list[Op]:
     landing = _landing(unit, layout)
     # A landing is added to the gradients in the slab, so it also reads the slab.
     reads = (source, landing) if landing.kind == Buf.HOST_GRADS else (source,)
-    ops = [Op(Kind.REDUCE, unit, Stream.REDUCE, (source,), (source,))] if layout.sharded else []
+    ops = [Op(Kind.REDUCE, unit, Stream.COLLECTIVE, (source,), (source,))] if layout.sharded else []
     ops.append(Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (landing,)))
     if layout.update_in_backward and unit != EMBED and not (layout.tied and unit == HEAD):
         ops.append(_update(unit, layout))

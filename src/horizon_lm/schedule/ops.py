@@ -26,11 +26,10 @@ class Stream(_Word):
     COPY_OUT = "copy_out"
     HOST = "host"  # the host threads of the optimizer
     DISK = "disk"  # the writers of a checkpoint
-    GATHER = "gather"  # collectives that gather units from the ranks that own their ranges
-    REDUCE = "reduce"  # collectives that sum gradients at the ranks that own their ranges
+    COLLECTIVE = "collective"  # between ranks: one stream, so that all ranks launch and run them in one order
 
 
-SOMETIMES = (Stream.DISK, Stream.GATHER, Stream.REDUCE)
+SOMETIMES = (Stream.DISK, Stream.COLLECTIVE)
 """Streams that most steps do not use: checkpoints come between few steps, and collectives need several ranks."""
 
 
@@ -40,8 +39,7 @@ STREAM_TITLES = {
     Stream.COPY_OUT: "device-to-host",
     Stream.HOST: "host",
     Stream.DISK: "disk",
-    Stream.GATHER: "gather",
-    Stream.REDUCE: "reduce",
+    Stream.COLLECTIVE: "collectives",
 }
 """Names of the streams in plans and reports."""
 

@@ -141,16 +141,16 @@ def without(cost: Cost, *kinds: Kind) -> Cost:
 
 def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     """Return the speed of each running operation: seconds of computation per second, or bytes per second."""
-    collectives = {Stream.GATHER: rates.gather, Stream.REDUCE: rates.reduce}
+    collectives = {Kind.GATHER: rates.gather, Kind.REDUCE: rates.reduce}
     transfers = [op for op in running if op.stream in (Stream.COPY_IN, Stream.COPY_OUT) and op.kind not in UPDATES]
-    crossing = [op for op in running if rates.through_host and op.stream in collectives]
+    crossing = [op for op in running if rates.through_host and op.kind in collectives]
     # A direction of the link is divided equally between those that use it.
     num_in = sum(op.stream == Stream.COPY_IN for op in transfers) + len(crossing)
     num_out = sum(op.stream == Stream.COPY_OUT for op in transfers) + len(crossing)
     links = {Stream.COPY_IN: rates.link_in / max(1, num_in), Stream.COPY_OUT: rates.link_out / max(1, num_out)}
     if crossing:
-        collectives = {stream: min(rate, *links.values()) for stream, rate in collectives.items()}
-    wanted = sum(links[op.stream] for op in transfers) + 2 * sum(collectives[op.stream] for op in crossing)
+        collectives = {kind: min(rate, *links.values()) for kind, rate in collectives.items()}
+    wanted = sum(links[op.stream] for op in transfers) + 2 * sum(collectives[op.kind] for op in crossing)
     both = rates.link_both if num_in and num_out and rates.link_both is not None else wanted
     # Directions may share a link, and a link may be faster than the memory behind it.
     share = min(1.0, both / wanted, rates.host / wanted) if wanted else 1.0
@@ -165,8 +165,8 @@ def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
             return rates.disk
         if op.kind in UPDATES:
             return max(0.0, for_updates) / num_updates
-        if op.stream in collectives:
-            return collectives[op.stream] * (share if rates.through_host else 1.0)
+        if op.kind in collectives:
+            return collectives[op.kind] * (share if rates.through_host else 1.0)
         return links[op.stream] * share
 
     return [speed(op) for op in running]

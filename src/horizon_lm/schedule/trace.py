@@ -147,7 +147,7 @@ def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
     updates = select(spans, *UPDATES)
     copies_in = [s for s in spans if s.op.stream == Stream.COPY_IN and s.op.kind not in UPDATES]
     copies_out = [s for s in spans if s.op.stream == Stream.COPY_OUT]
-    gathers, sums = ([s for s in spans if s.op.stream == stream] for stream in (Stream.GATHER, Stream.REDUCE))
+    gathers, sums = select(spans, Kind.GATHER), select(spans, Kind.REDUCE)
     collectives = {"gather": gathers, "reduce": sums} if gathers or sums else {}
     waiting = {"copy_in": copies_in, "update": updates, "copy_out": copies_out, **collectives}
     late = {"copy_out": copies_out, **({"reduce": sums} if collectives else {})}

@@ -16,7 +16,7 @@ from horizon_lm.schedule.ops import After, Buf, LastUse, Op, Stream, Wait
 # it waits for. Missing pairs are implied by these.
 ACROSS: dict[tuple[Stream, Buf], Stream] = {
     (Stream.COPY_IN, Buf.WEIGHTS): Stream.COMPUTE,
-    (Stream.COPY_IN, Buf.PACKED): Stream.GATHER,
+    (Stream.COPY_IN, Buf.PACKED): Stream.COLLECTIVE,
     (Stream.COPY_IN, Buf.HEAD): Stream.COMPUTE,
     (Stream.COPY_IN, Buf.TABLE_ROWS): Stream.COMPUTE,
     (Stream.COPY_IN, Buf.OUTER): Stream.COMPUTE,  # every computation reads them, so this also frees resident blocks
