@@ -21,6 +21,7 @@ from horizon_lm.store.checkpoint_reader import Checkpoint
 from tests import families
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, whole
+from tests.numerics.test_quantized_base import save_published
 from tests.thinning import thinned
 
 MESHES = [Training(shard=2), Training(shard=4), Training(replicate=2)]
@@ -178,7 +179,7 @@ def test_ranks_start_with_the_weights_of_the_first(pool: Pool, how: str) -> None
 
 
 def opening_own(
-    rank: int, cases: list[list[str]], mesh: Training, reference: str, on_machines: bool = False
+    rank: int, cases: list[list[str]], mesh: Training, reference: str, on_machines: bool = False, settings: Any = None
 ) -> list[tuple[str, int]]:
     """Open each case's folder of this rank. Return the error, or how the slabs differ from the reference, and the bytes read."""
     expected, found = torch.load(reference), []
@@ -189,7 +190,7 @@ def opening_own(
         try:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always", RuntimeWarning)
-                slabs, read = load(folders[rank], device_mesh=device_mesh)
+                slabs, read = load(folders[rank], device_mesh=device_mesh, **(settings or {}))
         except ConfigError as error:
             found.append((str(error), 0))
             continue
@@ -286,6 +287,26 @@ def test_the_first_machine_alone_reads_more(pool: Pool, tmp_path: Path, large: t
     )
     assert [text for text, _ in copied] == ["loaded 0"] * 4
     assert all(read < 0.6 * size for _, read in copied)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "kind"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
+def test_ranks_decode_their_parts(pool: Pool, tmp_path: Path, family: str, kind: str) -> None:
+    """Weights that are decoded while they are read are those of one process, and copies are compared as they are in the files."""
+    folder, decoded = save_published(family, kind, tmp_path / "model"), {"quantization_config": {"dequantize": True}}
+    torch.save({key: value for key, (_, value) in load(str(folder), **decoded)[0].items()}, tmp_path / "slabs")
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    scales = load_file(folder / "model.safetensors")
+    part = next(name for name in scales if name.endswith(("_scales", "_scale_inv")))
+    scales[part].view(torch.uint8).view(-1)[0] ^= 1
+    save_file(scales, other / "model.safetensors", {"format": "pt"})
+    copy = str(shutil.copytree(folder, tmp_path / "copy"))
+    cases = [[str(folder)] * 2, [str(folder), copy], [str(folder), str(other)]]
+    found = pool.run(2, opening_own, cases, Training(shard=2), str(tmp_path / "slabs"), True, decoded)
+    for rank, (one, same, differs) in enumerate(found):
+        assert one[0] == "loaded 0"
+        assert same[0] == f"loaded {1 - rank}"
+        assert f"differ from those of rank 0 in {part}" in differs[0]
 
 
 @pytest.mark.parametrize("name", ["config.json", "modeling.py", "model.safetensors"])

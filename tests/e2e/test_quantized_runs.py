@@ -95,17 +95,56 @@ def test_a_published_folder(base: dict[str, Any], tmp_path: Path, family: str, k
     assert outcome.exit_code == 0, outcome.output
 
 
-def test_quantized_weights_are_not_trained(base: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "fp8"), pytest.param("gpt_oss", "mxfp4", marks=pytest.mark.slow)]
+)
+def test_all_weights_of_a_quantized_folder(base: dict[str, Any], tmp_path: Path, family: str, kind: str) -> None:
+    """They are decoded if the run asks for it: it is that of the folder which transformers decodes, and exports a plain one."""
+    folder = save_published(
+        family, kind, tmp_path / "published", vocab_size=len(tiny.build_tokenizer()), max_position_embeddings=128
+    )
+    tiny.build_tokenizer().save_pretrained(folder)
+    left_out = {*QLORA, "eval_strategy", "eval_steps", "sample_prompts", "sample_steps", "sample_max_new_tokens"}
+    settings = {name: value for name, value in base.items() if name not in left_out} | {
+        "max_steps": 2,
+        "warmup_steps": 0,
+    }
+    settings |= {"model_name_or_path": str(folder), "output_dir": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match="are quantized, and cannot be trained; set dequantize: true"):
+        horizon_lm.train(settings, print_fn=lambda _: None)
+    decoded = dequantized(folder, kind, None).to(torch.bfloat16)
+    plain = AutoModelForCausalLM.from_config(decoded.config)
+    plain.load_state_dict(decoded.state_dict())
+    plain.save_pretrained(tmp_path / "plain")
+    tiny.build_tokenizer().save_pretrained(tmp_path / "plain")
+    other = settings | {"model_name_or_path": str(tmp_path / "plain"), "output_dir": str(tmp_path / "other")}
+    with pytest.raises(ConfigError, match="plain: its weights are not quantized"):
+        horizon_lm.train(other | {"dequantize": True}, print_fn=lambda _: None)
+    plans = [
+        run("plan", "--model", each["model_name_or_path"], *options).output.splitlines()
+        for each, options in ((settings, ("--dequantize", "true")), (other, ()))
+    ]
+    sizes = [
+        [line for line in plan if "KiB" in line and "total" not in line] for plan in plans
+    ]  # weights, gradients, moments
+    assert len(sizes[0]) > 4
+    assert sizes[0] == sizes[1]
+    expected = horizon_lm.train(other, print_fn=lambda _: None)
+    result = horizon_lm.train(settings | {"dequantize": True}, print_fn=lambda _: None)
+    assert "quantization_config" not in json.loads((result.model_dir / "config.json").read_text())
+    got, wanted = (load_file(each.model_dir / "model.safetensors") for each in (result, expected))
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.slow
+def test_dequantized_runs_resume(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
     folder = save_published(
         "llama", "fp8", tmp_path / "published", vocab_size=len(tiny.build_tokenizer()), max_position_embeddings=128
     )
     tiny.build_tokenizer().save_pretrained(folder)
     settings = {name: value for name, value in base.items() if name not in QLORA}
-    settings |= {"model_name_or_path": str(folder), "output_dir": str(tmp_path / "run")}
-    with pytest.raises(
-        ConfigError, match="are quantized, and cannot be trained; train adapters on them with use_peft: true"
-    ):
-        horizon_lm.train(settings, print_fn=lambda _: None)
+    assert_resumes(runs, settings | {"model_name_or_path": str(folder), "dequantize": True}, tmp_path, (4,))
 
 
 def test_exported_adapters(base: dict[str, Any], tmp_path: Path) -> None:

@@ -70,6 +70,13 @@ class AdapterSettings(Settings):
             raise UnusedError("is not used without use_peft: true; set it, or remove this")
         return value
 
+    @field_validator("load_in_4bit")
+    @classmethod
+    def _reject_decoded_weights(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("dequantize"):
+            raise ValueError("quantizes the weights that dequantize: true decodes; remove one of the two")
+        return value
+
     @field_validator("bnb_4bit_quant_type", "use_bnb_nested_quant")
     @classmethod
     def _needs_four_bits(cls, value: Any, info: ValidationInfo) -> Any:

@@ -19,6 +19,11 @@ class ModelSettings(Settings):
     )
     model_name_or_path: str = Field(description="Model to start from: a Hugging Face folder or a hub id.")
     gguf_file: str | None = Field(None, description="GGUF file in that folder to load the weights from.")
+    dequantize: bool = Field(
+        False,
+        description="Decode quantized weights (MXFP4, FP8 in tiles, bitsandbytes' 4 bits) while they are read, so that all of them can "
+        "be trained. Adapters need no decoding.",
+    )
     trust_remote_code: bool = Field(False, description="Run Python code that ships with the model.")
     allow_unproven_model: bool = Field(
         False,
@@ -43,9 +48,9 @@ class ModelSettings(Settings):
     # A check of two fields belongs to the later one. pydantic passes the earlier fields in `info.data`, so that all
     # errors of a file are reported together. An earlier field that is itself invalid is missing from `info.data`.
 
-    @field_validator("trust_remote_code")
+    @field_validator("trust_remote_code", "dequantize")
     @classmethod
-    def _reject_remote_code_with_gguf(cls, value: bool, info: ValidationInfo) -> bool:
+    def _reject_with_gguf(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("gguf_file"):
             raise UnusedError("is not used with gguf_file; remove one of the two")
         return value

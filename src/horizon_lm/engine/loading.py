@@ -2,17 +2,14 @@
 
 import copy
 import difflib
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.alike import copy_from_first, drawing_alike
 from horizon_lm.distributed.mesh import current_shard, fail_together
@@ -20,22 +17,21 @@ from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.options import StreamArguments, open_device
 from horizon_lm.engine.packed_parameters import PackedParameter, decoding
 from horizon_lm.engine.parameters import require_plain
+from horizon_lm.engine.quantized_opening import FindCodecs, open_weights, read_quantization
 from horizon_lm.engine.recompute import outside_inference_mode
 from horizon_lm.engine.same_weights import SameWeights, require_alike
 from horizon_lm.engine.streamed_model import StreamedModel
-from horizon_lm.errors import CheckpointWarning, ConfigError, StreamingError
+from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model import attention, hub
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.adapters import Adapters, base_of_adapters
 from horizon_lm.model.hub import build_skeleton
 from horizon_lm.model.opening import opened_dtype
-from horizon_lm.model.quantization import expected_codecs, four_bits, take_quantization
+from horizon_lm.model.quantization import take_quantization
 from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
 from horizon_lm.store.checkpoint_loader import load_weights
-from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, codecs_of, open_checkpoint
+from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
 from horizon_lm.store.store import Store
-
-FindCodecs = Callable[[ModelParts], dict[str, Codec]]  # of quantized weights, by full name
 
 _DOWNLOAD = ("revision", "cache_dir", "token", "force_download", "local_files_only")
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, with the values that have no effect here
@@ -95,26 +91,6 @@ def read_precision(precision: str | None, options: dict[str, Any]) -> str:
     if precision is not None and precision not in fits:
         raise ConfigError(f"dtype={dtype} does not go with precision={precision!r}; leave one of them out")
     return precision or fits[0]
-
-
-def _read_quantization(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Remove ``load_in_4bit`` and ``quantization_config`` from the options, and return how to quantize the weights.
-
-    Raises:
-        ConfigError: this is not a format of 4 bits.
-    """
-    given = options.pop("quantization_config", None)
-    if options.pop("load_in_4bit", None) and given is None:
-        given = four_bits()
-    if given is None:
-        return None
-    found = dict(given) if isinstance(given, Mapping) else dict(given.to_dict())
-    if found.get("quant_method") != "bitsandbytes" or not found.get("load_in_4bit"):
-        raise ConfigError(
-            "from_pretrained: weights are quantized to the 4 bits of bitsandbytes while they are read; use load_in_4bit=True or "
-            "quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
-        )
-    return found
 
 
 def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -311,13 +287,14 @@ def _open(
     if config is None and gguf_file is None:
         config = hub.load_config(folder, trust_remote_code, model_class=model_class)
     config = copy.deepcopy(config)  # as in transformers: the caller's own is not changed
-    quantization = _read_quantization(options)
+    asked = read_quantization(options)
     changes = config_arguments(options, config)
     settings = StreamArguments(device=device, precision=precision, **options)
     if gguf_file is not None:
-        if quantization is not None:
+        if asked is not None:
             raise ConfigError(
-                f"gguf_file={gguf_file!r} is not quantized again; leave load_in_4bit out, or convert it first"
+                f"gguf_file={gguf_file!r} is decoded and not quantized again; leave load_in_4bit or quantization_config out, or "
+                "convert it first"
             )
         if hub.auto_class(model_class) is not hub.auto_class(None):
             raise ConfigError(
@@ -332,27 +309,15 @@ def _open(
         folder, config, model_class=model_class, trust_remote_code=trust_remote_code,
         attn_implementation=settings.attn_implementation, dtype=opened_dtype(precision),
     )  # fmt: skip
-    published = take_quantization(config)
-    if published and quantization:
-        warnings.warn(
-            f"{folder}: the weights are quantized already ({published['quant_method']}), so load_in_4bit has no effect",
-            CheckpointWarning,
-            stacklevel=3,
-        )
-    frozen = adapters is not None or bool(published or quantization)
+    checkpoint, find_codecs = open_weights(folder, take_quantization(config), asked, opened_dtype(precision))
+    frozen = adapters is not None or (find_codecs is not None and not isinstance(checkpoint, DecodedCheckpoint))
     if frozen:
         model.requires_grad_(False)
     if adapters is not None:
         config.name_or_path = model.name_or_path = str(
             model_name_or_path
         )  # which PEFT writes into the adapter's config
-    checkpoint = open_checkpoint(folder, published)
     same = SameWeights(settings.device_mesh, checkpoint, config)
-    find_codecs: FindCodecs | None = None
-    if isinstance(checkpoint, QuantizedCheckpoint):
-        find_codecs = partial(codecs_of, checkpoint)
-    elif quantization is not None:
-        find_codecs = partial(expected_codecs, quantization=quantization)
     parts, store = _with_store(model, settings, frozen, find_codecs)
     if reads_weights:
         with fail_together(settings.device_mesh, "the loading of weights"):

@@ -51,7 +51,7 @@ class PackedParameter(StreamedParameter):
     def data(self, value: torch.Tensor) -> None:
         raise StreamingError(
             f"{self._name} is quantized and its values cannot be replaced (an initialisation of adapters that changes the base, "
-            "such as PiSSA, needs a bf16 copy of the model)"
+            "such as PiSSA, needs decoded weights: dequantize: true in a run file, or quantization_config={{'dequantize': True}})"
         )
 
     def packed(self) -> torch.Tensor:
@@ -63,7 +63,8 @@ class PackedParameter(StreamedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TRAINS and (kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True):
             raise StreamingError(
-                f"{args[0]._name} is quantized and cannot be trained; train adapters, or load a bf16 copy of the model"
+                f"{args[0]._name} is quantized and cannot be trained; train adapters, or decode the weights with dequantize: true in a "
+                "run file, or quantization_config={'dequantize': True}"
             )
         if func in METADATA or func in _KEEPS or func is torch.empty_like:
             with torch._C.DisableTorchFunctionSubclass():

@@ -100,7 +100,7 @@ class SameWeights:
         with fail_together(self._mesh, "the comparison of weights"):
             for place, first, last in [place for place, rank in again.items() if rank == self._mesh.rank]:
                 name, rows = self._tensors[place], None if last < 0 else slice(first, last)
-                self._add(name, rows, self._checkpoint.read([name], rows)[name])
+                self._add(name, rows, Checkpoint.read(self._checkpoint, [name], rows)[name])  # as it is in the file
         return self._exchange()
 
     def _exchange(self) -> list[dict[_Range, str]]:

@@ -32,7 +32,9 @@ def four_bits(quant_type: str = "nf4", nested: bool = False) -> dict[str, Any]:
 
 
 def requested_quantization(run: Any) -> dict[str, Any] | None:
-    """Return how a run's settings ask to quantize weights; None if they do not."""
+    """Return how a run's settings ask to quantize or to decode weights; None if they do not."""
+    if run.dequantize:
+        return {"dequantize": True}
     return four_bits(run.bnb_4bit_quant_type, run.use_bnb_nested_quant) if run.load_in_4bit else None
 
 
@@ -45,12 +47,28 @@ def take_quantization(config: Any) -> dict[str, Any] | None:
 
 
 def require_adapters(config: Any, run: Any) -> None:
-    """Raise ConfigError if a run would train weights that are quantized."""
-    if quantization_of(config) and not run.use_peft:
+    """Raise ConfigError if a run would train weights that are quantized, or decode some that are not."""
+    if run.dequantize:
+        require_dequantizable(quantization_of(config), {}, f"dequantize: {run.model_name_or_path}")
+    elif quantization_of(config) and not run.use_peft:
         raise ConfigError(
-            f"model_name_or_path: the weights of {run.model_name_or_path} are quantized, and cannot be trained; train adapters on them "
-            "with use_peft: true, or use a bf16 copy of the model"
+            f"model_name_or_path: the weights of {run.model_name_or_path} are quantized, and cannot be trained; set dequantize: true "
+            "to decode them while they are read, or train adapters on them with use_peft: true"
         )
+
+
+def require_dequantizable(
+    published: Mapping[str, Any] | None, asked: Mapping[str, Any], place: object
+) -> Mapping[str, Any]:
+    """Return the ``quantization_config`` of weights to decode; raise ConfigError if there is none, or one of another format."""
+    if not published:
+        raise ConfigError(f"{place}: its weights are not quantized; leave dequantize out")
+    if asked.get("quant_method", published.get("quant_method")) != published.get("quant_method"):
+        raise ConfigError(
+            f"{place}: its weights are quantized by {published.get('quant_method')}, which the given quantization_config is not for; "
+            "give one of this quant_method"
+        )
+    return published
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:

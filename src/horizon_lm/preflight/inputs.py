@@ -70,6 +70,9 @@ class Source:
         from horizon_lm.model.quantization import requested_quantization
         from horizon_lm.store.quantized_checkpoint import Quantized
 
+        quantized = self.quantized
+        if quantized is None and not run.dequantize:
+            quantized = Quantized.of(self.quantization or requested_quantization(run), self.folder)
         accelerated = run.device != "cpu"
         options: dict[str, Any] = {
             "length": length,
@@ -81,7 +84,7 @@ class Source:
             "trust_remote_code": run.trust_remote_code,
             "trainable": run.trainable,
             "adapters": self.adapters or Adapters.of(run),
-            "quantized": self.quantized or Quantized.of(self.quantization or requested_quantization(run), self.folder),
+            "quantized": quantized,
             "packed": isinstance(run, TextConfig) and bool(run.packing or run.eval_packing),
             "allow_unproven_model": run.allow_unproven_model,
             "head_values": _head_values(run) if self.head_values is None else self.head_values,
@@ -123,16 +126,16 @@ def open_source(run: RunConfig) -> Source:
         folder = Path(name).expanduser()
         config = hub.load_config(folder, run.trust_remote_code, run.gguf_file)
         require_adapters(config, run)
-        stored = 2 if run.gguf_file else hub.stored_bytes(folder, config)
         quantization = take_quantization(config)
+        stored = 2 if run.gguf_file else hub.config_bytes(config) if quantization else hub.stored_bytes(folder, config)
         return Source(name, config, stored, is_local=True, quantization=quantization, folder=folder)
     known = find_known(name)
     hub_id = hub.full_name(name)
     config = hub.known_config(known) if known else hub.fetch_config(name, run.trust_remote_code)
+    if known and (run.use_peft or run.dequantize) and known.quantization:
+        config.quantization_config = dict(known.quantization)
     require_adapters(config, run)
     quantization = take_quantization(config)
-    if known and run.use_peft:
-        quantization = dict(known.quantization) if known.quantization else None
     return Source(name, config, hub.config_bytes(config), hub.is_cached(hub_id), quantization=quantization)
 
 

@@ -28,6 +28,7 @@ from horizon_lm.store.conversion import Conversion, Target, find_conversion
 _STATE = ".quant_state.bitsandbytes__"
 _LONGEST_STATE = 4096  # bytes of a description of a weight; published ones have about 200
 _SCALES = ("weight_scale_inv", "weight_scale")
+HEADER_DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}
 
 
@@ -67,7 +68,7 @@ class QuantizedCheckpoint(Checkpoint):
         parts |= {name for name in headers if _STATE in name}
         self._headers = {name: header for name, header in headers.items() if name not in parts}
         for name, each in self.quantized.items():
-            self._headers[name] = Header("BF16", each.shape)
+            self._headers[name] = Header(HEADER_DTYPES[each.dtype], each.shape)
             self._require_components(name, each, headers)
 
     @property
@@ -117,7 +118,7 @@ class QuantizedCheckpoint(Checkpoint):
         first = next(iter(target.sources))
         for component in self.quantized[first].sources:
             sources = {name: self.quantized[name].sources[component] for name in target.sources}
-            read = self.read(list(sources.values()))
+            read = super().read(list(sources.values()))
             for source in read:
                 self._require_valid(source, component, read[source], self.quantized[first].codec)
             (components[component],) = target.convert(
@@ -149,12 +150,12 @@ class QuantizedCheckpoint(Checkpoint):
         try:
             if headers[name].shape.numel() > _LONGEST_STATE:
                 raise ValueError(f"{headers[name].shape.numel():,} bytes")
-            state = json.loads(bytes(self.read([name])[name].tolist()))
+            state = json.loads(bytes(super().read([name])[name].tolist()))
             shape, blocksize = torch.Size(state["shape"]), int(state["blocksize"])
             nested, offset = "nested_blocksize" in state, state.get("nested_offset")
             dtype = getattr(torch, state["dtype"])
             known = state["quant_type"] == kind and kind in TABLES and state.get("nested_blocksize", 256) == 256
-            known = known and isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            known = known and dtype in HEADER_DTYPES
             if not known or blocksize < 2 or blocksize % 2 or (nested and not isinstance(offset, float)):
                 raise ValueError(f"quant_type {state['quant_type']}, blocksize {blocksize}, nested_offset {offset}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -232,23 +233,27 @@ def codecs_of(checkpoint: QuantizedCheckpoint, parts: ModelParts) -> dict[str, C
     Raises:
         ConfigError: a parameter outside of blocks is quantized, or quantized weights cannot be joined.
     """
-    found = checkpoint.codecs(find_conversion(parts.model, checkpoint.names))
+    conversion = find_conversion(parts.model, checkpoint.names)
+    require_untransposed(checkpoint, conversion, parts)
+    found = checkpoint.codecs(conversion)
     own = {ref.name for u in range(parts.num_blocks) for ref in parts.units[block(u)]}
-    transposed = {
-        ref.name
-        for ref in parts.refs()
-        if isinstance(found.get(ref.name), Bnb4Bit) and type(ref.places[0][0]).__name__ == "Conv1D"
-    }
-    if transposed:
-        raise ConfigError(
-            f"{checkpoint.folder}: {min(transposed)} was quantized as the transpose of the model's weight; use a bf16 copy of the model"
-        )
     if other := [name for name in found if name not in own]:
         raise ConfigError(
-            f"{checkpoint.folder}: {other[0]} is quantized, but only the weights of blocks are decoded; use a copy of the model in "
-            "which the others are in bf16"
+            f"{checkpoint.folder}: {other[0]} is quantized, but only the weights of blocks are decoded on the device; set dequantize: true, "
+            "which decodes all while they are read"
         )
     return found
+
+
+def require_untransposed(checkpoint: QuantizedCheckpoint, conversion: Conversion, parts: ModelParts) -> None:
+    """Raise ConfigError if bitsandbytes has quantized the transpose of a weight, which the shape of a square one does not show."""
+    kinds = {ref.name: type(ref.places[0][0]).__name__ for ref in parts.refs()}
+    for target in conversion.targets:
+        found = (checkpoint.quantized[name] for name in target.sources if name in checkpoint.quantized)
+        if kinds.get(target.name) == "Conv1D" and any(isinstance(each.codec, Bnb4Bit) for each in found):
+            raise ConfigError(
+                f"{checkpoint.folder}: {target.name} was quantized as the transpose of the model's weight; use a bf16 copy of the model"
+            )
 
 
 @dataclass(frozen=True, slots=True)

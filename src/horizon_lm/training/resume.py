@@ -28,7 +28,7 @@ _FREE = {
     "log_unit_grad_norms", "report_to", "run_name", "wandb_project", "sample_prompts", "sample_system_prompt", "sample_steps",
     "sample_max_new_tokens", "trace_steps", "push_to_hub", "hub_model_id", "hub_private_repo", "dataset_num_proc", "datasets",
     "host_memory", "device_memory", "rank_timeout", "activation_checkpoints", "resident_blocks", "resident_graphs", "check_gradients",
-    "model_name_or_path", "gguf_file", "trust_remote_code", "allow_unproven_model", "precompute_ref_batch_size",
+    "model_name_or_path", "gguf_file", "dequantize", "trust_remote_code", "allow_unproven_model", "precompute_ref_batch_size",
     "max_consecutive_skips", "non_finite", "chat_template_path", "step_timeout",
 }  # fmt: skip
 # Settings that change how the numbers of a step are rounded, and which elements dropout drops.

@@ -95,7 +95,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
     "opening.elsewhere",
     SECTION,
     "`from_pretrained` with arguments that streaming replaces or does not support: `device_map`, `max_memory`, `offload_folder`, `load_in_8bit`, "
-    "`quantization_config` of anything but 4 bits, `tp_plan`, and unknown arguments",
+    "`quantization_config` of anything but 4 bits or `dequantize=True`, `tp_plan`, and unknown arguments",
     REJECTED,
     cases={each: Case(arguments={"which": each}) for each in ELSEWHERE},
 )

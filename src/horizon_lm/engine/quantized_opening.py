@@ -1,0 +1,70 @@
+"""Open the weights of a folder as they were published, or as the caller asks: quantized while they are read, or decoded."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from horizon_lm.codecs.base import Codec
+from horizon_lm.errors import CheckpointWarning, ConfigError
+from horizon_lm.model.quantization import expected_codecs, four_bits, require_dequantizable
+from horizon_lm.model.units import ModelParts
+from horizon_lm.store.checkpoint_reader import Checkpoint
+from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
+from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, codecs_of
+
+FindCodecs = Callable[[ModelParts], dict[str, Codec]]  # of weights that stay quantized, by full name
+
+
+def read_quantization(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Remove ``load_in_4bit`` and ``quantization_config`` from the options, and return the settings that they ask for.
+
+    Raises:
+        ConfigError: they ask neither for 4 bits nor for decoded weights.
+    """
+    given = options.pop("quantization_config", None)
+    if options.pop("load_in_4bit", None) and given is None:
+        given = four_bits()
+    if given is None:
+        return None
+    found = dict(given) if isinstance(given, Mapping) else dict(given.to_dict())
+    if found.get("dequantize") or getattr(given, "dequantize", False):  # some of transformers' classes do not list it
+        return found | {"dequantize": True}
+    if found.get("quant_method") != "bitsandbytes" or not found.get("load_in_4bit"):
+        raise ConfigError(
+            "from_pretrained: quantization_config: use BitsAndBytesConfig(load_in_4bit=True) to quantize weights while they are read, or "
+            "Mxfp4Config or FineGrainedFP8Config with dequantize=True to decode them; a quantized folder needs neither for adapters"
+        )
+    return found
+
+
+def open_weights(
+    folder: Path, published: Mapping[str, Any] | None, asked: Mapping[str, Any] | None, dtype: torch.dtype
+) -> tuple[Checkpoint, FindCodecs | None]:
+    """Return the weights in a folder, and the function that finds the codecs of those that stay quantized, if any may.
+
+    Args:
+        folder: the folder.
+        published: the ``quantization_config`` of its config.
+        asked: what the caller asks for, from `read_quantization`.
+        dtype: the dtype that weights are decoded to, if the caller asks for that.
+
+    Raises:
+        ConfigError, ModelNotSupportedError: as `QuantizedCheckpoint`, or there is nothing to decode.
+    """
+    if asked is not None and asked.get("dequantize"):
+        decoded = DecodedCheckpoint(folder, require_dequantizable(published, asked, folder), dtype)
+        return decoded, partial(codecs_of, decoded)
+    if published is None:
+        return Checkpoint(folder), None if asked is None else partial(expected_codecs, quantization=asked)
+    if asked is not None:
+        warnings.warn(
+            f"{folder}: the weights are quantized already ({published['quant_method']}), so load_in_4bit has no effect",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+    checkpoint = QuantizedCheckpoint(folder, published)
+    return checkpoint, partial(codecs_of, checkpoint)
