@@ -223,8 +223,10 @@ def _complete(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Trans
     if settings.get("adapter_name_or_path"):  # in all these trainers, its own ranks and targets are used
         for name in AdapterSettings.model_fields.keys() - OF_THE_BASE:
             settings.pop(name, None)
+    if settings.get("use_peft"):  # adapters are trained on the quantized weights, which have the same values
+        settings.pop("dequantize", None)
     for key, why in table.get("needs_adapters", {}).items():
-        if key in theirs and not settings.get("use_peft"):
+        if key in theirs and not (settings.get("use_peft") or settings.get("dequantize")):
             left_out.nothing.pop(key, None)
             left_out.add(key, "rejected", why)
     if isinstance(steps := parse_text(settings.get("max_steps")), int) and steps > 0:
