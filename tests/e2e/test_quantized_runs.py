@@ -147,6 +147,12 @@ def test_dequantized_runs_resume(runs: Runs, base: dict[str, Any], tmp_path: Pat
     assert_resumes(runs, settings | {"model_name_or_path": str(folder), "dequantize": True}, tmp_path, (4,))
 
 
+def test_four_bits_of_a_folder_are_planned(base: dict[str, Any]) -> None:
+    options = ("plan", "--model", base["model_name_or_path"], "--use_peft", "true", "--lora_target_modules", "[q_proj]")
+    assert "quantized weights" not in run(*options).output
+    assert "quantized weights" in run(*options, "--load_in_4bit", "true").output
+
+
 def test_exported_adapters(base: dict[str, Any], tmp_path: Path) -> None:
     """The adapters load in plain PEFT on the decoded weights, and give the same logits."""
     result = horizon_lm.train(

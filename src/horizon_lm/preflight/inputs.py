@@ -72,7 +72,8 @@ class Source:
 
         quantized = self.quantized
         if quantized is None and not run.dequantize:
-            quantized = Quantized.of(self.quantization or requested_quantization(run), self.folder)
+            published = Quantized.of(self.quantization, self.folder)
+            quantized = published or Quantized.of(requested_quantization(run), None)
         accelerated = run.device != "cpu"
         options: dict[str, Any] = {
             "length": length,
