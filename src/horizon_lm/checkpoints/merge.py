@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from horizon_lm.checkpoints.new_folder import write_new_folder
-from horizon_lm.codecs.base import Codec
 from horizon_lm.disk import Disk
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model import hub
@@ -24,7 +23,8 @@ from horizon_lm.store.checkpoint_loader import check_headers, parameter_names
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.checkpoint_writer import as_stored, dtype_of, write_folder
 from horizon_lm.store.conversion import Target, find_conversion
-from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, QuantizedWeight, codecs_of, open_checkpoint
+from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
+from horizon_lm.store.quantized_checkpoint import require_untransposed
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CHUNK = 32 * 2**20  # bytes of small tensors that are read together, for each of which the file would be opened again
@@ -70,7 +70,8 @@ def merge_adapter(
     config = hub.load_config(source, trust_remote_code)
     quantization = take_quantization(config)
     plain, adapted = (hub.open_skeleton(source, config, trust_remote_code=trust_remote_code) for _ in range(2))
-    merged = _MergedFolder(plain, adapted, adapter, open_checkpoint(source, quantization), _dtype(dtype))
+    checkpoint = Checkpoint(source) if quantization is None else DecodedCheckpoint(source, quantization)
+    merged = _MergedFolder(plain, adapted, adapter, checkpoint, _dtype(dtype))
     written = plain
     if merged.untied:
         config = copy.deepcopy(config)
@@ -106,7 +107,7 @@ class _Unit:
 
     Attributes:
         copies: names in the checkpoint.
-        targets: tensors of the model that are merged or decoded.
+        targets: tensors of the model that are merged.
         groups: indices of the groups of adapters that are merged into them.
         added: names in the model of tensors that the checkpoint does not have.
     """
@@ -135,11 +136,9 @@ class _MergedFolder:
         self, plain: Any, adapted: Any, adapter: Path, checkpoint: Checkpoint, dtype: torch.dtype | None
     ) -> None:
         self._model, self._checkpoint, self._dtype = plain, checkpoint, dtype
-        self._formats: Mapping[str, Codec] = {}  # by the name of a tensor of the model
-        self._quantized: Mapping[str, QuantizedWeight] = {}  # by the name of a tensor of the folder
-        if isinstance(checkpoint, QuantizedCheckpoint):
-            self._formats, self._quantized = codecs_of(checkpoint, find_parts(plain)), checkpoint.quantized
         conversion = find_conversion(plain, checkpoint.names)
+        if isinstance(checkpoint, DecodedCheckpoint):
+            require_untransposed(checkpoint, conversion, find_parts(plain))
         check_headers(plain, checkpoint, conversion)
         self._headers, self._first = checkpoint.headers(), parameter_names(plain)
         self._shapes = {name: tensor.shape for name, tensor in plain.state_dict().items()}
@@ -212,9 +211,6 @@ class _MergedFolder:
             merged.append(unit)
         known = {name for names in self._groups for name in names}
         merged += [_Unit(added=[n]) for n in self.untied if n not in known and n not in self._target]
-        for target in targets:
-            if target.name in self._formats and id(target) not in by_target:
-                by_target[id(target)] = _Unit(targets=[target])
         unit_of = {source: by_target[id(t)] for t in targets if id(t) in by_target for source in t.sources}
         return [*self._in_order(unit_of), *(unit for unit in merged if not unit.targets and unit.added)]
 
@@ -248,9 +244,7 @@ class _MergedFolder:
         targets = {name: Target(name, {name: None}, None) for name in unit.copies}
         if not read:
             return {name: self._describe(target)[name] for name, target in targets.items()}
-        packed = {name for name in unit.copies if name in self._quantized}
-        found = self._checkpoint.read([name for name in unit.copies if name not in packed])
-        return found | {name: self._decode(targets[name], self._headers[name].shape) for name in packed}
+        return self._checkpoint.read(unit.copies)
 
     def _described(self, unit: _Unit) -> dict[str, torch.Tensor]:
         """Return meta tensors of those that `_merge` returns."""
@@ -258,7 +252,7 @@ class _MergedFolder:
         return found | {name: self._read(name).to("meta") for name in unit.added}
 
     def _merge(self, unit: _Unit) -> dict[str, torch.Tensor]:
-        """Return the tensors of a unit that are merged or decoded, by their names in the model."""
+        """Return the tensors of a unit that are merged, by their names in the model."""
         values = {name: tensor for target in unit.targets for name, tensor in self._read_target(target).items()}
         values |= {name: self._read(name) for name in unit.added}
         for index in unit.groups:
@@ -286,9 +280,7 @@ class _MergedFolder:
         return tensor if self._dtype is None else tensor.to(self._dtype)
 
     def _stored_dtype(self, target: Target) -> torch.dtype:
-        source = next(iter(target.sources))
-        quantized = self._quantized.get(source)
-        return dtype_of(self._headers[source]) if quantized is None else quantized.dtype
+        return dtype_of(self._headers[next(iter(target.sources))])
 
     def _describe(self, target: Target) -> dict[str, torch.Tensor]:
         dtype = self._stored_dtype(target)
@@ -309,20 +301,11 @@ class _MergedFolder:
         )
 
     def _read_target(self, target: Target) -> dict[str, torch.Tensor]:
-        """Return tensors of the base by their names in the model, decoded if they are quantized."""
-        if target.name in self._formats:
-            return {target.name: self._decode(target, self._shapes[target.name])}
+        """Return tensors of the base by their names in the model."""
         tensors = self._checkpoint.read(list(target.sources))
         for name, tensor in tensors.items():
             hub.require_finite(name, tensor, self._checkpoint.file_of(name))
         return target.convert(self._model, tensors)
-
-    def _decode(self, target: Target, shape: torch.Size) -> torch.Tensor:
-        assert isinstance(self._checkpoint, QuantizedCheckpoint)
-        codec = self._formats.get(target.name) or self._quantized[target.name].codec
-        packed = torch.empty(codec.num_bytes(shape), dtype=torch.uint8)
-        self._checkpoint.pack(self._model, target, codec, packed, shape)
-        return codec.decode(packed, torch.empty(shape, dtype=self._stored_dtype(target)))
 
 
 def _copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
