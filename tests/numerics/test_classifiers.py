@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
@@ -336,3 +337,34 @@ def test_the_reward_trainer(tmp_path: Path) -> None:
     weights = plain.state_dict()
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=2, target_modules=["q_proj", "score"], init_lora_weights=False),
+        LoraConfig(r=2, target_modules=["score"], init_lora_weights=False, use_dora=True),
+        IA3Config(target_modules=["score"], feedforward_modules=[], init_ia3_weights=False),
+        LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["score"]),
+    ],
+    ids=["lora", "dora", "ia3", "copy"],
+)
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_an_adapter_of_the_score(config: Any, late: bool) -> None:
+    """Compare a step, and the scores after a merge, with those of plain PEFT."""
+    plain, inputs = build(), batch()
+    model = stream(plain) if late else copy.deepcopy(plain)
+    torch.manual_seed(1)
+    plain = get_peft_model(plain, copy.deepcopy(config))
+    torch.manual_seed(1)
+    model = get_peft_model(model, copy.deepcopy(config))
+    model = model if late else stream(model)
+    for each in (plain, model):
+        each(**inputs).loss.backward()
+    ours = dict(model.named_parameters())
+    grads = {name: param.grad for name, param in plain.named_parameters() if param.requires_grad}
+    assert grads.keys() == {name for name, param in ours.items() if param.requires_grad}
+    assert [name for name in grads if "score" in name]
+    assert not [name for name, grad in grads.items() if not torch.equal(ours[name].grad, grad)]
+    model.zero_grad()
+    assert torch.equal(model.merge_and_unload()(**inputs).logits, plain.merge_and_unload()(**inputs).logits)

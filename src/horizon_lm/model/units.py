@@ -190,7 +190,7 @@ def find_parts(model: Any) -> ModelParts:
     if table is None or len(units[EMBED]) != 1:
         raise ModelNotSupportedError(f"{name}: the input embedding is not one table of rows, which streaming needs")
     _reject_encoder(name, model, blocks)
-    tied = _weight_of_head(head) is table.param
+    tied = _inside(head)._parameters.get("weight") is table.param
     if tied and units[HEAD]:
         raise ModelNotSupportedError(
             f"{name}: PEFT trains a copy of the head, or adapters of it, and ties it to the embedding; leave ensure_weight_tying out"
@@ -241,7 +241,7 @@ def _find_head(name: str, model: Any) -> tuple[nn.Module, bool]:
         return head, False
     # The name is the convention of transformers' decoders; encoders have a `classifier` after a pooling layer.
     score: Any = getattr(model, "score", None)
-    if type(getattr(score, "original_module", score)) is nn.Linear:  # PEFT trains a copy of it, as a whole
+    if score is not None and type(_inside(score)) is nn.Linear:
         return score, True
     raise ModelNotSupportedError(
         f"{name} has neither the output embeddings of a causal language model nor the `score` of a decoder that classifies "
@@ -249,14 +249,14 @@ def _find_head(name: str, model: Any) -> tuple[nn.Module, bool]:
     )
 
 
-def _weight_of_head(head: nn.Module) -> nn.Parameter | None:
-    """Return the weight that the head multiplies by, inside PEFT's layers around it."""
+def _inside(head: nn.Module) -> nn.Module:
+    """Return the projection that a head multiplies by, inside PEFT's layers around it."""
     while is_adapter_layer(head):
         copies: Any = getattr(head, "modules_to_save", None) or {}
         active = [copies[each] for each in getattr(head, "active_adapters", ()) if each in copies]
         inside = active[0] if active else getattr(head, "token_adapter", None)
         head = inside if inside is not None else getattr(head, "base_layer", None) or head.original_module  # type: ignore[assignment]
-    return head._parameters.get("weight")
+    return head
 
 
 def _find_units(
@@ -289,7 +289,7 @@ def _find_units(
                 )
             ref = refs.setdefault(id(param), ParamRef(f"{module_name}.{attribute}".removeprefix("."), param, []))
             ref.places.append((module, attribute))
-    tied = _weight_of_head(head) is tables[0]._parameters.get("weight")
+    tied = _inside(head)._parameters.get("weight") is tables[0]._parameters.get("weight")
     adapters: dict[int, set[str]] = {}
     names = [EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER, *([IDLE] if len(tables) > 1 else [])]
     units: dict[str, list[ParamRef]] = {unit: [] for unit in names}
