@@ -189,10 +189,16 @@ def test_saved_folders_are_those_of_transformers(family: str, tmp_path: Path) ->
         assert all(torch.equal(value, expected[name]) for name, value in state.items())
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gpt2", True)])
-def test_a_causal_language_model_gets_a_new_score(family: str, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "tied", "saved"),
+    [
+        ("llama", False, torch.float32), ("llama", False, torch.bfloat16), ("llama", True, torch.float32),
+        ("gpt2", True, torch.float32),
+    ],
+)  # fmt: skip
+def test_a_causal_language_model_gets_a_new_score(family: str, tied: bool, saved: torch.dtype, tmp_path: Path) -> None:
     """Compare a score drawn for a causal language model with that of transformers, from the same seed."""
-    families.build(family, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    families.build(family, tie_word_embeddings=tied).to(saved).save_pretrained(tmp_path)
     torch.manual_seed(3)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1, dtype=torch.float32)
     torch.manual_seed(3)

@@ -85,13 +85,15 @@ def streamed_trainer(cls: type[Trainer]) -> type[Trainer]:
 
 def _options_of_name(cls: type[Trainer], arguments: Any) -> dict[str, Any]:
     """Return the options with which a trainer of TRL opens a model that it is given by name, and clear them in its arguments."""
-    options = dict(getattr(arguments, "model_init_kwargs", None) or {})
-    if options:
+    given = getattr(arguments, "model_init_kwargs", None) or {}
+    options = {"dtype": "float32"} | given
+    if given:
         arguments.model_init_kwargs = None
     if getattr(arguments, "trust_remote_code", False):
         options.setdefault("trust_remote_code", True)
     if "Reward" in cls.__name__:
         options = {"num_labels": 1, "model_class": AutoModelForSequenceClassification} | options
+        transformers.set_seed(getattr(arguments, "seed", 42))  # as the trainer does, for a score that is drawn
     return options
 
 

@@ -323,8 +323,9 @@ def _open(
         with fail_together(settings.device_mesh, "the loading of weights"):
             new = load_weights(parts, store, checkpoint)
         same.require()
+        drawn_in = torch.float32 if precision == "float32" else next(iter(store.source_dtypes.values()))
         with drawing_alike(settings.device_mesh, torch.device("cpu")):
-            _draw(parts.model, new, store, torch.device("cpu"), next(iter(store.source_dtypes.values())))
+            _draw(parts.model, new, store, torch.device("cpu"), drawn_in)
     if adapters is not None:
         return _add_adapters(adapters, parts, store, settings)
     return settings.attach(parts, store)
