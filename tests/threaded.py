@@ -91,6 +91,9 @@ class ThreadedLink:
     def call(self, function: Callable[[], None]) -> None:
         self._enqueue(function)
 
+    def finish(self) -> None:
+        return
+
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> _PendingNumber:
         result = _PendingNumber()
         self._enqueue(lambda: setattr(result, "value", self._host.land(destination, source, add)))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.memory import PackedSizes
 from horizon_lm.planning.plan import make_plan
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.planning.residency import Residency
@@ -48,6 +49,19 @@ def test_resident_graph_is_not_recomputed() -> None:
     one = machine(matmul={"bfloat16": 1.0, "float32": 1.0}, attention={"bfloat16": float("inf"), "float32": 1.0})
     of = step(4096, 4, residency=Residency(4, 2, 1))
     assert total(of, one, Kind.FORWARD, Kind.BACKWARD) == pytest.approx((3 * 8 + 6) * BLOCK * 4096 + 6 * TABLE * 4096)
+
+
+@pytest.mark.parametrize(
+    ("device", "bandwidth", "seconds"),
+    [("cuda", 100.0, 0.5 * BLOCK), ("cuda", 1.0, 2.5 * BLOCK), ("cpu", 1.0, 3 * BLOCK)],
+)
+def test_a_gpu_copies_codes_while_it_decodes_others(device: str, bandwidth: float, seconds: float) -> None:
+    """The slower of the two counts: half a byte a weight at the link's rate, or this and two bytes at the device's."""
+    outline = dense(1)
+    sizes = replace(outline.sizes, packed=[PackedSizes([BLOCK], BLOCK // 2, BLOCK // 2)])
+    of = Step(replace(outline, sizes=sizes), StepSettings(1, residency=Residency(1)))
+    one = machine(device=device, device_bandwidth=bandwidth, link_in=1.0, link_both=1.0, host_bandwidth={"1": 1.0})
+    assert of.cost(one)(Op(Kind.STREAM_IN, "block0", Stream.COPY_IN)) == pytest.approx(seconds)
 
 
 def test_attention_has_its_own_rate() -> None:

@@ -219,6 +219,7 @@ class StreamDevice(ABC):
                 for move in () if task.done else task.moves:
                     move.run(link)
                     self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += move.host_bytes
+                link.finish()
             event = self._record(stream)
             self._set_event(task, event)
             if self.trace is not None:

@@ -55,6 +55,9 @@ class HostLink:
     def call(self, function: Callable[[], None]) -> None:
         function()
 
+    def finish(self) -> None:
+        return
+
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
         from horizon_lm.kernels.gradients import landing_kernel
 

@@ -88,6 +88,9 @@ class CudaLink:
     def __init__(self, device: torch.device, locks: PageLocks | None = None) -> None:
         self._device = device
         self._scratch = torch.empty(4 * _PIECE_ELEMENTS, dtype=torch.uint8, device=device)
+        self._decoding = torch.cuda.Stream(device, priority=-1)
+        self._arrived, *self._decoded = (torch.cuda.Event(blocking=True) for _ in range(3))
+        self._half, self._is_decoding = 0, False
         self._transport = HostTransport(device, locks or PageLocks(device))
         self._host = HostLink()
 
@@ -102,17 +105,33 @@ class CudaLink:
                 d.copy_(self._transport.copy(self._take_scratch(s.dtype, s.numel()), s))
 
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
-        """Decode a quantized tensor part by part: the components of a part cross the link into scratch memory."""
+        """Decode a quantized tensor part by part. The components of a part cross the link into one half of the scratch memory,
+        while those of the part before are decoded from the other half, on a stream of its own.
+        """
         components, flat = codec.views(packed, destination.shape), destination.view(-1)
+        copying, self._is_decoding = torch.cuda.current_stream(self._device), True
         for part in _parts(codec, destination.shape):
+            self._half ^= 1
+            half, decoded = self._scratch.chunk(2)[self._half], self._decoded[self._half]
+            copying.wait_event(decoded)  # what this half held before
             held, start = {}, 0
             for name, rows in part.rows.items():
                 source = components[name][rows]
                 raw = source.reshape(-1).view(torch.uint8)
-                place = self._scratch[start : start + raw.numel()]
+                place = half[start : start + raw.numel()]
                 held[name] = self._transport.copy(place, raw).view(source.dtype).view(source.shape)
                 start += -(-raw.numel() // _ALIGNMENT) * _ALIGNMENT
-            decode(codec, held, flat[part.start : part.stop].view(part.shape), dtype)
+            self._arrived.record()
+            with torch.cuda.stream(self._decoding):
+                self._decoding.wait_event(self._arrived)
+                decode(codec, held, flat[part.start : part.stop].view(part.shape), dtype)
+                decoded.record()
+
+    def finish(self) -> None:
+        if self._is_decoding:
+            for decoded in self._decoded:
+                torch.cuda.current_stream(self._device).wait_event(decoded)
+            self._is_decoding = False
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         for d, r in zip(*_split_rows(destination, rows), strict=True):
@@ -160,6 +179,7 @@ class CudaLink:
         """Return scratch memory, whose previous use is earlier in this stream. ``after``: scratch memory that is still
         in use.
         """
+        self.finish()
         start = 0 if after is None else -(-after.numel() * after.element_size() // _ALIGNMENT) * _ALIGNMENT
         return self._scratch[start : start + numel * dtype.itemsize].view(dtype)
 

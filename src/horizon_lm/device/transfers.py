@@ -39,6 +39,10 @@ class Link(Protocol):
         """Call a function that enqueues other work on the stream of these transfers."""
         ...
 
+    def finish(self) -> None:
+        """Make the stream of these transfers wait for what the link has enqueued elsewhere."""
+        ...
+
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
         """Land gradients in host memory: overwrite the destination, or add in fp32 and round once.
 

@@ -253,7 +253,9 @@ class StepCost:
         if not self._settings.shard.is_whole:  # decoded once it is gathered
             return moved
         hardware = self._hardware
-        return moved + self._decoding_seconds(packed, decoded) * min(hardware.link_in, hardware.host_rate)
+        decoding = self._decoding_seconds(packed, decoded) * min(hardware.link_in, hardware.host_rate)
+        # A GPU decodes a part while the next one crosses the link.
+        return moved + decoding if hardware.on_host else max(moved, decoding)
 
     def _elements(self, unit: str, sizes: ModelSizes) -> int:
         if unit == EMBED:
@@ -269,7 +271,7 @@ class StepCost:
         return 4 if sums else settings.grad_bytes
 
     def _decoding_seconds(self, num_bytes: int, numel: int) -> float:
-        """Return the seconds for which a stream decodes, and transfers nothing."""
+        """Return the seconds that decoding takes."""
         hardware = self._hardware
         rate = hardware.host_rate if hardware.on_host else hardware.device_bandwidth
         return (num_bytes + numel * self._outline.compute_bytes) / rate
