@@ -16,8 +16,10 @@ from horizon_lm.checkpoints import checkpoint
 from horizon_lm.config import RunConfig
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.errors import ConfigError, DeviceFaultError, HorizonError
+from horizon_lm.planning.catalog import own_profile_path
 from horizon_lm.training import loop as training_loop
 from horizon_lm.training import resume as resume_module
+from tests import outlines
 from tests.dying import Death, dying
 from tests.e2e import resuming, tiny
 from tests.e2e.resuming import SAVING, Runs, assert_resumes, resume
@@ -175,6 +177,22 @@ FREE = {
     "activation_checkpoints": 2, "resident_blocks": 1, "resident_graphs": 1, "logging_steps": 4, "save_steps": 3,
     "eval_steps": 5, "sample_steps": 7, "save_bandwidth": "1GiB", "step_timeout": 900.0,
 }  # fmt: skip
+
+
+def test_moments_that_the_plan_has_chosen_are_kept(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the plan would choose on the machine that goes on."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    slow = outlines.machine(device="cpu", device_bandwidth=1e12, host_bandwidth={"2": 1e6})  # so updates are exposed
+    slow.save(own_profile_path())
+    cut = {**base, "output_dir": str(tmp_path / "cut"), "moments": "auto", "max_steps": 3}
+    runs.interrupt(cut, stop_after=2)
+    own_profile_path().unlink()
+    runs.train(cut)
+    assert [loop.optimizer.moments.kind for loop in runs.loops] == ["bfloat16", "bfloat16"]
+    runs.train({**cut, "output_dir": str(tmp_path / "new")})
+    assert runs.loops[-1].optimizer.moments.kind == "float32"
 
 
 def test_settings_that_change_no_number_may_change(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.memory import PackedSizes
-from horizon_lm.planning.plan import make_plan
+from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.planning.residency import Residency
 from horizon_lm.planning.step import Step, StepSettings, rates, update_bytes
@@ -208,6 +208,28 @@ def test_plan_suggests_smaller_moments(bandwidth: float, moments: str, named: bo
         of = replace(plan.step, settings=replace(plan.step.settings, moments="bfloat16"))
         shorter = 1 - step_time(of, machine(host_bandwidth={"16": bandwidth})).seconds / plan.time.seconds
         assert [match[1] for match in found if match] == [f"{100 * shorter:.0f}"]
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "chosen", "reason"),
+    [
+        (60e9, "bfloat16", r"moments: bfloat16, because updates are not fully overlapped: a step is \d+% shorter"),
+        (400e9, "float32", "moments: float32, because updates are overlapped"),
+        (None, "float32", "moments: float32, because the time of a step is unknown"),
+    ],
+)
+def test_plan_chooses_moments(bandwidth: float | None, chosen: str, reason: str) -> None:
+    hardware = None if bandwidth is None else machine(host_bandwidth={"16": bandwidth})
+    where = Machine("by hand", False, hardware)
+
+    def planned(moments: str) -> Plan:
+        request = Request(per_device_train_batch_size=16, moments=moments, activation_checkpoints=28)
+        return make_plan(dense(), request, where)
+
+    plan, same = planned("auto"), planned(chosen)
+    assert (plan.request, plan.time, plan.budgets) == (same.request, same.time, same.budgets)
+    assert re.match(reason, plan.reasons[0])
+    assert list(plan.reasons[1:]) == list(same.reasons)
 
 
 # Checkpoints

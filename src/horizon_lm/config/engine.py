@@ -32,9 +32,10 @@ class EngineSettings(Settings):
     grad_dtype: Literal["bfloat16", "float32"] | None = Field(
         None, description="Dtype of gradients in host memory. Default: float32 with precision: float32, else bfloat16."
     )
-    moments: Literal["float32", "bfloat16", "8bit"] = Field(
+    moments: Literal["auto", "float32", "bfloat16", "8bit"] = Field(
         "float32",
-        description="Dtype of AdamW's moments in host memory; float32, bfloat16 and 8bit take 8, 4 and 2 bytes per parameter.",
+        description="Dtype of AdamW's moments in host memory; float32, bfloat16 and 8bit take 8, 4 and 2 bytes per parameter. "
+        "auto: bfloat16 where the planned step is notably shorter with it, because updates are exposed; else float32.",
     )
     host_memory: Bytes | None = Field(
         None,

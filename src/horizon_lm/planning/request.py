@@ -82,7 +82,7 @@ class FixedSettings:
     """Step settings fixed by the run; the planner may not change them.
 
     Attributes:
-        precision, moments, update_in_backward: as in a run's settings.
+        precision, moments, update_in_backward: as in a run's settings. A plan's request has the moments that were chosen.
         grad_bytes: bytes of an element of the gradient store.
         compiled: blocks are compiled.
         forwards: batches without gradients.

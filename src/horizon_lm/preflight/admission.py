@@ -164,13 +164,15 @@ def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
     """
     settings = plan.step.settings
     rows = None if plan.step.outline.whole_batch_only and not run.device_micro_batch_size else settings.micro_batch
-    head = {"head": plan.request.head, "head_chunk_tokens": plan.request.head_chunk_tokens}
+    always: dict[str, Any] = {
+        "head": plan.request.head, "head_chunk_tokens": plan.request.head_chunk_tokens, "device_micro_batch_size": rows,
+        "moments": plan.request.moments,
+    }  # fmt: skip
     if plan.step.outline.unknown:
-        return run.model_copy(update={"device_micro_batch_size": rows, **head})
+        return run.model_copy(update=always)
     residency = settings.residency
     chosen: dict[str, Any] = {
-        **head,
-        "device_micro_batch_size": rows,
+        **always,
         "activation_checkpoints": residency.boundaries,
         "resident_blocks": residency.weights,
         "resident_graphs": residency.graphs,
@@ -245,6 +247,7 @@ class Admission:
         plan = self._plan_for(self._run, machine=self._machine())
         if not plan.fits:
             self._reject(plan)
+        self._run = self._run.model_copy(update={"moments": plan.request.moments})  # no later plan changes them
         return plan
 
     def smaller_plan(self, plan: Plan, residency: Residency | None = None) -> Plan | None:

@@ -36,7 +36,7 @@ _ROUNDING = {
     "device", "device_micro_batch_size", "head", "head_chunk_tokens", "mlp_chunk_tokens", "compile", "attn_implementation",
     "per_device_train_batch_size", "gradient_accumulation_steps", "dp_shard_size", "dp_replicate_size",
 }  # fmt: skip
-_OPEN = ("device_micro_batch_size", "head", "head_chunk_tokens")  # chosen by the plan, unless they are set
+_OPEN = ("device_micro_batch_size", "head", "head_chunk_tokens", "moments")  # chosen by the plan, unless they are set
 _STATE: dict[str, tuple[type, ...]] = {
     "step": (int,), "num_steps": (int,), "finished": (bool,), "config": (dict,), "settled": (dict,), "model_config": (dict,),
     "data": (dict,), "scheduler": (dict,), "metrics": (dict,), "files": (dict,), "callbacks": (dict,),
