@@ -8,6 +8,7 @@ import torch
 from transformers.integrations import moe
 
 import horizon_lm
+from horizon_lm.cost.model_outline import outline_config
 from horizon_lm.device.cuda import CudaDevice
 from tests import families
 from tests.emulated import emulated_gpu
@@ -69,3 +70,9 @@ def test_the_stand_in_leaves_them_unwritten(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", unwritten)
     got = gradients(CudaDevice())
     assert any(grad.isnan().any() for name, grad in got.items() if "experts" in name)
+
+
+@pytest.mark.parametrize(("family", "experts"), [("mixtral", 4), ("qwen3_moe", 4), ("deepseek_v3", 4), ("llama", 0)])
+def test_a_plan_knows_their_number(family: str, experts: int) -> None:
+    config = families.build(family).config
+    assert outline_config(config, family, length=8, dtype=torch.bfloat16).experts == experts

@@ -232,6 +232,16 @@ def test_plan_chooses_moments(bandwidth: float | None, chosen: str, reason: str)
     assert list(plan.reasons[1:]) == list(same.reasons)
 
 
+@pytest.mark.parametrize(
+    ("experts", "capability", "named"),
+    [(128, 8.9, True), (128, 12.0, True), (128, 9.0, False), (128, 10.3, False), (128, 0.0, False), (0, 8.9, False)],
+)
+def test_plan_names_experts_without_a_kernel(experts: int, capability: float, named: bool) -> None:
+    where = Machine("by hand", False, machine(capability=capability))
+    plan = make_plan(replace(dense(), experts=experts), Request(activation_checkpoints=28), where)
+    assert any("torch multiplies the 128 experts of a block one by one" in reason for reason in plan.reasons) == named
+
+
 # Checkpoints
 
 

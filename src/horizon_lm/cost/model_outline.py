@@ -113,6 +113,7 @@ def outline_config(
         sizes=parts.sizes(),
         trained=parts.sizes(trained_only=True),
         active=_active(parts),
+        experts=_num_experts(parts),
         length=length,
         compute_bytes=dtype.itemsize,
         attention=used,
@@ -190,10 +191,14 @@ def _shared(calls: list[BlockCalls], rows: int, length: int) -> int:
     return sum(found.values())
 
 
-def _active(parts: ModelParts) -> int:
+def _num_experts(parts: ModelParts) -> int:
     config = parts.model.config.get_text_config()
-    experts = next((n for name in _NUM_EXPERTS if (n := getattr(config, name, None))), 0)
-    chosen = getattr(config, "num_experts_per_tok", None) or experts
+    return next((n for name in _NUM_EXPERTS if (n := getattr(config, name, None))), 0)
+
+
+def _active(parts: ModelParts) -> int:
+    experts = _num_experts(parts)
+    chosen = getattr(parts.model.config.get_text_config(), "num_experts_per_tok", None) or experts
     active = sum(parts.sizes().head)
     for index in range(parts.num_blocks):
         for ref in parts.units[block(index)]:

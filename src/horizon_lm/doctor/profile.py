@@ -76,6 +76,7 @@ _NAMES = {
     "device_memory": "device memory",
     "host_memory": "host memory",
     "cores": "cores",
+    "capability": "compute capability",
 }
 
 
@@ -108,7 +109,7 @@ def _amount(field: str, value: float) -> str:
         return f"{value * 1e6:.1f} us"
     if field == "update_seconds":
         return f"{value * 1e9:.2f} ns per parameter"
-    if field == "cores":
+    if field in ("cores", "capability"):
         return str(value)
     return f"{value / 1e9:.1f} GB/s" if value >= 1e9 else f"{value / 1e6:.0f} MB/s"
 
@@ -175,6 +176,8 @@ def _measure_device(notes: _Figures, open_device: Callable[[], Device], where: t
     notes.add(
         "device_memory", torch.cuda.get_device_properties(where).total_memory if on_gpu else 0, "reported by CUDA"
     )
+    major, minor = torch.cuda.get_device_capability(where) if on_gpu else (0, 0)
+    notes.add("capability", major + minor / 10, "reported by CUDA")
     rates: dict[str, dict[str, float]] = {"matmul": {}, "attention": {}}
     for dtype in DTYPES:
         rates["matmul"][dtype] = matmul_rate(where, getattr(torch, dtype), rounds)

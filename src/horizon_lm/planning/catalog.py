@@ -14,7 +14,7 @@ from horizon_lm.errors import ConfigError
 
 DTYPES = ("bfloat16", "float32")
 
-_OPTIONAL = ("update_seconds", "disk_write", "disk_read", "watts", "server", "sources")
+_OPTIONAL = ("update_seconds", "disk_write", "disk_read", "watts", "capability", "server", "sources")
 _SERVER = ("cores", "host_memory", "host_bandwidth", "peer", "network")
 _NEEDED = ("cores", "device_bandwidth", "link_in", "link_out", "link_both")
 
@@ -44,6 +44,7 @@ class Hardware:
         update_seconds: seconds per parameter of an AdamW update on all cores, by precision; estimated from the bandwidth
             if missing.
         disk_write, disk_read: bytes per second of the disk.
+        capability: the GPU's compute capability, such as 8.9.
         watts: power limits: ``device``, of the GPU with its memory, and ``host``, of the processors.
         server: figures of a machine with several such GPUs: ``cores``, ``host_memory`` and ``host_bandwidth`` of all of it;
             ``peer``, bytes per second that each GPU receives from the others while it sends as many, missing if they cannot reach
@@ -69,6 +70,7 @@ class Hardware:
     disk_write: float = 0.0
     disk_read: float = 0.0
     watts: Mapping[str, float] = field(default_factory=dict)
+    capability: float = 0.0
     server: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 

@@ -95,6 +95,7 @@ class ModelOutline:
         sizes: elements of all units.
         trained: elements of the trainable parameters.
         active: number of parameters used per token: no table lookups, and only the experts that a token is routed to.
+        experts: number of experts of a block; 0 without a mixture of experts.
         length: tokens of a sequence, T.
         compute_bytes: bytes of an element on the device.
         kinds: structures of the blocks; each block has one structure.
@@ -125,6 +126,7 @@ class ModelOutline:
     head_forward: Linear[Work]
     head_backward: Linear[Work]
     attention: str
+    experts: int = 0
     first_differentiated: int = 0
     has_adapters: bool = False
     base_is_frozen: bool = False

@@ -125,6 +125,7 @@ def make_plan(
             *([f"head: whole, because {outline.whole_head_only}"] if outline.whole_head_only else ()),
             *_staging_reasons(host, machine),
             *machine.notes,
+            *_expert_reasons(outline, hardware),
             *_shorter_step_reasons(typical, hardware, machine, time),
             *([f"{outline.unknown}, so activations and times are not included"] if outline.unknown else []),
         ],
@@ -176,6 +177,21 @@ def _adapter_reasons(outline: ModelOutline) -> list[str]:
         return []
     trained, total = outline.trained.num_parameters, outline.sizes.num_parameters
     return [f"adapters: {trained:,} parameters are trained, {trained / total:.2%} of {total:,}"]
+
+
+_GROUPED = (9, 10)  # major compute capabilities with torch's kernel for grouped products, in torch 2.11 to 2.13
+
+
+def _expert_reasons(outline: ModelOutline, hardware: Hardware | None) -> list[str]:
+    """Return a warning about experts on a GPU that has no kernel for all of them at once."""
+    if not outline.experts or hardware is None or hardware.on_host or not hardware.capability:
+        return []
+    if int(hardware.capability) in _GROUPED:
+        return []
+    return [
+        f"experts: with compute capability {hardware.capability}, torch multiplies the {outline.experts} experts of a block one by one, and the "
+        "host waits for the device before each of their products, so a step takes longer than simulated"
+    ]
 
 
 def _shorter_step_reasons(step: Step, hardware: Hardware | None, machine: Machine, time: StepTime | None) -> list[str]:
