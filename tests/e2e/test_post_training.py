@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 import horizon_lm
 from horizon_lm.config.load import as_config
-from horizon_lm.data.loader import Batch
+from horizon_lm.data.batch import Batch
 from horizon_lm.errors import ConfigError, NonFiniteError
 from horizon_lm.objective import sft
 from horizon_lm.objective.base import Loss
@@ -373,7 +373,7 @@ def test_smoothed_loss_equals_that_of_transformers(tmp_path: Path, model: Path) 
     from transformers import AutoModelForCausalLM
     from transformers.trainer_pt_utils import LabelSmoother
 
-    from horizon_lm.data.loader import Batch
+    from horizon_lm.data.batch import Batch
     from horizon_lm.objective.sft import SmoothedNll
 
     ids = torch.arange(3, 19).view(2, 8)

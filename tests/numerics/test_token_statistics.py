@@ -243,7 +243,7 @@ def test_statistics_are_compiled_if_blocks_are(compiles: bool, monkeypatch: pyte
 
 @pytest.mark.usefixtures("whole_installation")
 def test_the_host_does_not_wait(gpu: EmulatedGpu) -> None:
-    from horizon_lm.data.loader import Batch
+    from horizon_lm.data.batch import Batch
     from horizon_lm.objective import sft
 
     model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False, **HEADS["chunked"])

@@ -13,8 +13,8 @@ from rich.text import Text
 from horizon_lm.cli.common import exits
 from horizon_lm.config import RunConfig
 from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.data.batch import Batch
 from horizon_lm.data.checks import Finding, reject_errors
-from horizon_lm.data.loader import Batch
 from horizon_lm.quantities import counted
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer

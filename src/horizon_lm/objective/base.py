@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from horizon_lm.constants import IGNORE_INDEX
-from horizon_lm.data.loader import Batch
+from horizon_lm.data.batch import Batch
 from horizon_lm.device.base import Device
 from horizon_lm.errors import ConfigError
 

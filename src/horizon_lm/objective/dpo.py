@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.config import DpoConfig
-from horizon_lm.data.loader import Batch
+from horizon_lm.data.batch import Batch
 from horizon_lm.engine.chunked_losses import token_logprobs
 from horizon_lm.engine.token_statistics import collect_statistics
 from horizon_lm.objective.base import Loss, TokenSums, add_aux_loss, num_targets

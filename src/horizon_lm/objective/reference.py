@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_lm.data.loader import Batch, batch_from
+from horizon_lm.data.batch import Batch
+from horizon_lm.data.loader import batch_from
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.base import evaluation_mode, without_adapters

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.constants import IGNORE_INDEX
-from horizon_lm.data.loader import Batch
+from horizon_lm.data.batch import Batch
 from horizon_lm.disk import Disk, write_file
 from horizon_lm.training.bad_rows import BadRows
 

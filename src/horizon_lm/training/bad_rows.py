@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from horizon_lm.constants import IGNORE_INDEX
-from horizon_lm.data.loader import Batch
+from horizon_lm.data.batch import Batch
 from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.schedule.ops import EMBED, HEAD, block
 

@@ -13,8 +13,8 @@ from horizon_lm.checkpoints.checkpoint import ARRAYS, read_tensors, restore
 from horizon_lm.checkpoints.manifest import is_checkpoint
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import as_config
+from horizon_lm.data.batch import Batch
 from horizon_lm.data.checks import reject_errors
-from horizon_lm.data.loader import Batch
 from horizon_lm.device.faults import is_device_fault
 from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.rendezvous import failing_together
@@ -174,7 +174,7 @@ def train(
     Args:
         run: the settings, or the path of a YAML file with them.
         objective: a custom loss; the ``objective`` of the run then only determines how rows are read. A function of the
-            streamed model and a `horizon_lm.data.loader.Batch` that returns a scalar tensor, or a tuple of a scalar
+            streamed model and a `horizon_lm.data.batch.Batch` that returns a scalar tensor, or a tuple of a scalar
             tensor and a dict of metrics.
         callbacks: transformers callbacks, instances or classes, called as a Trainer would call them.
         print_fn: called with each line of progress; None prints to standard output.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from horizon_lm.data.loader import Batch
+from horizon_lm.data.batch import Batch
 from horizon_lm.energy import UNKNOWN, Energy, EnergyMeter
 from horizon_lm.errors import first_line
 from horizon_lm.objective.base import Loss

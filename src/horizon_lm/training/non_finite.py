@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horizon_lm.config import RunConfig
-from horizon_lm.data.loader import Batch
+from horizon_lm.data.batch import Batch
 from horizon_lm.errors import NonFiniteError, NonFiniteWarning
 from horizon_lm.objective.base import Loss, Objective
 from horizon_lm.training.bad_batches import save_bad_batch

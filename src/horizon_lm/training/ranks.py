@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.config import RunConfig
-from horizon_lm.data.loader import Batch
+from horizon_lm.data.batch import Batch
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.monitor import Monitor
 from horizon_lm.distributed.rendezvous import init_process_group, is_first_of_machine, wait_for_others

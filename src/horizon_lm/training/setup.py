@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
-from horizon_lm.data.loader import Batch
+from horizon_lm.data.batch import Batch
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.distributed.rendezvous import is_first_of_machine
 from horizon_lm.energy import EnergyMeter

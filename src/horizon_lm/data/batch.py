@@ -1,0 +1,52 @@
+"""The rows of one step as tensors, which losses read. This needs torch alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The sequences of one step, padded on the right to the longest, as int64 tensors (B, T).
+
+    A batch of preferences has all chosen answers first, then all rejected ones in the same order.
+
+    Attributes:
+        input_ids: token ids, 0 in the padding.
+        attention_mask: 1 for tokens and 0 for padding; None for packed rows.
+        position_ids: positions that restart with each packed row and with the padding; None for other rows.
+        labels: token ids of the targets, `IGNORE_INDEX` elsewhere.
+        num_trained: number of targets; the loss of a step is the mean over them.
+        num_tokens: number of tokens without padding.
+        rows: indices of the rows in their dataset.
+        places: origins of the rows, for messages.
+        share: share of the step's rows that this batch has, if the step is dealt to several ranks. It is 0 for a stand-in without
+            targets, for a rank that got no rows.
+        num_trained_of_step: number of targets of such a step.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    labels: torch.Tensor
+    num_trained: int
+    num_tokens: int
+    rows: tuple[int, ...]
+    places: tuple[str, ...]
+    share: float = 1.0
+    num_trained_of_step: int | None = None
+
+    @property
+    def normalizer(self) -> int:
+        """The number of targets by which the sum of a step's losses is divided."""
+        return self.num_trained if self.num_trained_of_step is None else max(1, self.num_trained_of_step)
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the arguments of the model, without the labels."""
+        arguments = {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+        return {name: tensor for name, tensor in arguments.items() if tensor is not None}
