@@ -13,7 +13,7 @@ help:
 	@echo "make test-peers  a few of PEFT's own tests, from its sdist, on streamed models"
 	@echo "make lint   lint, types and imports alone"
 	@echo "make docs   build the documentation as a site, in build/site; a broken link is an error"
-	@echo "make gpu-check  the first two commands of docs/first-contact.md, into runs/gpu-check (DEVICE=cpu: all of it on toys)"
+	@echo "make gpu-check  the first two calls of docs/first-contact.md, into runs/gpu-check (DEVICE=cpu: five of them on toys)"
 	@echo "make wheel  build wheel and sdist, and try the wheel outside the checkout"
 
 demo:

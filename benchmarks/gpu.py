@@ -3,9 +3,9 @@
 Every case runs in a process of its own, with random weights that are drawn on the device. Peers train on the same batches,
 eight rows at a time, or as many as fit. The ceilings of the machine are measured in the same run.
 
-    python benchmarks/gpu.py [SUITE ...] [--device cuda] [--minutes 9] [--output FILE.md] [--trace-dir DIR]
+    python3 benchmarks/gpu.py [SUITE ...] [--device cuda] [--minutes 9] [--output FILE.md] [--trace-dir DIR]
 
-Suites: quick, main, peers, depth, width, tokens, long, moe, toys (see `SUITES`). With ``--device cpu`` every model is a toy of
+Suites: 3b, 7b, resident, peers, depth, width, tokens, long, moe, toys (see `SUITES`). With ``--device cpu`` every model is a toy of
 its family: everything runs, but no figure means anything. DeepSpeed is optional, as in peers_cpu.py. Exits with 1 after an
 unexpected failure; a peer may run out of device memory.
 """
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from gpu_systems import SYSTEMS, Case, System
 from peers_cpu import processor, versions
 
 from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.schedule.ops import Stream
 from horizon_lm.schedule.trace import Trace, exposed_seconds
 
 K = 1024
@@ -50,14 +51,18 @@ def _cases(systems: list[str], name: str, tokens: int, **changes: Any) -> Cases:
     return [{"system": system, "rows_at_once": min(8, case["rows"])} | case | changes for system in systems]
 
 
-def _quick() -> Cases:
-    return _cases(["horizon", "resident, compiled"], "qwen2.5-3b", 64 * K)
+def _3b() -> Cases:
+    return _cases(["horizon", "horizon, SFT", "resident, compiled"], "qwen2.5-3b", 64 * K)
 
 
-def _main() -> Cases:
-    streamed = _cases(["horizon"], "qwen2.5-7b", 64 * K)
+def _7b() -> Cases:
+    streamed = _cases(["horizon"], "qwen2.5-7b", 64 * K, host_threads=[8, 12, 16])
     none_resident = _cases(["horizon"], "qwen2.5-7b", 64 * K, options={"resident_blocks": 0})
-    return streamed + _cases([name for name in SYSTEMS if "resident" in name], "qwen2.5-7b", 64 * K) + none_resident
+    return streamed + none_resident + _cases(["horizon"], "qwen2.5-7b", 64 * K, optimizer={"moments": "bfloat16"})
+
+
+def _resident() -> Cases:
+    return _cases([name for name in SYSTEMS if "resident" in name], "qwen2.5-7b", 64 * K)
 
 
 def _peers() -> Cases:
@@ -96,13 +101,14 @@ def _moe() -> Cases:
 
 def _toys() -> Cases:
     """Return one case of each system, and our other kinds of cases, to try this benchmark."""
-    others = ["resident", "resident, compiled", "FSDP2 CPU offload, compiled", "ZeRO-3 offload"]
-    return _cases(["horizon", *others], "qwen2.5-3b", 64 * K) + _long() + _moe()[:1]
+    others = ["resident", "FSDP2 CPU offload, compiled", "ZeRO-3 offload"]
+    return _7b()[:1] + _cases(others, "qwen2.5-3b", 64 * K) + _long() + _moe()[:1]
 
 
 SUITES: dict[str, Callable[[], Cases]] = {
-    "quick": _quick,  # a 3B model, ours and resident on the device
-    "main": _main,  # 7B, with and without resident blocks
+    "3b": _3b,  # ours, the steps of a run, and a model that is resident on the device
+    "7b": _7b,  # ours with several numbers of host threads, without resident blocks, and with smaller moments
+    "resident": _resident,  # 7B, resident on the device
     "peers": _peers,  # 3B against other offloaders
     "depth": _depth,
     "width": _width,
@@ -125,36 +131,60 @@ def make_case(settings: dict[str, Any], device: str, steps: int) -> Case:
 
 def label(case: Case) -> str:
     """Return the name of the system, with the options that are not its defaults."""
-    return ", ".join([case.system, *(f"{name}={value}" for name, value in case.options.items())])
+    changes = case.options | case.optimizer
+    return ", ".join([case.system, *(f"{name}={value}" for name, value in changes.items())])
 
 
 # One case, in a process of its own
 
 
-def work(case: Case, trace_file: str | None) -> dict[str, Any]:
-    """Train a few steps and measure them."""
+def work(case: Case, trace_file: str | None) -> Iterator[dict[str, Any]]:
+    """Train a few steps and measure them. Yield the result, and again whenever more is known."""
     device = case.torch_device
     on_gpu = device.type == "cuda"
     vocabulary = case.model["vocab_size"]
     generator = torch.Generator().manual_seed(0)
     with HostMemory() as memory:
         system = SYSTEMS[case.system](case)
-        seconds, losses = [], []
-        for number in range(WARMUP + case.steps):
-            ids = torch.randint(0, vocabulary, (case.rows, case.length), generator=generator)
-            start = time.perf_counter()
-            losses.append(system.step(ids))
-            if on_gpu:
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - start)
-            if number == 0 and on_gpu:  # leave out memory of compilation and tuning
-                torch.cuda.reset_peak_memory_stats(device)
-        peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
-        result = {"seconds": seconds[WARMUP:], "first": seconds[0], "losses": [loss.item() for loss in losses]}
-        if case.system == "horizon":
-            result |= _of_horizon(system, ids, trace_file)
+        losses = []
+
+        def timed(count: int) -> list[float]:
+            seconds = []
+            for _ in range(count):
+                ids = torch.randint(0, vocabulary, (case.rows, case.length), generator=generator)
+                start = time.perf_counter()
+                losses.append(system.step(ids))
+                if on_gpu:
+                    torch.cuda.synchronize(device)
+                seconds.append(time.perf_counter() - start)
+            return seconds
+
+        first = timed(1)
+        if on_gpu:  # leave out memory of compilation and tuning
+            torch.cuda.reset_peak_memory_stats(device)
+        timed(WARMUP - 1)
+        result: dict[str, Any] = {"seconds": timed(case.steps), "first": first[0]}
+        result["device_peak"] = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+        result |= {"losses": [loss.item() for loss in losses], "host_peak": memory.peak}
+        yield result
+        if case.is_ours:
+            result |= _of_horizon(system, torch.randint(0, vocabulary, (case.rows, case.length)), trace_file)
+            yield result
+            result["by_threads"] = {}
+            for number in case.host_threads:
+                _use_host_threads(system, number)
+                timed(1)
+                result["by_threads"][number] = statistics.median(timed(case.steps))
+                yield result
         system.finish()
-    return result | {"device_peak": peak, "host_peak": memory.peak}
+
+
+def _use_host_threads(system: System, number: int) -> None:
+    """Let other threads do the updates from now on; the present ones end when their pool is collected."""
+    system.finish()
+    device = system.model._horizon.engine.device
+    device._host_threads = number
+    device._pools.pop(Stream.HOST, None)
 
 
 def _of_horizon(system: System, ids: torch.Tensor, trace_file: str | None) -> dict[str, Any]:
@@ -218,23 +248,30 @@ def _used_bytes() -> int:
 def measure(case: Case, timeout: float, trace_dir: Path | None) -> dict[str, Any]:
     """Measure a case in a process. Retry a peer that runs out of device memory with half as many rows at once."""
     trace_file = None
-    if trace_dir is not None and case.system == "horizon":
+    if trace_dir is not None and case.is_ours:
         trace_dir.mkdir(parents=True, exist_ok=True)
         name = f"{case.name} {case.tokens / K:g}k {label(case)}"
         trace_file = str(trace_dir / f"{re.sub('[^a-zA-Z0-9.]+', '-', name)}.json")
     command = [sys.executable, __file__, "--worker", json.dumps([dataclasses.asdict(case), trace_file])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ | ALLOCATOR)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done in {timeout:.0f} s"}
+    except subprocess.TimeoutExpired as stopped:
+        known = _last_result((stopped.stdout or b"").decode(), case)  # it prints what it knows so far
+        return known or {"error": f"not done in {timeout:.0f} s"}
     if done.returncode == OUT_OF_MEMORY:
-        if case.system == "horizon" or case.rows_at_once == 1:
-            return {"error": "out of device memory", "expected": case.system != "horizon"}
+        if case.is_ours or case.rows_at_once == 1:
+            return {"error": "out of device memory", "expected": not case.is_ours}
         return measure(dataclasses.replace(case, rows_at_once=case.rows_at_once // 2), timeout, trace_dir)
     if done.returncode:
         print(done.stderr[-4000:], file=sys.stderr)
         return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]}
-    return json.loads(done.stdout.strip().splitlines()[-1]) | {"rows_at_once": case.rows_at_once}
+    return _last_result(done.stdout, case)
+
+
+def _last_result(output: str, case: Case) -> dict[str, Any]:
+    """Return the last result that a worker has printed as a whole line; empty if there is none."""
+    whole = [line for line in output.splitlines(keepends=True) if line.startswith("{") and line.endswith("\n")]
+    return json.loads(whole[-1]) | {"rows_at_once": case.rows_at_once} if whole else {}
 
 
 def report(
@@ -253,7 +290,7 @@ def report(
         f"{date.today().isoformat()}, {where}; host {processor()}, {os.cpu_count()} cores. "
         f"{versions('torch', 'transformers', 'numba', 'deepspeed')}{_driver(device)}.",
         "",
-        f"Command: `python benchmarks/gpu.py {suites} --device {arguments.device} --steps {arguments.steps}`",
+        f"Command: `python3 benchmarks/gpu.py {suites} --device {arguments.device} --steps {arguments.steps}`",
         "",
         f"Measured in this run. A large bf16 product, alone and with concurrent copies: {products} TFLOP/s. GB/s: {rates} "
         "(copies of page-locked memory that CUDA allocated or, like ours, registered; both directions together; host: read and written in place by all cores).",
@@ -280,7 +317,7 @@ def _row(case: Case, result: dict[str, Any], peak: float, ceiling: float | None)
     seconds = statistics.median(result["seconds"])
     rate = case.tokens / seconds
     flops = model_flops(make_config(case.model, case.length), case.tokens, case.length) / seconds
-    system = label(case) if case.system == "horizon" else f"{case.system}, {result['rows_at_once']} rows at once"
+    system = label(case) if case.is_ours else f"{case.system}, {result['rows_at_once']} rows at once"
     waited = result.get("waited")
     waits = (
         " / ".join(f"{waited[c] / seconds:.1%}" for c in ("copy_in", "update", "copy_out", "host")) if waited else ""
@@ -316,10 +353,15 @@ def _choices(results: list[tuple[Case, dict[str, Any]]]) -> list[str]:
         losses = result["losses"]
         lines.append(
             f"- {case.name}, {case.tokens / K:g}k, {label(case)}: {total / 1e9:.2f}B parameters, {active / 1e9:.2f}B a token; first step "
-            f"{result['first']:.1f} s; loss {losses[0]:.3f} to {losses[-1]:.3f}{'; ' + chosen if chosen else ''}"
+            f"{result['first']:.1f} s; loss {losses[0]:.3f} to {losses[-1]:.3f}{'; ' + chosen if chosen else ''}{_by_threads(result)}"
             f"{'; not page-locked: ' + result['unregistered'] if result.get('unregistered') else ''}"
         )
     return lines
+
+
+def _by_threads(result: dict[str, Any]) -> str:
+    found = ", ".join(f"{seconds:.3f} with {number}" for number, seconds in result.get("by_threads", {}).items())
+    return f"; s/step by number of host threads: {found}" if found else ""
 
 
 def _driver(device: torch.device) -> str:
@@ -341,13 +383,14 @@ def main() -> None:
     parser.add_argument("--trace-dir", type=Path, help="folder for the traces of each case")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.suites = arguments.suites or ["quick"]
+    arguments.suites = arguments.suites or ["3b"]
     if unknown := set(arguments.suites) - set(SUITES):
         parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose from {', '.join(SUITES)}")
     if arguments.worker:
         settings, trace_file = json.loads(arguments.worker)
         try:
-            print(json.dumps(work(Case(**settings), trace_file)))
+            for result in work(Case(**settings), trace_file):
+                print(json.dumps(result), flush=True)
         except torch.OutOfMemoryError as error:
             print(error, file=sys.stderr)
             sys.exit(OUT_OF_MEMORY)

@@ -1,6 +1,6 @@
 """Compare attention kernels, forward and backward, for several row lengths and with grouped key and value heads.
 
-    python benchmarks/gpu_attention.py [cuda]
+    python3 benchmarks/gpu_attention.py [cuda]
 
 prints milliseconds as JSON. cuDNN builds a plan for each new shape: "new lengths" is the time for rows of unseen lengths, and
 "seen lengths" for the same rows again. The shapes are those of Qwen2.5-7B with 8k tokens per pass, or toys on a CPU.

@@ -1,23 +1,36 @@
 """Measure the ceilings of a machine: matrix products, copies between host and device, alone and under load, host memory.
 
-    python benchmarks/gpu_ceilings.py [cuda]
+    python3 benchmarks/gpu_ceilings.py [cuda] [--profile FILE.json]
 
-prints the rates as JSON. gpu.py runs it in a process of its own, so that the page-locked memory is freed.
+prints the rates as JSON. gpu.py runs it in a process of its own, so that the page-locked memory is freed. With ``--profile``
+it also measures and writes the machine's profile, as `horizon-lm doctor` does, and prints what the plan predicts with it for
+the models of gpu.py. Neither needs more packages than the engine.
 """
 
+import argparse
 import json
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_models import MODELS, make_config, toy
 
+from horizon_lm.cost.model_outline import outline_config
 from horizon_lm.device.page_locks import PageLocks
+from horizon_lm.doctor.profile import measure_machine
+from horizon_lm.doctor.timing import Rounds
+from horizon_lm.engine.options import open_device
+from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.plan import make_plan
+from horizon_lm.planning.request import Limit, Machine, Request
 from horizon_lm.store.store import Arena
 
 _ROUNDS = 5
+_PLANNED = ("qwen2.5-3b", "qwen2.5-7b")
+_GIB = 2**30
 
 
 def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, float]:
@@ -131,6 +144,45 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def predictions(hardware: Hardware) -> Iterator[str]:
+    """Yield a line for each model of the main cases of gpu.py: what the plan predicts for 16 rows of 4,096 tokens."""
+    rows, length = (16, 4096) if not hardware.on_host else (4, 32)
+    limits = [Limit("the device", hardware.device_memory - _GIB)] if hardware.device_memory else []  # less the context
+    machine = Machine(hardware.name, hardware.on_host, hardware, device_limits=limits)
+    for name in _PLANNED:
+        config = make_config(toy(MODELS[name]) if hardware.on_host else MODELS[name], length)
+        dtype = torch.float32 if hardware.on_host else torch.bfloat16
+        outline = outline_config(
+            config, name, length=length, dtype=dtype, masked=False, on_accelerator=not hardware.on_host
+        )
+        for moments in ("float32", "bfloat16"):
+            request = Request(per_device_train_batch_size=rows, moments=moments, compiled=not hardware.on_host)
+            plan = make_plan(outline, request, machine)
+            assert plan.time is not None
+            yield (
+                f"{name}, {rows} x {length}, moments in {moments}: planned {plan.time.seconds:.3f} s a step, {plan.time.exposed_update_seconds:.3f} of "
+                f"them waiting for updates; limited by {plan.time.limited_by}; device {plan.device.num_bytes / _GIB:.1f} GiB, "
+                f"host {plan.host.num_bytes / _GIB:.1f} GiB"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device", nargs="?", default="cuda")
+    parser.add_argument("--profile", type=Path, help="JSON file for a profile of the machine")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    on_cpu = device.type == "cpu"
+    print(json.dumps(measure_ceilings(device, small=on_cpu)), flush=True)
+    if arguments.profile is not None:
+        folder = arguments.profile.parent
+        rounds = Rounds(0.01, 1, quick=True) if on_cpu else Rounds(0.4)
+        hardware = measure_machine(
+            lambda: open_device(arguments.device), folder, rounds, lambda line: print(line, flush=True)
+        )
+        hardware.save(arguments.profile)
+        print("", *predictions(hardware), sep="\n")
+
+
 if __name__ == "__main__":
-    chosen = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")
-    print(json.dumps(measure_ceilings(chosen, small=chosen.type == "cpu")))
+    main()

@@ -1,11 +1,12 @@
 """Train three steps of a small model in every mode that differs on a device, before anything is measured.
 
-    python benchmarks/gpu_first_steps.py [cuda]
+    python3 benchmarks/gpu_first_steps.py [cuda]
 
 prints a line for each mode: losses, seconds per step, planned and measured device memory, and whether host memory is
 page-locked. Nothing is compiled. The script stops at the first error.
 """
 
+import gc
 import sys
 import time
 from typing import Any
@@ -68,6 +69,8 @@ def run(name: str, device: torch.device) -> str:
 if __name__ == "__main__":
     chosen = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")
     for mode in MODES:
+        gc.collect()  # the model of the mode before, which would count as this one's memory
         if chosen.type == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(chosen)
         print(run(mode, chosen), flush=True)

@@ -24,6 +24,8 @@ class Case:
         rows, length: shape of a step's batch.
         rows_at_once: rows of a micro-batch, over which gradients accumulate. Ours takes all rows at once.
         options: further arguments of `horizon_lm.stream`.
+        optimizer: further arguments of `horizon_lm.AdamW`.
+        host_threads: numbers of threads for updates with which our steps are timed once more, in the same process.
     """
 
     system: str
@@ -35,10 +37,16 @@ class Case:
     device: str
     steps: int
     options: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    host_threads: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
         return self.rows * self.length
+
+    @property
+    def is_ours(self) -> bool:
+        return self.system.startswith("horizon")
 
     @property
     def torch_device(self) -> torch.device:
@@ -64,9 +72,7 @@ def horizon(case: Case) -> System:
     """Create Horizon-LM: weights, gradients and optimizer in host memory, clipping by the global norm."""
     import horizon_lm
 
-    config = make_config(case.model, case.length)
-    model = horizon_lm.from_config(config, device=case.device, **case.options).train()
-    optimizer = horizon_lm.AdamW(model, lr=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM)
+    model, optimizer = _streamed(case)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = model(input_ids=ids, labels=ids).loss
@@ -76,6 +82,36 @@ def horizon(case: Case) -> System:
         return loss.detach()
 
     return System(step, lambda: horizon_lm.synchronize(model), model)
+
+
+def horizon_sft(case: Case) -> System:
+    """Create Horizon-LM with the steps of ``horizon-lm train``: a mask, statistics of tokens, and a loss that is read."""
+    import horizon_lm
+    from horizon_lm.data.batch import Batch
+    from horizon_lm.objective.sft import nll
+
+    model, optimizer = _streamed(case)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        num_trained = ids.shape[0] * (ids.shape[1] - 1)
+        loss = nll(model, Batch(ids, torch.ones_like(ids), None, ids, num_trained, ids.numel(), rows=(), places=()))
+        loss.value.backward()
+        loss.value.item()  # a run checks that it is finite
+        optimizer.step()
+        for sums in loss.token_metrics.values():
+            sums.of_micro_batches(case.rows)
+        optimizer.zero_grad()
+        return loss.value.detach()
+
+    return System(step, lambda: horizon_lm.synchronize(model), model)
+
+
+def _streamed(case: Case) -> tuple[Any, Any]:
+    import horizon_lm
+
+    config = make_config(case.model, case.length)
+    model = horizon_lm.from_config(config, device=case.device, **case.options).train()
+    return model, horizon_lm.AdamW(model, lr=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, **case.optimizer)
 
 
 def resident(case: Case, checkpointing: bool = True) -> System:
@@ -178,6 +214,7 @@ def zero3(case: Case) -> System:
 
 SYSTEMS: dict[str, Callable[[Case], System]] = {
     "horizon": horizon,
+    "horizon, SFT": horizon_sft,
     "resident": resident,
     "resident, compiled": resident_compiled,
     "resident, compiled, nothing recomputed": resident_kept,

@@ -1,15 +1,16 @@
-"""Run the checks that need a GPU, in the order of docs/first-contact.md. ``make gpu-check`` runs the first two parts.
+"""Run the checks that need a GPU: the calls of docs/first-contact.md, each complete in itself and done in ten minutes.
 
-    python scripts/gpu_check.py [PART ...] [--device cuda] [--output runs/gpu-check] [--minutes 8]
+    python3 scripts/gpu_check.py [CALL ...] [--output runs/gpu-check] [--device cuda] [--minutes 9.5]
 
-Parts: first (the machine's rates, and three steps of a small model in each mode), tests (those marked ``gpu`` that do not
-compile), compiled (those that compile), toys (with ``--device cpu``: the systems of the benchmark). The check stops at the
-first failure. A Python with the required packages runs the package from the checkout, without a network; wheels in .whl/
-are installed for this run only. Any other Python hands over to the one that scripts/bootstrap.sh creates.
+Calls: 1 (what the machine can do, first steps, kernels), 2 (tests), 3 (a 3B model), 4 (a 7B model), 5 (compiled blocks and
+experts); for two GPUs: 6 (rates, bits and memory), 7 (sleeps, speed and kills). Default: 1 and 2. A call goes on after a
+failure, and says at its end what failed. A Python with the required packages runs the package from the checkout, without a
+network; wheels in .whl/ are installed for this run only. Any other Python hands over to the one that scripts/bootstrap.sh
+creates.
 
-Writes environment.txt, a log of each command, and the results of the commands. A command that does not end is stopped, and
-its log ends with the stack of each thread. Exits with 1 if anything failed. ``--device cpu`` runs everything on toy models,
-to try the check itself.
+Writes environment.txt, a log of each command, and the results of the commands, at most eight files a call. A command that
+does not end is stopped, and its log ends with the stack of each thread. Exits with 1 if anything failed. ``--device cpu`` runs
+toys, by default those of calls 1 to 5, to try the check itself.
 """
 
 import argparse
@@ -33,42 +34,82 @@ PACKAGES = ["torch", "triton", "transformers", "numba", "numpy", "safetensors", 
 REQUIRED = ["torch", "transformers", "numpy", "numba", "safetensors", "psutil", "pytest"]  # by the engine, and pytest
 PROCESSES = {"cuda": 4, "cpu": 2}  # of tests, if pytest-xdist is installed
 HANG_SECONDS = 120  # after which a test is considered to hang
+CALLS = ("1", "2", "3", "4", "5", "6", "7")
+IMPORTS = """
+import time
+start = time.perf_counter()
+import torch, transformers, horizon_lm
+print(f"imports: {time.perf_counter() - start:.1f} s", flush=True)
+product = torch.ones(256, 256, device="DEVICE") @ torch.ones(256, 256, device="DEVICE")
+assert product.sum().item() == 256**3
+print(f"with a first product: {time.perf_counter() - start:.1f} s")
+"""
+ONE_DECODE = "values_equal and triton and mxfp4 and bfloat16"
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a part: the name of its log, its arguments for Python, and its time limit in minutes."""
+    """One command of a call.
+
+    Attributes:
+        name: the name of its log.
+        arguments: its arguments for Python.
+        minutes: its time limit on a GPU. A CPU gets three times as many.
+        before: a program that runs Python, with its arguments; the command is left out where it is not installed.
+    """
 
     name: str
     arguments: list[str]
     minutes: float
+    before: tuple[str, ...] = ()
 
 
-def commands(part: str, device: str, output: Path) -> list[Command]:
-    """Return the commands of a part, in order."""
-    parallel = is_installed("xdist")
-    tests = [
-        "-m", "pytest", "tests/gpu", "--device", device, "-m", "gpu and not compiled" if part == "tests" else "compiled",
-        *(["-n", str(PROCESSES[device])] if parallel else []), *hang_options(),
-        "-W", "default", "-p", "no:cacheprovider", "-rA", "-v", "--durations", "10",
-        *(["-x"] if part == "tests" and not parallel else ["--maxfail", "5"]),
-        *(["-k", "llama or gpu_steps"] if part == "compiled" and device == "cpu" else []),  # tests/numerics has the other families
-    ]  # fmt: skip
-    toys = [
-        "benchmarks/gpu.py", "toys", "--device", device, "--steps", "1", "--minutes", "8", "--output", str(output / "benchmark.md"),
-        "--trace-dir", str(output),
-    ]  # fmt: skip
-    slower = 1.0 if device == "cuda" else 3.0  # a CPU is slower, and has one process
+def commands(call: str, device: str, output: Path) -> list[Command]:
+    """Return the commands of a call: the most telling ones first."""
+    on_gpu = device == "cuda"
+
+    def tests(*arguments: str, processes: int = 1) -> list[str]:
+        parallel = ["-n", str(processes)] if processes > 1 and is_installed("xdist") else []
+        common = ["-W", "default", "-p", "no:cacheprovider", "-rA", "-v", "--durations", "10", "--maxfail", "20"]
+        return ["-m", "pytest", "--device", device, *arguments, *parallel, *hang_options(), *common]
+
+    def training(name: str, minutes: float, *arguments: str) -> Command:
+        own = ["benchmarks/gpu.py", *arguments, "--device", device, "--minutes", f"{minutes - 0.3:.1f}"]
+        results = ["--output", str(output / f"{name}.md"), "--trace-dir", str(output)]
+        return Command(name, [*own, *results, *([] if on_gpu else ["--steps", "1"])], minutes)
+
+    def several(name: str, minutes: float) -> Command:
+        return Command(name, ["benchmarks/gpu_pair.py", name, "--device", device], minutes)
+
+    kernels = [f"tests/gpu/test_gpu_{name}.py" for name in ("decoding", "attention", "link")]
+    decode = ["tests/gpu/test_gpu_decoding.py", "-k", ONE_DECODE]
+    profile = ["--profile", str(output / "profile.json")]
+    compiled = [
+        "-k",
+        "llama or mixtral or gpu_steps" if on_gpu else "llama or gpu_steps",
+    ]  # tests/numerics has the others
+    experts = ["-k", "expert" if on_gpu else "expert and not compiled"]
+    sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
     return {
-        "first": [
-            Command("ceilings", ["benchmarks/gpu_ceilings.py", device], 0.7 * slower),
-            Command("first_steps", ["benchmarks/gpu_first_steps.py", device], 0.9 * slower),
-            Command("attention", ["benchmarks/gpu_attention.py", device], 0.4 * slower),
+        "1": [
+            Command("import", ["-c", IMPORTS.replace("DEVICE", device)], 0.7),
+            Command("ceilings", ["benchmarks/gpu_ceilings.py", device, *profile], 2.0),
+            Command("first_steps", ["benchmarks/gpu_first_steps.py", device], 1.3),
+            Command("kernels", tests("-m", "gpu", *kernels), 2.5),
+            Command("attention", ["benchmarks/gpu_attention.py", device], 0.5),
+            Command("sanitizer", tests(*decode), 2.5, sanitizer),
         ],
-        "tests": [Command("tests", tests, 6.0 * slower)],
-        "compiled": [Command("compiled", tests, 6.0 * slower)],
-        "toys": [Command("benchmark", toys, 8.0)],
-    }[part]
+        "2": [Command("tests", tests("tests/gpu", "-m", "gpu and not compiled", processes=PROCESSES[device]), 9.5)],
+        "3": [training("3b", 9.5, "3b" if on_gpu else "toys")],
+        "4": [training("7b", 9.5, "7b")] if on_gpu else [],  # the toys have such a case
+        "5": [
+            Command("compiled", tests("tests/gpu", "-m", "compiled", *compiled, processes=PROCESSES[device]), 5.5),
+            Command("experts", tests("tests/gpu/test_gpu_parity.py", *experts), 1.0),
+            *([training("moe", 3.0, "moe")] if on_gpu else []),
+        ],
+        "6": [several("rates", 2.0), several("bits", 2.5), several("memory", 2.5)],
+        "7": [several("sleeps", 2.5), several("kills", 2.5), several("speed", 4.5)],
+    }[call]
 
 
 def hang_options() -> list[str]:
@@ -90,16 +131,17 @@ def make_environment(paths: list[Path], processes: int) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="first, tests, compiled, toys. Default: the first two")
+    parser.add_argument("calls", nargs="*", metavar="CALL", help=f"{', '.join(CALLS)}. Default: 1 2; on a CPU 1 to 5")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu-check", help="folder for the results")
-    parser.add_argument("--minutes", type=float, default=8.0, help="with a GPU: time limit of all commands")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu-check", help="folder for all results")
+    parser.add_argument("--minutes", type=float, default=9.5, help="with a GPU: time limit of each call")
     arguments = parser.parse_args()
-    parts = arguments.parts or ["first", "tests", *(["compiled", "toys"] if arguments.device == "cpu" else [])]
-    if unknown := set(parts) - {"first", "tests", "compiled", "toys"}:
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; choose from first, tests, compiled, toys")
+    calls = arguments.calls or CALLS[: 2 if arguments.device == "cuda" else 5]
+    if unknown := set(calls) - set(CALLS):
+        parser.error(f"unknown call {', '.join(sorted(unknown))}; choose from {', '.join(CALLS)}")
     began, output = time.monotonic(), arguments.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as site:
         paths = [ROOT / "src", ROOT, ROOT / "benchmarks", *install_wheels(Path(site))]
         sys.path[:0] = map(str, paths)
@@ -107,15 +149,19 @@ def main() -> int:
             return run_with_bootstrap(missing)
         environment = make_environment(paths, PROCESSES[arguments.device])
         (output / "environment.txt").write_text(describe_machine())
-        for command in [command for part in parts for command in commands(part, arguments.device, output)]:
-            seconds = 60 * command.minutes
-            if arguments.device == "cuda":
-                seconds = min(seconds, 60 * arguments.minutes - (time.monotonic() - began))
-            if not run(command.name, command.arguments, output, seconds, environment):
-                print(f"Stopped at {command.name}. Its log is in {os.path.relpath(output)}.")
-                return 1
-    print(f"Results are in {os.path.relpath(output)}; {time.monotonic() - began:.0f} s.")
-    return 0
+        for call in calls:
+            end = time.monotonic() + 60 * arguments.minutes if arguments.device == "cuda" else float("inf")
+            for command in commands(call, arguments.device, output):
+                if command.before and shutil.which(command.before[0]) is None:
+                    print(f"{command.name}: left out, {command.before[0]} is not installed", flush=True)
+                    continue
+                seconds = min((60 if arguments.device == "cuda" else 180) * command.minutes, end - time.monotonic())
+                words = [*command.before, sys.executable, *command.arguments]
+                if seconds <= 1 or not run(command.name, words, output, seconds, environment):
+                    failed.append(command.name)
+    where = f"Results are in {os.path.relpath(output)}; {time.monotonic() - began:.0f} s."
+    print(f"FAILED, or out of time: {', '.join(failed)}. {where}" if failed else where)
+    return 1 if failed else 0
 
 
 def is_installed(module: str) -> bool:
@@ -160,13 +206,13 @@ def describe_machine() -> str:
 
 
 def run(name: str, command: list[str], output: Path, seconds: float, environment: dict[str, str]) -> bool:
-    """Run a Python command with its output in a file, and return whether it passed. Kill its process group at the limit."""
+    """Run a command with its output in a file, and return whether it passed. Kill its process group at the limit."""
     print(f"{name} ...", flush=True)
     began = time.monotonic()
     log = output / f"{name}.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         try:

@@ -12,6 +12,9 @@ from tests.gpu.conftest import Accelerator
 pytestmark = pytest.mark.gpu
 
 LENGTHS = [[100, 28], [1, 60, 67]]
+# A kernel may round, where torch's code does not, the scores' probabilities, their gradients, the results of each head, and the
+# sum over heads that share keys and values; each by at most half of the distance to the next number.
+_ROUNDING = 4 * torch.finfo(torch.bfloat16).eps / 2
 
 
 def _gradients(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -43,4 +46,4 @@ def test_attention_over_segments(accelerator: Accelerator, heads: int, options: 
     got = _gradients(segment_attention(*halves, **options), halves)
     assert has_kernel(halves[0], halves[2], 0.0) == accelerator.is_cuda  # otherwise the kernel was not tested
     for ours, theirs, true in zip(got, plain, expected, strict=True):
-        assert _error(ours, true) < 1.5 * _error(theirs, true) + 1e-3
+        assert _error(ours, true) < _error(theirs, true) + _ROUNDING

@@ -110,6 +110,24 @@ def test_padded_rows_without_a_mask_equal_plain_autograd(accelerator: Accelerato
     assert _error(grads, reference) < 2 * tolerance
 
 
+@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
+def test_experts_without_tokens_have_no_gradient(accelerator: Accelerator, compiles: bool) -> None:
+    """Two tokens reach at most four of eight experts. A grouped product may leave the others' gradients unwritten."""
+    model = families.build("qwen3_moe", num_experts=8, hidden_size=128, moe_intermediate_size=64).bfloat16().float()
+    batch = families.batch(rows=1, length=2, padding="none")
+    _, reference = _plain(model, batch, accelerator, torch.float32)
+    stale = torch.full((2**24,), torch.nan, device=accelerator.torch_device)
+    del stale  # the allocator hands out its memory again
+    _, grads = _streamed(
+        model.bfloat16(), batch, accelerator, precision="bf16", compute_dtype=torch.bfloat16, compile=compiles
+    )
+    assert all(grad.isfinite().all() for grad in grads.values())
+    assert _error(grads, reference) < 5e-2
+    experts = [grad for name, grad in grads.items() if "experts" in name]
+    assert experts
+    assert all(sum(bool((grad[expert] == 0).all()) for expert in range(8)) >= 4 for grad in experts)
+
+
 def test_training_equals_torch(accelerator: Accelerator) -> None:
     """Ten clipped steps equal those of Hugging Face with torch's AdamW on the same device."""
     model = _build("llama")
