@@ -274,6 +274,8 @@ def test_what_was_made_before_the_adapters_is_rejected() -> None:
         with pytest.raises(StreamingError, match="create the optimizer after the adapters"):
             use()
     fill(peft)(**families.batch()).loss.backward()
+    with pytest.raises(StreamingError, match="create the optimizer after the adapters"):
+        optimizer.landed_grad_norm()  # which our trainer logs before a step
     peft.add_adapter("other", LoraConfig(**OTHER))
     with pytest.raises(StreamingError, match="gradients are held"):
         peft(**families.batch())

@@ -704,6 +704,7 @@ class Engine:
 
     def wait_for_grads(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""
+        self._require_attached()
         if self.backward is not None:
             return
         try:
@@ -715,7 +716,6 @@ class Engine:
 
     def clear_grads(self) -> None:
         """Mark all gradients empty, and valid again after a fault. No memory is written."""
-        self._require_attached()
         self.wait_for_grads()
         self.grads.clear()
 
