@@ -52,7 +52,7 @@ class Link(Protocol):
         ...
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
-        """Land the gradients of distinct rows in a host table. Without ``add``, these rows must be zero.
+        """Land the gradients of distinct rows in a host table. Without ``add``, they count as zero before, whatever they are.
 
         Returns:
             The change of the table's sum of squares.
@@ -169,7 +169,7 @@ class GatherRows:
 
 @dataclass(frozen=True, slots=True)
 class LandRows:
-    """A landing of gradients (R, H) of distinct rows in a host table (V, H). Rows in ``clear`` are zeroed first."""
+    """A landing of gradients (R, H) of distinct rows in a host table (V, H). Other rows, in ``clear``, are zeroed first."""
 
     table: torch.Tensor
     source: torch.Tensor

@@ -193,7 +193,8 @@ class HostGrads:
     def rows_to_clear(self, rows: torch.Tensor, empty: bool) -> torch.Tensor | slice | None:
         """Return the rows of the embedding's gradient to zero before the next landing, or None.
 
-        The whole gradient (V, H) is too large to clear in every step, so only the rows of the last landing are cleared.
+        The whole gradient (V, H) is too large to clear in every step, so only rows of the last landing are cleared, and of
+        these only those that this landing does not overwrite: it ends a step, when no computation hides host work.
 
         Args:
             rows: the rows to land, shape (R,).
@@ -204,7 +205,7 @@ class HostGrads:
             return None
         if self._table_is_exclusive:
             self._table_rows = rows
-        return slice(None) if before is None else before
+        return slice(None) if before is None else before[~torch.isin(before, rows, assume_unique=True)]
 
     def hand_out(self, unit: str) -> None:
         """Record that other code may read and write a unit's gradients from now on."""

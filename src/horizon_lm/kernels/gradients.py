@@ -76,7 +76,7 @@ def rows_kernel(table: str, add: bool) -> Any:
 
     Args:
         table: ``float32`` or ``bfloat16``, the dtype of the table and of the source.
-        add: add to the rows; False if they are zero.
+        add: add to the rows; False to overwrite them, which count as zero before.
     """
     widen, narrow = _WIDEN[table], _NARROW[table]
 
