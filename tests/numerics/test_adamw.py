@@ -9,6 +9,7 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, PartialUpdateError, StreamingError
+from horizon_lm.optim import update_tasks
 from tests import families
 from tests.thinning import thinned
 
@@ -551,3 +552,32 @@ def test_frozen_parameters_take_no_memory_and_do_not_change() -> None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         moments = horizon_lm.stats(model)["host_bytes_by_kind"]["moments"]
         assert moments <= 8 * trained + 8 * 4096 * len(model._horizon.engine.store.units)
+
+
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_size_of_pieces_changes_no_bit(monkeypatch: pytest.MonkeyPatch, moments: str) -> None:
+    """Spans of different sizes have pieces of different sizes, one of them in part."""
+    found, sizes = [], set()
+    piece_elements = update_tasks.piece_elements
+
+    def note(numel: int) -> int:
+        sizes.add(piece_elements(numel))
+        return piece_elements(numel)
+
+    monkeypatch.setattr(update_tasks, "piece_elements", note)
+    for smallest, enough in ((1 << 19, 64), (256, 4)):
+        monkeypatch.setattr(update_tasks, "_PIECE_ELEMENTS", smallest)
+        monkeypatch.setattr(update_tasks, "_ENOUGH_PIECES", enough)
+        model = horizon_lm.stream(families.build("llama"), precision="bf16")
+        run(model, horizon_lm.AdamW(model, moments=moments, **HYPER), 2)
+        found.append(masters(model))
+    assert len(sizes) > 2  # one of the default, two of small pieces
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "pieces"), [(3_540_000, 7), (46_800_000, 90), (233_057_792, 112), (10_000_000_000, 4769)]
+)
+def test_large_units_have_few_pieces(parameters: int, pieces: int) -> None:
+    """The interpreter takes its time for each, but all threads must have work: blocks of 135M, 1.5B and 7B, and experts."""
+    assert -(-parameters // update_tasks.piece_elements(parameters)) == pieces
