@@ -1,6 +1,7 @@
 """attn_implementation="varlen": packed documents do not see each other, padding changes nothing, and no mask exists."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,3 +142,13 @@ def test_segments() -> None:
     assert packed.of(0, 1) == [2, 2]
     for offsets in packed.offsets(0, 2):  # on the device, and on the host
         assert (offsets.tolist(), offsets.dtype) == ([0, 2, 4, 8], torch.int32)
+
+
+@pytest.mark.parametrize(("activated", "taken"), [(None, True), ("FA3", False)])
+def test_a_kernel_that_was_activated_in_torch_goes_before_flash_attn(
+    monkeypatch: pytest.MonkeyPatch, activated: str | None, taken: bool
+) -> None:
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: activated, raising=False)
+    monkeypatch.setattr(attention, "_flash_attn", lambda: print)  # as if it were installed
+    query: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert attention._supports_flash_attn(query) == taken

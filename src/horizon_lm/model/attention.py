@@ -210,7 +210,12 @@ def _flash_attn() -> Any:
 
 
 def _supports_flash_attn(query: torch.Tensor) -> bool:
-    """Return whether flash-attn is installed and supports this query. Compiled blocks use torch's kernel."""
+    """Return whether flash-attn is installed and supports this query. Compiled blocks use torch's kernel, and so do others if
+    the user has activated another one in its place, such as FA3.
+    """
+    activated = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # of newer versions of torch
+    if activated is not None and activated() is not None:
+        return False
     if torch.compiler.is_compiling() or query.device.type != "cuda" or getattr(_current, "plain", False):
         return False
     return query.dtype in (torch.float16, torch.bfloat16) and _flash_attn() is not None
