@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_energy import joules_per_token, open_meter, watts_at_rest
 from gpu_models import MODELS, count_parameters, make_config, model_flops, toy, wider
 from gpu_systems import SYSTEMS, Case, System
 from peers_cpu import processor, versions
 
 from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.energy import Energy
 from horizon_lm.schedule.ops import Stream
 from horizon_lm.schedule.trace import Trace, exposed_seconds
 
@@ -163,7 +165,10 @@ def work(case: Case, trace_file: str | None) -> Iterator[dict[str, Any]]:
         if on_gpu:  # leave out memory of compilation and tuning
             torch.cuda.reset_peak_memory_stats(device)
         timed(WARMUP - 1)
+        meter, began = open_meter(device), time.perf_counter()
         result: dict[str, Any] = {"seconds": timed(case.steps), "first": first[0]}
+        energy = meter.read()
+        result |= {"joules": (energy.host, energy.device), "joules_seconds": time.perf_counter() - began}
         result["device_peak"] = torch.cuda.max_memory_allocated(device) if on_gpu else 0
         result |= {"losses": [loss.item() for loss in losses], "host_peak": memory.peak}
         yield result
@@ -275,7 +280,7 @@ def _last_result(output: str, case: Case) -> dict[str, Any]:
 
 
 def report(
-    results: list[tuple[Case, dict[str, Any]]], ceilings: dict[str, float], arguments: argparse.Namespace
+    results: list[tuple[Case, dict[str, Any]]], ceilings: dict[str, float], rest: Energy, arguments: argparse.Namespace
 ) -> str:
     """Return the text of the result file."""
     device, suites = torch.device(arguments.device), " ".join(arguments.suites)
@@ -297,23 +302,29 @@ def report(
         "",
         f"Each row is a process: {WARMUP} steps to warm up, then the median of {arguments.steps}. Operations are the model's: "
         "6·N·T without the embedding lookup, with the experts of each token, and causal attention. Peak: the "
-        "measured product. Token ids are uniformly random, so our embedding moves the most rows. Ours compiles blocks.",
+        "measured product. Token ids are uniformly random, so our embedding moves the most rows. Ours compiles blocks. J/token: energy beyond "
+        f"that of the machine at rest ({_watts(rest)}), of processors / GPU, where counters can be read.",
         "",
         "| model | tokens a step | system | s/step (min to max) | tokens/s | of resident | model TFLOP/s | of peak | device GiB, planned | device GiB, peak "
-        "| host GiB | device waited for copy in / update / copy out / host |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| host GiB | J/token | device waited for copy in / update / copy out / host |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     ceiling = _ceilings_by_step(results)
     for case, result in results:
-        lines.append(_row(case, result, ceilings["matmul"], ceiling.get((case.name, case.tokens))))
+        lines.append(_row(case, result, ceilings["matmul"], ceiling.get((case.name, case.tokens)), rest))
     lines += ["", *_choices(results)]
     return "\n".join(lines) + "\n"
 
 
-def _row(case: Case, result: dict[str, Any], peak: float, ceiling: float | None) -> str:
+def _watts(rest: Energy) -> str:
+    known = {"processors": rest.host, "GPU": rest.device}
+    return ", ".join(f"{name} {watts:.0f} W" for name, watts in known.items() if watts is not None) or "unknown"
+
+
+def _row(case: Case, result: dict[str, Any], peak: float, ceiling: float | None, rest: Energy) -> str:
     batch = f"{case.tokens / K:g}k ({case.rows} x {case.length})"
     if "error" in result:
-        return f"| {case.name} | {batch} | {label(case)} | {result['error'].replace('|', '/')} " + "| " * 8 + "|"
+        return f"| {case.name} | {batch} | {label(case)} | {result['error'].replace('|', '/')} " + "| " * 9 + "|"
     seconds = statistics.median(result["seconds"])
     rate = case.tokens / seconds
     flops = model_flops(make_config(case.model, case.length), case.tokens, case.length) / seconds
@@ -322,13 +333,15 @@ def _row(case: Case, result: dict[str, Any], peak: float, ceiling: float | None)
     waits = (
         " / ".join(f"{waited[c] / seconds:.1%}" for c in ("copy_in", "update", "copy_out", "host")) if waited else ""
     )
+    used = Energy(*result["joules"])
+    joules = joules_per_token(used, result["joules_seconds"], rest, case.tokens * len(result["seconds"]))
     planned, device_peak = (
         f"{num_bytes / GIB:.3g}" if num_bytes else "" for num_bytes in (result.get("planned"), result["device_peak"])
     )
     return (
         f"| {case.name} | {batch} | {system} | {seconds:.3f} ({min(result['seconds']):.3f} to {max(result['seconds']):.3f}) "
         f"| {rate:,.0f} | {f'{rate / ceiling:.2f}' if ceiling else ''} | {flops / 1e12:.3g} | {flops / peak:.2g} | {planned} "
-        f"| {device_peak} | {result['host_peak'] / GIB:.3g} | {waits} |"
+        f"| {device_peak} | {result['host_peak'] / GIB:.3g} | {joules} | {waits} |"
     )
 
 
@@ -397,6 +410,7 @@ def main() -> None:
         return
 
     began = time.monotonic()
+    rest = watts_at_rest(torch.device(arguments.device), seconds=5)
     command = [sys.executable, str(Path(__file__).with_name("gpu_ceilings.py")), arguments.device]
     ceilings = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     results: list[tuple[Case, dict[str, Any]]] = []
@@ -414,7 +428,7 @@ def main() -> None:
         results.append((case, result))
         brief = result.get("error") or f"{statistics.median(result['seconds']):.3f} s/step"
         print(f"{case.name}, {case.tokens / K:g}k tokens, {label(case)}: {brief}", flush=True)
-        text = report(results, ceilings, arguments)
+        text = report(results, ceilings, rest, arguments)
         if arguments.output:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(text)

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from gpu_energy import joules_per_token, watts_at_rest
 
 import horizon_lm
 from horizon_lm.energy import Energy, EnergyMeter
@@ -197,3 +199,24 @@ def test_what_is_not_known_is_not_planned() -> None:
     assert len(list(energy_lines(plan(watts={"device": 700}), Prices()))) == 1
     assert list(energy_lines(plan(), Prices(per_kwh=0.3))) == []
     assert len(list(energy_lines(plan(), Prices(per_hour=2.5)))) == 1
+
+
+# The benchmark
+
+
+def test_energy_of_a_token_is_that_beyond_rest() -> None:
+    """2 s at 60 and 400 W, at rest 50 and 100 W, for 1,000 tokens."""
+    used, rest = Energy(120.0, 800.0), Energy(50.0, 100.0)
+    assert joules_per_token(used, 2.0, rest, 1000) == "0.02 / 0.6"
+    assert joules_per_token(Energy(None, 800.0), 2.0, rest, 1000) == " / 0.6"
+    assert joules_per_token(Energy(), 2.0, rest, 1000) == ""
+
+
+def test_watts_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    read = [Energy(0.0, None), Energy(25.0, None), Energy()]
+    monkeypatch.setattr("gpu_energy.EnergyMeter", lambda gpu: SimpleNamespace(read=lambda: read.pop(0)))
+    monkeypatch.setattr("gpu_energy.time.sleep", slept.append)
+    assert watts_at_rest(torch.device("cpu"), 0.5) == Energy(50.0, None)
+    assert watts_at_rest(torch.device("cpu"), 0.5) == Energy()
+    assert slept == [0.5]  # nobody waits for counters that are not there
