@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["torch", "triton", "transformers", "numba", "numpy", "safetensors", "pytest", "deepspeed", "flash-attn"]
 REQUIRED = ["torch", "transformers", "numpy", "numba", "safetensors", "psutil", "pytest"]  # by the engine, and pytest
 PROCESSES = {"cuda": 4, "cpu": 2}  # of tests, if pytest-xdist is installed
+SLOWER = {"cuda": 1, "cpu": 3}  # times as many minutes
 HANG_SECONDS = 120  # after which a test is considered to hang
 CALLS = ("1", "2", "3", "4", "5", "6", "7")
 IMPORTS = """
@@ -54,7 +55,7 @@ class Command:
     Attributes:
         name: the name of its log.
         arguments: its arguments for Python.
-        minutes: its time limit on a GPU. A CPU gets three times as many.
+        minutes: its time limit on a GPU; a CPU gets `SLOWER` as many.
         before: a program that runs Python, with its arguments; the command is left out where it is not installed.
     """
 
@@ -66,7 +67,7 @@ class Command:
 
 def commands(call: str, device: str, output: Path) -> list[Command]:
     """Return the commands of a call: the most telling ones first."""
-    on_gpu = device == "cuda"
+    on_gpu, slower = device == "cuda", SLOWER[device]
 
     def tests(*arguments: str, processes: int = 1) -> list[str]:
         parallel = ["-n", str(processes)] if processes > 1 and is_installed("xdist") else []
@@ -74,7 +75,7 @@ def commands(call: str, device: str, output: Path) -> list[Command]:
         return ["-m", "pytest", "--device", device, *arguments, *parallel, *hang_options(), *common]
 
     def training(name: str, minutes: float, *arguments: str) -> Command:
-        own = ["benchmarks/gpu.py", *arguments, "--device", device, "--minutes", f"{minutes - 0.3:.1f}"]
+        own = ["benchmarks/gpu.py", *arguments, "--device", device, "--minutes", f"{slower * minutes - 0.3:.1f}"]
         results = ["--output", str(output / f"{name}.md"), "--trace-dir", str(output)]
         return Command(name, [*own, *results, *([] if on_gpu else ["--steps", "1"])], minutes)
 
@@ -82,13 +83,13 @@ def commands(call: str, device: str, output: Path) -> list[Command]:
         return Command(name, ["benchmarks/gpu_pair.py", name, "--device", device], minutes)
 
     kernels = [f"tests/gpu/test_gpu_{name}.py" for name in ("decoding", "attention", "link")]
-    decode = ["tests/gpu/test_gpu_decoding.py", "-k", ONE_DECODE]
+    decode = ["tests/gpu/test_gpu_decoding.py", "-m", "gpu", "-k", ONE_DECODE]
     profile = ["--profile", str(output / "profile.json")]
     compiled = [
         "-k",
         "llama or mixtral or gpu_steps" if on_gpu else "llama or gpu_steps",
     ]  # tests/numerics has the others
-    experts = ["-k", "expert" if on_gpu else "expert and not compiled"]
+    experts = ["tests/gpu/test_gpu_parity.py", "-m", "gpu" if on_gpu else "gpu and not compiled", "-k", "expert"]
     sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
     return {
         "1": [
@@ -104,7 +105,7 @@ def commands(call: str, device: str, output: Path) -> list[Command]:
         "4": [training("7b", 9.5, "7b")] if on_gpu else [],  # the toys have such a case
         "5": [
             Command("compiled", tests("tests/gpu", "-m", "compiled", *compiled, processes=PROCESSES[device]), 5.5),
-            Command("experts", tests("tests/gpu/test_gpu_parity.py", *experts), 1.0),
+            Command("experts", tests(*experts), 1.0),
             *([training("moe", 3.0, "moe")] if on_gpu else []),
         ],
         "6": [several("rates", 2.0), several("bits", 2.5), several("memory", 2.5)],
@@ -155,7 +156,7 @@ def main() -> int:
                 if command.before and shutil.which(command.before[0]) is None:
                     print(f"{command.name}: left out, {command.before[0]} is not installed", flush=True)
                     continue
-                seconds = min((60 if arguments.device == "cuda" else 180) * command.minutes, end - time.monotonic())
+                seconds = min(60 * SLOWER[arguments.device] * command.minutes, end - time.monotonic())
                 words = [*command.before, sys.executable, *command.arguments]
                 if seconds <= 1 or not run(command.name, words, output, seconds, environment):
                     failed.append(command.name)

@@ -85,6 +85,8 @@ def test_a_call_fits_into_ten_minutes_and_eight_files_of_one_folder(
         commands = check.commands(call, device, tmp_path)
         assert sum(command.minutes for command in commands) <= 9.5
         assert len({command.name for command in commands}) == len(commands)
+        # Without a mark of their own, tests for a GPU are deselected.
+        assert all(c.arguments.count("-m") == 2 for c in commands if "pytest" in c.arguments)
         words = [word for command in commands for word in command.arguments]
         written = [words[i + 1] for i, word in enumerate(words) if word in ("--output", "--trace-dir", "--profile")]
         assert all(Path(path).is_relative_to(tmp_path) for path in written)
