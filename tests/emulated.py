@@ -50,22 +50,24 @@ class EmulatedGpu:
         lockable: the maximum number of bytes that can be page-locked in one call.
         unlockable: indices of the pieces that cannot be page-locked.
         asked: number of page-locking calls so far.
+        index: the device in use. A call that CUDA makes on the current device fails on another one, where it would make a context.
         current: the current device of each thread.
-        pinned_on: devices on which host memory was page-locked.
+        contexts: devices on which there is a context.
         settings: settings of the allocator.
         trims: number of times that the allocator gave memory back.
         fraction: the fraction of the device that the process may use.
         workspace: bytes that cuBLAS keeps for each thread that multiplies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
         self.waits: list[str] = []
         self.lockable = 2**62
         self.unlockable: set[int] = set()
         self.asked = 0
         self.failed = False
         self.current = threading.local()
-        self.pinned_on: set[int] = set()
+        self.contexts: set[int] = set()
         self.settings: list[str] = []
         self.trims = 0
         self.fraction = 1.0
@@ -77,7 +79,7 @@ class EmulatedGpu:
         self._kept: list[torch.Tensor] = []  # kept so that no other memory gets these addresses
 
     def lock(self, start: int, num_bytes: int, flags: int = 0) -> int:
-        self.pinned_on.add(self.current_device())
+        self.use_current_device()
         self.asked += 1
         if num_bytes > self.lockable or self.asked - 1 in self.unlockable:
             self.failed = True
@@ -100,6 +102,21 @@ class EmulatedGpu:
 
     def current_device(self) -> int:
         return getattr(self.current, "index", 0)
+
+    def use_current_device(self) -> None:
+        """Note a call that makes a context on the current device, and reject it on a device that is not in use."""
+        current = self.current_device()
+        self.contexts.add(current)
+        if current != self.index:
+            raise RuntimeError(
+                f"a call on cuda:{current}, in {threading.current_thread().name}; cuda:{self.index} is in use"
+            )
+
+    def set_device(self, device: Any) -> None:
+        self.current.index = torch.device(device).index
+
+    def set_fraction(self, fraction: float, device: Any = None) -> None:
+        self.fraction = fraction
 
     @contextmanager
     def on(self, device: Any) -> Iterator[None]:
@@ -228,10 +245,12 @@ class _Event:
         return
 
     def query(self) -> bool:
+        self.synchronize()
         return True
 
     def synchronize(self) -> None:
-        return
+        assert _gpu is not None
+        _gpu.use_current_device()
 
 
 class _Stream:
@@ -255,9 +274,9 @@ class _Generator:
 
 @contextmanager
 def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGpu]:
-    """Context manager: emulate a GPU, the last of ``index + 1`` GPUs. The first one is current."""
+    """Context manager: emulate a GPU, the last of ``index + 1`` GPUs. The first one is current in each thread."""
     global _gpu
-    _gpu = gpu = EmulatedGpu()
+    _gpu = gpu = EmulatedGpu(index)
     device = torch.device("cuda", index)
 
     def trim() -> None:
@@ -273,13 +292,14 @@ def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGp
     random = [torch.zeros(16, dtype=torch.uint8)]
     cuda: dict[str, Any] = {
         "Event": _Event, "Stream": _Stream, "stream": lambda stream: gpu.on(getattr(stream, "device", None)), "current_stream": lambda *_: _Stream(device),
-        "device": gpu.on, "empty_cache": trim, "get_per_process_memory_fraction": lambda *_: gpu.fraction,
+        "device": gpu.on, "set_device": gpu.set_device, "empty_cache": trim,
+        "get_per_process_memory_fraction": lambda *_: gpu.fraction, "set_per_process_memory_fraction": gpu.set_fraction,
         "is_available": lambda: True, "device_count": lambda: index + 1, "current_device": gpu.current_device, "get_device_capability": lambda *_: (9, 0), "synchronize": lambda *_: None,
         "mem_get_info": lambda *_: (free_bytes, free_bytes), "memory_reserved": lambda *_: gpu.allocated(), "memory_allocated": lambda *_: gpu.allocated(),
         "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
         # Random numbers are drawn in host memory, whose random state is also saved; that of the device stays as it is set.
         "get_rng_state": lambda *_: random[0], "set_rng_state": lambda state, *_: random.__setitem__(0, state),
-        "get_device_properties": lambda *_: SimpleNamespace(name="Emulated GPU", total_memory=free_bytes, major=9, minor=0, uuid="0"),
+        "get_device_properties": lambda *_: SimpleNamespace(name="Emulated GPU", total_memory=free_bytes, major=9, minor=0, uuid="0", pci_domain_id=2**16, pci_bus_id=0, pci_device_id=0),
         "cudart": lambda: SimpleNamespace(cudaHostRegister=gpu.lock, cudaHostUnregister=gpu.unlock, cudaGetErrorString=lambda code: "out of memory"),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -315,7 +335,7 @@ def _factory(make: Any) -> Any:
 
 def _locked(tensor: torch.Tensor) -> torch.Tensor:
     assert _gpu is not None
-    _gpu.pinned_on.add(_gpu.current_device())
+    _gpu.use_current_device()
     _gpu.allocated_by_thread(tensor)
     _gpu._locked.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()))
     _gpu._kept.append(tensor)

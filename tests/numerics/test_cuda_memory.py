@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from horizon_lm.errors import PageLockWarning
 from horizon_lm.store.store import Arena
 from tests import families
 from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
+from tests.thinning import thinned
 
 PIECE = 3 * PAGE
 
@@ -161,12 +163,12 @@ def test_weights_are_locked_once_they_are_written(gpu: EmulatedGpu, monkeypatch:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_memory_is_locked_through_the_device_that_trains(index: int) -> None:
-    """Locking memory through another device would create a context on that device."""
+def test_only_the_device_that_trains_has_a_context(index: int) -> None:
+    """Calls of any thread while another device is current would make a context there, which takes half a gigabyte."""
     with emulated_gpu(index=index) as gpu:
         losses, model = train(CudaDevice(f"cuda:{index}"))
         assert model._horizon.engine.device.torch_device == torch.device("cuda", index)
-        assert gpu.pinned_on == {index}
+        assert gpu.contexts == {index}
         assert gpu.current_device() == 0
         del model
         gc.collect()
@@ -241,6 +243,36 @@ def test_cublas_workspaces_are_allocated_first_and_counted(gpu: EmulatedGpu) -> 
         model(**families.batch(padding="none")).loss.backward()
         peaks.append(model._horizon.planner.plan.peak)
     assert peaks[1] - peaks[0] == 2**25
+
+
+@pytest.mark.parametrize("family", thinned(families.FAMILIES, every=6))
+def test_threads_in_lock_step_need_no_workspace(gpu: EmulatedGpu, family: str) -> None:
+    """cuBLAS would keep one for each batch of a step, a gigabyte for 32 of them: units are computed by the caller's thread."""
+    model = horizon_lm.stream(families.build(family), CudaDevice(), "float32", compile=False)
+    gpu.multiplying.clear()
+    batch = families.batch(padding="none", rows=1)
+    losses = horizon_lm.run_together([lambda: model(**batch).loss] * 3)
+    torch.mm(*[torch.ones(2, 2, device="cuda")] * 2)
+    assert gpu.multiplying == {threading.get_ident()}
+    torch.stack(losses).sum().backward()
+
+
+def test_a_limit_on_device_memory_limits_the_allocator(gpu: EmulatedGpu) -> None:
+    """A run on a larger card then shows that a smaller one suffices. The limit ends with the device."""
+    device = CudaDevice(capacity=250_000_000)
+    assert gpu.fraction == 0.25
+    assert device.spare_bytes() == 250_000_000
+    smaller = CudaDevice(capacity=100_000_000)
+    assert gpu.fraction == 0.1
+    del smaller
+    gc.collect()
+    assert gpu.fraction == 0.25
+    del device
+    gc.collect()
+    assert gpu.fraction == 1.0
+    gpu.fraction = 0.2  # of the user
+    CudaDevice(capacity=250_000_000)
+    assert gpu.fraction == 0.2
 
 
 def test_spare_memory_respects_the_limit_of_the_process(gpu: EmulatedGpu) -> None:

@@ -42,7 +42,8 @@ class EngineSettings(Settings):
         description="Host memory that the run may use, such as 512GiB; may exceed what is free now. Default: what is free.",
     )
     device_memory: Bytes | None = Field(
-        None, description="Limit on device memory for buffers, such as 300MiB. Default: no limit."
+        None,
+        description="Limit on device memory, such as 20GiB: on a GPU of all that torch allocates there, on a CPU of the engine's buffers. Default: no limit.",
     )
     device_micro_batch_size: Count | None = Field(
         None,

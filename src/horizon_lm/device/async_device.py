@@ -13,7 +13,7 @@ import queue
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -166,6 +166,10 @@ class StreamDevice(ABC):
         return task.done or (event is not None and event.query())
 
     def cancel(self, tasks: Sequence[Task]) -> None:
+        # Other ranks have launched the collectives that were issued, or are about to: dropped here, they would be answered by
+        # those of the next pass.
+        if Stream.COLLECTIVE in self._issuers:
+            tasks = [task for task in tasks if not task.issued]
         with self._changed:
             for task in tasks:
                 task.done = True
@@ -260,7 +264,7 @@ class StreamDevice(ABC):
         with self._changed:
             if stream not in self._pools:
                 num_threads = self._host_threads if stream == Stream.HOST else DISK_THREADS
-                self._pools[stream] = HostPool(num_threads, num_threads, self.link)
+                self._pools[stream] = HostPool(num_threads, num_threads, self.link, self._enter_thread)
             return self._pools[stream]
 
     def _open_issuers(self) -> "dict[Stream, _Issuer]":
@@ -276,6 +280,11 @@ class StreamDevice(ABC):
         return issuers[stream]
 
     # Streams and events
+
+    @property
+    def _enter_thread(self) -> Callable[[], None]:
+        """What each thread of the device calls when it starts; it holds no reference to the device."""
+        return lambda: None
 
     @abstractmethod
     def _open_stream(self, name: Stream) -> tuple[Any, Link]:
@@ -315,7 +324,7 @@ class _Issuer:
         self._finished = threading.Condition()
         self._unfinished = 0
         weakref.finalize(device, self._queue.put, None).atexit = False
-        args = (weakref.ref(device), handle, link)
+        args = (weakref.ref(device), handle, link, device._enter_thread)
         start_thread(f"horizon-{stream}", self._run, args, lambda: self._queue.put(None))
 
     def put(self, item: Task | Event) -> None:
@@ -328,7 +337,8 @@ class _Issuer:
         with self._finished:
             self._finished.wait_for(lambda: self._unfinished == 0)
 
-    def _run(self, device_ref: "weakref.ref[StreamDevice]", stream: Any, link: Link) -> None:
+    def _run(self, device_ref: "weakref.ref[StreamDevice]", stream: Any, link: Link, enter: Callable[[], None]) -> None:
+        enter()
         while (item := self._queue.get()) is not None:
             device = device_ref()
             if device is None:

@@ -4,8 +4,9 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class CudaDevice(StreamDevice):
 
     Args:
         name: ``cuda`` or ``cuda:N``.
-        capacity: limit on the bytes of the engine's buffers; None for no additional limit.
+        capacity: limit on the bytes that torch may allocate there, while the device is in use; None for no additional limit.
         host_threads: threads for updates; None for the usable cores except those needed for other threads.
 
     Attributes:
@@ -55,17 +56,15 @@ class CudaDevice(StreamDevice):
         self._warned_bytes = 0
         self.workspace_bytes = 0
         weakref.finalize(self, self._locks.unlock_all).atexit = False
+        if capacity is not None:
+            weakref.finalize(self, _limit_allocator(capacity, torch_device)).atexit = False
         self._clock: tuple[torch.cuda.Event, float] | None = None
 
     # Device memory
 
     def spare_bytes(self) -> int | None:
-        """Return the bytes that torch's allocator could still provide, or the remainder of the engine's limit if that
-        is less.
-        """
-        spare = allocatable_bytes(self.torch_device)
-        own = self.capacity - self.counters.allocated_total if self.capacity is not None else None
-        return spare if own is None else min(own, spare)
+        """Return the bytes that torch's allocator could still provide."""
+        return allocatable_bytes(self.torch_device)
 
     @property
     def scratch_bytes(self) -> int:  # type: ignore[override]
@@ -142,31 +141,51 @@ class CudaDevice(StreamDevice):
         super().open_streams()
         self.workspace_bytes = max(self.workspace_bytes, _make_workspaces(self.torch_device))
 
+    @property
+    def _enter_thread(self) -> Callable[[], None]:
+        return partial(torch.cuda.set_device, self.torch_device)
+
     def _use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
-    def _record(self, stream: Any) -> torch.cuda.Event:
-        # A blocking event: a thread that waits for it sleeps, and leaves its core to the optimizer.
-        event = torch.cuda.Event(blocking=True, enable_timing=self.trace is not None)
-        event.record(stream or torch.cuda.current_stream(self.torch_device))
+    def _record(self, stream: Any, timed: bool = False) -> "_Event":
+        event = _Event(self.torch_device, timed or self.trace is not None)
+        event.cuda.record(stream or torch.cuda.current_stream(self.torch_device))
         return event
 
     def _wait_event(self, stream: Any, event: Any) -> None:
-        (stream or torch.cuda.current_stream(self.torch_device)).wait_event(event)
+        (stream or torch.cuda.current_stream(self.torch_device)).wait_event(event.cuda)
 
     def _synchronize_streams(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
     def _start_clock(self) -> None:
-        event = torch.cuda.Event(blocking=True, enable_timing=True)
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event = self._record(None, timed=True)
         event.synchronize()
-        self._clock = event, time.perf_counter()
+        self._clock = event.cuda, time.perf_counter()
 
     def _seconds(self, event: Any) -> float:
         assert self._clock is not None
         zero, at = self._clock
-        return at + zero.elapsed_time(event) * 1e-3
+        return at + zero.elapsed_time(event.cuda) * 1e-3
+
+
+class _Event:
+    """An event that any thread may wait for. CUDA makes a context on the current device of a thread that asks about an event,
+    which is the first GPU unless the thread has chosen another one.
+    """
+
+    def __init__(self, device: torch.device, timed: bool) -> None:
+        # A blocking event: a thread that waits for it sleeps, and leaves its core to the optimizer.
+        self._device, self.cuda = device, torch.cuda.Event(blocking=True, enable_timing=timed)
+
+    def query(self) -> bool:
+        with torch.cuda.device(self._device):
+            return self.cuda.query()
+
+    def synchronize(self) -> None:
+        with torch.cuda.device(self._device):
+            self.cuda.synchronize()
 
 
 def allocatable_bytes(device: torch.device) -> int:
@@ -179,6 +198,14 @@ def allocatable_bytes(device: torch.device) -> int:
     reserved = torch.cuda.memory_reserved(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
     return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated(device)
+
+
+def _limit_allocator(capacity: int, device: torch.device) -> Callable[[], None]:
+    """Limit the bytes that torch allocates on a device. Return a function that lifts the limit again."""
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    share = capacity / torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(before, share), device)
+    return partial(torch.cuda.set_per_process_memory_fraction, before, device)
 
 
 def _let_segments_expand() -> None:
@@ -194,7 +221,7 @@ def _make_workspaces(device: torch.device) -> int:
     """Make cuBLAS allocate its workspaces now, and return the newly allocated bytes.
 
     Each computing thread has one (32 MiB on Hopper): the caller's thread for forward passes, autograd's for backward
-    passes.
+    passes. Threads in lock-step multiply nothing; their units are computed by the caller's.
     """
     before = torch.cuda.memory_allocated(device)
     with torch.inference_mode(False), torch.enable_grad():

@@ -106,16 +106,19 @@ class HostPool:
         num_threads: active threads while the device is idle.
         num_while_computing: active threads while the device computes; at least one.
         link: the link on which moves run.
+        enter: called by each thread when it starts; holds no reference to the device.
     """
 
-    def __init__(self, num_threads: int, num_while_computing: int, link: Link) -> None:
+    def __init__(
+        self, num_threads: int, num_while_computing: int, link: Link, enter: Callable[[], None] = lambda: None
+    ) -> None:
         self.num_threads, self.num_while_computing = num_threads, max(1, min(num_while_computing, num_threads))
         self._state = _State(link, num_threads)
         state = self._state
         weakref.finalize(self, _close, state).atexit = False
         # One additional thread: a thread may wait for a task to be ready, and that task may depend on an urgent one.
         for number in range(num_threads + 1):
-            start_thread(f"horizon-host-{number}", _run_jobs, (state,), lambda: _close(state))
+            start_thread(f"horizon-host-{number}", _run_jobs, (state, enter), lambda: _close(state))
 
     def submit(
         self,
@@ -200,8 +203,9 @@ def _close(state: _State) -> None:
         state.changed.notify_all()
 
 
-def _run_jobs(state: _State) -> None:
+def _run_jobs(state: _State, enter: Callable[[], None]) -> None:
     """Run moves of the first job in the queue until the pool is closed; this is the body of every thread."""
+    enter()
     while True:
         with state.changed:
             while not state.closed and not state.has_work():

@@ -49,7 +49,8 @@ class Segments:
         if (start, stop) not in self._offsets:
             ends = torch.tensor([0, *self.of(start, stop)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             if self._device.type == "cuda":
-                ends = ends.pin_memory()
+                with torch.cuda.device(self._device):  # torch page-locks memory through the current device
+                    ends = ends.pin_memory()
             on_device = ends.to(self._device, non_blocking=True, copy=True)  # a separate tensor even on a CPU
             for tensor in (on_device, ends):
                 mark_varying(tensor, [0])
