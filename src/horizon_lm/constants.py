@@ -19,7 +19,7 @@ PAGE = mmap.PAGESIZE
 """Bytes of a page of host memory, to which each slab is aligned."""
 
 COLLECTIVE_BYTES = 64 * 2**20
-"""Bytes of the gradients of other ranks that a rank sums at once on its device. Their sum takes as many at most."""
+"""Bytes of the gradients of other ranks that a rank sums at once on its device."""
 
 DEVICE_MARGIN = 0.05
 """Share of the device memory that is left to fragmentation in the framework's allocator."""

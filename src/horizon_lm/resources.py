@@ -249,10 +249,20 @@ def _threads(status: Path, user: int) -> int:
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of cores in the process's affinity, within the quotas of its control groups; at least one."""
+    """Return the number of cores that this process may use, at least one: those of its affinity, within the quotas of its control
+    groups and its share of them (`limit_cores`).
+    """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for group in control_groups("cpu", cgroups, membership) for quota in _quota(group)]
-    return max(1, math.floor(min([affinity, *quotas])))
+    return max(1, math.floor(min([affinity, *quotas, *_own_cores])))
+
+
+_own_cores: list[int] = []  # this process's share of cores that others use, too; empty if they are all its own
+
+
+def limit_cores(share: int | None) -> None:
+    """Let `usable_cores` return at most this many cores from now on, because other processes share them; None for no limit."""
+    _own_cores[:] = [] if share is None else [share]
 
 
 def _quota(group: Group) -> list[float]:

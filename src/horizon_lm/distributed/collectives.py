@@ -18,12 +18,13 @@ import torch.distributed as dist
 from horizon_lm.constants import COLLECTIVE_BYTES
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.distributed.lost import noticing_lost_ranks
+from horizon_lm.planning.memory import sum_buffers
 
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Group:
-    """The ranks that exchange data on one stream: a process group of torch.distributed, used by this stream alone.
+    """The ranks that exchange data: a process group of torch.distributed, used by the stream of collectives alone.
 
     Args:
         group: the process group.
@@ -48,8 +49,20 @@ class Group:
 
     def growth_bytes(self, largest: int) -> int:
         """Return the device memory that sums may still take, if the largest buffer of gradients has ``largest`` bytes."""
-        taken = sum(each.numel() * each.element_size() for each in self._scratch.values())
-        return max(0, 2 * min(COLLECTIVE_BYTES, largest) - taken) if self.size > 1 else 0
+        needed = sum_buffers(self.size, self._of_machine, min(largest, COLLECTIVE_BYTES))
+        taken = {use: each.numel() * each.element_size() for use, each in self._scratch.items()}
+        return sum(max(0, num_bytes - taken.get(use, 0)) for use, num_bytes in needed.items())
+
+    def warm_up(self, device: torch.device) -> None:
+        """Run each collective once, with messages as large as those of a step, and allocate the memory of sums."""
+        if self.size == 1:
+            return
+        chunk = COLLECTIVE_BYTES // (2 * self.size)
+        buffer = torch.zeros(self.size * chunk, dtype=torch.bfloat16, device=device)
+        cuts = [rank * chunk for rank in range(self.size + 1)]
+        self.gather(buffer, cuts)
+        self.gather(buffer[:-1], [*cuts[:-1], cuts[-1] - 1])
+        self.sum(buffer, cuts)
 
     def gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
         """Fill a buffer with the ranges of all ranks, of which this one has its own in place.
@@ -106,7 +119,8 @@ class Group:
             for rank in neighbours
         }
         self._exchange(sent, {rank: list(received[at].split(lengths)) for at, rank in enumerate(neighbours)})
-        torch.cat(own, out=received[place])
+        for part, kept in zip(own, received[place].split(lengths), strict=True):
+            kept.copy_(part)
         total = self._take("total", torch.float32, shape, buffer.device)
         if machine:
             self._exchange({}, {self._index - self._of_machine: [total]})

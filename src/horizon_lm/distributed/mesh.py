@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from horizon_lm.distributed.collectives import Group, ReduceGroups
+from horizon_lm.distributed.cores import divide_cores
 from horizon_lm.distributed.lost import noticing_lost_ranks
 from horizon_lm.errors import ConfigError, DisagreementError
 from horizon_lm.shards import WHOLE, Shard
 
 REPLICATE, SHARD = "replicate", "shard"
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # of the groups between devices, whatever the default group's backend can do
 
 
 class Mesh:
@@ -29,18 +31,21 @@ class Mesh:
         replicate: number of copies of the model.
         shard: number of ranges of each copy.
         timeout: time that a rank waits for others in a collective; None for that of torch.distributed.
+        device: the device of this rank, on which units are gathered and gradients summed; None for host memory.
 
     Attributes:
         rank, size: the rank of this process, and the number of ranks.
         shard: the range of this rank.
         control: the group of all ranks that agree on something in host memory.
         progress, place: number of agreements that this rank has reached, and the place of the last one.
-        gather: the group that gathers units, on its stream.
-        reduce: the groups that sum gradients, on their stream.
+        reduce: the groups that sum gradients.
+        gather: the group that gathers units: the one that sums gradients within a copy of the model.
     """
 
-    def __init__(self, replicate: int, shard: int, timeout: timedelta | None = None) -> None:
-        self._timeout = timeout
+    def __init__(
+        self, replicate: int, shard: int, timeout: timedelta | None = None, device: torch.device | None = None
+    ) -> None:
+        self._timeout, self._device = timeout, device or torch.device("cpu")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if replicate * shard != self.size:
             raise ConfigError(
@@ -53,15 +58,31 @@ class Mesh:
         of_machine = local if shard > local and shard % local == 0 else None  # if a copy of the model spans machines
         copies = [list(range(first, first + shard)) for first in range(0, self.size, shard)]
         ranges = [list(range(first, self.size, shard)) for first in range(shard)] if replicate > 1 else []
-        self.gather = self._group_of(copies)
-        self.reduce = ReduceGroups(self._group_of(copies, of_machine), self._group_of(ranges) if ranges else None)
+        self.gather = self._group_of(copies, of_machine)
+        self.reduce = ReduceGroups(self.gather, self._group_of(ranges) if ranges else None)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
+        divide_cores(self, self._device)
 
     def _group_of(self, partition: Iterable[Sequence[int]], of_machine: int | None = None) -> Group:
         """Create a group for each part of a partition of the ranks, and return this rank's."""
-        groups = [(ranks, dist.new_group(list(ranks), timeout=self._timeout)) for ranks in partition]
+        backend = BACKENDS[self._device.type]
+        groups = [(ranks, dist.new_group(list(ranks), self._timeout, backend)) for ranks in partition]
         ranks, group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
         return Group(group, ranks, self.rank, of_machine)
+
+    def connect(self) -> None:
+        """Let NCCL connect the ranks, before other buffers fill the device, and allocate what collectives need.
+
+        NCCL connects two ranks when they first exchange something, in a way that depends on its size, and takes up to gigabytes
+        outside of torch's allocator. So each collective runs once, with messages as large as those of a step.
+        """
+        if self._device.type == "cpu":
+            return
+        with torch.cuda.device(self._device):
+            for group in filter(None, (self.reduce.shard, self.reduce.replicate)):
+                group.warm_up(self._device)
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
 
     # Agreements between all ranks, in host memory. All ranks must reach each at the same place of the program.
 
@@ -159,12 +180,13 @@ def current_shard(mesh: Mesh | None) -> Shard:
     return WHOLE if mesh is None else mesh.shard
 
 
-def find_mesh(device_mesh: Any = None) -> Mesh | None:
+def find_mesh(device_mesh: Any = None, device: torch.device | None = None) -> Mesh | None:
     """Return the mesh of the processes that torch.distributed has started; None for a single process.
 
     Args:
         device_mesh: a DeviceMesh with the dimensions ``replicate`` and ``shard``, or ``shard`` alone; None to shard within each
             machine, and to replicate over the machines.
+        device: the device of this rank; None for host memory.
 
     Raises:
         ConfigError: the processes were started but torch.distributed was not initialised, or the mesh has other dimensions.
@@ -186,10 +208,14 @@ def find_mesh(device_mesh: Any = None) -> Mesh | None:
                 "'shard')), over all processes"
             )
         sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
-        return Mesh(sizes.get(REPLICATE, 1), sizes[SHARD])
-    world = dist.get_world_size()
-    if world == 1:
-        return None
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    shard = local if world % local == 0 else world
-    return Mesh(world // shard, shard)
+        replicate, shard = sizes.get(REPLICATE, 1), sizes[SHARD]
+    else:
+        world = dist.get_world_size()
+        if world == 1:
+            return None
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        shard = local if world % local == 0 else world
+        replicate = world // shard
+    mesh = Mesh(replicate, shard, device=device)
+    mesh.connect()
+    return mesh

@@ -26,6 +26,16 @@ _SAME_FAILURE_SECONDS = 2.0  # for the first rank to fail in the same way
 _FAILED = "failed"
 
 
+def leave_failures_to_monitor() -> None:
+    """Keep torch from ending this process when NCCL fails or waits long, unless the user wants that; before a group is created.
+
+    When a rank dies, NCCL reports an error to the others within a second, and torch's watchdog aborts them, which names no rank. The
+    watchdog's own watchdog aborts them after 8 minutes, earlier than ``rank_timeout``.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+
+
 class Monitor:
     """A thread that watches the other ranks of a run.
 

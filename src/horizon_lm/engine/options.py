@@ -50,7 +50,7 @@ class StreamArguments(StreamingOptions):
         super().__post_init__()
         if self.device == "auto":
             object.__setattr__(self, "device", "cuda" if torch.cuda.is_available() else "cpu")
-        object.__setattr__(self, "device_mesh", find_mesh(self.device_mesh))
+        object.__setattr__(self, "device_mesh", find_mesh(self.device_mesh, device_of(self.device)))
         self.get_precision()
         if self.check_gradients < 0:
             raise ConfigError(f"check_gradients is {self.check_gradients}; it must be a number of blocks, 0 for none")
@@ -173,6 +173,16 @@ class StreamArguments(StreamingOptions):
         if self.activation_checkpoints == "auto" and not chosen and device.spare_bytes() is not None:
             return None
         return Residency(*self.residency(num_blocks, auto_on_device=True))
+
+
+def device_of(device: str | Device) -> torch.device | None:
+    """Return the device of the buffers, with its index; None for host memory."""
+    if not isinstance(device, str):
+        return None if device.torch_device.type == "cpu" else device.torch_device
+    if device.partition(":")[0] != "cuda" or not torch.cuda.is_available():
+        return None
+    index = torch.device(device).index
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 def open_device(device: str | Device, capacity: int | None = None) -> Device:

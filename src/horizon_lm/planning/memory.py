@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from horizon_lm.constants import MOMENT_BLOCK, PACKED_ALIGNMENT, PAGE, SLAB_ALIGNMENT
+from horizon_lm.constants import COLLECTIVE_BYTES, MOMENT_BLOCK, PACKED_ALIGNMENT, PAGE, SLAB_ALIGNMENT
 from horizon_lm.quantities import page_aligned
 from horizon_lm.shards import WHOLE, Shard
 
@@ -177,6 +177,19 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
         "boundary_ring": 2 * settings.tokens * sizes.hidden * compute if settings.offloaded else 0,
     }
     return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}
+
+
+def sum_buffers(size: int, of_machine: int, at_once: int = COLLECTIVE_BYTES) -> Mapping[str, int]:
+    """Return the bytes in which a rank sums gradients on its device, by their use.
+
+    Args:
+        size: number of ranks.
+        of_machine: number of ranks of each machine.
+        at_once: bytes of the gradients that it receives at once.
+    """
+    if size == 1:
+        return {}
+    return {"received": at_once, "total": 2 * at_once // of_machine}  # in float32, of gradients in 2 bytes or 4
 
 
 def smallest_device_capacity(sizes: ModelSizes, settings: BufferSettings) -> int:

@@ -249,13 +249,16 @@ def _named(kind: str, num_bytes: int) -> tuple[str, int, str]:
     return name, num_bytes, note
 
 
+_COLLECTIVES = "sums of gradients, and what NCCL takes (estimate)"
+
+
 def _reserved_items(machine: Machine) -> list[Item]:
     """Return the device memory that is not used by the step itself."""
     limits = [limit.num_bytes for limit in machine.device_limits]
     margin = int(min(limits) * DEVICE_MARGIN) if limits else 0
     return [
         Item("transfers", machine.scratch_bytes, "scratch space for dtype conversions, both directions"),
-        *([Item("sums", machine.collective_bytes, "gradients of other processes")] if machine.collective_bytes else []),
+        *([Item("collectives", machine.collective_bytes, _COLLECTIVES)] if machine.collective_bytes else []),
         Item("context", machine.device_context_bytes, "driver, libraries and their kernels (estimate)"),
         Item("margin", margin, f"{DEVICE_MARGIN:.0%} of the device, for allocator fragmentation"),
     ]

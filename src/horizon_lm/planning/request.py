@@ -175,7 +175,8 @@ class Machine:
         process_bytes: host bytes of the process: interpreter, libraries and dataset.
         device_context_bytes: device bytes of the driver and its libraries.
         scratch_bytes: maximum device bytes for transfers.
-        collective_bytes: maximum device bytes in which the gradients of several ranks are summed.
+        collective_bytes: device bytes that collectives of several ranks take; 0 if they have taken them already.
+        is_connected: they have, because the ranks are running.
         staging_bytes: bytes of page-locked host memory for transfers.
         page_lock_error: reason why host memory cannot be page-locked, so that transfers are staged; empty if it can.
         notes: further remarks for the run's log, as sentences.
@@ -197,6 +198,7 @@ class Machine:
     device_context_bytes: int = 0
     scratch_bytes: int = 0
     collective_bytes: int = 0
+    is_connected: bool = False
     staging_bytes: int = 0
     page_lock_error: str = ""
     notes: Sequence[str] = field(default=())

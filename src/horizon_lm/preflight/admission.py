@@ -6,12 +6,13 @@ from functools import partial
 from typing import Any
 
 from horizon_lm.config import DpoConfig, RunConfig
-from horizon_lm.constants import COLLECTIVE_BYTES
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
 from horizon_lm.planning.choose import with_device_room
 from horizon_lm.planning.device_memory import device_use
+from horizon_lm.planning.interconnect import Interconnect
+from horizon_lm.planning.memory import sum_buffers
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan, describe_deficit, make_plan
 from horizon_lm.planning.remedies import Remedy, find_remedies
@@ -64,8 +65,8 @@ def plan_run(
         usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
     request = make_request(run, source, rows, source.checkpoint_bytes(outline.sizes), num_steps, saves)
     request = replace(request, shard=shard, num_ranks=num_ranks)
-    if not machine.on_host:
-        machine = replace(machine, collective_bytes=_summing_bytes(shard.count, num_ranks))
+    if not machine.on_host and not machine.is_connected:
+        machine = replace(machine, collective_bytes=_collective_bytes(shard.count, num_ranks, machine.interconnect))
     if outline.whole_head_only:
         request = replace(request, head="whole", head_chunk_tokens=None)
     if outline.whole_batch_only and request.device_micro_batch_size is None:
@@ -75,9 +76,19 @@ def plan_run(
     return replace(plan, problems=[*plan.problems, *_problems(source, plan, rows)])
 
 
-def _summing_bytes(num_ranges: int, num_ranks: int) -> int:
-    """Return the device bytes in which gradients are summed: within a copy of the model, and over the copies."""
-    return 2 * COLLECTIVE_BYTES * sum(size > 1 for size in (num_ranges, num_ranks // num_ranges))
+# What NCCL takes outside of torch's allocator (estimates): for each communicator, and for each GPU that this one reaches. An
+# all-to-all of 8 H100 takes 3.3 GB (nccl issue 1685).
+_COMMUNICATOR_BYTES = 2**28
+_PEER_BYTES = 448 * 2**20
+
+
+def _collective_bytes(num_ranges: int, num_ranks: int, links: Interconnect | None) -> int:
+    """Return the device bytes of collectives, within a copy of the model and over the copies: those of sums, and NCCL's."""
+    gpus, copies = num_ranges if links is None else links.gpus, num_ranks // num_ranges
+    of_machine = gpus if num_ranges > gpus and num_ranges % gpus == 0 else num_ranges
+    peers = min(num_ranges, gpus) - 1 if links is None or not links.through_host else 0
+    groups = [(size, each) for size, each in ((num_ranges, of_machine), (copies, copies)) if size > 1]
+    return peers * _PEER_BYTES + sum(_COMMUNICATOR_BYTES + sum(sum_buffers(*group).values()) for group in groups)
 
 
 def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:

@@ -48,6 +48,9 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None, num_processes
     gpu, device_limits, lock_error = ("", [], "") if on_host else _probe_device(run.device)
     gc.collect()  # do not count a previous model as part of the process
     limits, notes = _host_limits(run.host_memory)
+    if not on_host and run.device_memory is not None:  # of what torch allocates
+        device_limits = [*device_limits, Limit("device_memory", run.device_memory)]
+    is_connected = num_processes is None
     num_processes = num_processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     disk, download = _disk_limits(Path(run.output_dir).expanduser())
     return Machine(
@@ -68,6 +71,7 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None, num_processes
         compile_workers=min(32, usable_cores()),
         computing_threads=torch.get_num_threads() if on_host else None,
         num_processes=num_processes,
+        is_connected=is_connected,
     )
 
 

@@ -34,7 +34,7 @@ from horizon_lm.training.last_resort import LastResort
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics import Metrics, Reporter, StepResult, growth_warning
 from horizon_lm.training.non_finite import NonFinite, shown_places
-from horizon_lm.training.ranks import Ranks, local_device
+from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.resume import (
     ResumePoint,
     apply_settings,
@@ -190,7 +190,7 @@ def train(
     with failing_together():
         config = as_config(run, settings)
         require_callable(objective)
-        config = config.model_copy(update={"device": choose_device(local_device(config.device))})
+        config = config.model_copy(update={"device": choose_device(config.device)})
     with Ranks.start(config) as ranks:
         return _train(config, ranks, objective, callbacks, print_fn if ranks.is_first else lambda line: None)
 

@@ -20,9 +20,10 @@ from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.config import RunConfig
 from horizon_lm.data.batch import Batch
 from horizon_lm.distributed.mesh import Mesh
-from horizon_lm.distributed.monitor import Monitor
+from horizon_lm.distributed.monitor import Monitor, leave_failures_to_monitor
 from horizon_lm.distributed.rendezvous import init_process_group, is_first_of_machine, wait_for_others
 from horizon_lm.energy import Energy
+from horizon_lm.engine.options import device_of
 from horizon_lm.errors import (
     ConfigError,
     DisagreementError,
@@ -70,6 +71,7 @@ class Ranks:
                 wait_for_others()
                 if config.device.startswith("cuda"):
                     torch.cuda.set_device(config.device)
+                    leave_failures_to_monitor()
                 init_process_group("cpu:gloo,cuda:nccl" if config.device.startswith("cuda") else "gloo")
             mesh = _join(config, world)
         except HorizonError as error:  # all of them raise it
@@ -77,6 +79,7 @@ class Ranks:
             raise
         ranks = cls(mesh)
         ranks._owns_group, ranks._monitor = owns_group, Monitor(mesh, config.rank_timeout)
+        mesh.connect()  # watched: a rank that is gone would never connect
         return ranks
 
     def __enter__(self) -> Self:
@@ -245,7 +248,7 @@ def _join(config: RunConfig, world: int) -> Mesh:
     """Return the mesh of a run. Raise ConfigError if it is not supported, or processes have other settings."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     # The monitor ends a rank that waits for one that is gone. Others may wait for hours, while the first one reads rows.
-    mesh = Mesh(*mesh_shape(config, world, local), timeout=_LONGEST_WAIT)
+    mesh = Mesh(*mesh_shape(config, world, local), timeout=_LONGEST_WAIT, device=device_of(config.device))
     _require_same_settings(mesh, config)
     reject_unsupported(config, world)
     return mesh
@@ -268,12 +271,6 @@ def _require_same_settings(mesh: Mesh, config: RunConfig) -> None:
                 raise ConfigError(
                     f"{name} is {first!r} for rank 0 and {other!r} for rank {rank}; start all processes with the same run file"
                 )
-
-
-def local_device(name: str) -> str:
-    """Return the device of this process: with torchrun, each process of a machine has its own."""
-    local = os.environ.get("LOCAL_RANK")
-    return f"cuda:{local}" if name == "cuda" and local is not None else name
 
 
 def mesh_shape(config: RunConfig, world: int, local: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Build the device, tokenizer, model, optimizer and objective of a run."""
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,11 +31,17 @@ _LARGEST_TOKEN = 2**31 - 1  # rows are kept as int32
 
 
 def choose_device(name: str) -> str:
-    """Return the device to use, resolving ``auto``. Raise ConfigError if this machine does not have it."""
+    """Return the device of this process: ``auto`` is a GPU if there is one, and each process of torchrun has its own GPU.
+
+    Raises:
+        ConfigError: this machine does not have it.
+    """
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but torch finds no CUDA device; use cpu, or auto")
+    if name == "cuda" and (local := os.environ.get("LOCAL_RANK")):
+        name = f"cuda:{local}"
     if name != "cpu" and (torch.device(name).index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device is {name!r}, but torch finds only {counted(torch.cuda.device_count(), 'CUDA device')}"

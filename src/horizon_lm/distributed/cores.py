@@ -1,0 +1,98 @@
+"""Divide the cores of a machine between its ranks, and keep each rank near its device.
+
+Memory is taken from the socket of the thread that writes it first, so a rank near its device has its weights there, too
+(docs/decisions/020-memory-of-two-sockets.md).
+"""
+
+import math
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horizon_lm.resources import limit_cores, usable_cores
+
+if TYPE_CHECKING:
+    from horizon_lm.distributed.mesh import Mesh
+
+_PCI = Path("/sys/bus/pci/devices")
+
+
+def divide_cores(mesh: "Mesh", device: torch.device) -> None:
+    """Keep this rank to the cores near its device, and let it use its share of them. All ranks must call it.
+
+    Cores that a launcher has given to this process alone are all its own. Ranks that may use the same cores share them equally.
+
+    Args:
+        mesh: the ranks.
+        device: the device of this rank.
+    """
+    limit_cores(None)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    here = socket.gethostname()
+    everyone = mesh.exchange("the cores of a rank", [here, sorted(allowed), sorted(cores_near(device))])
+    ranks = [rank for rank, (host, _, _) in enumerate(everyone) if host == here]
+    places = keep_near([set(everyone[rank][1]) for rank in ranks], [set(everyone[rank][2]) for rank in ranks])
+    own = places[ranks.index(mesh.rank)]
+    if own != allowed:
+        _move_threads(own)
+    quota = usable_cores()  # fewer than the cores if a control group limits their time, for all ranks together
+    limit_cores(share_of(own, places, quota if quota < len(own) else None))
+
+
+def keep_near(allowed: Sequence[set[int]], near: Sequence[set[int]]) -> list[set[int]]:
+    """Return the cores of each rank of a machine: those near its device, unless others would be left without a rank.
+
+    Args:
+        allowed: the cores that each rank may use.
+        near: the cores near the device of each rank; empty if unknown.
+    """
+    places = [own & close for own, close in zip(allowed, near, strict=True)]
+    everything = set().union(*allowed)
+    return places if all(places) and set().union(*places) == everything else list(allowed)
+
+
+def share_of(own: set[int], places: Sequence[set[int]], quota: int | None) -> int:
+    """Return the number of cores that a rank may use, at least one.
+
+    Args:
+        own: its cores.
+        places: the cores of all ranks of the machine.
+        quota: cores whose time all ranks of the machine share; None for no limit.
+    """
+    users = Counter(core for each in places for core in each)
+    share = sum(1 / users[core] for core in own)
+    if quota is not None:
+        share = min(share, quota / len(places))
+    return max(1, math.floor(share + 1e-6))
+
+
+def cores_near(device: torch.device, devices: Path = _PCI) -> set[int]:
+    """Return the cores on the side of the machine to which a device is attached; none if that is unknown.
+
+    Args:
+        device: the device.
+        devices: the folder of PCI devices in sysfs.
+    """
+    if device.type != "cuda":
+        return set()
+    found: Any = torch.cuda.get_device_properties(device)  # torch's types lack its place
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    try:
+        text = (devices / address / "local_cpulist").read_text()
+    except OSError:  # another system, or not visible in a container
+        return set()
+    bounds = [part.split("-") for part in text.strip().split(",") if part]
+    return {core for each in bounds for core in range(int(each[0]), int(each[-1]) + 1)}
+
+
+def _move_threads(cores: set[int]) -> None:
+    """Keep all threads of this process to these cores; threads that they start inherit it."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
