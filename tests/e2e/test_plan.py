@@ -361,6 +361,11 @@ def test_several_gpus_and_machines() -> None:
     ]
     assert weights[1] == pytest.approx(weights[0] / 8, rel=1e-3)
     assert many["host"]["available"] == 2 * 10**12 // 8
+    taken = [
+        sum(item["bytes"] for item in each["device"]["items"] if item["name"] == "collectives") for each in (one, many)
+    ]
+    assert taken[0] == 0
+    assert taken[1] > 3e9  # what NCCL takes for the links to 7 other GPUs
     assert "collective" in many["step"]["busy"]
     assert one["step"]["tokens_per_second"] < many["step"]["tokens_per_second"]
     text = run("plan", *run_of, "--host-memory", "2TB", "--gpus", "8", "--nodes", "4").stdout

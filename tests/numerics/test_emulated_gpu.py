@@ -176,6 +176,8 @@ def test_a_plan_for_the_current_gpu(gpu: EmulatedGpu, tmp_path: Path, monkeypatc
     settled = apply_plan(run, plan)
     assert (settled.activation_checkpoints, settled.resident_blocks, settled.resident_graphs) == (3, 3, 3)
     assert not [reason for reason in plan.reasons if "page-locked" in reason]
+    limited = run.model_copy(update={"device_memory": 7 * 10**8})  # of all that torch allocates, not of buffers alone
+    assert plan_run(limited, open_source(run), this_machine(limited)).device.available == 7 * 10**8
     gpu.lockable = 2**20
     assert [reason for reason in plan_run(run, open_source(run), this_machine(run)).reasons if "page-locked" in reason]
 
