@@ -224,8 +224,8 @@ SYSTEMS: dict[str, Callable[[Case], System]] = {
 
 
 def _compile_blocks(model: Any) -> None:
-    for block in model.model.layers:
-        block.compile()
+    for block in model.model.layers:  # a toy on a CPU would take longer to compile than all of its steps
+        block.compile(backend="inductor" if torch.cuda.is_available() else "aot_eager")
 
 
 def _accumulate(
