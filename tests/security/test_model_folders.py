@@ -236,6 +236,26 @@ def test_train_rejects(name: str, folder: Path) -> None:
     assert not Path("ran").exists()
 
 
+TRIES = "(x+x+)+y"  # with a number of tries for a text of x that doubles with each of them
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_pattern_that_tries_too_much(folder: Path, workers: int) -> None:
+    """The library panics after a second; this is one error of the tokenizer, also from a process that tokenizes rows."""
+    split = {"type": "Split", "pattern": {"Regex": TRIES}, "behavior": "Isolated", "invert": False}
+    changed("tokenizer.json", pre_tokenizer=split)(folder)
+    Path("rows.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n' * 20 + f'{{"prompt": "a", "completion": "{"x" * 60}"}}\n'
+    )
+    rows = ("--datasets", "rows.jsonl", "--device", "cpu", "--dataset_num_proc", workers)
+    commands = [("inspect", "--model_name_or_path", folder, *rows), ("generate", folder, "x" * 60, "--device", "cpu")]
+    for command in commands[: 3 - workers]:
+        result = run(*command)
+        assert result.exit_code == 2, (result.stdout, result.stderr)
+        assert "\n" not in result.stderr.strip()
+        assert f"{folder}: its tokenizer fails for a text (Onig: Regex search error" in result.stderr
+
+
 @pytest.mark.parametrize("name", COMMANDS[:3])
 def test_plan_rejects(name: str, folder: Path) -> None:
     Path("elsewhere").write_bytes((folder / WEIGHTS).read_bytes())

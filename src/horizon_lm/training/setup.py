@@ -96,11 +96,13 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
     """Load the tokenizer in a folder. Raise ConfigError if there is none."""
     from transformers import AutoTokenizer
 
+    from horizon_lm.data.encoding_panics import report_panics
     from horizon_lm.data.template_limits import limit_templates
     from horizon_lm.data.token_growth import require_little_growth, require_little_growth_of_file
     from horizon_lm.model import hub
 
     limit_templates()
+    report_panics()
     hub.require_model_files(folder)
     require_little_growth_of_file(folder / "tokenizer.json")
     options = {} if gguf_file is None else {"gguf_file": gguf_file}
