@@ -225,6 +225,32 @@ def test_merged_and_unmerged(kind: str, late: bool) -> None:
     assert_same(plain, model)
 
 
+TOKENS = {"trainable_token_indices": {"embed_tokens": [1, 5]}}
+UNUSED = KINDS | {"tokens": (TOKENS, {}), "tokens, safely": (TOKENS, {"safe_merge": True})}
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
+@pytest.mark.parametrize("kind", UNUSED)
+def test_merged_before_any_use(kind: str, precision: str) -> None:
+    """The base has all bits of the merge, although the model has not noticed its new adapters yet."""
+    config, options = UNUSED[kind]
+    plain = adapted(families.build("llama"), **config)
+    used, model = (adapted(horizon_lm.stream(families.build("llama"), precision=precision), **config) for _ in range(2))
+    logits(used)
+    found = []
+    for each in (used, model):
+        each.merge_adapter(**options)
+        store = each.base_model.model._horizon.engine.store
+        found.append({f"base_model.model.{name}": store.master(name) for name in store.unit_of})
+        unloaded = each.merge_and_unload(**options)
+        store = unloaded._horizon.engine.store
+        found.append({name: store.master(name) for name in store.unit_of})
+    assert difference(found[:2], found[2:], 0.0) is None
+    if precision == "float32":
+        plain.merge_adapter(**options)
+        assert difference({name: param.data for name, param in plain.named_parameters()}, found[0], 0.0) is None
+
+
 def test_a_merged_model_is_saved_as_a_plain_one(tmp_path: Path) -> None:
     """Also if it was not used between adding and merging, and by other code that writes a frozen base in bf16."""
     plain = adapted(families.build("llama")).merge_and_unload()

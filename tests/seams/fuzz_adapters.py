@@ -99,7 +99,6 @@ def add(world: World, chosen: random.Random) -> Any:
     if name not in world.names:
         world.names.append(name)
         world.model.add_adapter(name, config(world.kind if world.kind != "tokens" else "lora", chosen.choice((2, 4))))
-        logits(world, chosen)  # PEFT cannot merge safely into a streamed layer that was not used yet
 
 
 def delete(world: World, chosen: random.Random) -> Any:
@@ -149,8 +148,6 @@ def play(seed: int, length: int = 10) -> str:
     else:
         worlds.append(World(inside, kind))
         worlds[1].model = horizon_lm.stream(worlds[1].model, **options)
-    for world in worlds:  # see `add`
-        logits(world, random.Random(0))
     for call in chosen.choices(list(CALLS), list(CALLS.values()), k=length):
         number = chosen.randrange(10**6)
         calls.append(call.__name__)

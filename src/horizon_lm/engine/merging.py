@@ -1,16 +1,19 @@
 """Merge PEFT's adapters into a streamed base, and take them out again, as PEFT does for a plain model.
 
 PEFT's layers read adapters and write base weights through ``param.data``, which in a streamed model are bf16 halves in host
-memory. While a layer merges, it has plain parameters with all bits; the results are written to the store.
+memory. While a layer merges, it has plain parameters with all bits; the results are written to the store. A layer that PEFT has
+just made does so, too: it lets the model notice its adapters first.
 """
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.parameters import StreamedParameter
@@ -18,6 +21,28 @@ from horizon_lm.model.functional import in_place
 from horizon_lm.model.units import is_adapter_layer
 
 _METHODS = ("merge", "unmerge")
+
+
+@lru_cache(maxsize=1)
+def _watch_new_layers() -> None:
+    """Replace the methods of layers that PEFT makes around weights of a streamed model from now on."""
+    register_module_module_registration_hook(_replace_methods_of_new)
+
+
+def _replace_methods_of_new(layer: nn.Module, name: str, base: nn.Module | None) -> None:
+    if base is None or not is_adapter_layer(layer):
+        return
+    owners = (param.owner() for param in base.parameters() if isinstance(param, StreamedParameter))
+    if isinstance(engine := next(owners, None), Engine):
+        _replace_methods(layer, engine)
+
+
+def _replace_methods(layer: Any, engine: Engine) -> bool:
+    """Let a layer merge with plain parameters. Return whether it can merge at all."""
+    names = [name for name in _METHODS if callable(getattr(type(layer), name, None))]
+    for name in names:
+        setattr(layer, name, _merging(layer, name, weakref.ref(engine)))
+    return bool(names)
 
 
 class MergingLayers:
@@ -28,14 +53,9 @@ class MergingLayers:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._layers: list[weakref.ref[Any]] = []
-        for layer in engine.parts.model.modules():
-            names = [name for name in _METHODS if callable(getattr(type(layer), name, None))]
-            if not names or not is_adapter_layer(layer):
-                continue
-            for name in names:
-                setattr(layer, name, _merging(layer, name, weakref.ref(engine)))
-            self._layers.append(weakref.ref(layer))
+        _watch_new_layers()
+        layers = [layer for layer in engine.parts.model.modules() if is_adapter_layer(layer)]
+        self._layers = [weakref.ref(layer) for layer in layers if _replace_methods(layer, engine)]
 
     def unmerge_disabled(self) -> None:
         """Unmerge the layers that are merged, but whose adapters are switched off.
@@ -63,6 +83,8 @@ def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Call
         method = getattr(type(own), name)
         if owner is None:
             return method(own, *args, **kwargs)
+        if not all(isinstance(param, StreamedParameter) for param in own.parameters()):
+            owner = owner.parts.model._horizon.engine
         with _plain_parameters(own, owner):
             return method(own, *args, **kwargs)
 
