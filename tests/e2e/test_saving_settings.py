@@ -1,5 +1,6 @@
 """The settings of a run file about saving, the best model and early stopping do what their descriptions say."""
 
+import errno
 import json
 import math
 import threading
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
-from horizon_lm.checkpoints import manifest, saving
-from horizon_lm.errors import ConfigError, InterruptedRunError
+from horizon_lm.checkpoints import checkpoint, manifest, saving
+from horizon_lm.config.load import as_config
+from horizon_lm.errors import ConfigError, InterruptedRunError, StreamingError
+from horizon_lm.training.loop import Intervals
 from horizon_lm.training.run_checkpoints import RunCheckpoints
 from tests.e2e import resuming
 from tests.e2e.command import run
@@ -139,6 +142,78 @@ def test_the_best_model_is_exported(base: dict[str, Any], tmp_path: Path, case: 
     other = exported(folder / f"checkpoint-{3 if best != 3 else 2}", tmp_path / "other")
     assert all(torch.equal(got[each], expected[each]) for each in expected)
     assert not all(torch.equal(got[each], other[each]) for each in other)
+
+
+def failing_in_the_middle(patch: pytest.MonkeyPatch, folders: tuple[str, ...]) -> None:
+    """Let the second unit of a checkpoint be unreadable, after its files were verified."""
+    read = checkpoint._read_unit
+
+    def failing(folder: Path, unit: str, file: Any) -> Any:
+        if folder.name in folders and unit == "block1":
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+        return read(folder, unit, file)
+
+    patch.setattr(checkpoint, "_read_unit", failing)
+
+
+def test_nothing_is_lost_if_the_best_model_becomes_unreadable(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights in memory are half those of another step by then. The last model is exported, and the best one is left."""
+    settings = base | {
+        "load_best_model_at_end": True, "eval_steps": 1, "max_steps": 3, "learning_rate": RISING, "lr_scheduler_type": "constant",
+        "warmup_steps": 0, "save_strategy": "no",
+    }  # fmt: skip
+    last = horizon_lm.train(
+        settings | {"load_best_model_at_end": False, "output_dir": str(tmp_path / "last")}, print_fn=lambda line: None
+    )
+    expected, lines = weights_of(last.model_dir), []
+    failing_in_the_middle(monkeypatch, ("checkpoint-1",))
+    horizon_lm.train(settings | {"output_dir": str(tmp_path / "run")}, print_fn=lines.append)
+    assert any("checkpoint-1 became unreadable" in line and "last model is exported" in line for line in lines)
+    got = weights_of(tmp_path / "run" / "model")
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+    failing_in_the_middle(monkeypatch, ("checkpoint-1", "checkpoint-3"))
+    with pytest.raises(StreamingError, match="of two models") as error:
+        horizon_lm.train(settings | {"output_dir": str(tmp_path / "both")}, print_fn=lambda line: None)
+    assert all(name in str(error.value) for name in ("checkpoint-1", "checkpoint-3"))
+    monkeypatch.undo()
+    got = exported(tmp_path / "both" / "checkpoint-3", tmp_path / "rescued")
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    best = (tmp_path / folder / "checkpoint-1" for folder in ("run", "both"))
+    one, other = (exported(folder, tmp_path / f"best {number}") for number, folder in enumerate(best))
+    assert all(torch.equal(one[name], value) for name, value in other.items())
+    assert not all(torch.equal(one[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("settings", "at_once"), [
+    ({}, 2), ({"save_strategy": "steps", "save_steps": 4}, 3), ({"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}, 4),
+])  # fmt: skip
+def test_the_plan_has_room_for_the_best_and_the_last_checkpoint(
+    base: dict[str, Any], settings: dict[str, Any], at_once: int
+) -> None:
+    config = as_config(base | {"load_best_model_at_end": True, "save_strategy": "no"} | settings)
+    saves = Intervals(config, 8, 8).planned_saves()
+    assert min(saves.num, saves.kept + 1) == at_once
+
+
+def test_the_last_model_is_exported_if_it_cannot_be_kept(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = base | {
+        "load_best_model_at_end": True, "eval_steps": 1, "max_steps": 3, "learning_rate": RISING, "lr_scheduler_type": "constant",
+        "warmup_steps": 0, "save_strategy": "no", "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    lines: list[str] = []
+    monkeypatch.setattr(RunCheckpoints, "keep", lambda *_: None)
+    horizon_lm.train(settings, print_fn=lines.append)
+    assert any("the last model cannot be kept beside the best one" in line for line in lines)
+    assert [line["step"] for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())][
+        -1
+    ] == 3
+    best = exported(tmp_path / "run" / "checkpoint-1", tmp_path / "best")
+    assert not all(torch.equal(best[name], value) for name, value in weights_of(tmp_path / "run" / "model").items())
 
 
 def test_a_metric_that_evaluations_do_not_have_is_rejected(base: dict[str, Any], tmp_path: Path) -> None:

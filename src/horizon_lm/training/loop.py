@@ -125,8 +125,8 @@ class Intervals:
         config, num = self.config, 0
         if config.save_strategy != "no":
             num = (self.num_steps - 1) // self._steps_between(config.save_strategy, config.save_steps)
-        best = 1 if config.load_best_model_at_end and num else 0
-        return Saves(num, min(num, (config.save_total_limit or num) + best), config.save_only_model)
+        best = int(config.load_best_model_at_end)  # beside which the last one is written at the end
+        return Saves(num + 2 * best, min(num, config.save_total_limit or num) + best, config.save_only_model)
 
     def _due(self, strategy: str, interval: float, step: int) -> bool:
         if strategy == "no" or step == self.num_steps:
@@ -452,9 +452,15 @@ class _Loop:
         folder = self.ranks.of_first("the best model", None if is_last else str(self.checkpoints.best))
         if folder is None:
             return
+        if (last := self.keep_checkpoint(step)) is None:
+            self.reporter.print(
+                f"warning: the last model cannot be kept beside the best one, so it is exported; for the best one, run "
+                f"horizon-lm export {folder} OUT"
+            )
+            return
         self.reporter.print(f"loading the best model, {folder}")
         try:
-            self.checkpoints.load(Path(folder))
+            self.checkpoints.load(Path(folder), last)
         except (ConfigError, OSError) as error:
             self.reporter.print(f"warning: {first_line(error)}; the last model is exported instead")
 

@@ -175,20 +175,31 @@ class RunCheckpoints:
         num_bytes: int = store.shard.count * sum(store.num_bytes.values())
         return num_bytes / self._bytes_per_second
 
-    def load(self, folder: Path) -> None:
-        """Load the weights of a checkpoint. Raise ConfigError or OSError, and change nothing, if it is damaged.
+    def load(self, folder: Path, last: Path) -> None:
+        """Load the weights of a checkpoint. If that fails, the weights are those of ``last``, the checkpoint of now.
 
         Raises:
-            StreamingError: it became unreadable meanwhile, and weights were changed.
+            ConfigError: it is damaged, or became unreadable meanwhile.
+            StreamingError: so did the last one, and the weights in memory are of two models.
         """
+        if not (problem := self._read(folder)):
+            return
+        if again := self._read(last):
+            raise StreamingError(
+                f"{problem}, and {again}, so the weights in memory are of two models, and none was exported. When they can be read "
+                f"again: horizon-lm export {folder} OUT, or {last}"
+            )
+        raise ConfigError(problem)
+
+    def _read(self, folder: Path) -> str:
+        """Load the weights of a checkpoint, and return the reason if a rank cannot."""
+        problem = ""
         manifest = verify_copies(self._ranks.mesh, folder)
         try:
             restore(folder, manifest, self._model, None)
         except (ConfigError, OSError) as error:
-            raise StreamingError(
-                f"{folder} became unreadable ({first_line(error)}), so the weights in memory are of two models, and none was exported. "
-                f"When it can be read again: horizon-lm export {folder} OUT"
-            ) from error
+            problem = f"{folder} became unreadable ({first_line(error)})"
+        return self._ranks.agree("the weights of a checkpoint", problem)
 
     def _published(self, folder: Path, best: bool) -> None:
         """Delete the oldest checkpoints beyond the limit; called in the thread that has written the new one."""
