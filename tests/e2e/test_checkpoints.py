@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import horizon_lm
 from horizon_lm.errors import CheckpointWarning, ConfigError
@@ -66,10 +67,6 @@ def shards(change: Callable[[dict[str, str], Path], None]) -> Edit:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
     return edit
-
-
-def copy_of_the_table(found: dict[str, torch.Tensor]) -> None:
-    found["lm_head.weight"] = found["model.embed_tokens.weight"] + 1
 
 
 REJECTED: dict[str, tuple[Edit, str]] = {
@@ -214,12 +211,31 @@ def test_missing_buffer_is_warned_about(tmp_path: Path) -> None:
 # A tied head
 
 
-def test_tied_head_with_other_weights_is_rejected(tmp_path: Path) -> None:
-    """transformers would untie a head with other weights, with a warning."""
-    families.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
-    tensors(copy_of_the_table)(tmp_path)
-    with pytest.raises(SystemExit, match=r"lm_head\.weight .*tie_word_embeddings: false"):
-        opened(tmp_path)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("row", [0, 5, -1])
+def test_tied_head_with_other_weights_is_kept(tmp_path: Path, row: int) -> None:
+    """As in transformers, which unties it, however few values differ. The plan counts it, and the exported config is true."""
+    families.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    tiny.build_tokenizer().save_pretrained(tmp_path / "model")
+    tied = run("plan", "--model", tmp_path / "model").output
+
+    def head(found: dict[str, torch.Tensor]) -> None:
+        table = found["model.embed_tokens.weight"].clone()
+        table[row, 3] += 1
+        found["lm_head.weight"] = table
+
+    tensors(head)(tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with pytest.warns(CheckpointWarning, match="a head of its own, which is kept, as in transformers"):
+        model = horizon_lm.from_pretrained(tmp_path / "model", "cpu", "float32", head="whole")
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    weights = [{name: param.detach() for name, param in each.named_parameters()} for each in (plain, model)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
+    own = run("plan", "--model", tmp_path / "model").output
+    assert own.partition(" parameters")[0] != tied.partition(" parameters")[0]
+    model.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 @pytest.mark.parametrize("names", [["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]])

@@ -4,6 +4,7 @@ import difflib
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
+from horizon_lm.errors import CheckpointWarning, ConfigError, HorizonError, ModelNotSupportedError, first_line
 from horizon_lm.model.config_limits import require_few_parameters, require_sane_config, require_small_buffer
 from horizon_lm.model.gguf_header import read_gguf_header
 from horizon_lm.model.opening import open_like_transformers
+from horizon_lm.model.own_head import has_own_head
 from horizon_lm.model.quantization import matrix_codec, quantization_of
+from horizon_lm.model.tying import declare_untied
 from horizon_lm.paths import exists, may_be_on_hub, require_inside, require_own_files, require_regular
 from horizon_lm.planning.catalog import KnownModel, find_known, known_models
 
@@ -90,7 +93,17 @@ def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
         ConfigError: there is no usable config, or a file of the model is not safe to read.
         ModelNotSupportedError: the config has no model of this class.
     """
-    return require_model(read_config(folder, trust_remote_code, gguf_file), str(folder), auto_class(model_class))
+    kind = auto_class(model_class)
+    config = require_model(read_config(folder, trust_remote_code, gguf_file), str(folder), kind)
+    if gguf_file is None and has_own_head(folder, config, kind):
+        declare_untied(config)
+        warnings.warn(
+            f"{folder}: config.json says tie_word_embeddings: true, but the folder has a head of its own, which is kept, as in transformers; "
+            "set it to false",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    return config
 
 
 def read_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = None) -> Any:

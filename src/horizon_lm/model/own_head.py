@@ -1,0 +1,48 @@
+"""Find a head of its own in a folder whose config says that the head is the embedding. transformers opens both, untied."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+_ROWS = 4096  # that are compared at once
+
+
+def has_own_head(folder: Path, config: Any, model_class: Any) -> bool:
+    """Return whether a folder has another head than its embedding, although its config says that they are one parameter.
+
+    False if that cannot be told; loading rejects what differs.
+
+    Args:
+        folder: the folder.
+        config: its config.
+        model_class: the class of transformers that builds its model, such as AutoModelForCausalLM.
+    """
+    if not getattr(config, "tie_word_embeddings", False) or type(config) not in model_class._model_mapping:
+        return False
+    tied = model_class._model_mapping[type(config)]._tied_weights_keys
+    files = tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors")))
+    return any(_differ(files, *names) for names in (tied.items() if isinstance(tied, dict) else ()))
+
+
+@lru_cache(maxsize=16)  # several parts of a run read the config
+def _differ(files: tuple[tuple[Path, int], ...], head: str, table: str) -> bool:
+    with ExitStack() as stack:
+        try:
+            opened = [stack.enter_context(safe_open(path, framework="pt")) for path, _ in files]
+            named = {name: file for file in opened for name in {head, table}.intersection(file.keys())}
+            found = [file.get_slice(name) for name, file in named.items()]
+            if len(found) < 2 or found[0].get_shape() != found[1].get_shape():
+                return False
+            return any(not torch.equal(one, other) for one, other in zip(*map(_parts, found), strict=True))
+        except (OSError, SafetensorError):  # reported when the weights are read
+            return False
+
+
+def _parts(tensor: Any) -> Iterator[torch.Tensor]:
+    for first in range(0, tensor.get_shape()[0], _ROWS):
+        yield tensor[first : first + _ROWS]
