@@ -9,7 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from horizon_lm.config import DatasetConfig
+from horizon_lm.data.foreign_tables import read_hub
 from tests.e2e.command import run
+from tests.security.costs import cost_of
 from tests.security.fake_hub import NAME, hub_with
 from tests.security.watch import Watch, watching
 
@@ -227,6 +230,38 @@ def test_nothing_is_contacted_or_opened_by_any_command(
     set_offline(offline, monkeypatch)
     run_command(command, WAYS[way](watch, kind))
     assert watch.touched() == []
+
+
+def bomb(line: str) -> str:
+    """Return a card of two kilobytes of which each line has nine times what the one before has."""
+    lines = ["a0: &a0 {k: 1, l: [1, 2]}"]
+    lines += [f"a{n}: &a{n} {line.format(each=', '.join([f'*a{n - 1}'] * 9))}" for n in range(1, 30)]
+    return "\n".join(lines)
+
+
+CARDS = {
+    "merge keys": bomb("{{<<: [{each}]}}"),
+    "aliases": bomb("[{each}]"),
+    "long": "a: [" + "x," * 2**20 + "]",
+    "nested": "a: " + "[" * 100_000,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "file"), [*((kind, "README.md") for kind in CARDS), ("merge keys", ".huggingface.yaml")]
+)
+def test_a_card_of_the_hub_costs_little(kind: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    set_offline(False, monkeypatch)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "cache")
+    text = f"---\n{CARDS[kind]}\n---\n" if file == "README.md" else CARDS[kind]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    with hub_with({"train.jsonl": rows, file: text.encode()}, monkeypatch):
+        cost = cost_of(lambda: read_hub(DatasetConfig(path=NAME)))
+    assert not cost.problem
+    assert cost.kind == "HorizonError"
+    assert "the YAML of its card is rejected" in cost.message
 
 
 @pytest.mark.parametrize("data_files", [None, "ADDRESS", "PATH", "../elsewhere/*", "train.jsonl"])

@@ -1,12 +1,12 @@
 """Read the settings of a YAML file, together with their line and column numbers."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError
-from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, ScalarEvent
 
 from horizon_lm.errors import ConfigError, first_line
 
@@ -52,6 +52,7 @@ def _has(node: CommentedMap | CommentedSeq, key: int | str) -> bool:
 
 MAX_CHARS = 2**18  # of a run file; reading that many takes seconds
 _MAX_VALUES = 2**14  # in a run file, counting what an alias stands for each time
+_MAX_DEPTH = 500  # of lists and mappings
 _MAX_BITS = 1024  # of a whole number
 
 
@@ -69,7 +70,7 @@ def _parse(text: str, place: str, loader: str) -> Any:
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{place}: more than {MAX_CHARS:,} characters; name the YAML file of a run")
     try:
-        _require_few_values(text)
+        require_few_values(YAML(typ="safe", pure=True).parse(text), _MAX_VALUES)
         content = YAML(typ=loader, pure=True).load(text)
         _require_small_numbers(content)
     except MarkedYAMLError as error:
@@ -83,24 +84,27 @@ def _parse(text: str, place: str, loader: str) -> Any:
     return content
 
 
-def _require_few_values(text: str) -> None:
-    """Raise ValueError if YAML text stands for too many values once aliases are expanded, or an alias for what it is part of.
+def require_few_values(events: Iterable[Any], most: int) -> None:
+    """Raise ValueError if YAML stands for more values than ``most`` once aliases are expanded, or an alias for what it is part of.
 
-    Events are counted, because a loader expands merge keys (``<<: *name``) before it returns anything.
+    Events of ruamel.yaml or PyYAML are counted, because a loader expands merge keys (``<<: *name``) before it returns anything.
     """
     sizes: dict[str, int | None] = {}  # of anchors; None for those that are not complete
     parts: list[tuple[str | None, int]] = [(None, 0)]  # anchor and size of each collection that is open
-    for event in YAML(typ="safe", pure=True).parse(text):
-        if isinstance(event, CollectionStartEvent):
+    for event in events:
+        kind = type(event).__name__  # the same in both packages
+        if kind in ("MappingStartEvent", "SequenceStartEvent"):
             parts.append((event.anchor, 1))
+            if len(parts) > _MAX_DEPTH:  # beyond which parsers take quadratic time
+                raise RecursionError("nested too deeply")
             if event.anchor:
                 sizes.setdefault(event.anchor, None)
             continue
-        if isinstance(event, CollectionEndEvent):
+        if kind in ("MappingEndEvent", "SequenceEndEvent"):
             anchor, size = parts.pop()
-        elif isinstance(event, ScalarEvent):
+        elif kind == "ScalarEvent":
             anchor, size = event.anchor, 1
-        elif isinstance(event, AliasEvent):
+        elif kind == "AliasEvent":
             if (known := sizes.get(event.anchor, 1)) is None:
                 raise ValueError("an alias stands for what it is part of")
             anchor, size = None, known
@@ -111,8 +115,8 @@ def _require_few_values(text: str) -> None:
                 raise ValueError(f"the anchor {anchor} is there twice")
             sizes[anchor] = size
         parts[-1] = (parts[-1][0], parts[-1][1] + size)
-        if parts[-1][1] > _MAX_VALUES:
-            raise ValueError(f"more than {_MAX_VALUES:,} values, aliases expanded")
+        if parts[-1][1] > most:
+            raise ValueError(f"more than {most:,} values, aliases expanded")
 
 
 def _require_small_numbers(value: Any) -> None:

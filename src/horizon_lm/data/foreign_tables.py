@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import DatasetConfig
+from horizon_lm.data.card_limits import limited_cards
 from horizon_lm.errors import DataError, HorizonError, first_line
 
 _READERS = ("arrow", "csv", "json", "parquet", "text")  # of `datasets`; others read pickles, images or databases
@@ -67,7 +68,7 @@ def read_hub(config: DatasetConfig) -> Any:
 
     wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
     with _readable(config):
-        with _own_files_only(config):
+        with limited_cards(config.path), _own_files_only(config):
             builder = datasets.load_dataset_builder(
                 config.path, **{key: value for key, value in wanted.items() if value}
             )
