@@ -77,6 +77,8 @@ class Disk:
             else:
                 path.unlink(missing_ok=True)
         except OSError:  # files of another user in it, say
+            if not os.path.lexists(path):
+                return
             others = (path.with_name(f".{path.name.lstrip('.')}.horizon-left-{number}") for number in count(1))
             path.rename(next(other for other in others if not os.path.lexists(other)))
 

@@ -85,6 +85,29 @@ class FaultySystem:
         return run
 
 
+def test_a_failed_save_leaves_nothing_once_another_has_succeeded(tmp_path: Path) -> None:
+    """Each call of the system fails once. A folder of transformers' files is left then, which the next save removes."""
+    model, _ = opened()
+    for at in count():
+        folder = tmp_path / str(at)
+        system, error = FaultySystem([folder], at, errno.EIO), ""
+        with system.active():
+            try:
+                model.save_pretrained(folder)
+            except OSError as found:
+                error = str(found)
+        if not system.failed:
+            break
+        assert not error or "Errno 5" in error, error
+        model.save_pretrained(folder)
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+        ]
+    assert at > 10
+
+
 class Tokenizer:
     """Writes two files, as a tokenizer does; one of them raises the errors of its library, which have no number."""
 

@@ -8,6 +8,7 @@ is written from its slab directly to the file.
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -253,7 +254,8 @@ def write_configs(disk: Disk, model: Any, folder: Path, dtype: torch.dtype) -> N
         each.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     part = part_of(folder / "config")
-    disk.remove(part)
+    for left in folder.glob(f"{part.name}*"):  # of a save that failed
+        disk.remove(left)
     disk.make_folder(part)
     try:
         config.save_pretrained(part)
@@ -263,4 +265,5 @@ def write_configs(disk: Disk, model: Any, folder: Path, dtype: torch.dtype) -> N
         for file in part.iterdir():
             disk.rename(file, folder / file.name)
     finally:
-        disk.remove(part)
+        with suppress(OSError):  # the next save removes it
+            disk.remove(part)
