@@ -227,6 +227,9 @@ def _models_of_peft(hub: Hub) -> None:
         f"{peft}/tiny-random-BloomForCausalLM": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
         **{f"{owner}/tiny-random-LlamaForCausalLM": ("Llama", llama) for owner in (peft, hf, trl)},
         f"{hf}/tiny-random-MistralForCausalLM": ("Mistral", llama | {"num_key_value_heads": 2}),
+        f"{trl}/tiny-Llama4ForCausalLM": (
+            "Llama4Text", llama | {"intermediate_size_mlp": 64, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 4},
+        ),
         f"{peft}/tiny-dummy-qwen2": (
             "Qwen2",
             {"hidden_size": 8, "intermediate_size": 16, "num_key_value_heads": 2, "tie_word_embeddings": True, **sizes},

@@ -1,5 +1,6 @@
 """Write docs/peers.md from the results of the suites."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
@@ -18,7 +19,7 @@ The tests that TRL, PEFT and transformers have for text models, run on streamed 
 float32. A test that trains takes the same number of steps in both, and is compared beyond its own assertions: each logged figure within
 {log:g}, sum and norm of every parameter after the training within {parameter:g}, relative.
 
-Run with {versions}. Models and data sets are those of TRL's scripts, with a small tokenizer in place of the hub's.
+Run with {versions}; {sources}. Models and data sets are those of TRL's scripts, with a small tokenizer in place of the hub's.
 
 | column | meaning |
 |---|---|
@@ -53,7 +54,8 @@ def page(results: Path) -> str:
     """Return the page in Markdown."""
     found = {name: verdicts(results, name) for name in SUITES if results_of(results, name, "streamed").exists()}
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "peft"))
-    lines = [_HEAD.format(versions=versions, log=LOG_TOLERANCE, parameter=PARAMETER_TOLERANCE)]
+    sources = _sources(results.parent)
+    lines = [_HEAD.format(versions=versions, sources=sources, log=LOG_TOLERANCE, parameter=PARAMETER_TOLERANCE)]
     rows = [_counts(results, name, each) for name, each in found.items()]
     total = ("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
     others = [(name, *["not run"] * (len(total) - 1)) for name in SUITES if name not in found]
@@ -72,6 +74,13 @@ def page(results: Path) -> str:
             ]
             lines += ["", f"## {title}", "", *_table((_TITLES[kind], "tests", "one of them"), rows)]
     return "\n".join(lines) + "\n"
+
+
+def _sources(folder: Path) -> str:
+    """Return a clause with the versions of the tests, which are not those of the installed packages if a snapshot was taken."""
+    files = {"TRL": folder / "trl" / "VERSION", "transformers": folder / "transformers" / "setup.py"}
+    found = {name: re.search(r'(?:\A|version=")([\d.]+\w*)', path.read_text("utf-8")) for name, path in files.items()}
+    return "the tests are those of " + " and ".join(f"{name} {each[1]}" for name, each in found.items() if each)
 
 
 def _drawn(results: Path, name: str) -> str:

@@ -1,8 +1,13 @@
 """Stream the models of another project's tests, as its user would: open them streamed, and train them with our trainers."""
 
 import inspect
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -26,6 +31,13 @@ def patch(module: ModuleType, opens: bool) -> None:
             and value.__module__.startswith(("trl", "transformers"))
         ):
             setattr(module, name, streamed_trainer(value))
+        elif (
+            opens
+            and isinstance(value, type)
+            and issubclass(value, AutoModelForCausalLM)
+            and value.__module__ == module.__name__
+        ):
+            value.from_pretrained = partial(_changed_before, module, value.from_pretrained)
         elif opens and value is AutoModelForCausalLM:
             setattr(module, name, StreamedAutoModel)
         elif opens and getattr(value, "transformers_class", None) is AutoModelForCausalLM:  # a class of PEFT's tests
@@ -42,6 +54,12 @@ class StreamedAutoModel:
     @staticmethod
     def from_config(config: transformers.PreTrainedConfig, **options: Any) -> torch.nn.Module:
         return streamed(AutoModelForCausalLM.from_config(config, **options))
+
+
+def _changed_before(module: ModuleType, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return the model that a class of PEFT's tests opens and changes, streamed after the change."""
+    with mock.patch.object(module, "AutoModelForCausalLM", AutoModelForCausalLM):
+        return streamed(original(*args, **options))
 
 
 def opened(name: str, **options: Any) -> torch.nn.Module:
@@ -72,12 +90,17 @@ def streamed_trainer(cls: type[Trainer]) -> type[Trainer]:
             given = signature.bind_partial(self, *args, **kwargs).arguments
             given.pop("self")
             given |= given.pop("kwargs", {})
+            seeded: Any = nullcontext()
             if isinstance(given.get("model"), str):
+                if "Reward" in cls.__name__:  # the trainer sets the seed, draws a score and then adapters
+                    transformers.set_seed(getattr(given.get("args"), "seed", 42))
+                    seeded = mock.patch.object(sys.modules[cls.__module__], "set_seed")
                 given["model"] = opened(given["model"], **_options_of_name(cls, given.get("args")))
             for name in ("model", "ref_model"):
                 if name in given:
                     given[name] = streamed(given[name])
-            super().__init__(**given)
+            with seeded:
+                super().__init__(**given)
 
     Streamed.__name__, Streamed.__qualname__, Streamed.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Streamed
@@ -93,7 +116,6 @@ def _options_of_name(cls: type[Trainer], arguments: Any) -> dict[str, Any]:
         options.setdefault("trust_remote_code", True)
     if "Reward" in cls.__name__:
         options = {"num_labels": 1, "model_class": AutoModelForSequenceClassification} | options
-        transformers.set_seed(getattr(arguments, "seed", 42))  # as the trainer does, for a score that is drawn
     return options
 
 
