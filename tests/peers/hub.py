@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -120,11 +121,13 @@ def make(folder: Path, trl_source: Path | None) -> None:
         _models_of_trl(hub, trl_source)
         hub.save("Qwen/Qwen3-4B", hub.tokenizer("Qwen3"))
     _models_of_peft(hub)
+    quotes = datasets.Dataset.from_dict({"quote": [f"Of {i} answers, {i // 2} are right." for i in range(24)]})
+    datasets.DatasetDict(train=quotes).save_to_disk(
+        str(folder / "datasets_on_disk" / "ybelkada--english_quotes_copy" / "default")
+    )
 
 
 def _datasets_of_trl(folder: Path) -> dict[tuple[str, str], Any]:
-    import datasets
-
     made: dict[tuple[str, str], Any] = {}
 
     def push(self: Any, repository: str, config_name: str = "default", **_: Any) -> None:

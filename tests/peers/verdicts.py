@@ -32,7 +32,7 @@ def read(path: Path) -> tuple[dict[str, Row], Row]:
         if "id" in row:
             rows[row["id"]] = row
         else:
-            run = row
+            run |= row
     return rows, run
 
 
