@@ -41,6 +41,7 @@ def own_gpu(rank: int) -> Iterator[EmulatedGpu]:
 
 def on_own_gpu(rank: int, training: Training) -> Use:
     """Train, and return what this rank has used: contexts, threads for updates, and which threads have allocated memory."""
+    others = set(threading.enumerate())  # of models before, which have not been collected yet
     with own_gpu(rank) as gpu:
         device_mesh = init_device_mesh(
             "cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard")
@@ -48,7 +49,7 @@ def on_own_gpu(rank: int, training: Training) -> Use:
         model, optimizer = build(training, device=f"cuda:{rank}", device_mesh=device_mesh, compile=False)
         before = len(gpu.allocations)
         outcome = train(model, optimizer, training, [rank])
-        threads = [each.name for each in threading.enumerate()]
+        threads = [each.name for each in threading.enumerate() if each not in others]
         updating = sum(name.startswith("horizon-host-") for name in threads) - 1  # and one that waits
         allocating = [name for name, _ in gpu.allocations[before:] if name == "horizon-collective"]
         del model, optimizer
