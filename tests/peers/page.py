@@ -79,8 +79,11 @@ def page(results: Path) -> str:
 def _sources(folder: Path) -> str:
     """Return a clause with the versions of the tests, which are not those of the installed packages if a snapshot was taken."""
     files = {"TRL": folder / "trl" / "VERSION", "transformers": folder / "transformers" / "setup.py"}
-    found = {name: re.search(r'(?:\A|version=")([\d.]+\w*)', path.read_text("utf-8")) for name, path in files.items()}
-    return "the tests are those of " + " and ".join(f"{name} {each[1]}" for name, each in found.items() if each)
+    texts = {name: path.read_text("utf-8") for name, path in files.items() if path.exists()}
+    found = {name: re.search(r'(?:\A|version=")([\d.]+\w*)', text) for name, text in texts.items()}
+    return "tests of " + ", ".join(
+        [f"{name} {each[1]}" for name, each in found.items() if each] + ["PEFT as installed"]
+    )
 
 
 def _drawn(results: Path, name: str) -> str:
