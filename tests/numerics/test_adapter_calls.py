@@ -229,7 +229,7 @@ def deleted_while_merged(model: Any) -> Iterator[Step]:
 
 
 def weighted(model: Any) -> Iterator[Step]:
-    for number, how in enumerate(("linear", "cat", "svd", "ties")):
+    for number, how in enumerate(("linear", "cat", "ties")):
         kind = {"density": 0.5} if how == "ties" else {}
         names = ["default", "default"] if how in ("linear", "ties") else ["default", "other"]
         model.add_weighted_adapter(names, [0.7, 0.4], f"sum{number}", combination_type=how, **kind)
@@ -238,6 +238,14 @@ def weighted(model: Any) -> Iterator[Step]:
     model.merge_adapter(["sum0", "sum1"])
     with model.disable_adapter():
         yield logits(model)
+    yield weights(model)
+
+
+def weighted_by_svd(model: Any) -> Iterator[Step]:
+    model.add_weighted_adapter(["default", "other"], [0.7, 0.4], "sum", combination_type="svd")
+    model.set_adapter("sum")
+    yield logits(model)
+    model.merge_adapter(["sum"])
     yield weights(model)
 
 
@@ -279,6 +287,12 @@ SWITCHES = [switched_while_merged, deleted_while_merged, weighted, mixed, half_m
 def test_two_adapters(sequence: Sequence) -> None:
     plain, models = worlds(lora())
     play(sequence, two(plain), [two(model) for model in models])
+
+
+def test_two_adapters_that_are_summed_by_svd() -> None:
+    """LAPACK's last bits depend on where the matrix lies in memory, on some processors."""
+    plain, models = worlds(lora())
+    play(weighted_by_svd, two(plain), [two(model) for model in models], tolerance=1e-6)
 
 
 def test_mixed_batches_outside_of_blocks_are_rejected() -> None:

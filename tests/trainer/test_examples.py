@@ -122,7 +122,8 @@ def test_equal_with_and_without_the_two_lines(
     with monkeypatch.context() as patched:
         expected = run_example(name, tmp_path, tmp_path / "plain", patched, False, *settings)
     assert difference(history(expected), history(got), tolerance) is None
-    assert difference(copied_weights(expected.model), copied_weights(got.model), 3 * tolerance) is None
+    # AdamW moves a weight by a whole learning rate even if its gradient is nothing but rounding, which differs by processor.
+    assert difference(copied_weights(expected.model), copied_weights(got.model), max(3 * tolerance, 1e-4)) is None
     assert len(passes.steps) == STEPS
     assert max(step["loads"] for step in passes.steps) <= LOADS[name]
     most = LOADS[name] * ROWS[name]
