@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import horizon_lm
 from horizon_lm.constants import PAGE
@@ -245,6 +247,10 @@ def test_cublas_workspaces_are_allocated_first_and_counted(gpu: EmulatedGpu) -> 
     assert peaks[1] - peaks[0] == 2**25
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="older rotary embeddings multiply matrices, in each thread",
+)
 @pytest.mark.parametrize("family", thinned(families.FAMILIES, every=6))
 def test_threads_in_lock_step_need_no_workspace(gpu: EmulatedGpu, family: str) -> None:
     """cuBLAS would keep one for each batch of a step, a gigabyte for 32 of them: units are computed by the caller's thread."""
